@@ -60,7 +60,7 @@ def merged(chunks: list[Any], config: dict[str, Any]) -> Iterator[int]:
 
 def adapter_config(architecture: Architecture) -> Any:
     from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-    from mcore_qwen3vl.converters.adapters.presets import preset
+    from mcore_qwen3vl.converters.adapters.targets import preset
 
     modules, parameters = preset("language", architecture)
     return AdapterConfig(r=RANK, target_modules=modules, target_parameters=parameters)

@@ -27,8 +27,7 @@ from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import write_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.converters.adapters.presets import preset
-from mcore_qwen3vl.converters.adapters.targets import resolve_targets
+from mcore_qwen3vl.converters.adapters.targets import preset, resolve_targets
 from mcore_qwen3vl.converters.convert import hf_to_hf
 
 COPY, REWRITE, MERGE = "copy", "hf-to-hf", "lora merge"

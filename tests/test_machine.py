@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.converters.storage import mapped
+from mcore_qwen3vl.converters.storage import disk
 from mcore_qwen3vl.machine import usable_cores
 from mcore_qwen3vl.verify.checkpoints.roundtrip import roundtrip
 
@@ -20,7 +20,7 @@ def not_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate macOS's ``os``, and a system that does not know Linux's advice about memory."""
     for name in LINUX_ONLY:
         monkeypatch.delattr(os, name)
-    monkeypatch.setattr(mapped, "POPULATE_READ", 9999)
+    monkeypatch.setattr(disk, "POPULATE_READ", 9999)
 
 
 def test_cores_are_those_of_this_process() -> None:

@@ -47,6 +47,9 @@ UNSUPPORTED = {
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that leave the base weights alone; PiSSA and others do not."""
 
+SCORE = "score"
+"""The module of a classifier's head, which PEFT trains whole."""
+
 MOST = 2**20
 """Largest accepted rank."""
 

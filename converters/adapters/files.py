@@ -19,8 +19,11 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     WEIGHTS,
     Adapter,
     Factors,
+    Roles,
+    find_roles,
     is_adapter,
     some,
+    swap,
     whole_shape,
 )
 from mcore_qwen3vl.converters.adapters.config import (
@@ -40,14 +43,13 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
     has_score,
     labels_of,
 )
-from mcore_qwen3vl.converters.adapters.roles import Roles, find_roles, swap
 from mcore_qwen3vl.converters.adapters.targets import unused_names
 from mcore_qwen3vl.converters.hf.config_file import dumps
-from mcore_qwen3vl.converters.hf.header import FLOATS
 from mcore_qwen3vl.converters.hf.hf_checkpoint import open_safetensors
+from mcore_qwen3vl.converters.hf.shards import FLOATS
 from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.storage.disk import FirstBytes, bring_in
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, dtype_name
-from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
 from mcore_qwen3vl.converters.storage.staging import staging, write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels

@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import WEIGHTS, Adapter, Factors, is_adapter
+from mcore_qwen3vl.converters.adapters.adapter import (
+    WEIGHTS,
+    Adapter,
+    Factors,
+    Roles,
+    is_adapter,
+    of_expert,
+    product,
+    row_chunks,
+)
 from mcore_qwen3vl.converters.adapters.config import FILE
 from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
-from mcore_qwen3vl.converters.adapters.roles import Roles
-from mcore_qwen3vl.converters.adapters.update import of_expert, product, row_chunks
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import head_of

@@ -18,8 +18,11 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig, with_router_as_parameter
-from mcore_qwen3vl.converters.adapters.presets import SCORE
+from mcore_qwen3vl.converters.adapters.config import (
+    SCORE,
+    AdapterConfig,
+    with_router_as_parameter,
+)
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE, Labels

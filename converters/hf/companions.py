@@ -1,22 +1,30 @@
-"""The small files beside the weights: config, tokenizer, processor, chat template and the rest."""
+"""The small files beside the weights: config, tokenizer, processor, chat template and the rest.
+
+One of them is the record of a checkpoint's form, in the ``hf`` folder of a Megatron checkpoint:
+neither the config nor Megatron's tensors tell names and head of what was converted. A checkpoint in
+transformers' own form has no record.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
 
 from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.hf.config_file import UNCHANGED, Changes
-from mcore_qwen3vl.converters.hf.form_file import FILE as FORM_FILE
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
+from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, Form, Head
 from mcore_qwen3vl.converters.storage.staging import write_durably
-from mcore_qwen3vl.files import refuse_links_out
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json, refuse_links_out, refuse_special_files
 
 LARGEST = 256 * 2**20
 """Largest size of a companion file, in bytes."""
 
+FORM_FILE = "checkpoint_form.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".distcp")
 
 
@@ -70,3 +78,87 @@ def _is_companion(file: Path) -> bool:
     if file.name in (INDEX, FORM_FILE) or file.suffix in WEIGHTS or not file.is_file():
         return False
     return file.stat().st_size <= LARGEST
+
+
+def write_form(folder: Path, form: Form) -> None:
+    """Write the record into `folder`, durably, unless `form` needs none.
+
+    Raises:
+        OSError: writing failed.
+    """
+    if form == Form():
+        return
+    write_durably(folder / FORM_FILE, (json.dumps(form.record, indent=1) + "\n").encode())
+
+
+def read_form(folder: Path) -> Form:
+    """Return the form that the record in `folder` states; without a record, transformers' own.
+
+    Raises:
+        BadInput: the record is damaged.
+    """
+    file = folder / FORM_FILE
+    if not file.is_file():
+        return Form()
+    try:
+        content = parse_json(file.read_bytes())
+        kind, labels, bias = HEADS[content["head"]], content["labels"], content["bias"]
+        if (type(labels), type(bias)) != (int, bool) or (labels > 0) != (kind is CLASSIFIER):
+            raise ValueError(f"labels {labels!r:.40}, bias {bias!r:.40}")
+        return Form(NAMES[content["names"]], Head(kind, labels, bias))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise BadInput(
+            f"{file} does not say how the checkpoint's tensors are called ({error!r:.200}). "
+            "Restore the file that was written with the checkpoint."
+        ) from None
+
+
+_PROCESSOR = {
+    "tokenizer": (("tokenizer.json",), ("vocab.json", "merges.txt")),
+    "image processor": (("preprocessor_config.json",), ("processor_config.json",)),
+    "video processor": (("video_preprocessor_config.json",), ("processor_config.json",)),
+    "chat template": (("chat_template.jinja",), ("chat_template.json",)),
+}
+"""What data needs, and the sets of files that each provide it; the set on the hub comes first."""
+
+_TEMPLATE_INSIDE = ("tokenizer_config.json", "processor_config.json")
+
+
+def lacking_processor(folder: Path) -> str | None:
+    """Return a sentence on what `folder` lacks and the remedy, or None if it lacks nothing."""
+    lacking: dict[str, tuple[str, ...]] = {}
+    for what, choices in _PROCESSOR.items():
+        there = any(all((folder / name).is_file() for name in files) for files in choices)
+        if what == "chat template":
+            there = there or any(_has_template(folder / name) for name in _TEMPLATE_INSIDE)
+        if not there:
+            lacking[what] = choices[0]
+    if not lacking:
+        return None
+    files = dict.fromkeys(name for names in lacking.values() for name in names)
+    if "tokenizer" in lacking:
+        files["tokenizer_config.json"] = None
+    return (
+        f"There is no {' and no '.join(lacking)} in {folder}, without which no data can be "
+        f"prepared: copy {', '.join(files)} of the model's repository there."
+    )
+
+
+def require_processor(folder: Path) -> None:
+    """Raise BadInput if `folder` lacks one of these files, or holds a special file."""
+    refuse_special_files(folder)
+    if said := lacking_processor(folder):
+        raise BadInput(said)
+
+
+def _has_template(file: Path) -> bool:
+    try:
+        return bool(parse_json(file.read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def processor_notes(folder: Path) -> tuple[str, ...]:
+    """Return a conversion's note on missing processor files; empty if none are missing."""
+    lacking = lacking_processor(folder)
+    return (f"Weights and config are converted. {lacking}",) if lacking else ()

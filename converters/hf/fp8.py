@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.hf.header import FP8, TensorHeader
+from mcore_qwen3vl.converters.hf.shards import FP8, TensorHeader
 from mcore_qwen3vl.converters.storage.dtypes import cast, dtype_name
 from mcore_qwen3vl.errors import BadInput
 

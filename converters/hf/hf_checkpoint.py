@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import read_config_file, ties_embeddings
 from mcore_qwen3vl.converters.hf.fp8 import declared, dequantize, pair
-from mcore_qwen3vl.converters.hf.header import DTYPES, TensorHeader
+from mcore_qwen3vl.converters.hf.shards import DTYPES, TensorHeader
 from mcore_qwen3vl.converters.hf.single_experts import fuse
 from mcore_qwen3vl.converters.mapping.forms import (
     INPUT_EMBEDDING,
@@ -29,8 +29,8 @@ from mcore_qwen3vl.converters.mapping.forms import (
 from mcore_qwen3vl.converters.mapping.row import CHUNK_BYTES, Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
 from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
+from mcore_qwen3vl.converters.storage.disk import FirstBytes, bring_in
 from mcore_qwen3vl.converters.storage.dtypes import cast
-from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_special_files
 

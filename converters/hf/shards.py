@@ -1,4 +1,4 @@
-"""Lay out safetensors files: which tensor goes to which file at which byte.
+"""safetensors files: what their headers say, and which tensor a new file has at which byte.
 
 The layout is decided before any data is written, so that workers, or the ranks of a running model,
 can fill the files in any order with the same result.
@@ -18,11 +18,42 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from mcore_qwen3vl.converters.hf.header import NAMES
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.direct import DirectFile
+from mcore_qwen3vl.converters.storage.disk import DirectFile
 from mcore_qwen3vl.errors import BadInput
+
+FP8 = torch.float8_e4m3fn
+
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""safetensors' names of the dtypes that are not quantised."""
+
+DTYPES = FLOATS | {"F8_E4M3": FP8}
+"""safetensors' names of the dtypes that a Qwen3-VL checkpoint may hold."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """One tensor as a safetensors header declares it.
+
+    Attributes:
+        name: name of the tensor in the file.
+        file: name of the file that holds the tensor.
+        dtype: default dtype of what `HuggingFaceCheckpoint.read` returns.
+        shape: shape of the tensor.
+        stored: dtype in the file; differs from `dtype` if the tensor is quantised.
+        scale: name of the tensor that holds a quantised tensor's factors, else None.
+    """
+
+    name: str
+    file: str
+    dtype: torch.dtype
+    shape: Shape
+    stored: torch.dtype
+    scale: str | None = None
+
 
 PATTERN = "model{suffix}.safetensors"
 UNITS = {"B": 1} | {

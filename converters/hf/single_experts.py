@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import declared_expert_layout
-from mcore_qwen3vl.converters.hf.header import TensorHeader
+from mcore_qwen3vl.converters.hf.shards import TensorHeader
 from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
 from mcore_qwen3vl.errors import BadInput
 

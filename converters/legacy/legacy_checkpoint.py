@@ -27,8 +27,13 @@ from mcore_qwen3vl.converters.legacy.layout import (
 )
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, table
-from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+    CheckpointIndex,
+    Chunk,
+    ChunkedTensor,
+    FileRange,
+    MegatronCheckpoint,
+)
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder
 from mcore_qwen3vl.converters.storage.boxes import Shape, fill
 from mcore_qwen3vl.errors import BadInput

@@ -39,7 +39,7 @@ from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit
 from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
 from mcore_qwen3vl.converters.storage.archive import write_archive
 from mcore_qwen3vl.converters.storage.boxes import Box, Shape
-from mcore_qwen3vl.converters.storage.direct import DirectFile
+from mcore_qwen3vl.converters.storage.disk import DirectFile
 from mcore_qwen3vl.converters.storage.tensor_pickle import Described
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_qwen3vl.config import ExpertLayout
-from mcore_qwen3vl.converters.adapters.adapter import Factors
+from mcore_qwen3vl.converters.adapters.adapter import Factors, add_update
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import write_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, HFConfig, Slot, apply
-from mcore_qwen3vl.converters.adapters.update import add_update
 from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, Models, together
 from mcore_qwen3vl.converters.live.sharded import Part, factor_parts, hf_parts, unwrap
 from mcore_qwen3vl.converters.storage.boxes import Shape

@@ -22,7 +22,7 @@ from mcore_qwen3vl.converters.mcore.paths import (
     require_language_model,
     require_whole_model,
 )
-from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
+from mcore_qwen3vl.converters.storage.restricted_pickle import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput

@@ -16,7 +16,10 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hf_checkpoint import is_huggingface
 from mcore_qwen3vl.converters.mapping.dialects import Dialect, recognise
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+    MegatronCheckpoint,
+    TranslatedCheckpoint,
+)
 from mcore_qwen3vl.converters.mcore.paths import (
     TRACKER,
     iteration_folder,
@@ -24,7 +27,6 @@ from mcore_qwen3vl.converters.mcore.paths import (
     verl_step,
     verl_weights,
 )
-from mcore_qwen3vl.converters.mcore.translated import TranslatedCheckpoint
 from mcore_qwen3vl.errors import BadInput
 
 DEFAULT = "torch_dist"

@@ -1,4 +1,4 @@
-"""A Megatron checkpoint of any format: assembles the table's tensors from the stored chunks."""
+"""A Megatron checkpoint of any format and maker: its index, and the table's tensors in it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,55 @@ import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.mapping.dialects import Dialect
+from mcore_qwen3vl.config import VisionArchitecture
+from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect
 from mcore_qwen3vl.converters.mapping.row import Row
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING, mcore_shapes
-from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, mcore_shapes, vision_rows
 from mcore_qwen3vl.converters.mcore.paths import require_whole_model
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
-from mcore_qwen3vl.converters.storage.mapped import bring_in
+from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.errors import BadInput
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Where one chunk or object is stored: a file's name, first byte and number of bytes."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk(Extent):
+    """One stored box of a tensor."""
+
+    data: FileRange
+
+
+@dataclass
+class ChunkedTensor:
+    """One tensor of the checkpoint: its dtype, its global shape and the chunks that fill it."""
+
+    dtype: torch.dtype
+    shape: Shape
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+@dataclass
+class CheckpointIndex:
+    """The tensors and pickled objects of a checkpoint, by key."""
+
+    tensors: dict[str, ChunkedTensor] = field(default_factory=dict)
+    objects: dict[str, FileRange] = field(default_factory=dict)
+
 
 NOT_THE_MODEL = re.compile(r"^(optimizer|chained_\d+|rng_state|rerun_state|opt_param_scheduler)")
 """Keys of a training checkpoint that are not the model's."""
@@ -151,3 +186,64 @@ def _by_corner(tensor: ChunkedTensor) -> dict[Shape, list[Chunk]]:
                 break
             table[chunk.offsets[: axis + 1]].append(chunk)
     return table
+
+
+class TranslatedCheckpoint(MegatronCheckpoint):
+    """The tensors of a checkpoint in a dialect.
+
+    The language model's chunks are those of the stored tensors; each tensor of the vision tower is
+    one chunk. `index` lists a tensor that the dialect does not know under its own key.
+
+    Raises:
+        BadInput: a tensor of the vision tower has another shape than the config gives it, or a
+            tensor is there under two keys.
+    """
+
+    def __init__(
+        self, stored: MegatronCheckpoint, dialect: Dialect, vision: VisionArchitecture
+    ) -> None:
+        self.dialect = dialect
+        self._stored = stored
+        self._vision: dict[str, tuple[Row, Row]] = {}
+        tensors, index = dict(stored.index.tensors), CheckpointIndex(objects=stored.index.objects)
+        translated = set()
+        for row in vision_rows(vision):
+            theirs = dialect.vision_row(row, vision)
+            if (entry := tensors.get(theirs.key)) is None:
+                continue
+            if entry.shape != theirs.global_shape:
+                raise wrong_shape(stored.folder, theirs.key, entry.shape, theirs.global_shape)
+            corner = (0,) * len(row.shape)
+            whole = Chunk(corner, row.shape, FileRange(theirs.key, 0, 0))
+            index.tensors[row.key] = ChunkedTensor(entry.dtype, row.shape, [whole])
+            self._vision[row.key] = row, theirs
+            translated.add(theirs.key)
+        for key, entry in tensors.items():
+            if key in translated:
+                continue
+            if (name := key.removeprefix(LANGUAGE)) in index.tensors:
+                raise BadInput(
+                    f"{stored.folder} holds the tensor {name} under two keys: files of two "
+                    "checkpoints are mixed."
+                )
+            index.tensors[name] = entry
+        super().__init__(stored.folder, index)
+
+    @property
+    def data_files(self) -> list[Path]:
+        return self._stored.data_files
+
+    @property
+    def files(self) -> list[Path]:
+        return self._stored.files
+
+    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+        if key not in self._vision:
+            own = LANGUAGE + key
+            return self._stored._tensor(own if own in self._stored.index.tensors else key, chunk)
+        row, theirs = self._vision[key]
+        whole = self._stored.read(theirs, tuple(slice(0, n) for n in theirs.shape))
+        return row.to_mcore(*theirs.to_hf(whole))
+
+    def _unfilled(self, key: str) -> BadInput:
+        return self._stored._unfilled(key)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from mcore_qwen3vl.config import read_config_file
-from mcore_qwen3vl.converters.hf.form_file import read_form
+from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
 from mcore_qwen3vl.labels import Labels

@@ -18,10 +18,14 @@ import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
-from mcore_qwen3vl.converters.hf import processor_files, shards
-from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
+from mcore_qwen3vl.converters.hf import shards
+from mcore_qwen3vl.converters.hf.companions import (
+    companion_files,
+    copy_companions,
+    processor_notes,
+    read_form,
+)
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.shards import Shard
 from mcore_qwen3vl.converters.mapping.forms import CURRENT, Names, renamed
@@ -309,7 +313,7 @@ def lay_out(
         },
         conversion=ToHuggingFace(stream, parts, hf_config, changes),
         files=len(parts),
-        notes=(*notes, *processor_files.notes(hf_config)),
+        notes=(*notes, *processor_notes(hf_config)),
     )
 
 

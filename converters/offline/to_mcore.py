@@ -17,15 +17,24 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf import fp8, processor_files
-from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
+from mcore_qwen3vl.converters.hf import fp8
+from mcore_qwen3vl.converters.hf.companions import (
+    companion_files,
+    copy_companions,
+    processor_notes,
+    write_form,
+)
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.hf.form_file import write_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.dialects import Dialect
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import extra_state_keys, table
-from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+    CheckpointIndex,
+    Chunk,
+    ChunkedTensor,
+    FileRange,
+)
 from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, RELEASE, TRACKER, folder_name
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.manifest import RowChecksums
@@ -41,7 +50,7 @@ from mcore_qwen3vl.converters.storage.boxes import Box, Selection
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.writer import DistcpFile
+from mcore_qwen3vl.converters.torch_dist.files import DistcpFile
 from mcore_qwen3vl.errors import BadInput
 
 OBJECTS = "__0_objects.distcp"
@@ -196,7 +205,7 @@ def plan(
         notes=(
             *checkpoint.form.notes,
             *reading_notes(checkpoint, wanted),
-            *processor_files.notes(checkpoint.path),
+            *processor_notes(checkpoint.path),
         ),
     )
 

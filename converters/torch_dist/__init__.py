@@ -2,7 +2,7 @@
 
 from mcore_qwen3vl.converters.mcore.formats import Format
 from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.reader import TorchDistCheckpoint
+from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
 
 FORMAT = Format(
     name="torch_dist",

@@ -19,7 +19,12 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
-from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+    CheckpointIndex,
+    Chunk,
+    ChunkedTensor,
+    FileRange,
+)
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.restricted_pickle import (
     FAILURES,
@@ -30,8 +35,8 @@ from mcore_qwen3vl.converters.storage.restricted_pickle import (
     make_set,
     make_tuple,
     reconstruct,
+    refuse_bombs,
 )
-from mcore_qwen3vl.converters.storage.unpickling import refuse_bombs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
 

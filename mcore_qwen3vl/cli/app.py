@@ -131,9 +131,8 @@ def inspect(
 ) -> None:
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
     from mcore_qwen3vl.converters.adapters.adapter import is_adapter
-    from mcore_qwen3vl.converters.describe.estimate import estimate
-    from mcore_qwen3vl.converters.describe.inspect import inspect_path, mapping_lines
-    from mcore_qwen3vl.converters.describe.inspect_adapter import inspect_adapter
+    from mcore_qwen3vl.converters.adapters.inspect import inspect_adapter
+    from mcore_qwen3vl.converters.describe import estimate, inspect_path, mapping_lines
 
     if path is not None and is_adapter(path) and not table:
         console.quiet_libraries()

@@ -86,8 +86,7 @@ def convert(
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.converters.adapters.config import AdapterConfig
     from mcore_qwen3vl.converters.adapters.files import convert_adapter
-    from mcore_qwen3vl.converters.adapters.serving import vllm_notes
-    from mcore_qwen3vl.converters.describe.inspect_adapter import require_base
+    from mcore_qwen3vl.converters.adapters.inspect import require_base, vllm_notes
 
     base = require_base(AdapterConfig.from_file(adapter), hf_config)
     read = convert_adapter(adapter, out, base, roles=roles, from_roles=from_roles, force=force)

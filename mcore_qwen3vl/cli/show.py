@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mcore_qwen3vl.console import counted, emit_json, output, plain, size, table
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.describe.estimate import Estimate
-    from mcore_qwen3vl.converters.describe.inspect import Inspection, MappingLine
-    from mcore_qwen3vl.converters.describe.inspect_adapter import AdapterInspection
+    from mcore_qwen3vl.converters.adapters.inspect import AdapterInspection
+    from mcore_qwen3vl.converters.describe import Estimate, Inspection, MappingLine
     from mcore_qwen3vl.converters.offline.engine import ConversionResult
     from mcore_qwen3vl.converters.offline.plan import ConversionPlan
     from mcore_qwen3vl.data.check import DataReport

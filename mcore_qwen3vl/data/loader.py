@@ -21,7 +21,7 @@ from packaging.version import Version
 from torch.utils.data import get_worker_info
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.processor_files import require
+from mcore_qwen3vl.converters.hf.companions import require_processor
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder
 from mcore_qwen3vl.data.encoding.batch import Batch
@@ -59,7 +59,7 @@ def load_processor(checkpoint: str | Path) -> Any:
             f"Data and prompts need transformers {OLDEST_TRANSFORMERS} or newer; {installed} is "
             "installed, which is enough for model, conversion, checks and VERL. Upgrade it."
         )
-    require(Path(checkpoint))
+    require_processor(Path(checkpoint))
     try:
         processor = AutoProcessor.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=False

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.presets import ATTENTION, EXPERTS, MLP, ROUTER
+from mcore_qwen3vl.converters.adapters.targets import ATTENTION, EXPERTS, MLP, ROUTER
 from mcore_qwen3vl.converters.live.sharded import unwrap
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.lora import adapter_module

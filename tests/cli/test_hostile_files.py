@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
-from mcore_qwen3vl.converters.mcore.index import FileRange
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import FileRange
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.data.loading.index import index_beside
 from mcore_qwen3vl.errors import BadInput

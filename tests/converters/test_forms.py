@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3VLModel
 
 from mcore_qwen3vl.converters.convert import hf_to_hf, hf_to_mcore, mcore_to_hf, plan_hf_to_mcore
-from mcore_qwen3vl.converters.describe.inspect import inspect_path
+from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.mapping.forms import COSMOS
 from mcore_qwen3vl.converters.mcore.paths import require_language_model
 from mcore_qwen3vl.errors import BadInput

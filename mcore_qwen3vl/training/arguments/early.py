@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_qwen3vl.console import visible
-from mcore_qwen3vl.converters.hf import processor_files
+from mcore_qwen3vl.converters.hf.companions import require_processor
 from mcore_qwen3vl.converters.hf.hub import SMALL
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_links_out
@@ -35,7 +35,7 @@ def check_early(command: CommandLine) -> None:
     args = command.checked_args()
     check_surroundings(args)
     model = command.model
-    processor_files.require(model)
+    require_processor(model)
     check_targets(args, command.architecture)
     targets = [Path(folder) for folder in (args.save, args.save_hf) if folder]
     if targets and os.environ.get("RANK", "0") == "0":

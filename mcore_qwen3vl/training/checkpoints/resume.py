@@ -22,14 +22,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.companions import copy_companions
+from mcore_qwen3vl.converters.hf.companions import copy_companions, write_form
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.hf.form_file import write_form
 from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
 from mcore_qwen3vl.converters.mcore.formats import format_of, is_megatron, maker_of
-from mcore_qwen3vl.converters.mcore.index import FileRange
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import FileRange
 from mcore_qwen3vl.converters.mcore.paths import (
     HF_FOLDER,
     folder_name,
@@ -37,7 +36,7 @@ from mcore_qwen3vl.converters.mcore.paths import (
     numbered_iterations,
     tracked,
 )
-from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
+from mcore_qwen3vl.converters.storage.restricted_pickle import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import get_args
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.presets import (
+from mcore_qwen3vl.converters.adapters.config import SCORE, AdapterConfig
+from mcore_qwen3vl.converters.adapters.targets import (
     ATTENTION,
     EXPERTS,
     MERGERS,
     MLP,
     ROUTER,
-    SCORE,
     VISION,
     Preset,
     preset,

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.hf import config_file, fp8
-from mcore_qwen3vl.converters.hf.companions import companion_files, digest
-from mcore_qwen3vl.converters.hf.form_file import read_form
+from mcore_qwen3vl.converters.hf.companions import companion_files, digest, read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import table

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.form_file import read_form
+from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.mapping.forms import renamed
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table

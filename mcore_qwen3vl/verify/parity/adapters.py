@@ -13,8 +13,7 @@ from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import write_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import HEAD, HFConfig, apply
-from mcore_qwen3vl.converters.adapters.presets import preset
-from mcore_qwen3vl.converters.adapters.targets import resolve_targets
+from mcore_qwen3vl.converters.adapters.targets import preset, resolve_targets
 from mcore_qwen3vl.converters.storage.boxes import Shape
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -93,7 +92,7 @@ ADAPTERS: dict[str, AdapterConfig] = {
 
 
 def preset_config(name: str, hf_dir: str | Path) -> AdapterConfig:
-    """Return a config for one of the usual choices of targets, see ``presets.preset``."""
+    """Return a config for one of the usual choices of targets, see ``targets.preset``."""
     modules, parameters = preset(name, Architecture.from_hf(hf_dir))
     return AdapterConfig(r=8, lora_alpha=16, target_modules=modules, target_parameters=parameters)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mcore_qwen3vl.console import CountProgress, no_progress
-from mcore_qwen3vl.converters.adapters.presets import Preset
+from mcore_qwen3vl.converters.adapters.targets import Preset
 from mcore_qwen3vl.converters.mcore.formats import require_megatron
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
@@ -62,7 +62,7 @@ def verify_parity(
         dtype: dtype of both models.
         device: device of our model, one GPU per rank on ``cuda``; the reference runs on the CPU.
         spec: layer spec of our model.
-        lora: PEFT adapter directory, or one of ``presets.Preset`` for random factors. Only the
+        lora: PEFT adapter directory, or one of ``targets.Preset`` for random factors. Only the
             adapter is trained, and PEFT's model is the reference.
         checkpoint: Megatron-Core checkpoint that our model is loaded from; default: `hf_dir`.
         compile_pointwise: compile in our model what ``train --compile-pointwise`` compiles.

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.adapters.adapter import Adapter, Factors
-from mcore_qwen3vl.converters.adapters.update import of_expert
+from mcore_qwen3vl.converters.adapters.adapter import Adapter, Factors, of_expert
 
 UNIT = torch.finfo(torch.float32).eps / 2
 """Largest relative error of one rounding in float32."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters import update
+from mcore_qwen3vl.converters.adapters import adapter as update
 from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.verify.parity.cached_reference import TOLERANCE

@@ -16,8 +16,8 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.files import read_adapter
+from mcore_qwen3vl.converters.adapters.inspect import vllm_notes
 from mcore_qwen3vl.converters.adapters.merge import Merged, merge, plan_merge
-from mcore_qwen3vl.converters.adapters.serving import vllm_notes
 from mcore_qwen3vl.converters.convert import hf_to_hf
 from mcore_qwen3vl.converters.offline import to_hf
 from tests.command import exit_code

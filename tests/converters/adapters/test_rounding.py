@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_qwen3vl.converters.adapters.adapter import Factors
-from mcore_qwen3vl.converters.adapters.update import add_update
+from mcore_qwen3vl.converters.adapters.adapter import Factors, add_update
 from tests.converters.adapters.rounding import is_merged
 
 OUT, IN, R, EXPERTS = 24, 24, 4, 3

@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.convert import (
     mcore_to_hf,
     plan_hf_to_mcore,
 )
-from mcore_qwen3vl.converters.describe.inspect import inspect_path
+from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout

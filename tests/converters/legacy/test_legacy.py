@@ -25,7 +25,7 @@ from mcore_qwen3vl.converters.convert import (
     plan_hf_to_mcore,
     plan_mcore_to_hf,
 )
-from mcore_qwen3vl.converters.describe.inspect import inspect_path
+from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.legacy.torch_load import load
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.restricted_pickle import Record

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.describe.inspect import inspect_path
+from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.legacy.files import check_run, saved_arguments
 from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mapping.dialects import MEGATRON_BRIDGE, Module, recognise

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.converters.convert import mcore_to_hf
-from mcore_qwen3vl.converters.describe.inspect import inspect_path
+from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of

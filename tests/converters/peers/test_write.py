@@ -9,7 +9,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.torch_dist.reader import TorchDistCheckpoint
+from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints

@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+    CheckpointIndex,
+    Chunk,
+    ChunkedTensor,
+    FileRange,
+)
 from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, fill, flat_range
 from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.reader import TorchDistCheckpoint
+from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.converters.storage import direct
-from mcore_qwen3vl.converters.storage.direct import BLOCK, BUFFER_BYTES, DirectFile
+from mcore_qwen3vl.converters.storage import disk
+from mcore_qwen3vl.converters.storage.disk import BLOCK, BUFFER_BYTES, DirectFile
 
 SIZES = [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 100_000, BUFFER_BYTES + 5]
 PWRITE = os.pwrite
@@ -36,7 +36,7 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
             data = data[: max(len(data) // 3, 1)]
         return PWRITE(descriptor, data, offset)
 
-    monkeypatch.setattr(direct, "_open_direct", open_direct)
+    monkeypatch.setattr(disk, "_open_direct", open_direct)
     monkeypatch.setattr(os, "pwrite", pwrite)
     return str(request.param)
 

@@ -17,12 +17,17 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+    CheckpointIndex,
+    Chunk,
+    ChunkedTensor,
+    FileRange,
+)
 from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor, write_archive
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.tensor_pickle import STORAGES, Described, dumps
 from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.reader import TorchDistCheckpoint
+from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from tests.converters.checkpoints import load
 

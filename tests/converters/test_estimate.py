@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.describe.estimate import estimate, slice_bytes
+from mcore_qwen3vl.converters.describe import estimate, slice_bytes
 from mcore_qwen3vl.converters.mapping.row import max_rows
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.errors import BadInput

@@ -1,4 +1,4 @@
-"""Inspect a path: the kind of checkpoint, its model, size and tensors, and their mapping."""
+"""Inspect a path (its kind, model, tensors and mapping), and estimate the cost of a conversion."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.form_file import read_form
+from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, is_huggingface
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.dialects import recognise
 from mcore_qwen3vl.converters.mapping.forms import Form
-from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
+from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.mcore.formats import (
@@ -24,6 +26,8 @@ from mcore_qwen3vl.converters.mcore.formats import (
     refuse_verl_huggingface,
 )
 from mcore_qwen3vl.converters.mcore.paths import hf_folder, iteration_folder
+from mcore_qwen3vl.converters.offline.engine import default_workers
+from mcore_qwen3vl.converters.offline.plan import group_units, unit_bytes
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.torch_dist import metadata
@@ -282,3 +286,77 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
+
+
+BASE_BYTES = 2**30
+"""Bytes that the process may use besides the slices that its workers hold."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimated cost of a conversion in either direction.
+
+    Attributes:
+        pieces: rows of the mapping table: one layer of a tensor, one expert of one layer.
+        units: number of units of work. A finished unit is journalled, so that a later run does not
+            repeat it.
+        nbytes: bytes of tensor data, read once and written once.
+        largest_slice: mcore key of the piece of which a worker holds the most bytes at a time.
+        largest_slice_bytes: the bytes of that piece that a worker holds at a time.
+        memory_bound_bytes: 1 GiB plus one such slice for each worker, without the page cache.
+        seconds: time to read and write everything at `disk_gb_per_s` (10^9 bytes); None if that is
+            None.
+    """
+
+    model: str
+    dtype: str
+    tensors: int
+    pieces: int
+    units: int
+    nbytes: int
+    largest_slice: str
+    largest_slice_bytes: int
+    workers: int
+    memory_bound_bytes: int
+    disk_gb_per_s: float | None
+    seconds: float | None
+
+
+def estimate(
+    config: str | Path, *, workers: int | None = None, disk_gb_per_s: float | None = None
+) -> Estimate:
+    """Estimate the conversion of the model that a ``config.json``, or its directory, describes.
+
+    Raises:
+        BadInput: the config does not describe a Qwen3-VL model, or an option is not positive.
+    """
+    if (workers is not None and workers < 1) or not (disk_gb_per_s is None or disk_gb_per_s > 0):
+        raise BadInput("--workers and --disk-gb-per-s must be positive.")
+    architecture = Architecture.from_hf(config)
+    rows = table(architecture)
+    dtype = torch.float32 if architecture.dtype == "float32" else torch.bfloat16
+    work = [(row, row.numel * dtype.itemsize) for row in rows]
+    nbytes = sum(size for _, size in work)
+    largest = max(rows, key=lambda row: slice_bytes(row, dtype))
+    workers = workers or default_workers()
+    return Estimate(
+        model=f"Qwen3-VL {'MoE' if architecture.is_moe else 'dense'}",
+        dtype=architecture.dtype,
+        tensors=len(hf_shapes(rows)),
+        pieces=len(rows),
+        units=sum(1 for _ in group_units(work, unit_bytes(nbytes), str)),
+        nbytes=nbytes,
+        largest_slice=largest.key,
+        largest_slice_bytes=slice_bytes(largest, dtype),
+        workers=workers,
+        memory_bound_bytes=BASE_BYTES + workers * slice_bytes(largest, dtype),
+        disk_gb_per_s=disk_gb_per_s,
+        seconds=None if disk_gb_per_s is None else 2 * nbytes / 1e9 / disk_gb_per_s,
+    )
+
+
+def slice_bytes(row: Row, dtype: torch.dtype) -> int:
+    """Return the most bytes of one row that a worker holds at a time, in either direction."""
+    whole = row.shape[0]
+    height = whole if row.rearrangement.transposed else min(max_rows(row, dtype), whole)
+    return height * prod(row.shape[1:]) * dtype.itemsize

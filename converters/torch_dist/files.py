@@ -1,6 +1,6 @@
-"""Read Megatron-Core's ``torch_dist`` checkpoints lazily.
+"""Read and write Megatron-Core's ``torch_dist`` checkpoints, a tensor at a time.
 
-The reader needs no megatron-core, model or process group. A checkpoint directory holds
+Neither needs megatron-core, a model or a process group. A checkpoint directory holds
 ``latest_checkpointed_iteration.txt`` ("release" or a number) and one folder per iteration with
 ``.metadata``, ``metadata.json`` and ``.distcp`` files of tensors, each in its own archive.
 """
@@ -8,17 +8,25 @@ The reader needs no megatron-core, model or process group. A checkpoint director
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.mcore.index import Chunk, FileRange
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+    CheckpointIndex,
+    Chunk,
+    ChunkedTensor,
+    FileRange,
+    MegatronCheckpoint,
+)
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder
-from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor
+from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor, write_archive
 from mcore_qwen3vl.converters.storage.boxes import fill
-from mcore_qwen3vl.converters.storage.mapped import bring_in
+from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in
+from mcore_qwen3vl.converters.storage.tensor_pickle import Described
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
@@ -119,3 +127,34 @@ def _map(file: Path) -> memoryview:
             return memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY))
     except (OSError, ValueError) as error:
         raise BadInput(f"{file} cannot be read ({error}). The checkpoint is incomplete.") from None
+
+
+class DistcpFile(DirectFile):
+    """One ``.distcp`` file being written, tensor after tensor, without keeping data in memory.
+
+    Attributes:
+        index: what the file holds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, create=True)
+        self.index = CheckpointIndex()
+        self._name = path.name
+
+    def write_row(self, row: Row, dtype: torch.dtype, chunks: Iterable[Tensor]) -> None:
+        """Append one row's piece; `chunks` hold its values in order."""
+        start = self.tell()
+        sizes = (*(1 for _ in row.offset), *row.shape)
+        nbytes = row.numel * dtype.itemsize
+        write_archive(self, Described(dtype, sizes), [(nbytes, chunks)])
+        tensor = self.index.tensors.setdefault(row.key, ChunkedTensor(dtype, row.global_shape))
+        corner = (*row.offset, *(0 for _ in row.shape))
+        tensor.chunks.append(Chunk(corner, sizes, self._place(start)))
+
+    def write_object(self, key: str, content: bytes) -> None:
+        start = self.tell()
+        self.write(content)
+        self.index.objects[key] = self._place(start)
+
+    def _place(self, start: int) -> FileRange:
+        return FileRange(self._name, start, self.tell() - start)

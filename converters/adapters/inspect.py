@@ -1,20 +1,19 @@
-"""Inspect a LoRA adapter: what it adapts, how large it is, and whether it fits a model."""
+"""Inspect a LoRA adapter: what it adapts, how large it is, whether it fits a model, and vLLM."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Adapter
+from mcore_qwen3vl.converters.adapters.adapter import Adapter, Roles
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import AdapterFile, read_adapter
-from mcore_qwen3vl.converters.adapters.roles import Roles
-from mcore_qwen3vl.converters.adapters.serving import vllm_notes
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
@@ -141,3 +140,56 @@ def _parts(adapter: Adapter) -> list[AdapterPart]:
 
 def _pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
+
+
+DEFAULT_RANK = 16
+RANKS = (1, 8, DEFAULT_RANK, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM's ``--max-lora-rank`` accepts."""
+
+
+def vllm_notes(
+    adapter: Adapter, architecture: Architecture, roles: Roles | None = None
+) -> tuple[str, ...]:
+    """Return one sentence for each reason why vLLM would not serve the adapter as it is.
+
+    The rules come from vLLM 0.33's sources: ``vllm/lora/peft_helper.py``, ``lora_model.py``,
+    ``model_manager.py`` and ``vllm/config/lora.py``. ``tests/vllm/test_lora.py`` checks them with
+    vLLM 0.32 on the CPU, except for those on models with experts, which vLLM does not adapt there.
+
+    Args:
+        roles: roles of its factors in the file; default: the roles that it was read with.
+    """
+    return tuple(_notes(adapter, architecture.is_moe, roles or adapter.roles))
+
+
+def _notes(adapter: Adapter, moe: bool, roles: Roles) -> Iterator[str]:
+    rank = max((factors.r for factors in adapter.factors.values()), default=0)
+    if rank > RANKS[-1]:
+        yield f"vLLM refuses the adapter: its largest rank is {rank}, more than {RANKS[-1]}."
+    elif rank > DEFAULT_RANK:
+        enough = min(size for size in RANKS if size >= rank)
+        yield f"vLLM needs max_lora_rank {enough} for rank {rank}; its default is {DEFAULT_RANK}."
+    if adapter.config.modules_to_save:
+        yield "vLLM refuses adapters with modules_to_save: merge the adapter."
+    experts = {name.rpartition(".")[2] for name in adapter.factors if ".mlp.experts." in name}
+    if len(experts) == 1:
+        yield (
+            f"vLLM refuses the adapter: in the fused experts it adapts only {min(experts)}, and "
+            "vLLM needs gate_up_proj and down_proj together, or neither: merge the adapter."
+        )
+    if experts and roles == "swapped":
+        yield (
+            "vLLM reads the factors of fused experts only in the canonical roles: convert the "
+            "adapter with `mcore-qwen3vl lora convert --roles canonical`."
+        )
+    tower = [name for name in adapter.factors if name.startswith("model.visual.")]
+    if tower:
+        yield (
+            f"vLLM ignores the {len(tower)} adapted parameters of vision tower and mergers "
+            "unless enable_tower_connector_lora is set."
+        )
+    if moe and any(name.endswith("attn.qkv.weight") for name in tower):
+        yield (
+            "Even with enable_tower_connector_lora, vLLM ignores attn.qkv in the vision tower of a "
+            "MoE model: merge the adapter."
+        )

@@ -1,1 +1,0 @@
-"""Inspection of checkpoints and adapters, and estimates of conversions."""
