@@ -24,7 +24,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.tiny.tiny_checkpoint import write_tiny_checkpoint
-from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
 
 PARTS = "mcore_qwen3vl.training.checkpoints.optimizer.keep_own_parts"
 BYTES = 12  # per parameter: float32 weight and moments

@@ -17,7 +17,7 @@ cpu.install(training=True)  # before any test module imports megatron
 
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.pretended import Workbench  # noqa: E402
-from mcore_qwen3vl.pretended.build import cached_in  # noqa: E402
+from mcore_qwen3vl.pretended.preload import cached_in  # noqa: E402
 from mcore_qwen3vl.runtime import launch  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402

@@ -19,10 +19,9 @@ from mcore_qwen3vl.cli import show
 from mcore_qwen3vl.console import byte_progress, plain, quiet_libraries, table
 from mcore_qwen3vl.data.check import DataReport, Flaw
 from mcore_qwen3vl.training.logs.summary import show_summary
-from mcore_qwen3vl.verify.report.measurement import Finding
-from mcore_qwen3vl.verify.report.result import Report
-from mcore_qwen3vl.verify.report.terminal import render
-from mcore_qwen3vl.verify.report.write import html, junit
+from mcore_qwen3vl.verify.measurement import Finding
+from mcore_qwen3vl.verify.report import Report, render
+from mcore_qwen3vl.verify.report_page import html, junit
 
 PACKAGE = Path(show.__file__).parents[1]
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mcore_qwen3vl import __version__, console, machine
-from mcore_qwen3vl.cli import convert, data, launch, lora, show, sources, verify
+from mcore_qwen3vl.cli import convert, data, launch, show, verify
 from mcore_qwen3vl.cli.generate import generate
-from mcore_qwen3vl.cli.options import Json, Workers, require
+from mcore_qwen3vl.cli.options import Json, Workers, config_option, require, source_argument
 from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.cli.score import score
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
@@ -30,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(convert.app, name="convert")
-app.add_typer(lora.app, name="lora")
+app.add_typer(convert.lora, name="lora")
 app.add_typer(verify.app, name="verify")
 app.add_typer(data.app, name="data")
 app.add_typer(launch.app, name="launch")
@@ -107,13 +107,13 @@ def root(
 def inspect(
     path: Annotated[
         Path | None,
-        sources.argument(
+        source_argument(
             "PATH", "A checkpoint of either kind, a LoRA adapter, or a config.json; or a hub id."
         ),
     ] = None,
     hf_config: Annotated[
         Path | None,
-        sources.option(
+        config_option(
             "Instead of PATH: estimate the cost of converting a model with this config. "
             "With an adapter as PATH: its base model. With a Megatron-Core checkpoint that has no "
             "hf folder: its config."

@@ -1,4 +1,4 @@
-"""``mcore-qwen3vl convert``: between Hugging Face and Megatron-Core, and within the first."""
+"""``mcore-qwen3vl convert`` and ``lora``: checkpoints, and PEFT's adapters, in other forms."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import show, sources
-from mcore_qwen3vl.cli.options import DryRun, Force, Json, Strict, Workers
+from mcore_qwen3vl.cli import show
+from mcore_qwen3vl.cli.options import (
+    DryRun,
+    Force,
+    Json,
+    Strict,
+    Workers,
+    config_option,
+    source_argument,
+)
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.offline.plan import ConversionPlan
+
 
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)
 
@@ -68,7 +77,7 @@ def carry_out(
 def hf_to_mcore(
     src: Annotated[
         Path,
-        sources.argument(
+        source_argument(
             "SRC", "Hugging Face checkpoint directory, or hub id: OWNER/NAME[@REVISION]."
         ),
     ],
@@ -145,7 +154,7 @@ def mcore_to_hf(
     dst: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
     hf_config: Annotated[
         Path | None,
-        sources.option("Directory with config and tokenizer, or hub id; the default is SRC/hf."),
+        config_option("Directory with config and tokenizer, or hub id; the default is SRC/hf."),
     ] = None,
     dtype: Dtype = "keep",
     max_shard_size: MaxShardSize = "5GB",
@@ -175,7 +184,7 @@ def mcore_to_hf(
 
 @app.command("hf-to-hf")
 def hf_to_hf(
-    src: Annotated[Path, sources.argument("SRC", "Hugging Face checkpoint directory, or hub id.")],
+    src: Annotated[Path, source_argument("SRC", "Hugging Face checkpoint directory, or hub id.")],
     dst: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
     expert_layout: Annotated[
         ExpertLayoutChoice,
@@ -200,3 +209,91 @@ def hf_to_hf(
         expert_layout=expert_layout,
     )
     carry_out(plan, dst, force=force, workers=workers, dry_run=dry_run, json=json, strict=strict)
+
+
+lora = typer.Typer(help="LoRA adapters, as PEFT stores them.", no_args_is_help=True)
+
+
+RolesChoice = Literal["canonical", "swapped"]
+"""The conventions for which factor of a fused expert takes its input."""
+
+FromRoles = Annotated[
+    RolesChoice | None,
+    typer.Option(
+        help="Roles of the experts' factors in ADAPTER, if their shapes do not show them."
+    ),
+]
+
+
+@lora.command("merge")
+def lora_merge(
+    base: Annotated[Path, source_argument("BASE", "Hugging Face checkpoint directory, or hub id.")],
+    adapter: Annotated[Path, source_argument("ADAPTER", "PEFT adapter directory, or hub id.")],
+    out: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
+    expert_layout: Annotated[
+        ExpertLayoutChoice | None,
+        typer.Option(
+            help="Layout to write; default: published for MoE (vLLM, transformers 4.57 and 5)."
+        ),
+    ] = None,
+    dtype: Dtype = "keep",
+    max_shard_size: MaxShardSize = "5GB",
+    from_roles: FromRoles = None,
+    workers: Workers = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> None:
+    """Write BASE with ADAPTER merged into it, as a stream: no model is built."""
+    console.quiet_libraries()
+    from mcore_qwen3vl.converters.adapters import merge as merging
+
+    plan = partial(
+        merging.plan_merge,
+        base,
+        adapter,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        expert_layout=expert_layout,
+        roles=from_roles,
+    )
+    carry_out(plan, out, force=force, workers=workers, dry_run=dry_run, json=json, doing="merging")
+
+
+@lora.command("convert")
+def lora_convert(
+    adapter: Annotated[Path, source_argument("ADAPTER", "PEFT adapter directory, or hub id.")],
+    out: Annotated[Path, typer.Argument(help="PEFT adapter directory to write.")],
+    roles: Annotated[
+        RolesChoice,
+        typer.Option(
+            help="canonical: PEFT 0.21 with transformers 5, 0.18 with 4.57, vLLM; swapped: PEFT "
+            "0.18 with transformers 5, 0.21 with 4.57."
+        ),
+    ] = "canonical",
+    from_roles: FromRoles = None,
+    hf_config: Annotated[
+        Path | None,
+        config_option("Directory with the model's config, or hub id; default: ADAPTER's own."),
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Turn the factors of fused experts from one of PEFT's two conventions to the other."""
+    console.quiet_libraries()
+    from mcore_qwen3vl.config import Architecture
+    from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+    from mcore_qwen3vl.converters.adapters.files import convert_adapter
+    from mcore_qwen3vl.converters.adapters.inspect import require_base, vllm_notes
+
+    base = require_base(AdapterConfig.from_file(adapter), hf_config)
+    read = convert_adapter(adapter, out, base, roles=roles, from_roles=from_roles, force=force)
+    notes = vllm_notes(read, Architecture.from_hf(base), roles)
+    result = {"target": str(out), "from": read.roles, "to": roles, "notes": notes}
+    if json:
+        console.emit_json(result)
+    else:
+        console.output.print(f"[bold green]done[/] {console.plain(str(out))}")
+        console.output.print(f"fused experts: {read.roles} roles to {roles} roles")
+        for note in notes:
+            console.output.print(console.plain(note))

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import show, sources
-from mcore_qwen3vl.cli.options import Json, media_flags, require
+from mcore_qwen3vl.cli import show
+from mcore_qwen3vl.cli.options import Json, config_option, data_argument, media_flags, require
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput
@@ -25,9 +25,9 @@ _BUFFER, _TRUST, _SECONDS, _PIXELS = (
     data_flags.TEXTS[name]
     for name in ("packing_buffer", "trust_data", "max_sample_seconds", "max_decoded_pixels")
 )
-DataPath = Annotated[Path, sources.data_argument(DATA_SETS)]
+DataPath = Annotated[Path, data_argument(DATA_SETS)]
 HfModel = Annotated[
-    Path, sources.option("Checkpoint of either kind, or hub id, whose processor is used.")
+    Path, config_option("Checkpoint of either kind, or hub id, whose processor is used.")
 ]
 SeqLength = Annotated[int, typer.Option(help="Longest sample, and length of a pack, in tokens.")]
 Split = Annotated[str, typer.Option(help="Split to read, if the data set has several.")]

@@ -11,8 +11,16 @@ from typing import Annotated, Any
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import sources
-from mcore_qwen3vl.cli.options import Checkpoint, ConfigSource, Cpu, Dtype, Json, Spec, layout_flags
+from mcore_qwen3vl.cli.options import (
+    Checkpoint,
+    ConfigSource,
+    Cpu,
+    Dtype,
+    Json,
+    Spec,
+    adapter_option,
+    layout_flags,
+)
 from mcore_qwen3vl.data.records.options import is_missing_file
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -53,7 +61,7 @@ def generate(
     spec: Spec = "torch",
     hf_model: ConfigSource = None,
     lora: Annotated[
-        Path | None, sources.adapter_option("PEFT adapter directory or hub id to answer with.")
+        Path | None, adapter_option("PEFT adapter directory or hub id to answer with.")
     ] = None,
     cpu: Cpu = False,
     json: Json = False,

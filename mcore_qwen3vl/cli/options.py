@@ -1,4 +1,7 @@
-"""Options that several commands share, and the end of a check."""
+"""Arguments and options that several commands share, and the end of a check.
+
+A path that does not exist is refused while the command line is read, before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,65 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.data.config import MediaLimits
-from mcore_qwen3vl.errors import CheckFailed
+from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.arguments import data_flags
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.verify.report.result import Report
+    from mcore_qwen3vl.verify.report import Report
+
+
+def source_argument(metavar: str, help: str) -> Any:
+    """Return an argument for a checkpoint, whose weights are downloaded if needed."""
+    return typer.Argument(metavar=metavar, help=help, parser=_checkpoint)
+
+
+def config_option(help: str) -> Any:
+    """Return an option for a checkpoint's config, tokenizer and processor, without its weights."""
+    return typer.Option(metavar="DIR", help=help, parser=_config)
+
+
+def weights_option(metavar: str, help: str) -> Any:
+    """Return an option for a checkpoint or an adapter, which is downloaded if needed."""
+    return typer.Option(metavar=metavar, help=help, parser=_checkpoint)
+
+
+def adapter_option(help: str) -> Any:
+    """Return an option for a PEFT adapter."""
+    return weights_option("ADAPTER", help)
+
+
+def data_argument(help: str) -> Any:
+    """Return an argument for a data set of any kind."""
+    return typer.Argument(metavar="DATA", help=help, parser=_data_set)
+
+
+def _checkpoint(name: str) -> Path:
+    return _there(_resolved(name, weights=True))
+
+
+def _config(name: str) -> Path:
+    return _there(_resolved(name))
+
+
+def _data_set(name: str) -> Path:
+    from mcore_qwen3vl.data.loading.sources import require_data_set
+
+    return require_data_set(Path(name))
+
+
+def _resolved(name: str, *, weights: bool = False) -> Path:
+    from mcore_qwen3vl.converters.hf.hub import resolve
+
+    return resolve(name, weights=weights)
+
+
+def _there(path: Path) -> Path:
+    if not path.exists():
+        raise BadInput(f"{path} does not exist: check the path, or name a hub id, OWNER/NAME.")
+    return path
+
 
 Force = Annotated[bool, typer.Option("--force", help="Replace the target if it exists.")]
 Strict = Annotated[
@@ -43,10 +97,10 @@ Spec = Annotated[
 ]
 ConfigSource = Annotated[
     Path | None,
-    sources.option("Directory or hub id of config and processor, if the checkpoint has none."),
+    config_option("Directory or hub id of config and processor, if the checkpoint has none."),
 ]
 Checkpoint = Annotated[
-    Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
+    Path, source_argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
 ]
 Timeout = Annotated[float, typer.Option(help="Time limit for the ranks, in seconds.")]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Run on the CPU, one process for each rank.")]
@@ -151,8 +205,8 @@ def require(held: bool, otherwise: str) -> None:
 
 def conclude(report: Report, folder: Path | None, json: bool) -> None:
     """End a ``verify`` command: write the files, show the report, and exit by its verdict."""
-    from mcore_qwen3vl.verify.report.terminal import render
-    from mcore_qwen3vl.verify.report.write import write_report
+    from mcore_qwen3vl.verify.report import render
+    from mcore_qwen3vl.verify.report_page import write_report
 
     if folder is not None:
         write_report(report, folder)

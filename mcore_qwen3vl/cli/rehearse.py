@@ -98,12 +98,11 @@ def rehearse(
 
     command = read_command(context.args, gpus)  # before the imports below, which take seconds
     console.quiet_libraries()
+    from mcore_qwen3vl.rehearsal.page import write_page
     from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, checked
-    from mcore_qwen3vl.rehearsal.remedies import suggest_remedies
-    from mcore_qwen3vl.rehearsal.report.page import write_page
-    from mcore_qwen3vl.rehearsal.report.terminal import show, show_estimate, show_fits
-    from mcore_qwen3vl.rehearsal.search import estimate_stages, search, trained_of
+    from mcore_qwen3vl.rehearsal.search import estimate_stages, search, suggest_remedies, trained_of
     from mcore_qwen3vl.rehearsal.step_time import Constants
+    from mcore_qwen3vl.rehearsal.terminal import show, show_estimate, show_fits
     from mcore_qwen3vl.runtime.gpus import find_gpu
 
     kinds = tuple(word.strip() for word in roles.split(","))

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import show, sources
+from mcore_qwen3vl.cli import show
 from mcore_qwen3vl.cli.data import DATA_SETS, Preprocess, Split, TrustData
 from mcore_qwen3vl.cli.generate import small_layout
 from mcore_qwen3vl.cli.options import (
@@ -19,6 +19,8 @@ from mcore_qwen3vl.cli.options import (
     Dtype,
     Json,
     Spec,
+    adapter_option,
+    data_argument,
     layout_flags,
     media_flags,
     require,
@@ -32,7 +34,7 @@ from mcore_qwen3vl.objectives.settings import ANSWERS
 @media_flags
 def score(
     checkpoint: Checkpoint,
-    data: Annotated[Path, sources.data_argument(f"{DATA_SETS} Preference records too.")],
+    data: Annotated[Path, data_argument(f"{DATA_SETS} Preference records too.")],
     layout: Layout,
     out: Annotated[
         Path | None,
@@ -86,7 +88,7 @@ def score(
     spec: Spec = "torch",
     hf_model: ConfigSource = None,
     lora: Annotated[
-        Path | None, sources.adapter_option("PEFT adapter directory or hub id to score with.")
+        Path | None, adapter_option("PEFT adapter directory or hub id to score with.")
     ] = None,
     cpu: Cpu = False,
     force: Annotated[

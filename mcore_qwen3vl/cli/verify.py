@@ -10,15 +10,17 @@ from typing import Annotated, Literal
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import (
     Json,
     ReportFolder,
     Strict,
     Timeout,
     Workers,
+    adapter_option,
     conclude,
     layout_flags,
+    source_argument,
+    weights_option,
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -28,7 +30,7 @@ app = typer.Typer(help="Check that two things are the same.", no_args_is_help=Tr
 
 @app.command("roundtrip")
 def verify_roundtrip(
-    src: Annotated[Path, sources.argument("SRC", "Hugging Face checkpoint directory or hub id.")],
+    src: Annotated[Path, source_argument("SRC", "Hugging Face checkpoint directory or hub id.")],
     work_dir: Annotated[
         Path | None,
         typer.Option(
@@ -40,7 +42,7 @@ def verify_roundtrip(
     ] = None,
     lora: Annotated[
         Path | None,
-        sources.adapter_option(
+        adapter_option(
             "Check a PEFT adapter instead: load it into a model under TP 2 on the CPU "
             "and export it. Only the config of SRC is read."
         ),
@@ -52,12 +54,12 @@ def verify_roundtrip(
 ) -> None:
     """Convert to Megatron-Core and back, and compare every tensor and file bitwise."""
     if lora is not None:
-        from mcore_qwen3vl.verify.checkpoints.roundtrip import adapter_roundtrip
+        from mcore_qwen3vl.verify.roundtrip import adapter_roundtrip
 
         console.quiet_libraries()
         conclude(adapter_roundtrip(src, lora, work_dir), report, json)
         return
-    from mcore_qwen3vl.verify.checkpoints.roundtrip import roundtrip
+    from mcore_qwen3vl.verify.roundtrip import roundtrip
 
     found = roundtrip(src, work_dir, console.byte_progress, workers=workers, strict=strict)
     conclude(found, report, json)
@@ -66,14 +68,14 @@ def verify_roundtrip(
 @app.command("tensors")
 def verify_tensors(
     a: Annotated[
-        Path, sources.argument("A", "A checkpoint, Hugging Face (or hub id) or Megatron-Core.")
+        Path, source_argument("A", "A checkpoint, Hugging Face (or hub id) or Megatron-Core.")
     ],
-    b: Annotated[Path, sources.argument("B", "The checkpoint to compare it with.")],
+    b: Annotated[Path, source_argument("B", "The checkpoint to compare it with.")],
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:
     """Compare two checkpoints bitwise, as Hugging Face tensors."""
-    from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
+    from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
 
     with console.byte_progress("comparing") as progress:
         comparison = compare_checkpoints(a, b, progress=progress)
@@ -90,7 +92,7 @@ def verify_manifest(
     json: Json = False,
 ) -> None:
     """Compare every tensor with the checksums in DIR/manifest.json, without the source."""
-    from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
+    from mcore_qwen3vl.verify.checkpoints import check_manifest
 
     with console.byte_progress("checking") as progress:
         checked = check_manifest(path, workers=workers, progress=progress)
@@ -100,7 +102,7 @@ def verify_manifest(
 @app.command("parity")
 @layout_flags()
 def verify_parity(
-    hf: Annotated[Path, sources.argument("HF", "Hugging Face checkpoint directory or hub id.")],
+    hf: Annotated[Path, source_argument("HF", "Hugging Face checkpoint directory or hub id.")],
     layout: Layout,
     batches: Annotated[
         str | None, typer.Option(help="Comma-separated kinds of batches; default: all of them.")
@@ -124,7 +126,7 @@ def verify_parity(
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        sources.weights_option(
+        weights_option(
             "DIR",
             "Megatron-Core checkpoint, by any known maker, to load our model from; default: HF.",
         ),
@@ -168,7 +170,7 @@ def verify_parity(
 @layout_flags()
 def verify_trace(
     hf: Annotated[
-        Path, sources.argument("HF", "Hugging Face checkpoint directory or hub id: the reference.")
+        Path, source_argument("HF", "Hugging Face checkpoint directory or hub id: the reference.")
     ],
     layout: Layout,
     mcore: Annotated[
@@ -189,7 +191,7 @@ def verify_trace(
     ] = False,
     lora: Annotated[
         Path | None,
-        sources.adapter_option("A PEFT adapter for both models; PEFT's model is the reference."),
+        adapter_option("A PEFT adapter for both models; PEFT's model is the reference."),
     ] = None,
     timeout: Timeout = 600.0,
     report: ReportFolder = None,

@@ -22,8 +22,8 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
-from mcore_qwen3vl.verify.report.measurement import measure
+from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
+from mcore_qwen3vl.verify.measurement import measure
 
 TOLERANCE = 2e-5
 """Largest accepted logit difference, relative to the largest logit: this model's float32

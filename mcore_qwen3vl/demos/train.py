@@ -49,7 +49,7 @@ def run_demo(
     cpu.install(training=True)  # before megatron is imported
     from mcore_qwen3vl.tiny import write_tiny_checkpoint
     from mcore_qwen3vl.tiny.records import write_image_qa
-    from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
+    from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
 
     with nullcontext(keep) if keep else scratch_folder() as folder:
         say("a tiny Qwen3-VL with random weights, and image questions with PNGs")
@@ -116,7 +116,7 @@ def answer(
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from mcore_qwen3vl.verify.curves.hf_loop import located
+    from mcore_qwen3vl.verify.curves import located
 
     processor = AutoProcessor.from_pretrained(checkpoint)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)

@@ -10,8 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_qwen3vl.pretended.build import Unavailable
-from mcore_qwen3vl.pretended.preload import Settings, start_again
+from mcore_qwen3vl.pretended.preload import Settings, Unavailable, start_again
 from mcore_qwen3vl.pretended.report import Interval, Report
 from mcore_qwen3vl.pretended.workbench import leave_at_once
 

@@ -20,7 +20,7 @@ from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
-from mcore_qwen3vl.pretended.build import Unavailable
+from mcore_qwen3vl.pretended.preload import Unavailable
 from mcore_qwen3vl.pretended.report import Traffic
 
 REPLACED = ("init_process_group", "new_group", "_store_based_barrier")

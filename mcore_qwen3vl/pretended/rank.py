@@ -12,11 +12,10 @@ from dataclasses import replace
 import torch
 
 from mcore_qwen3vl.pretended import groups
-from mcore_qwen3vl.pretended.build import Unavailable
 from mcore_qwen3vl.pretended.device import COUNTERS, Device
 from mcore_qwen3vl.pretended.flops import BYTES, FUSED, KINDS, CountWork
 from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes
-from mcore_qwen3vl.pretended.preload import Routing, preloaded
+from mcore_qwen3vl.pretended.preload import Routing, Unavailable, preloaded
 from mcore_qwen3vl.pretended.report import HostSync, Interval, Report, Traffic
 
 _LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters of a level, not of events

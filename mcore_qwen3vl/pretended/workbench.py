@@ -60,7 +60,7 @@ class Workbench:
             raised: exceptions that :meth:`call` raises as they are. They must be picklable.
 
         Raises:
-            Unavailable: see :func:`.build.libraries`.
+            Unavailable: see :func:`.preload.libraries`.
         """
         environment = {**os.environ, **(settings or Settings()).environment()}
         program = f"import sys; from {__name__} import serve; serve(*sys.argv[1:])"

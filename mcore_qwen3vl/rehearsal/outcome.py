@@ -1,4 +1,4 @@
-"""A rehearsal's results: measured, except what :mod:`.pipeline` and :mod:`.step_time` model."""
+"""A rehearsal's results, which are measured, except for the pipeline and the step's time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.pretended.report import Interval, Report
+from mcore_qwen3vl.rehearsal.command import Role
 from mcore_qwen3vl.rehearsal.rank import holders
-from mcore_qwen3vl.rehearsal.roles import Role
 from mcore_qwen3vl.rehearsal.step_time import StepTime
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu
 from mcore_qwen3vl.schedule import Pipeline

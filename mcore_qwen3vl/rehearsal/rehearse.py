@@ -12,15 +12,13 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.pretended.build import Unavailable
 from mcore_qwen3vl.pretended.flops import flops_of
-from mcore_qwen3vl.pretended.preload import Routing, Settings
+from mcore_qwen3vl.pretended.preload import Routing, Settings, Unavailable
 from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
-from mcore_qwen3vl.rehearsal.command import Command
+from mcore_qwen3vl.rehearsal.command import Command, Role, roles_of
 from mcore_qwen3vl.rehearsal.material import prepare, rehearsed_micro_batches
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
-from mcore_qwen3vl.rehearsal.roles import Role, roles_of
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
@@ -48,7 +46,7 @@ class Options:
     Attributes:
         memory_gib: the GPU's memory; None: what this model of GPU usually has.
         allowance_gib: memory for context and NCCL; None: :func:`.gpus.allowance_gib`.
-        roles: the roles to rehearse, see :func:`.roles.roles_of`.
+        roles: the roles to rehearse, see :func:`.command.roles_of`.
     """
 
     gpu: Gpu

@@ -34,7 +34,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints.resume import explained
-from mcore_qwen3vl.verify.curves.job import Job
+from mcore_qwen3vl.verify.job import Job
 from tests.command import exit_code
 from tests.memory import little_memory
 

@@ -18,7 +18,7 @@ from mcore_qwen3vl.converters.convert import (
 )
 from mcore_qwen3vl.converters.offline import to_hf, to_mcore
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
+from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
 from tests.converters.checkpoints import (
     CASES,
     assert_same_files,

@@ -15,8 +15,7 @@ from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.mapping.forms import COSMOS
 from mcore_qwen3vl.converters.mcore.paths import require_language_model
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
-from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
+from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
 from mcore_qwen3vl.verify.parity.reference import Reference
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors, copy, load, save
 from tests.converters.forms import FORMS, record_of, rewritten

@@ -11,7 +11,7 @@ import torch
 from mcore_qwen3vl.demos.train import answer
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.job import Job, train
+from mcore_qwen3vl.verify.job import Job, train
 
 
 @pytest.mark.slow  # `make train-demo` shows the same

@@ -26,8 +26,8 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.verify.parity.cached_reference import HALF_PRECISION_FACTOR
-from mcore_qwen3vl.verify.report.measurement import measure
+from mcore_qwen3vl.verify.measurement import measure
+from mcore_qwen3vl.verify.parity.comparison import HALF_PRECISION_FACTOR
 from tests.command import exit_code
 from tests.generation.cases import (
     NEW_TOKENS,

@@ -11,12 +11,11 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.rehearsal.command import Command, read_command
+from mcore_qwen3vl.rehearsal.command import Command, read_command, roles_of
 from mcore_qwen3vl.rehearsal.material import rehearsed_micro_batches
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal
 from mcore_qwen3vl.rehearsal.rehearse import checked
-from mcore_qwen3vl.rehearsal.report.terminal import heading
-from mcore_qwen3vl.rehearsal.roles import roles_of
+from mcore_qwen3vl.rehearsal.terminal import heading
 from mcore_qwen3vl.runtime.gpus import allowance_gib, find_gpu
 from mcore_qwen3vl.shapes import SHAPES
 

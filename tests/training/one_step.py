@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from mcore_qwen3vl.converters.live.sharded import factor_parts, gradient, hf_parts, unwrap
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.run import Run
-from mcore_qwen3vl.verify.curves.job import Job, run_rank
+from mcore_qwen3vl.verify.job import Job, run_rank
+from mcore_qwen3vl.verify.measurement import Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
 from mcore_qwen3vl.verify.parity.reference import Reference
-from mcore_qwen3vl.verify.report.measurement import Measurements, measure, merge
 
 TOLERANCE = 2e-5
 

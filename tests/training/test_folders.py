@@ -12,7 +12,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.folders import log_file, nothing_left
-from mcore_qwen3vl.verify.curves.job import Job, train
+from mcore_qwen3vl.verify.job import Job, train
 
 
 def test_a_run_that_is_refused_after_megatron_has_begun_to_log(

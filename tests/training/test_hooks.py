@@ -15,7 +15,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.training.hooks import HOOKS, Signals, Stats, success_of_all
-from mcore_qwen3vl.verify.curves.job import Job, curve_of, train, worst_difference
+from mcore_qwen3vl.verify.job import Job, curve_of, train, worst_difference
 
 
 @pytest.mark.parametrize("name", HOOKS)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves.job import Job, train
+from mcore_qwen3vl.verify.job import Job, train
 
 COLOURS = ((220, 30, 30), (30, 180, 60), (40, 60, 220), (230, 220, 40))
 

@@ -19,7 +19,7 @@ from mcore_qwen3vl.verify.parity.matrix import (
     markdown,
     parity_matrix,
 )
-from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.report import Report
 
 
 def main() -> int:

@@ -13,12 +13,10 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.verify.parity.batches import Batch
-from mcore_qwen3vl.verify.parity.reference import AdamW
+from mcore_qwen3vl.verify.parity.reference import DTYPES, AdamW
 
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
     from mcore_qwen3vl.model.transformer_config import Spec
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

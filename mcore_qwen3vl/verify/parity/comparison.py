@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -11,24 +11,29 @@ from typing import TYPE_CHECKING, Literal, get_args
 from mcore_qwen3vl.console import CountProgress, no_progress
 from mcore_qwen3vl.converters.adapters.targets import Preset
 from mcore_qwen3vl.converters.mcore.formats import require_megatron
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import check_gpus, run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
+from mcore_qwen3vl.verify.measurement import Measurements, findings, measure, merge, take_frozen
 from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import Batch, batches_of, build_batch
-from mcore_qwen3vl.verify.parity.cached_reference import (
-    TOLERANCE,
-    CachedReference,
-    half_precision_tolerances,
-)
 from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, Expected
-from mcore_qwen3vl.verify.report.measurement import Measurements, findings, merge, take_frozen
-from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, CachedReference, Expected
+from mcore_qwen3vl.verify.report import Report
 
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
     from mcore_qwen3vl.model.transformer_config import Spec
+
+TOLERANCE = 2e-5
+"""Largest error in float32, relative to the largest expected magnitude of the same tensor."""
+
+HALF_PRECISION_FACTOR = 2.0
+"""Two bf16 runs that are each within E of the truth are within 2 E of one another."""
+
+LARGEST_TOLERANCE = 0.5
+"""With a tolerance of 1, gradients that are all zero would pass."""
 
 PARTS = ("logits", "loss", "gradients", "parameters", "gradient norm", AFTER_STEP)
 
@@ -213,3 +218,40 @@ def _counts(
     counts = {("logits", "all"): tokens * vocabulary, ("loss", "all"): tokens}
     trained = reference.value_counts(frozen) if case.gradients else {}
     return counts | {("gradients", name): count for name, count in trained.items()}
+
+
+def half_precision_tolerances(
+    half: CachedReference, full: CachedReference, case: Case, batches: Iterable[str]
+) -> dict[str, float]:
+    """Return by part `HALF_PRECISION_FACTOR` times the worst error of HF's own bf16 run.
+
+    Raises:
+        BadInput: HF's error is so large that the comparison would prove nothing.
+    """
+    worst = dict.fromkeys(("logits", "loss", "gradients"), 0.0)
+    for name in batches:
+        ours, exact = (c.expected(name, case.multiple, case.gradients) for c in (half, full))
+        measured = merge(_differences(ours, exact))
+        for finding in findings(measured, worst):
+            worst[finding.part] = max(worst[finding.part], finding.error)
+    for part, error in worst.items():
+        if error * HALF_PRECISION_FACTOR > LARGEST_TOLERANCE:
+            raise BadInput(
+                f"bf16: Hugging Face's own {part} differ by {error:.0%} between bf16 and float32, "
+                "so that no limit would prove anything. In a MoE model, rounding sends tokens to "
+                "other experts: compare it in float32 (--dtype fp32)."
+            )
+    return {part: HALF_PRECISION_FACTOR * error for part, error in worst.items()}
+
+
+def _differences(actual: Expected, expected: Expected) -> Iterator[Measurements]:
+    """Measure one reference against another."""
+    for number, valid in enumerate(expected.valid):
+        logits, losses = actual.logits[number], actual.losses[number]
+        yield {
+            ("logits", "all"): measure(logits[valid], expected.logits[number][valid]),
+            ("loss", "all"): measure(losses[valid], expected.losses[number][valid]),
+        }
+    for name, gradient in expected.gradients.items():
+        if gradient.any():  # rounding has no scale where the gradient is exactly zero
+            yield {("gradients", name): measure(actual.gradients[name], gradient)}

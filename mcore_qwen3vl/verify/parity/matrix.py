@@ -14,11 +14,10 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import RECIPES
-from mcore_qwen3vl.verify.parity.cached_reference import CachedReference, half_precision_tolerances
 from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.parity.comparison import compare_case
-from mcore_qwen3vl.verify.parity.reference import AdamW
-from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.parity.comparison import compare_case, half_precision_tolerances
+from mcore_qwen3vl.verify.parity.reference import AdamW, CachedReference
+from mcore_qwen3vl.verify.report import Report
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import PREFIX, lora_layers
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mcore.formats import require_huggingface
 from mcore_qwen3vl.converters.offline.plan import nonfinite_notes
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, media
+from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, build_batch, media
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 AFTER_STEP = "logits after a step"
 """The report's part on the forward pass that overlaps the gathering of new parameters."""
@@ -261,3 +267,84 @@ def decay_groups(
         groups[parameter.ndim <= 1 or name.endswith("bias")].append(parameter)
     rates = (weight_decay, 0.0)
     return [{"params": p, "weight_decay": r} for p, r in zip(groups, rates, strict=True)]
+
+
+class ReferenceCheckpoint:
+    """A Hugging Face checkpoint to compare with, loaded at most once in each dtype.
+
+    Args:
+        path: checkpoint directory.
+        lora: PEFT adapter directory; PEFT's model is then the reference, and only the adapter is
+            trained.
+    """
+
+    def __init__(self, path: str | Path, lora: str | Path | None = None) -> None:
+        self.path = Path(path)
+        require_huggingface(self.path)
+        self.architecture = Architecture.from_hf(self.path)
+        self.adapter = None if lora is None else read_adapter(lora, self.path)
+        self.lora = None if lora is None else Path(lora)
+        self._models: dict[torch.dtype, Reference] = {}
+
+    def model(self, dtype: torch.dtype) -> Reference:
+        """Return the reference in this dtype."""
+        if dtype not in self._models:
+            self._models[dtype] = Reference(self.path, self.lora, dtype=dtype)
+        return self._models[dtype]
+
+    def value_counts(self, frozen: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Return the number of values of each tensor, expert and factor, without `frozen` ones."""
+        counts = {
+            source.label: prod(source.piece_shape)
+            for row in table(self.architecture)
+            for source in row.sources
+        }
+        if self.adapter is not None:
+            counts |= {name: factor.numel() for name, factor in self.adapter.tensors().items()}
+        trained = {name: count - (frozen or {}).get(name, 0) for name, count in counts.items()}
+        return {name: count for name, count in trained.items() if count}
+
+
+class CachedReference(ReferenceCheckpoint):
+    """A Hugging Face checkpoint and the reference's results, computed once for each batch.
+
+    Args:
+        path, lora: see `ReferenceCheckpoint`.
+        dtype: dtype of the reference.
+        passed: called after each pass of the reference over a batch.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: str = "fp32",
+        *,
+        lora: str | Path | None = None,
+        passed: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(path, lora)
+        self._dtype = DTYPES[dtype]
+        self._passed = passed
+        self._expected: dict[tuple[str, int], Expected] = {}
+        self._stepped: dict[tuple[str, int, AdamW], Stepped] = {}
+
+    def expected(self, batch: str, multiple: int, gradients: bool = True) -> Expected:
+        """Return the reference for the batch of this name, with lengths of this multiple."""
+        found = self._expected.get((batch, multiple))
+        if found is None or (gradients and not found.gradients):
+            made = build_batch(batch, self.architecture, multiple=multiple)
+            found = self.reference.run(made, gradients=gradients)
+            self._expected[batch, multiple] = found
+            self._passed()
+        return found
+
+    def stepped(self, batch: str, multiple: int, adamw: AdamW) -> Stepped:
+        """Return the reference's parameters after an optimizer step on this batch."""
+        key = (batch, multiple, adamw)
+        if key not in self._stepped:
+            self._stepped[key] = self.reference.step(self.expected(batch, multiple), adamw)
+        return self._stepped[key]
+
+    @property
+    def reference(self) -> Reference:
+        return self.model(self._dtype)

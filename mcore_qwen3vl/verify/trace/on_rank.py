@@ -29,13 +29,19 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.vision import share_frames
 from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.verify.measurement import Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.on_rank import Engine
-from mcore_qwen3vl.verify.report.measurement import Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.trace.hooks import ColumnMap, Hook, hooks_of
-from mcore_qwen3vl.verify.trace.probe_points import ProbePoint, input_of
+from mcore_qwen3vl.verify.trace.probe_points import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    GRADIENTS,
+    WEIGHTS,
+    ProbePoint,
+    input_of,
+)
 from mcore_qwen3vl.verify.trace.recording import Recording
-from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, WEIGHTS
 
 Choose = Callable[[Measurements], tuple[str, str] | None]
 """Returns, from all ranks' measurements, part and name of the first one out of tolerance."""

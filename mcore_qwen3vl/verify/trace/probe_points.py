@@ -20,6 +20,12 @@ Rows = Literal["tokens", "patches", "features"]
 VISUAL = "model.visual"
 TEXT = "model.language_model"
 
+ACTIVATIONS = "activations"
+ACTIVATION_GRADIENTS = "activation gradients"
+GRADIENTS = "gradients"
+WEIGHTS = "weights"
+"""The parts of a trace."""
+
 
 @dataclass(frozen=True)
 class ProbePoint:

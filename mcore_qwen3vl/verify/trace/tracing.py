@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,25 +16,86 @@ from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, micro_batch
-from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.report.measurement import (
+from mcore_qwen3vl.verify.measurement import (
     Finding,
     Measurement,
     Measurements,
     merge,
     take_frozen,
 )
-from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
-from mcore_qwen3vl.verify.trace.recording import Recording
-from mcore_qwen3vl.verify.trace.reference import Tolerances, TraceReference
-from mcore_qwen3vl.verify.trace.result import (
+from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, micro_batch
+from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.report import Report
+from mcore_qwen3vl.verify.trace.divergence import Cause, Divergence
+from mcore_qwen3vl.verify.trace.probe_points import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
     GRADIENTS,
     WEIGHTS,
-    Trace,
+    ProbePoint,
 )
+from mcore_qwen3vl.verify.trace.recording import Recording, Tolerances, TraceReference
+
+AROUND = 3
+"""Probe points shown before and after the first one out of tolerance."""
+
+
+@dataclass
+class Trace(Report):
+    """The comparison of both models along the data path, for the same input.
+
+    The findings are activations in the order of the data, then gradients in the order of the
+    backward pass, then weights.
+
+    Attributes:
+        first: the first probe point outside the expected rounding; None if there is none.
+        cause: why `first` differs; None if there is no `first`.
+    """
+
+    first: Finding | None = None
+    cause: Cause | None = None
+    failures_shown: ClassVar[int] = 5  # most of the others only follow from the first
+
+    @property
+    def verdict(self) -> str:
+        """The result in one or two sentences."""
+        if self.ok:
+            return (
+                f"All {len(self.findings):,} comparisons are within the expected rounding of "
+                "float32."
+            )
+        if self.first is None:
+            return super().verdict
+        cause = f" Likely cause: {self.cause.kind}. {self.cause.explanation}" if self.cause else ""
+        return f"The models differ first at {self.first.name} ({self.first.part}).{cause}"
+
+    @property
+    def notes(self) -> dict[str, str]:
+        notes = {}
+        if self.first is not None:
+            notes["Where"] = (
+                f"{self.first.name}, {self.first.part}: relative error {self.first.error:.2e}, "
+                f"where rounding allows {self.first.tolerance:.1e}. Everything before it on the "
+                "data path agrees."
+            )
+            if around := self._around():
+                notes["Around it"] = around
+        if self.cause is not None:
+            notes[f"Cause: {self.cause.kind}"] = self.cause.explanation
+            sure = "Evidence" if self.cause.confirmed else "Evidence, not conclusive"
+            notes[sure] = self.cause.evidence
+        return notes
+
+    def _around(self) -> str:
+        """Return text on the probe points before and after the first one, and their errors."""
+        path = [f for f in self.findings if f.part == ACTIVATIONS]
+        if self.first not in path:
+            return ""
+        at = path.index(self.first)
+        near = path[max(at - AROUND, 0) : at + AROUND + 1]
+        return "\n".join(
+            f"{f.name}: {f.error:.1e}{'' if f.ok else ', out of tolerance'}" for f in near
+        )
 
 
 def trace(
@@ -114,7 +175,7 @@ def trace(
             result.findings.append(Finding(*key, one, tolerance, counts.get(key)))
     first = choose(measured)
     if first is not None:
-        from mcore_qwen3vl.verify.trace.causes import Divergence, find_cause
+        from mcore_qwen3vl.verify.trace.causes import find_cause
 
         result.first = next(f for f in result.findings if (f.part, f.name) == first)
         result.cause = find_cause(Divergence(reference, config, case, run, first, found))

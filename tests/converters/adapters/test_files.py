@@ -18,8 +18,8 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import convert_adapter, read_adapter, write_adapter
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.parity.cached_reference import TOLERANCE
-from mcore_qwen3vl.verify.report.measurement import measure
+from mcore_qwen3vl.verify.measurement import measure
+from mcore_qwen3vl.verify.parity.comparison import TOLERANCE
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import KINDS, load, logits
 

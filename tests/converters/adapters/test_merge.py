@@ -15,8 +15,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters import adapter as update
 from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.verify.parity.cached_reference import TOLERANCE
-from mcore_qwen3vl.verify.report.measurement import measure
+from mcore_qwen3vl.verify.measurement import measure
+from mcore_qwen3vl.verify.parity.comparison import TOLERANCE
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import EXPERTS, KINDS, Kind, base_model, logits, make
 from tests.converters.adapters.rounding import assert_merged, is_merged, update_range

@@ -31,8 +31,7 @@ from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.restricted_pickle import Record
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
-from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
+from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
 from tests.converters.checkpoints import CASES, assert_same_files, assert_same_tensors
 
 Tiny = Callable[[str], Path]

@@ -13,9 +13,9 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.hf.config_file import with_layout
-from mcore_qwen3vl.verify.checkpoints.bitwise import TENSORS, compare_checkpoints
-from mcore_qwen3vl.verify.parity.cached_reference import TOLERANCE
-from mcore_qwen3vl.verify.report.measurement import measure
+from mcore_qwen3vl.verify.checkpoints import TENSORS, compare_checkpoints
+from mcore_qwen3vl.verify.measurement import measure
+from mcore_qwen3vl.verify.parity.comparison import TOLERANCE
 from tests.converters.checkpoints import assert_same_tensors, load
 
 Tiny = Callable[[str], Path]

@@ -24,9 +24,9 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
-from mcore_qwen3vl.verify.curves.job import Job, train
+from mcore_qwen3vl.verify.job import Job, train
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
-from mcore_qwen3vl.verify.trace.result import WEIGHTS
+from mcore_qwen3vl.verify.trace.probe_points import WEIGHTS
 from mcore_qwen3vl.verify.trace.tracing import trace
 from tests.converters.checkpoints import copy, load, save
 from tests.converters.peers.make_peers import MOE, TEXT, VISION

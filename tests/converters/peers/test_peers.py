@@ -18,7 +18,7 @@ from mcore_qwen3vl.converters.mapping.dialects import MEGATRON_BRIDGE, Module, r
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.checkpoints.bitwise import FILES, TENSORS, compare_checkpoints
+from mcore_qwen3vl.verify.checkpoints import FILES, TENSORS, compare_checkpoints
 from tests.converters.checkpoints import (
     assert_same_files,
     assert_same_tensors,

@@ -12,8 +12,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
-from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
+from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors, edit_config
 from tests.converters.peers.test_peers import HERE, MAKERS, PEERS, source_of
 

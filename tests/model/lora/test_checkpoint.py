@@ -22,8 +22,8 @@ from mcore_qwen3vl.model.lora.adapter_module import Adapter
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.matrix import Matrix
+from mcore_qwen3vl.verify.parity.reference import CachedReference
 
 
 def adapted(layout: Layout, reference: CachedReference) -> list[Qwen3VLModel]:

@@ -15,7 +15,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.verify.parity.__main__ import show
 from mcore_qwen3vl.verify.parity.matrix import MatrixRow, parity_matrix
-from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.report import Report
 from tests.model.te import extension
 
 PARTS = ("logits", "loss", "gradients", "parameters")

@@ -16,18 +16,18 @@ require()
 from mcore_qwen3vl.layout import Layout  # noqa: E402
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel  # noqa: E402
 from mcore_qwen3vl.training.arguments import parser  # noqa: E402
-from mcore_qwen3vl.verify.curves.hf_loop import hf_curve  # noqa: E402
-from mcore_qwen3vl.verify.curves.job import (  # noqa: E402  # noqa: E402
+from mcore_qwen3vl.verify.curves import (  # noqa: E402
+    OTHER_LAYOUT,
+    TOLERANCE,
+    hf_curve,
+    whole_and_half,
+)
+from mcore_qwen3vl.verify.job import (  # noqa: E402
     DISTRIBUTED,
     Job,
     curve_of,
     train,
     worst_difference,
-)
-from mcore_qwen3vl.verify.curves.tables import (  # noqa: E402
-    OTHER_LAYOUT,
-    TOLERANCE,
-    whole_and_half,
 )
 from tests.training.exact import numbers_of  # noqa: E402
 

@@ -9,8 +9,8 @@ import pytest
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.checkpoints.optimizer import regrouped
-from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, curve_of, train, worst_difference
-from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, whole_and_half
+from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, whole_and_half
+from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
 
 
 def group(rate: float, expert: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.verify.curves.job import Job, layout_flags, train
+from mcore_qwen3vl.verify.job import Job, layout_flags, train
 from tests.converters.checkpoints import assert_same_tensors
 from tests.converters.ranks import build_empty, check_chunks
 from tests.training.exact import numbers_of

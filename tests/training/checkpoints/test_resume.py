@@ -21,8 +21,8 @@ from mcore_qwen3vl.converters.hf.companions import companion_files
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.broadcast import data_state
-from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, curve_of, train, worst_difference
-from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, whole_and_half
+from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, whole_and_half
+from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
 from tests.converters.checkpoints import assert_same_tensors
 from tests.training.exact import numbers_of
 

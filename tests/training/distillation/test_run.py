@@ -18,9 +18,8 @@ from mcore_qwen3vl.objectives.settings import Distillation
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.hf_loop import encode, sample_order
-from mcore_qwen3vl.verify.curves.job import Job, curve_of, train, worst_difference
-from mcore_qwen3vl.verify.curves.tables import whole_and_half
+from mcore_qwen3vl.verify.curves import encode, sample_order, whole_and_half
+from mcore_qwen3vl.verify.job import Job, curve_of, train, worst_difference
 from tests.training.one_step import Plain, check_step, plain_model
 from tests.training.preference.test_run import preference_job, random_adapter
 

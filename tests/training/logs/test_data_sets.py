@@ -15,9 +15,8 @@ import torch.nn.functional as F
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.hf_loop import batch_names, encode
-from mcore_qwen3vl.verify.curves.job import Job, train
-from mcore_qwen3vl.verify.curves.tables import TOLERANCE
+from mcore_qwen3vl.verify.curves import TOLERANCE, batch_names, encode
+from mcore_qwen3vl.verify.job import Job, train
 
 NAMES = {"first/train.jsonl": "first/train.jsonl", "second/train.jsonl": "sums"}
 """The name in the log of each data set: by default its path."""

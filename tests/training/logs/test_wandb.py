@@ -15,7 +15,7 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves.job import Job, train
+from mcore_qwen3vl.verify.job import Job, train
 
 pytest.importorskip("wandb", reason="`make test-wandb` installs it")
 

@@ -26,9 +26,8 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.lora.flags import add_lora_arguments
 from mcore_qwen3vl.training.lora.lora_run import LoraRun, check_checkpoint
-from mcore_qwen3vl.verify.curves.hf_loop import hf_curve
-from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, curve_of, train, worst_difference
-from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, TOLERANCE, whole_and_half
+from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, TOLERANCE, hf_curve, whole_and_half
+from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 

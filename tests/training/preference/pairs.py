@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mcore_qwen3vl.objectives.settings import Kto, Preference
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.hf_loop import adamw, batch_order, encode, sample_order
-from mcore_qwen3vl.verify.curves.job import (
+from mcore_qwen3vl.verify.curves import adamw, batch_order, encode, sample_order
+from mcore_qwen3vl.verify.job import (
     CLIP,
     Job,
     StepMetrics,

@@ -13,8 +13,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import Preference
 from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, curve_of, train, worst_difference
-from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, TOLERANCE, whole_and_half
+from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, TOLERANCE, whole_and_half
+from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from tests.training.one_step import check_step
 from tests.training.preference.pairs import as_tar, plain_curve, plain_step, write_pairs

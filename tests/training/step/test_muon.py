@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves.hf_loop import adamw, hf_curve
-from mcore_qwen3vl.verify.curves.job import (
+from mcore_qwen3vl.verify.curves import adamw, hf_curve
+from mcore_qwen3vl.verify.job import (
     LEARNING_RATE,
     WEIGHT_DECAY,
     Job,

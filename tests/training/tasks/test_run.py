@@ -23,7 +23,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.scoring.score import Request, _Job, score
-from mcore_qwen3vl.verify.curves.job import Job, train
+from mcore_qwen3vl.verify.job import Job, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from tests.training.one_step import TOLERANCE, check_step
 from tests.training.tasks.retrieval import embedding, plain_step, texts_of

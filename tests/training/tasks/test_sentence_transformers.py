@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.verify.curves.hf_loop import located
-from mcore_qwen3vl.verify.curves.job import train
+from mcore_qwen3vl.verify.curves import located
+from mcore_qwen3vl.verify.job import train
 from tests.docs.markdown import ROOT, blocks
 from tests.training.one_step import TOLERANCE
 from tests.training.tasks.retrieval import texts_of

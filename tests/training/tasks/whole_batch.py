@@ -16,8 +16,8 @@ from peft import PeftModel
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves.hf_loop import located, sample_order
-from mcore_qwen3vl.verify.curves.job import Job, train
+from mcore_qwen3vl.verify.curves import located, sample_order
+from mcore_qwen3vl.verify.job import Job, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.reference import trained_parameters
 from tests.converters.forms import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.verify.checkpoints.bitwise import FILES, TENSORS, compare_checkpoints
-from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.checkpoints import FILES, TENSORS, compare_checkpoints
+from mcore_qwen3vl.verify.report import Report
 from tests.converters.checkpoints import copy, edit_config, load, save
 
 Tiny = Callable[[str], Path]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
+from mcore_qwen3vl.verify.checkpoints import check_manifest
 from tests.command import exit_code
 from tests.converters.checkpoints import copy, load, save
 

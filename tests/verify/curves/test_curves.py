@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.hf_loop import hf_curve
-from mcore_qwen3vl.verify.curves.job import curve_of, train, worst_difference
-from mcore_qwen3vl.verify.curves.tables import TOLERANCE, cases
+from mcore_qwen3vl.verify.curves import TOLERANCE, cases, hf_curve
+from mcore_qwen3vl.verify.job import curve_of, train, worst_difference
 
 STEPS = 3
 ROWS = [

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.verify.measurement import Finding, Measurement
 from mcore_qwen3vl.verify.parity import comparison
 from mcore_qwen3vl.verify.parity.batches import RECIPES
 from mcore_qwen3vl.verify.parity.matrix import Matrix
-from mcore_qwen3vl.verify.report.measurement import Finding, Measurement
-from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.report import Report
 from tests.command import exit_code
 from tests.converters.checkpoints import copy
 

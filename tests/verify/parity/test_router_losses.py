@@ -19,11 +19,10 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.comparison import compare_case
 from mcore_qwen3vl.verify.parity.on_rank import Engine
-from mcore_qwen3vl.verify.parity.reference import Reference
+from mcore_qwen3vl.verify.parity.reference import CachedReference, Reference
 from tests.turns import slow_except
 
 AUX, Z = 0.3, 0.05

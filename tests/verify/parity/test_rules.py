@@ -19,7 +19,7 @@ from mcore_qwen3vl.model import fusion, qwen3vl, transformer_config, vision
 from mcore_qwen3vl.model.decoder import attention, layer, rope
 from mcore_qwen3vl.runtime.launch import RanksFailed
 from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Matrix, MatrixRow
-from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.report import Report
 
 FAR_OFF = 1e-2
 """Far above the tolerance, because each of the mistakes is a gross one."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.verify.parity import on_rank
-from mcore_qwen3vl.verify.parity.cached_reference import TOLERANCE
+from mcore_qwen3vl.verify.parity.comparison import TOLERANCE
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow
 from tests.verify.parity.tf32 import TF32
 

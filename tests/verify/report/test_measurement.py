@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.errors import CheckFailed
-from mcore_qwen3vl.verify.report.measurement import Finding, Measurement, findings, measure, merge
-from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.measurement import Finding, Measurement, findings, measure, merge
+from mcore_qwen3vl.verify.report import Report
 
 
 def finding(error: float, scale: float = 1.0, tolerance: float = 1e-3, **more) -> Finding:

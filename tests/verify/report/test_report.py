@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
-from mcore_qwen3vl.verify.report.measurement import Finding, Measurement
-from mcore_qwen3vl.verify.report.plot import POINTS, plots
-from mcore_qwen3vl.verify.report.result import Report
-from mcore_qwen3vl.verify.report.write import html, write_report
-from mcore_qwen3vl.verify.trace.result import Cause, Trace
+from mcore_qwen3vl.verify.measurement import Finding, Measurement
+from mcore_qwen3vl.verify.report import Report
+from mcore_qwen3vl.verify.report_page import POINTS, html, plots, write_report
+from mcore_qwen3vl.verify.trace.divergence import Cause
+from mcore_qwen3vl.verify.trace.tracing import Trace
 
 LIMIT = 1_000_000
 

@@ -23,7 +23,7 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.verify.trace.faults import FAULTS, Fault
 
 if TYPE_CHECKING:  # it imports transformers, which is slow
-    from mcore_qwen3vl.verify.trace.reference import TraceReference
+    from mcore_qwen3vl.verify.trace.recording import TraceReference
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FaultInjector:
 
     def reference(self, *, moe: bool) -> TraceReference:
         """Return the correct checkpoint in the form that the trace takes."""
-        from mcore_qwen3vl.verify.trace.reference import TraceReference
+        from mcore_qwen3vl.verify.trace.recording import TraceReference
 
         if moe not in self._references:
             self._references[moe] = TraceReference(self.correct(moe=moe))

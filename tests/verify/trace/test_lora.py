@@ -13,9 +13,8 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.lora.site import GroupedSite, Site
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
-from mcore_qwen3vl.verify.trace.probe_points import TEXT
-from mcore_qwen3vl.verify.trace.reference import TraceReference
-from mcore_qwen3vl.verify.trace.result import GRADIENTS, WEIGHTS
+from mcore_qwen3vl.verify.trace.probe_points import GRADIENTS, TEXT, WEIGHTS
+from mcore_qwen3vl.verify.trace.recording import TraceReference
 from mcore_qwen3vl.verify.trace.tracing import trace
 from tests.verify.trace.fault_injection import FaultInjector
 

@@ -15,10 +15,15 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder import rope
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.verify.trace import on_rank
-from mcore_qwen3vl.verify.trace.probe_points import TEXT, data_path
-from mcore_qwen3vl.verify.trace.reference import TraceReference
-from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, Trace
-from mcore_qwen3vl.verify.trace.tracing import trace
+from mcore_qwen3vl.verify.trace.probe_points import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    GRADIENTS,
+    TEXT,
+    data_path,
+)
+from mcore_qwen3vl.verify.trace.recording import TraceReference
+from mcore_qwen3vl.verify.trace.tracing import Trace, trace
 from tests.verify.trace.fault_injection import FaultInjector
 from tests.verify.trace.patched import deepstack
 

@@ -62,7 +62,7 @@ def write_page(rehearsal: Rehearsal, file: Path) -> None:
     Raises:
         BadInput: `file` cannot be written.
     """
-    environment = templates("mcore_qwen3vl.rehearsal.report")
+    environment = templates("mcore_qwen3vl.rehearsal")
     environment.filters["gb"] = lambda size: f"{size / 1e9:.2f}"
     page = environment.get_template("page.html.jinja").render(
         rehearsal=rehearsal,

@@ -23,9 +23,9 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.verify.checkpoints.bitwise import TENSORS, compare_checkpoints
-from mcore_qwen3vl.verify.report.measurement import Finding, measure
-from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.checkpoints import TENSORS, compare_checkpoints
+from mcore_qwen3vl.verify.measurement import Finding, measure
+from mcore_qwen3vl.verify.report import Report
 
 CUT = Layout(tp=2, sp=True)
 """A layout that splits every tensor that any layout splits, along the same axis."""

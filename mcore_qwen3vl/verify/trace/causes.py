@@ -14,18 +14,24 @@ from itertools import chain
 
 import torch
 
-from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
-from mcore_qwen3vl.verify.trace.causes.layers import (
+from mcore_qwen3vl.verify.trace.divergence import Cause, Divergence
+from mcore_qwen3vl.verify.trace.layer_causes import (
     find_attention,
+    find_deepstack,
+    find_fusion,
     find_lora,
+    find_merger,
     find_norm,
     find_rotary,
     find_router,
 )
-from mcore_qwen3vl.verify.trace.causes.vision import find_deepstack, find_fusion, find_merger
-from mcore_qwen3vl.verify.trace.causes.weights import find_weight
-from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
-from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, Cause
+from mcore_qwen3vl.verify.trace.probe_points import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    GRADIENTS,
+    ProbePoint,
+)
+from mcore_qwen3vl.verify.trace.weight_causes import find_weight
 
 Experiment = Callable[[Divergence, ProbePoint], Iterator[Cause | None]]
 """Yields a cause where the outcome agrees with mcore's values, None where it does not."""
@@ -105,6 +111,3 @@ def find_cause(divergence: Divergence) -> Cause:
         confirmed=False,
     )
     return next(filter(None, chain.from_iterable(tried)), unknown)
-
-
-__all__ = ["EXPERIMENTS", "Divergence", "find_cause"]

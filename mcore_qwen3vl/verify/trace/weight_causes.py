@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.mapping.table import table
-from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
+from mcore_qwen3vl.verify.trace.divergence import Cause, Divergence
 from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
 from mcore_qwen3vl.verify.trace.recording import replay
-from mcore_qwen3vl.verify.trace.result import Cause
 
 SEARCH_LIMIT = 2000
 """How many tensors of the same shape are searched for the values of a wrong one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,13 +13,30 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.verify.measurement import measure
 from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.report.measurement import measure
-from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, GRADIENTS, Cause
+from mcore_qwen3vl.verify.trace.probe_points import ACTIVATION_GRADIENTS, GRADIENTS
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.verify.trace.on_rank import RankTrace
-    from mcore_qwen3vl.verify.trace.reference import ReferenceRun, TraceReference
+    from mcore_qwen3vl.verify.trace.recording import ReferenceRun, TraceReference
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The reason why a probe point differs, as far as an experiment shows.
+
+    Attributes:
+        kind: a short name, such as ``rotary base``; ``unknown`` when no experiment fits.
+        explanation: one sentence with the numbers that were found.
+        evidence: the experiment and its outcome.
+        confirmed: whether Hugging Face's module, with the cause assumed, computes mcore's values.
+    """
+
+    kind: str
+    explanation: str
+    evidence: str
+    confirmed: bool = True
 
 
 class Divergence:

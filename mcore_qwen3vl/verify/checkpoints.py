@@ -1,31 +1,41 @@
-"""Bitwise comparison of two checkpoints as Hugging Face tensors, whatever format each is in."""
+"""Bitwise comparison of checkpoints, as Hugging Face tensors: with each other or a manifest."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.hf import config_file, fp8
 from mcore_qwen3vl.converters.hf.companions import companion_files, digest, read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.row import Row, max_rows
-from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mapping.forms import renamed
+from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
+from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.converters.offline import manifest
+from mcore_qwen3vl.converters.offline.engine import default_workers
+from mcore_qwen3vl.converters.offline.manifest import CHECKSUM, stated_checksum
+from mcore_qwen3vl.converters.offline.to_hf import stream_hf
+from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
-from mcore_qwen3vl.converters.storage.staging import Progress
+from mcore_qwen3vl.converters.storage.staging import Meter, Progress
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.report.measurement import Finding, Measurement, measure
-from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.measurement import Finding, Measurement, measure
+from mcore_qwen3vl.verify.report import Report
 
 TENSORS, FILES = "tensors", "files"
 """The parts of the report."""
@@ -69,7 +79,15 @@ class _Piece:
     """One HF tensor, or one expert of it, as blocks of rows of an mcore piece."""
 
     row: Row
-    source: int
+    number: int
+
+    @property
+    def source(self) -> SourceTensor:
+        return self.row.sources[self.number]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.source.piece_shape)
 
 
 class _Side:
@@ -109,14 +127,10 @@ class _Side:
     def dtype(self, piece: _Piece) -> torch.dtype:
         if isinstance(self.stored, MegatronCheckpoint):
             return self.stored.dtype(piece.row.key)
-        return self.stored.entries[piece.row.sources[piece.source].name].dtype
-
-    def numel(self, name: str) -> int:
-        shapes = (piece.row.sources[piece.source].piece_shape for piece in self.pieces[name])
-        return sum(prod(shape) for shape in shapes)
+        return self.stored.entries[piece.source.name].dtype
 
     def nbytes(self, name: str) -> int:
-        return self.numel(name) * self._itemsize(name)
+        return sum(piece.numel * self.dtype(piece).itemsize for piece in self.pieces[name])
 
     def take(self, row: Row, box: Box) -> Tensor:
         """Read a box of an mcore piece."""
@@ -130,10 +144,6 @@ class _Side:
             config = fp8.without(read_config_file(self.companions[name]))
             return sha256(config_file.dumps(config)).hexdigest()
         return digest(self.companions[name])
-
-    def _itemsize(self, name: str) -> int:
-        pieces = self.pieces[name]
-        return self.dtype(pieces[0]).itemsize if pieces else 0
 
     def _has(self, row: Row, name: str) -> bool:
         """Return whether the tensor is there with the shape that the config gives it."""
@@ -173,7 +183,7 @@ def _compare(name: str, left: _Side, right: _Side) -> Finding:
     measured = Measurement()
     for a, b in zip(mine, theirs, strict=True):
         measured += _measure(a, b, left, right)
-    return Finding(TENSORS, name, measured, expected_count=left.numel(name))
+    return Finding(TENSORS, name, measured, expected_count=sum(piece.numel for piece in mine))
 
 
 def _measure(a: _Piece, b: _Piece, left: _Side, right: _Side) -> Measurement:
@@ -184,7 +194,7 @@ def _measure(a: _Piece, b: _Piece, left: _Side, right: _Side) -> Measurement:
     first = 0
     for block in a.row.rearrangement.blocks:
         last = first + block.stop - block.start
-        for start in range(first, last, step) if block.source == a.source else ():
+        for start in range(first, last, step) if block.source == a.number else ():
             box = (slice(start, min(start + step, last)), *columns)
             measured += measure(right.take(b.row, box), left.take(a.row, box), bitwise=True)
         first = last
@@ -201,3 +211,103 @@ def _compare_files(left: _Side, right: _Side) -> Iterator[Finding]:
         else:
             flaw = "" if left.digest(name) == right.digest(name) else "differs"
         yield Finding(FILES, name, flaw=flaw)
+
+
+def check_manifest(
+    path: str | Path, *, workers: int | None = None, progress: Progress | None = None
+) -> Report:
+    """Compare the checksum of every HF tensor of an mcore checkpoint with its manifest.
+
+    Args:
+        path: a checkpoint that `hf_to_mcore` wrote; later iterations beside it are ignored.
+        workers: threads; default two per core.
+        progress: called with bytes done, total bytes and the current tensor.
+
+    Returns:
+        One finding for each HF tensor that the checkpoint or the manifest has.
+
+    Raises:
+        BadInput: there is no usable manifest, or the checkpoint is damaged, incomplete or not
+            structured as its config says.
+    """
+    file = manifest.find(Path(path))
+    if file is None:
+        raise BadInput(
+            f"{path} has no {manifest.FILE}. `convert hf-to-mcore` writes one; without it, compare "
+            "with the source: `verify tensors`."
+        )
+    made = manifest.read(file)
+    folder = file.parent / made["iteration"]
+    architecture, form = Architecture.from_hf(hf_folder(folder)), read_form(hf_folder(folder))
+    checkpoint = open_megatron(folder, architecture)
+    rows = table(
+        architecture,
+        expert_layout=made["expert_layout"],
+        padded_vocab_size=checkpoint.vocab_size,
+        head=form.head.in_megatron,
+    )
+    checkpoint.require(rows)
+    stated: dict[str, dict[str, Any]] = renamed(made["tensors"], form.names)
+    problems = dict(_misfits(rows, checkpoint, stated))
+    sound = {name: tensor for name, tensor in stated.items() if name not in problems}
+    pieces = [
+        (_Piece(row, number), checksum)
+        for row in rows
+        for number, source in enumerate(row.sources)
+        if (checksum := stated_checksum(sound, source)) is not None
+    ]
+    sizes = (piece.numel * checkpoint.dtype(piece.row.key).itemsize for piece, _ in pieces)
+    meter = Meter(sum(sizes), progress)
+    wrong: dict[str, list[int | None]] = {}  # experts by HF tensor
+    lock = threading.Lock()
+
+    def check(stated: tuple[_Piece, str]) -> None:
+        piece, checksum = stated
+        dtype, source = checkpoint.dtype(piece.row.key), piece.source
+        found = xxhash.xxh3_128()
+        for chunk in stream_hf(checkpoint, piece.row, piece.number, dtype):
+            found.update(as_bytes(chunk))
+        if found.hexdigest() != checksum:
+            with lock:
+                wrong.setdefault(source.name, []).append(source.index)
+        meter.add(piece.numel * dtype.itemsize, source.name)
+
+    try:
+        with ThreadPoolExecutor(workers or default_workers()) as pool:
+            list(pool.map(check, pieces))
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be read: {error}. Copy the checkpoint again.") from error
+    problems |= {name: _difference(found) for name, found in wrong.items()}
+    names = dict.fromkeys([*hf_shapes(rows), *stated])
+    findings = [Finding(TENSORS, name, flaw=problems.get(name, "")) for name in names]
+    return Report(f"{folder} and {file}", findings=findings)
+
+
+def _misfits(
+    rows: list[Row], checkpoint: MegatronCheckpoint, stated: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the tensors that differ from the manifest without reading their bytes, and how."""
+    shapes = hf_shapes(rows)
+    sources = [(row, source) for row in rows for source in row.sources]
+    dtypes = {source.name: dtype_name(checkpoint.dtype(row.key)) for row, source in sources}
+    fused = {source.name: source.index is not None for _, source in sources}
+    for name, shape in shapes.items():
+        if name not in stated:
+            yield name, "is not in the manifest"
+        elif tuple(stated[name]["shape"]) != shape:
+            yield name, f"has shape {list(shape)}; the manifest says {stated[name]['shape']}"
+        elif stated[name]["dtype"] != dtypes[name]:
+            yield name, f"has dtype {dtypes[name]}; the manifest says {stated[name]['dtype']}"
+        elif isinstance(stated[name][CHECKSUM], list) != fused[name]:
+            yield name, "has a manifest entry of another form: fused experts have a checksum each"
+    for name in stated:
+        if name not in shapes:
+            yield name, "is in the manifest, but not in the checkpoint"
+
+
+def _difference(wrong: list[int | None]) -> str:
+    experts = sorted(expert for expert in wrong if expert is not None)
+    if not experts:
+        return "has other bytes than the manifest's checksum"
+    listed = ", ".join(map(str, experts[:8])) + (", ..." if len(experts) > 8 else "")
+    return f"has other bytes than the manifest's checksums in experts {listed} ({len(experts)})"

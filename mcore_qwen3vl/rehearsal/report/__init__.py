@@ -1,1 +1,0 @@
-"""A rehearsal's results on the terminal and as a page."""

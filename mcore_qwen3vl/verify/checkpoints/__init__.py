@@ -1,1 +1,0 @@
-"""Comparison of checkpoints with each other and with their manifests."""

@@ -1,0 +1,319 @@
+"""Our training loop compared with a plain Hugging Face loop, and with itself after a stop.
+
+python -m mcore_qwen3vl.verify.curves            # the table: layouts x {dense, MoE}
+python -m mcore_qwen3vl.verify.curves --resume   # runs stopped halfway, against full runs
+
+The plain loop shares only the order of the samples with ours. It renders and masks with the
+processor, runs one sample at a time, divides the sum of losses by the number of trained tokens of
+the step (``num_items_in_batch``; their weighted number if samples have weights) and steps
+``torch.optim.AdamW``, or another optimizer that it is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import quiet_libraries
+from mcore_qwen3vl.converters.mcore.paths import TRACKER
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
+from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.verify.job import (
+    BETAS,
+    CLIP,
+    DISTRIBUTED,
+    EPSILON,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Job,
+    StepMetrics,
+    curve_of,
+    train,
+    worst_difference,
+)
+from mcore_qwen3vl.verify.parity.reference import decay_groups, with_adapter
+
+Split = Literal["train", "val"]
+
+
+def sample_order(job: Job) -> list[list[int]]:
+    """Return the data file's line indices (from 0) that each step trains, over all DP ranks."""
+    return [list(chain.from_iterable(step)) for step in batch_order(job)]
+
+
+def batch_order(job: Job) -> list[list[list[int]]]:
+    """Return :func:`sample_order` with a list for each micro-batch of a step."""
+    return [
+        [[int(name.rsplit(":", 1)[1]) - 1 for name in batch] for batch in step]  # lines are from 1
+        for step in batch_names(job, job.data, job.steps)
+    ]
+
+
+def batch_names(
+    job: Job, data: Path, steps: int, *, split: Split = "train"
+) -> list[list[tuple[str, ...]]]:
+    """Return the file and the line of the samples of each step's micro-batches, over all DP ranks.
+
+    Args:
+        job: the run.
+        data: its training or validation data.
+        steps: number of steps.
+        split: part of `data` that is read.
+    """
+    from mcore_qwen3vl.data.loader import Loader, load_processor
+    from mcore_qwen3vl.data.loading.sources import parse_sources
+    from mcore_qwen3vl.training.arguments.parser import validate
+    from mcore_qwen3vl.training.broadcast.provider import data_config
+
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints every argument
+        args = validate(job.argv, job.layout.world_size)
+    loaders = [
+        Loader(
+            parse_sources([str(data)]),
+            Architecture.from_hf(job.checkpoint),
+            load_processor(job.checkpoint),
+            data_config(args),
+            dp_rank=rank,
+            dp_size=job.layout.dp,
+            num_workers=0,
+            split=split,
+            seed=args.seed,
+        )
+        for rank in range(job.layout.dp)
+    ]
+    per_rank = args.global_batch_size // job.layout.dp // args.micro_batch_size
+    return [
+        [next(loader).names for loader in loaders for _ in range(per_rank)] for _ in range(steps)
+    ]
+
+
+def adamw(trained: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Return torch's AdamW with the job's settings, for parameters by their names in the model."""
+    groups = decay_groups(trained, WEIGHT_DECAY)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON)
+
+
+def hf_curve(
+    job: Job, optimizer_of: Callable[[Mapping[str, nn.Parameter]], Any] = adamw
+) -> list[StepMetrics]:
+    """Return the curve of the plain Hugging Face loop over the same samples.
+
+    Args:
+        job: the run.
+        optimizer_of: function from the trained parameters, by name, to their optimizer.
+    """
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    model = AutoModelForImageTextToText.from_pretrained(job.checkpoint, dtype=torch.float32)
+    if job.lora is not None:
+        model = with_adapter(model, job.lora)
+    model.train()
+    records = [json.loads(line) for line in job.data.read_text(encoding="utf-8").splitlines()]
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = optimizer_of(trained)
+    curve = []
+    for lines in sample_order(job):
+        samples = [encode(processor, records[line]["messages"], job.data.parent) for line in lines]
+        weights = [records[line].get("weight", 1.0) for line in lines]
+        items = sum(
+            weight * int((labels != -100).sum())
+            for (_, labels), weight in zip(samples, weights, strict=True)
+        )
+        optimizer.zero_grad()
+        total = 0.0
+        for (inputs, labels), weight in zip(samples, weights, strict=True):
+            logits = model(**inputs).logits[0, :-1]
+            loss = weight * F.cross_entropy(logits, labels[1:], reduction="sum") / items
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
+        optimizer.step()
+        curve.append(StepMetrics(total, float(norm)))
+    return curve
+
+
+def encode(
+    processor: Any, messages: list[dict[str, Any]], folder: Path
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Encode one conversation of a question and its answer with the HF processor alone.
+
+    Returns:
+        The model's inputs, and labels (S,) that train the answer and its end-of-turn token.
+    """
+    turns = located(messages, folder)
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    prompt = processor.apply_chat_template(turns[:1], add_generation_prompt=True, **options)
+    whole = processor.apply_chat_template(turns, **options)
+    tokens = whole["input_ids"][0]
+    labels = tokens.clone()
+    labels[: prompt["input_ids"].shape[1]] = -100
+    end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    labels[int((tokens == end).nonzero()[-1]) + 1 :] = -100  # what follows the last turn
+    return dict(whole), labels
+
+
+def located(messages: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Return the messages with contents as lists of parts and image paths below `folder`."""
+    return [{**message, "content": _parts(message["content"], folder)} for message in messages]
+
+
+def _parts(content: Any, folder: Path) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [
+        {**part, "image": str(folder / part["image"])} if part["type"] == "image" else part
+        for part in parts
+    ]
+
+
+TOLERANCE = 1e-4
+"""Largest relative difference in float32: thirty Adam steps carry rounding errors along."""
+
+
+RESUMES = (
+    (False, ("single", "--packing"), ("single", "--packing")),
+    (False, ("tp2+sp", "--packing"), ("tp2+sp", "--packing")),
+    (False, ("pp2xvpp2",), ("pp2xvpp2",)),
+    (False, ("cp2",), ("cp2",)),
+    (False, ("dp2", *DISTRIBUTED), ("dp2", *DISTRIBUTED)),
+    (True, ("ep2xdp2", *DISTRIBUTED), ("ep2xdp2", *DISTRIBUTED)),
+    (False, ("tp2+sp",), ("pp2",)),
+    (
+        False,
+        ("dp2", *DISTRIBUTED, "--num-workers", "1"),
+        ("tp2+sp", "--use-distributed-optimizer", "--num-workers", "2"),
+    ),
+    (
+        False,
+        ("dp2", *DISTRIBUTED, "--packing"),
+        ("single", "--use-distributed-optimizer", "--packing"),
+    ),
+)
+"""Whether the model is MoE, and the layout and flags before and after a stop."""
+
+OTHER_LAYOUT = 1e-5
+"""Largest relative difference in float32 after a resume at another layout. After one at the same
+layout, no bit may differ."""
+
+
+def cases(moe: bool) -> dict[str, Job]:
+    """Return the jobs of the table by name, without checkpoint and data."""
+    layouts = ["single", "tp2+sp", "pp2xvpp2", "cp2", *(["ep2xdp2"] if moe else []), "dp2"]
+    blank = Job(Path(), Path())
+    jobs = {name: replace(blank, layout=Layout.parse(name)) for name in layouts}
+    jobs["dp2"] = replace(jobs["dp2"], flags=DISTRIBUTED)
+    jobs["single, packed"] = replace(blank, packing=True)
+    jobs["cp2, packed"] = replace(jobs["cp2"], packing=True)
+    return jobs
+
+
+def install() -> None:
+    """Install the CPU backend, before megatron is imported."""
+    from mcore_qwen3vl.runtime import cpu
+
+    cpu.install(training=True)
+    torch.set_num_threads(1)  # as on our ranks; on small tensors, more only wait for each other
+
+
+def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) -> int:
+    """Run every case and print a row for each; return 1 if a row failed."""
+    install()
+    from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+    data = write_image_qa(folder / "data", 40)
+    print(f"{'model':6} {'layout':16} {'first':>8} {'last':>8} {'loss diff':>10} {'norm diff':>10}")
+    failed = False
+    for moe in (False, True):
+        checkpoint = write_tiny_checkpoint(folder / f"tiny-{moe}", moe=moe)
+        references: dict[tuple[int, int, bool], list[StepMetrics]] = {}
+        for name, blank in cases(moe).items():
+            label = f"{'MoE' if moe else 'dense':6} {name:16}"
+            if only and not any(word in label for word in only):
+                continue
+            job = replace(blank, checkpoint=checkpoint, data=data, steps=steps)
+            # The order of samples depends on these; CP pads samples, which changes the packs.
+            order = (job.layout.dp, job.layout.cp if job.packing else 1, job.packing)
+            if order not in references:
+                references[order] = hf_curve(job)
+            theirs, ours = references[order], curve_of(train(job, folder / label.strip()))
+            difference = worst_difference(ours, theirs)
+            label = f"{label} {ours[0].loss:8.4f} {ours[-1].loss:8.4f}"
+            failed |= not _judged(label, difference, TOLERANCE)
+    return int(failed)
+
+
+def resume_table(folder: Path, steps: int) -> int:
+    """Stop runs halfway, resume them and compare with full runs; return 1 if a row failed."""
+    install()
+    from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+    data = write_image_qa(folder / "data", 40)
+    checkpoints = {moe: write_tiny_checkpoint(folder / f"{moe}", moe=moe) for moe in (False, True)}
+    print(f"{'model':6} {'before':9} {'after':9} {'loss diff':>10} {'norm diff':>10}")
+    failed = False
+    for index, (moe, before, after) in enumerate(RESUMES):
+        blank, place = Job(checkpoints[moe], data, steps=steps), folder / str(index)
+        first, then = (
+            replace(blank, layout=Layout.parse(layout), flags=tuple(flags))
+            for layout, *flags in (before, after)
+        )
+        whole, save = whole_and_half(first, place)
+        rest = train(then, place / "rest", "--save", str(save), "--save-interval", "1000")
+        difference = worst_difference(curve_of(rest), curve_of(whole[steps // 2 :]))
+        limit = 0.0 if before == after else OTHER_LAYOUT
+        label = f"{'MoE' if moe else 'dense':6} {before[0]:9} {after[0]:9}"
+        failed |= not _judged(label, difference, limit)
+    return int(failed)
+
+
+def _judged(label: str, difference: StepMetrics, limit: float) -> bool:
+    """Print a row, and return whether its difference is within the limit."""
+    good = max(difference.loss, difference.grad_norm) <= limit
+    numbers = f"{difference.loss:10.1e} {difference.grad_norm:10.1e}"
+    print(f"{label} {numbers} {'' if good else 'FAIL'}", flush=True)
+    return good
+
+
+def whole_and_half(job: Job, folder: Path) -> tuple[list[dict[str, Any]], Path]:
+    """Return the log of a whole run, and its checkpoint folder put back to half of the steps."""
+    save, half = folder / "save", job.steps // 2
+    whole = train(job, folder / "whole", "--save", str(save), "--save-interval", str(half))
+    (save / TRACKER).write_text(str(half), "utf-8")
+    shutil.rmtree(save / f"iter_{job.steps:07d}")
+    return whole, save
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table, and return 1 if a difference exceeds the tolerance."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mcore_qwen3vl.verify.curves",
+        description="Training curves against Hugging Face, on the CPU",
+    )
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", nargs="+", help="rows whose name contains one of these words")
+    parser.add_argument("--resume", action="store_true", help="the table of resumed runs instead")
+    options = parser.parse_args(arguments)
+    quiet_libraries()
+    with scratch_folder() as folder:
+        if options.resume:
+            return resume_table(folder, options.steps)
+        return curves_table(folder, options.steps, options.only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

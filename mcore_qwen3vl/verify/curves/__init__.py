@@ -1,1 +1,0 @@
-"""Comparison of training with a plain Hugging Face loop, and with itself after a stop."""
