@@ -19,8 +19,7 @@ class CheckFailed(Exception):
 class Unfinished(RuntimeError):
     """A process of the command crashed or ran out of time, so nothing is known: exit code 3.
 
-    Attributes:
-        summary: one line for people; the whole message may hold tracebacks.
+    `summary` is one line for people; the whole message may hold tracebacks.
     """
 
     exit_code = 3

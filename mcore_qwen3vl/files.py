@@ -38,9 +38,8 @@ def replacing(target: Path) -> Iterator[Path]:
 def atomic_write(target: Path, remedy: str = "Make room, or name another place.") -> Iterator[Path]:
     """Do as :func:`replacing`, with an error that names `target` and the remedy.
 
-    Args:
-        target: a file, or a folder that is empty or does not exist. A device or a pipe such as
-            ``/dev/stdout`` is written to directly.
+    A folder is empty or does not exist. A device or a pipe such as ``/dev/stdout`` is written to
+    directly.
     """
     target = Path(os.path.realpath(target))
     if target.exists() and not (target.is_file() or target.is_dir()):
@@ -165,11 +164,8 @@ def refuse_special_files(folder: Path) -> None:
 def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
     """Raise if a file that will be copied is a link out of the model's folder.
 
-    The content of copied files may be published with the converted model.
-
-    Args:
-        folder: a model's folder. In the Hugging Face cache, its files may be in ``blobs`` beside
-            it.
+    The content of copied files may be published with the converted model. In the Hugging Face
+    cache, files may be in ``blobs`` beside the model's folder.
 
     Raises:
         BadInput: one of the files is a link to a file elsewhere.

@@ -63,12 +63,8 @@ def load_chunks(
 ) -> list[Qwen3VLModel]:
     """Build and load this rank's part of the model; every rank must call it.
 
-    ``torch.distributed`` must be initialised.
-
-    Args:
-        dtype: a name of ``DTYPES``, or ``config`` for the dtype of the checkpoint's config.
-        adapter: a LoRA adapter to attach; a classifier's head may be in it alone.
-        overrides: further ``TransformerConfig`` fields.
+    ``torch.distributed`` must be initialised. The dtype is a name of ``DTYPES``, or ``config`` for
+    that of the checkpoint's config. A classifier's head may be in the adapter alone.
     """
     initialize(layout)
     if dtype != "config":
@@ -89,9 +85,7 @@ def adapter_for(
 ) -> Adapter | None:
     """Read the adapter that a command uses with a checkpoint; warn if it names another base.
 
-    Args:
-        task: the task of training that the command reads the model's output for; None: predicting
-            tokens.
+    The task is that of training, for which the command reads the output; None: predicting tokens.
 
     Raises:
         BadInput: see :func:`read_adapter`; the adapter holds a head for another task; or the
@@ -117,9 +111,7 @@ def adapter_for(
 def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, purpose: str) -> Any:
     """Call `on_rank` on torchrun's ranks if torchrun started us, otherwise on ranks started here.
 
-    Args:
-        on_rank: the function to call; it must be picklable if it runs on GPUs.
-        on_cpu: whether to run on the CPU, whose backend must be installed.
+    The function must be picklable if it runs on GPUs; on the CPU the backend must be installed.
 
     Returns:
         What the first rank returned; under torchrun, what this rank returned.

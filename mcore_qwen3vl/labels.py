@@ -16,15 +16,10 @@ SINGLE: ProblemType = "single_label_classification"
 
 @dataclass(frozen=True)
 class Labels:
-    """The outputs of a head; there may be none, if a model ends in its final norm.
-
-    Attributes:
-        names: name of each output, in order.
-        problem_type: kind of the labels; None: outputs are no labels but scores, such as a reward.
-    """
+    """The outputs of a head, in order; there may be none, if a model ends in its final norm."""
 
     names: tuple[str, ...] = ()
-    problem_type: ProblemType | None = None
+    problem_type: ProblemType | None = None  # None: scores, such as a reward, and no labels
 
     def __len__(self) -> int:
         return len(self.names)

@@ -26,14 +26,10 @@ def build_chunks(
     kind: type[Qwen3VLModel] = Qwen3VLModel,
     **overrides: Any,
 ) -> list[Qwen3VLModel]:
-    """Build the pipeline chunks of this rank, with random weights; process groups must exist.
+    """Build the pipeline chunks of this rank, of the class `kind`, with random weights.
 
-    Args:
-        architecture, spec: see :class:`Qwen3VLModel`.
-        layout: the layout for which the process groups were created.
-        kind: the class of the chunks.
-        overrides: further arguments of :meth:`Qwen3VLModel.from_hf_config`, which override the
-            layout's.
+    The process groups exist, and are those of `layout`. The other arguments are those of
+    :meth:`Qwen3VLModel.from_hf_config`, and override the layout's.
     """
     return [
         kind.from_hf_config(

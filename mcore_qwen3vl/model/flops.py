@@ -34,11 +34,8 @@ def language(
 ) -> float:
     """Return the FLOPs of the language model for one step.
 
-    Args:
-        tokens: number of tokens, padding not included.
-        squared_lengths: sum of the squared lengths of all samples.
-        trained: share that needs weight gradients. Gradients of activations reach the first layer
-            in any case.
+    Padding is not among the tokens; `squared_lengths` is the sum over all samples. Gradients of
+    activations reach the first layer, whatever trains.
     """
     parts = by_part(a)
     linears = parts["attention"] + parts["mlp"] + parts["router"] + active_experts(a)
@@ -52,10 +49,7 @@ def language(
 def vision(a: Architecture, patches: float, squared_frames: float, trained: Trained = ALL) -> float:
     """Return the FLOPs of the vision tower for one step.
 
-    Args:
-        patches: number of patches of all images and video frames.
-        squared_frames: sum of the squared patch counts of all frames; attention is full in a frame.
-        trained: shares that need gradients.
+    `squared_frames` is the sum of the squared patch counts of all frames: attention is full in one.
     """
     v = a.vision
     merged = v.hidden_size * v.spatial_merge_size**2

@@ -44,8 +44,7 @@ def plan_fusion(
     Args:
         token_index: (N,) int64 on the CPU, ``VisualInputs.token_index``; None for text only.
         local_positions: (s_local,) int64 on the CPU, global positions in local order.
-        seq_len, batch_size: S of the full sequence, and B.
-        device: the device on which the plan is used.
+        seq_len: S of the full sequence.
     """
     if token_index is None:
         token_index = torch.empty(0, dtype=torch.int64)

@@ -63,8 +63,7 @@ class _PreProcess(PreProcessNode):
     def gradient_of_received(self, gradient: Tensor) -> Tensor:
         """Return the gradient of what the previous stage sent, which includes its features'.
 
-        Args:
-            gradient: (s_local, B, H) gradient of the first layer's input.
+        `gradient` is that of the first layer's input, (s_local, B, H).
         """
         if self._received is None:
             return gradient
@@ -146,12 +145,8 @@ def _finish(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor) -> Te
 class SchedulePlan(TransformerModelChunkSchedulePlan):
     """The nodes of one micro-batch in one pipeline chunk.
 
-    Args:
-        model: the chunk, a :class:`~mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
-        embed: computes hidden states (s_local, B, H), or None after the first stage, and DeepStack
-            features (k, n, H) or None. It is called once, on the stream that computes.
-        destination: (n,) int64 rows of the (s_local * B, H) hidden states to add features to.
-        arguments: arguments of :meth:`GPTModel.build_schedule_plan`.
+    For the arguments see ``Qwen3VLModel._prepare``. `embed` is called once, on the stream that
+    computes.
     """
 
     LAYER_SCHEDULE_PLAN_CLASS = _LayerPlan

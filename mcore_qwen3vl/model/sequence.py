@@ -101,10 +101,7 @@ def require_right_padding(padding: Tensor) -> None:
     """Refuse padding on the left, from which causal attention does not keep the tokens.
 
     For a mask on a device the check is a device-side assertion, which takes no host sync. If it
-    fails, the process cannot use CUDA any more.
-
-    Args:
-        padding: (B, S) bool, True for padding.
+    fails, the process cannot use CUDA any more. `padding` is (B, S) bool, True for padding.
 
     Raises:
         BadInput: there is padding before a token, in a tensor on the host.

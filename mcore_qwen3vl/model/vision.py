@@ -190,12 +190,10 @@ class _PatchProjection(nn.Module):
 
 
 def make_lean(block: nn.Module) -> None:
-    """Let a block recompute the outputs of norms and activation functions; it is changed in place.
+    """Let a ``Qwen3VLVisionBlock`` recompute the outputs of norms and activation functions.
 
-    This saves six of the vectors of hidden size that a block would keep for each patch.
-
-    Args:
-        block: a ``Qwen3VLVisionBlock`` as Hugging Face builds it.
+    It is changed in place. This saves six of the vectors of hidden size that a block would keep for
+    each patch.
     """
     block.__class__ = _LeanBlock
     for name in ("norm1", "norm2", "mlp.act_fn"):
@@ -230,13 +228,10 @@ class RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
 
 
 class FrameAttention(Qwen3VLVisionAttention):
-    """HF's attention, with one rotary embedding for queries and keys that keeps no inputs.
-
-    Attributes:
-        fused: whether to rotate with Transformer Engine's kernel.
-    """
+    """HF's attention, with one rotary embedding for queries and keys that keeps no inputs."""
 
     fused = False
+    """Whether to rotate with Transformer Engine's kernel."""
 
     def forward(
         self,
@@ -252,7 +247,7 @@ class FrameAttention(Qwen3VLVisionAttention):
         Args:
             position_embeddings: cosines and sines, (P, head_dim) float32.
             cu_seqlens: (F + 1,) int32 boundaries of the frames.
-            frame_patches: number of patches in each of F frames; the sum is P.
+            frame_patches: number of patches in each of F frames.
         """
         qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
         pair, value = qkv.split((2, 1), dim=1)
@@ -305,12 +300,8 @@ class Share:
 def assign_frames(frame_patches: np.ndarray, ranks: int) -> np.ndarray:
     """Assign each frame to a rank: the largest first, to the rank with the least work so far.
 
-    Args:
-        frame_patches: (F,) number of patches in each frame.
-
-    Returns:
-        (F,) rank that encodes each frame, the same on every rank. The largest load is at most 4/3
-        of the optimum (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    Ranks are (F,), like the numbers of patches, and equal on every rank. The largest load is at
+    most 4/3 of the optimum (Graham, "Bounds on multiprocessing timing anomalies", 1969).
     """
     owners = np.zeros(len(frame_patches), dtype=np.int64)
     loads = [(0, rank) for rank in range(ranks)]
@@ -324,9 +315,8 @@ def assign_frames(frame_patches: np.ndarray, ranks: int) -> np.ndarray:
 def share_frames(frame_patches: Tensor, merge_unit: int, ranks: int, rank: int) -> Share:
     """Divide F frames among `ranks` and describe the part of `rank`.
 
-    Args:
-        frame_patches: (F,) int64 on the CPU: number of patches in each frame; F may be 0.
-        merge_unit: number of patches that merge into one feature.
+    `frame_patches` are (F,) int64 on the CPU; F may be 0. `merge_unit` patches merge into one
+    feature.
     """
     patches = frame_patches.numpy()
     features = patches // merge_unit

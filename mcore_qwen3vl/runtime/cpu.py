@@ -260,10 +260,8 @@ originals: dict[tuple[str, str], Any] = {}
 def install(*, training: bool = False) -> None:
     """Make megatron-core run on the CPU in this process and in those forked from it.
 
-    It may be called again: what is replaced already stays.
-
-    Args:
-        training: also replace what ``megatron.training`` needs; importing it takes seconds.
+    It may be called again: what is replaced already stays. With `training` it also replaces what
+    ``megatron.training`` needs, which takes seconds to import.
 
     Raises:
         BadInput: megatron is already imported, its version is untested, a symbol to replace is

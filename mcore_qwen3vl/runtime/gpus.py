@@ -85,11 +85,9 @@ def order_transfers(*, several_queues: bool = False) -> None:
     """Set ``CUDA_DEVICE_MAX_CONNECTIONS=1`` on GPUs before Blackwell, unless it is set already.
 
     Before Blackwell, Megatron's overlapped transfers stay in order only in a single hardware queue.
-    Blackwell does not need this, and is slow with it. An unknown GPU counts as older.
-
-    Args:
-        several_queues: set it to 32 instead, the most. In one queue, an exchange that waits for its
-            event holds up all kernels launched after it, also those of another stream.
+    Blackwell does not need this, and is slow with it. An unknown GPU counts as older. With
+    `several_queues` it is set to 32 instead, the most: in one queue, an exchange that waits for its
+    event holds up all kernels launched after it, also those of another stream.
     """
     major = _compute_capability()
     if major is None or major < BLACKWELL:

@@ -98,7 +98,6 @@ def run_layout(
     Args:
         fn: any callable, closures included; it learns its rank from ``torch.distributed``. On
             ``cuda`` it is pickled, so it must be a function or method that a module defines.
-        world_size: number of ranks.
         args: arguments of `fn`. On ``cpu`` they pass by fork; on ``cuda`` they must be picklable.
         timeout: seconds until all ranks are killed; multiplied by `PATIENCE`.
         device: ``cpu``: gloo, one thread a rank, with the CPU backend installed. ``cuda``: NCCL,

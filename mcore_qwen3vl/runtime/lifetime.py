@@ -39,10 +39,8 @@ def end_with_parent(parent: int | None = None) -> None:
 
     Call it first in a process that works for another one. Linux treats the thread that started the
     process as its parent, so that thread must outlive the process. Other systems offer nothing
-    similar, and this function does nothing there.
-
-    Args:
-        parent: process ID of the parent; None: the one that :mod:`multiprocessing` knows.
+    similar, and this function does nothing there. By default the parent is the process that
+    :mod:`multiprocessing` knows.
     """
     if sys.platform != "linux":
         return

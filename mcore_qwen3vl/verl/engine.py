@@ -1,19 +1,23 @@
 """VERL's Megatron engine with this model inside.
 
-Three steps of building are ours: the config, the model, and making the optimizer resumable. The
-rest is VERL's: loss, schedule, log-probabilities, checkpoints, offloading and router replay.
+Three steps of building are ours: the config, the model, and making the optimizer resumable. So is
+the bridge between Megatron's weights and Hugging Face's. The rest is VERL's: loss, schedule,
+log-probabilities, checkpoints, offloading and router replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch import Tensor, nn
 from verl.utils import tensordict_utils
 from verl.utils.megatron_utils import get_model, mapping_string_to_attn_backend, unwrap_model
 from verl.utils.torch_dtypes import PrecisionType
@@ -24,20 +28,27 @@ from verl.workers.engine import (
 )
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import is_adapter
+from mcore_qwen3vl.converters.adapters.files import read_adapter
+from mcore_qwen3vl.converters.live.adapter import export_merged
+from mcore_qwen3vl.converters.live.export import export_hf, save_hf, together
+from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.live.sharded import load_factors, unwrap
 from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.model.lora.adapt import load_saved, whole_tensors
+from mcore_qwen3vl.model.lora.adapter_module import switched_off
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
 from mcore_qwen3vl.training.hooks import results_queue, wrap
+from mcore_qwen3vl.training.lora.lora_run import LoraRun
 from mcore_qwen3vl.training.step.optimizer import make_resumable
-from mcore_qwen3vl.verl.bridge import Bridge
-from mcore_qwen3vl.verl.lora import lora_run, switched_off
 from mcore_qwen3vl.verl.model import PolicyModel, ValueModel
-from mcore_qwen3vl.verl.options import OWN, Configs, ModelOptions, check, plain
+from mcore_qwen3vl.verl.options import OWN, Configs, ModelOptions, check, lora_run, plain
 
 ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 
@@ -54,9 +65,6 @@ def register() -> None:
 
 class Qwen3VLEngine(MegatronEngineWithLMHead):
     """The engine of a policy or a reference; models other than Qwen3-VL get VERL's own engine.
-
-    Args:
-        model_config, engine_config, optimizer_config, checkpoint_config: VERL's configs.
 
     Raises:
         BadInput: options are not supported; the message names each of them.
@@ -177,8 +185,18 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         return super().forward_step(iter([batch]), model, *args, **kwargs)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Switch the adapter off: the base model is the reference (VERL's ``no_lora_adapter``)."""
-        return switched_off(self.module)
+        """Switch the adapter off: the base model is the reference (VERL's ``no_lora_adapter``).
+
+        Raises:
+            BadInput: there is no adapter.
+        """
+        adapters = [chunk.adapter for chunk in unwrap(self.module)]
+        if None in adapters:
+            raise BadInput(
+                "The reference is configured as the base model of an adapter, but there is no "
+                "adapter: set model.lora.rank."
+            )
+        return switched_off(adapters)
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> NoReturn:
         raise BadInput(
@@ -193,6 +211,64 @@ class Qwen3VLValueEngine(Qwen3VLEngine):
     theirs = MegatronEngineWithValueHead
     forward_step = MegatronEngineWithValueHead.forward_step
     prepare_model_outputs = MegatronEngineWithValueHead.prepare_model_outputs
+
+
+class Bridge:
+    """The three methods by which VERL loads, exports and saves the weights of a policy or a critic.
+
+    If the model has an adapter, the trained weights are saved, and merged weights are exported.
+    With the weights are saved the config, tokenizer and processor of `source`, the Hugging Face
+    checkpoint that VERL's ``model.path`` names.
+    """
+
+    def __init__(self, source: str | Path, lora: LoraRun | None = None) -> None:
+        self._source, self._lora = Path(source), lora
+        self.optimizer: Any = None
+
+    def load_weights(self, models: Sequence[nn.Module], path: str | Path, **_: Any) -> None:
+        """Fill the chunks of this rank, and the optimizer's float32 copies if there are any.
+
+        The source is a Hugging Face checkpoint, or a PEFT adapter that :meth:`save_weights` wrote.
+        A critic that starts from a language model keeps its own head.
+        """
+        if is_adapter(Path(path)):
+            adapter = read_adapter(path, self._source)
+            load_factors(models, adapter.factors)
+            load_saved(unwrap(models), whole_tensors(adapter))
+        else:
+            load_hf(models, path, spare_value_head=True)
+        if self.optimizer is not None:  # VERL does not reload; the next step would undo the loading
+            self.optimizer.reload_model_params()
+
+    def export_weights(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors for a rollout; every rank must exhaust it. See :func:`export_hf`.
+
+        Experts are always in the ``published`` layout, which vLLM reads.
+        """
+        if self._lora is None:
+            return export_hf(models, expert_layout="published")
+        return export_merged(models, self._lora.targets, expert_layout="published")
+
+    def save_weights(self, models: Sequence[nn.Module], path: str | Path) -> None:
+        """Write a Hugging Face checkpoint or an adapter into `path`, where VERL has written files.
+
+        They are replaced, the config too: VERL writes the config in the form of the installed
+        transformers, which may declare the other expert layout.
+        """
+        beside = Path(f"{path}.weights")
+        if self._lora is None:
+            save_hf(models, beside, hf_config=self._source, force=True)
+        else:
+            self._lora.export(models, beside)
+
+        def move() -> None:
+            if dist.get_rank() == 0:
+                Path(path).mkdir(parents=True, exist_ok=True)
+                for file in beside.iterdir():
+                    file.replace(Path(path) / file.name)
+                shutil.rmtree(beside)
+
+        together(move, path)
 
 
 def _layout(config: Any, architecture: Architecture) -> Layout:

@@ -22,26 +22,17 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 @dataclass
 class Likelihood:
-    """The output that VERL's fused forward reads.
+    """The output that VERL's fused forward reads: (1, T / cp) float32 values of each position."""
 
-    Attributes:
-        log_probs: (1, T / cp) float32, log-probability of each position's label.
-        entropy: (1, T / cp) float32, or None if it was not asked for.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor | None
+    log_probs: Tensor  # of the labels
+    entropy: Tensor | None  # None: it was not asked for
 
 
 class PolicyModel(Qwen3VLModel):
-    """A model for VERL's ``gptmodel_forward_model_engine`` and the fused variant of it.
-
-    Attributes:
-        wants_entropy: whether the next fused forward pass returns entropies; VERL's own call does
-            not pass this on.
-    """
+    """A model for VERL's ``gptmodel_forward_model_engine`` and the fused variant of it."""
 
     wants_entropy = True
+    """Whether the next fused forward pass returns entropies; VERL's own call does not say."""
 
     def forward(  # type: ignore[override]
         self,

@@ -1,16 +1,24 @@
-"""VERL's configuration: the options that this model reads, and those that it refuses by name."""
+"""VERL's configuration: the options that this model reads, and those that it refuses by name.
+
+VERL's ``model.lora`` is translated to an adapter of this package.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from omegaconf import OmegaConf
 
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.targets import ATTENTION, EXPERTS, MLP, ROUTER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.transformer_config import Spec
 from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.training.lora.lora_run import LoraRun
 
 OWN = "override_mcore_model_config"
 """VERL's dictionary for a model's own options."""
@@ -37,10 +45,7 @@ class ModelOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ModelOptions:
-        """Read the options.
-
-        Args:
-            given: the dictionary, which may also hold VERL's own ``moe_config.freeze_moe_router``.
+        """Read the options, and VERL's own ``moe_config.freeze_moe_router``.
 
         Raises:
             BadInput: a key or the spec is not known.
@@ -97,17 +102,11 @@ class Configs:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An option that is not supported.
+    """An option that is not supported."""
 
-    Attributes:
-        path: its place in :class:`Configs`.
-        remedy: what to do instead.
-        wrong: function that returns whether its value is refused.
-    """
-
-    path: str
+    path: str  # its place in `Configs`
     remedy: str
-    wrong: Callable[[Any, Configs], Any] = lambda value, _: value
+    wrong: Callable[[Any, Configs], Any] = lambda value, _: value  # whether its value is refused
 
     @property
     def option(self) -> str:
@@ -155,8 +154,7 @@ REFUSALS = (
     Refusal("checkpoint.async_save", _VALIDATED),
     Refusal("checkpoint.mbridge_config", "no mbridge is used here: drop it."),
 )
-"""The refusals that every configuration is checked for; those of LoRA are in
-:mod:`mcore_qwen3vl.verl.lora`."""
+"""The refusals that every configuration is checked for; for LoRA's see :func:`lora_run`."""
 
 
 def check(configs: Configs) -> None:
@@ -165,13 +163,99 @@ def check(configs: Configs) -> None:
     Raises:
         BadInput: options are not supported; the message names each of them and what to do.
     """
-    refuse([f"{each.option}: {each.remedy}" for each in REFUSALS if each.asked(configs)])
+    _refuse([f"{each.option}: {each.remedy}" for each in REFUSALS if each.asked(configs)])
 
 
-def refuse(wrong: list[str]) -> None:
+def _refuse(wrong: list[str]) -> None:
     """Raise if there are sentences about options that are not supported."""
     if wrong:
         raise BadInput(
             "VERL's configuration asks for options that are not supported with Qwen3-VL. "
             + " ".join(wrong)
         )
+
+
+LORA_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""VERL's default ``target_modules``, in Megatron's names: all linears of the language model."""
+
+LORA_TAKEN = ("type", "rank", "alpha", "dropout", "target_modules", "merge", "adapter_path")
+
+LORA_DEFAULTS: dict[str, Any] = {
+    "exclude_modules": [],
+    "dropout_position": "pre",
+    "lora_A_init_method": "xavier",
+    "lora_B_init_method": "zero",
+    "a2a_experimental": False,
+    "dtype": None,
+    "freeze_vision_model": True,
+    "freeze_vision_projection": True,
+    "freeze_language_model": True,
+    "fully_sharded_loras": False,
+}
+"""Megatron-Bridge's other options in VERL's configuration, which must keep these values."""
+
+
+def lora_run(
+    given: Mapping[str, Any], architecture: Architecture, source: str | Path, seed: int
+) -> LoraRun | None:
+    """Return the adapter that ``model.lora`` asks for; None if it has no rank and no path.
+
+    `source` is the base checkpoint. The initial factors are the same under every layout.
+
+    Raises:
+        BadInput: options are not supported, each of which the message names; or training would
+            refuse the same values of ``--lora-*``.
+    """
+    start = given.get("adapter_path")
+    if not given.get("rank") and not start:
+        return None
+    _check_lora(given)
+    names = [*given.get("target_modules", LORA_LINEARS)]
+    args = argparse.Namespace(
+        lora_rank=None if start else given["rank"],
+        lora_target=None if start else _targets(names, architecture),
+        lora_alpha=None if start else given.get("alpha", 32),
+        lora_dropout=None if start else given.get("dropout", 0.0),
+        lora_init=start,
+        task=None,
+        lora_config=None,
+        lora_rslora=False,
+        lora_modules_to_save=None,
+        hf_model=str(source),
+        load_hf=str(source),
+        pretrained_checkpoint=None,
+        seed=seed,
+    )
+    return LoraRun(args, architecture)
+
+
+def _check_lora(given: Mapping[str, Any]) -> None:
+    wrong = [
+        f"model.lora.{name}: an option of Megatron-Bridge, which is not used here; leave it at "
+        f"{LORA_DEFAULTS.get(name)!r}."
+        for name, value in given.items()
+        if name not in LORA_TAKEN and value != LORA_DEFAULTS.get(name)
+    ]
+    if given.get("type", "lora") != "lora":
+        wrong.append("model.lora.type: use lora.")
+    if not given.get("merge"):
+        wrong.append(
+            "model.lora.merge: the rollout cannot take an adapter without its base; set it to "
+            "True, which sends merged weights and does not change the weights that train."
+        )
+    _refuse(wrong)
+
+
+def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
+    """Translate Megatron's names to PEFT's; other names, such as PEFT's own, stay as they are."""
+    dense, moe = not all(architecture.moe_layers), any(architecture.moe_layers)
+    query, key, value, output = ATTENTION
+    gate, up, down = MLP
+    meant = {
+        "linear_qkv": [query, key, value],
+        "linear_proj": [output],
+        "linear_fc1": [*([gate, up] if dense else []), *([EXPERTS[0]] if moe else [])],
+        "linear_fc2": [*([down] if dense else []), *([EXPERTS[1]] if moe else [])],
+        "router": [ROUTER],
+    }
+    return [name for given in names for name in meant.get(given, [given])]

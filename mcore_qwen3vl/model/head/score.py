@@ -40,11 +40,8 @@ class TaskModel(Qwen3VLModel):
 
     Call it with an ``output_processor``. :meth:`of` makes the class for some labels. Source: HF
     ``GenericForSequenceClassification``; without labels ``Qwen3VL[Moe]Model``, whose
-    ``last_hidden_state`` the processor receives.
-
-    Args:
-        config, architecture, kwargs: as for :class:`Qwen3VLModel`. The embedding is tied to no
-            head, so that the last pipeline stage needs no copy of it.
+    ``last_hidden_state`` the processor receives. The embedding is tied to no head, so that the last
+    pipeline stage needs no copy of it.
     """
 
     head_labels = NO_LABELS

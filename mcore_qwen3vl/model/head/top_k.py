@@ -185,12 +185,9 @@ class _LogProbsOf(torch.autograd.Function):
 
 
 def _rest(weights: Tensor, local: Tensor, ours: Tensor) -> Tensor:
-    """Set the weights (n, V / tp) of the ids to 0 in place.
+    """Set the weights (n, V / tp) of the ids, not negative, to 0 in place.
 
-    Args:
-        weights: weights of this rank's columns, not negative.
-        local: (n, k + 1) columns of the ids and of the target; 0 if another rank has them.
-        ours: (n, k + 1) bool: whether this rank has them.
+    For `local` and `ours`, (n, k + 1), see :meth:`Chunks.find`.
     """
     # The minimum with infinity leaves column 0 as it is, where it stands for another rank's.
     kept = torch.zeros_like(local, dtype=weights.dtype).masked_fill_(~ours, torch.inf)

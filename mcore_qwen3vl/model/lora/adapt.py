@@ -21,14 +21,11 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 def adapt(chunks: Sequence[Qwen3VLModel], adapter: Adapter) -> Freezing:
     """Put `adapter` into the chunks of this rank: its factors, and the tensors that it holds whole.
 
-    The chunks hold the adapter's base weights, and Megatron has not wrapped them.
-
-    Returns:
-        The choice of what trains. Apply it to every chunk to train only what `adapter` holds.
+    The chunks hold the adapter's base weights, and Megatron has not wrapped them. Apply the choice
+    that is returned to every chunk, to train only what `adapter` holds.
 
     Raises:
-        BadInput: `adapter` holds something that cannot be adapted or trained; see :func:`attach`
-            and :func:`whole`.
+        BadInput: see :func:`attach` and :func:`whole`.
     """
     choice = freezing()
     saved = whole_tensors(adapter)

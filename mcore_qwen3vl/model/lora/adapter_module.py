@@ -65,18 +65,11 @@ class Place:
 
 
 class Pair(nn.Module):
-    """A (r, in) and B (out, r) of one linear, to whose output scaling * B A x is added.
+    """A (r, in) and B (out, r) of one Hugging Face tensor: scaling * B A x is added to its output.
 
     Call it to get the factors: Megatron's overlapped parameter gather waits for a weight when the
-    module that owns it is called.
-
-    Args:
-        name: name of the Hugging Face parameter.
-        a: the part of A on this rank.
-        b: the part of B on this rank.
-        scaling: alpha / r, or alpha / sqrt(r) with rsLoRA.
-        like: the base weight, whose device and dtype the factors take.
-        expert: number of the expert in the fused Hugging Face tensor, and the number of experts.
+    module that owns it is called. The factors have the device and dtype of the base weight `like`.
+    `expert` is an expert's number in the fused tensor, and the number of experts.
     """
 
     lora_A: nn.Parameter

@@ -29,18 +29,11 @@ Targets = Mapping[str, Target]
 
 
 def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Adapter:
-    """Attach adapters, filled with zeros, to the linears of one pipeline chunk.
+    """Attach adapters, filled with zeros, to the linears of one pipeline chunk, as its child.
 
     Call this once, before Megatron wraps the chunk. :class:`mcore_qwen3vl.model.freeze.Freezing`
     decides what trains. The factors are on the device of the weights, which may be ``meta``.
-
-    Args:
-        chunk: a pipeline chunk without an adapter.
-        targets: adapters to attach; those for other chunks are ignored.
-        dropout: probability, on the input of each A in training mode.
-
-    Returns:
-        The chunk's ``adapter``, which is now its child.
+    Targets in other chunks are ignored. Dropout acts on the input of each A in training mode.
 
     Raises:
         BadInput: the chunk has an adapter, or one of `targets` cannot be adapted.
