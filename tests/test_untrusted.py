@@ -19,8 +19,8 @@ from mcore_qwen3vl.data.records.flaws import time_limit
 from mcore_qwen3vl.data.scores import References, facts_of, file_digest, scores_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.checkpoints.resume import damage
 from tests.command import exit_code
 

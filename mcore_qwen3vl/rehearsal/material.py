@@ -17,9 +17,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K as K
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
-from mcore_qwen3vl.training.distillation.flags import DISTILL, distillation_of
-from mcore_qwen3vl.training.preference.flags import KTO, LOSSES
-from mcore_qwen3vl.training.second_model.source import source_of
+from mcore_qwen3vl.training.arguments.losses import DISTILL, KTO, LOSSES, distillation_of
+from mcore_qwen3vl.training.second_model import source_of
 
 SAMPLES_OF_A_PACK = 16
 SHORTEST = 128  # tokens of a sample: below that there is no room for the chat template

@@ -33,9 +33,8 @@ from mcore_qwen3vl.scoring.records import Found, Records
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches
 from mcore_qwen3vl.training.broadcast.groups import StageFeed, host_group, reads, stages_group
 from mcore_qwen3vl.training.step.forward import forward
-from mcore_qwen3vl.training.tasks.contrastive import EMBED
-from mcore_qwen3vl.training.tasks.objectives import judge, relevance
-from mcore_qwen3vl.training.tasks.pooling import SCORES
+from mcore_qwen3vl.training.step.pooling import EMBED, SCORES
+from mcore_qwen3vl.training.step.tasks import judge, relevance
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""

@@ -7,8 +7,10 @@ lacks one of them, the run refuses to start instead of training without the hook
 from __future__ import annotations
 
 import functools
+import math
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -16,14 +18,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.host_copy import AsyncHostCopy
 
 Wrapper = Callable[..., Any]
 """A function ``(original, *args, **kwargs) -> result`` that replaces ``original``."""
-
 
 _TRAINING, _SAVES = "megatron.training", "megatron.core.dist_checkpointing.strategies"
 _LOOP = f"{_TRAINING}.training"
@@ -125,6 +125,24 @@ def skip_step(original: Any, batches: Any) -> None:
             next(chunk)
 
 
+class AsyncHostCopy:
+    """An async host copy of a 1-D tensor's values, so that no step needs a host sync."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event = torch.cuda.Event() if values.is_cuda else None
+        self._values = values
+        if self._event is not None:
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Return the values; waits if they have not arrived, which a step later they have."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return list(self._values.tolist())
+
+
 class Signals:
     """Tells all ranks, one step late, which of them have received a signal."""
 
@@ -193,3 +211,83 @@ def success_of_all(original: Any, success: bool, group: Any = None, *, fp16: boo
     """
     everyone: bool = original(success, group=group) if fp16 else success
     return everyone
+
+
+class NormCheck:
+    """Stops a run at a non-finite gradient norm: one step late, but before that step is saved.
+
+    Megatron's own check takes two host syncs per gradient bucket, inside the backward pass.
+    """
+
+    def __init__(self, explain: Callable[[int], FloatingPointError]) -> None:
+        self._explain = explain
+        self._pending: tuple[int, AsyncHostCopy] | None = None
+
+    def add(self, norm: float | Tensor | None, iteration: int) -> None:
+        """Check the norm that was added before, and start copying this one to the host.
+
+        Args:
+            norm: gradient norm of this iteration, one value; None if nothing trains on this rank's
+                pipeline.
+
+        Raises:
+            FloatingPointError: the norm added before is infinite or NaN.
+        """
+        self.settle()
+        if norm is not None:
+            values = norm.detach().reshape(1) if isinstance(norm, Tensor) else torch.tensor([norm])
+            self._pending = iteration, AsyncHostCopy(values)
+
+    def settle(self) -> None:
+        """Check the norm that was added last, waiting for it if necessary; see :meth:`add`."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        iteration, (norm,) = pending[0], pending[1].read()
+        if not math.isfinite(norm):
+            raise self._explain(iteration)
+
+
+PIECE = 2**26  # values; 256 MB of float32
+_MARKS = ("sequence_parallel", "average_gradients_across_tp_domain")  # of what is reduced
+Named = tuple[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some parameters of a model chunk, with the attributes that mcore's function reads."""
+
+    ddp_config: Any
+    parameters: Sequence[Named]
+
+    def named_parameters(self) -> Sequence[Named]:
+        return self.parameters
+
+
+def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
+    """Replace ``_allreduce_non_tensor_model_parallel_grads``; the sums are the same.
+
+    Some parameters are replicated on every TP rank, while each rank's gradient comes from a part of
+    the tokens: those of norms under SP, and those of the vision tower. mcore copies all these
+    gradients into one tensor before it reduces them. For the tower that takes 2.2 GB, at the moment
+    of peak memory of an MoE model under full recompute.
+    """
+    for chunk in model:
+        for parameters in _pieces(chunk.named_parameters()):
+            original([_Piece(chunk.ddp_config, parameters)], *args)
+
+
+def _pieces(parameters: Iterator[Named]) -> Iterator[list[Named]]:
+    """Divide parameters, in order, into pieces; only those that are reduced have a size."""
+    piece: list[Named] = []
+    size = 0
+    for name, parameter in parameters:
+        reduced = any(getattr(parameter, mark, False) for mark in _MARKS)
+        counts = parameter.numel() if reduced else 0
+        if size and size + counts > PIECE:
+            yield piece
+            piece, size = [], 0
+        piece.append((name, parameter))
+        size += counts
+    if piece:
+        yield piece

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.training.arguments.checks import require_gpu
+from mcore_qwen3vl.runtime.lifetime import death, scratch_folder
+from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.early import check_early
-from mcore_qwen3vl.training.arguments.flag_table import add_flags
 from mcore_qwen3vl.training.arguments.help import COMMON, PROGRAM, print_help
 from mcore_qwen3vl.training.arguments.layout import check_layout
-from mcore_qwen3vl.training.arguments.own_flags import add_arguments
+from mcore_qwen3vl.training.arguments.own_flags import add_arguments, add_flags
 
 SHUTDOWN_SECONDS = 600
 """Time for a step and a checkpoint after SIGTERM; after torchrun's 30 s a rank would be killed."""
@@ -75,7 +75,7 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
 
 def _run_here(command: CommandLine) -> int:
     """Run a single rank in this process, which saves importing torch a second time."""
-    from mcore_qwen3vl.training.crash import report_crash
+    from mcore_qwen3vl.training.logs.quiet import report_crash
     from mcore_qwen3vl.training.run import main
 
     with socket.socket() as free:
@@ -97,8 +97,6 @@ def _run_torchrun(command: CommandLine, ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from mcore_qwen3vl.training.crash import death_of_a_rank  # a typo is answered without it
-
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = ["--standalone", "--nproc-per-node", str(ranks)]
@@ -115,3 +113,15 @@ def _run_torchrun(command: CommandLine, ranks: int) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+def death_of_a_rank(failures: Mapping[int, Any]) -> str:
+    """Describe a run's failure: the rank that was killed, if any, or else the first that ended."""
+    killed = {
+        rank: failure
+        for rank, failure in failures.items()
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM  # torchrun's signal
+    }
+    rank, failure = min((killed or failures).items(), key=lambda one: one[1].timestamp)
+    said = f"rank {rank} {death(failure.exitcode)}"
+    return f"{said}; the others cannot go on without it" if rank in killed else said

@@ -28,8 +28,8 @@ from mcore_qwen3vl.converters.mapping.parameters import Group
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
 from mcore_qwen3vl.schedule import order_of_work
-from mcore_qwen3vl.training.lora.flags import adapter_config, asked
-from mcore_qwen3vl.training.second_model.source import architecture_of, layout_for
+from mcore_qwen3vl.training.arguments.lora import adapter_config, asked
+from mcore_qwen3vl.training.second_model import architecture_of, layout_for
 
 Recompute = Literal["none", "cheap", "full"] | int
 """What the backward pass recomputes; see :func:`by_stage`."""

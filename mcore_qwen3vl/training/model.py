@@ -18,10 +18,10 @@ from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.head.score import TaskModel
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.training.arguments.losses import LOSSES
+from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
-from mcore_qwen3vl.training.lora.lora_run import LoraRun
-from mcore_qwen3vl.training.preference.flags import LOSSES
-from mcore_qwen3vl.training.tasks.flags import labels_of
+from mcore_qwen3vl.training.lora import LoraRun
 
 
 @dataclass

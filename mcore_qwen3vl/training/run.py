@@ -19,10 +19,9 @@ from rich.console import Console
 
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import compile_where_possible, order_transfers
-from mcore_qwen3vl.training.arguments.checks import require_gpu
+from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
-from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
 from mcore_qwen3vl.training.arguments.parser import parse
 from mcore_qwen3vl.training.folders import locked, nothing_left
@@ -83,10 +82,10 @@ class Run:
         from mcore_qwen3vl.training.broadcast.provider import DataProvider
         from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
         from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
-        from mcore_qwen3vl.training.host_copy import NormCheck
-        from mcore_qwen3vl.training.lora.lora_run import LoraRun
-        from mcore_qwen3vl.training.objective import forward_step_of
-        from mcore_qwen3vl.training.second_model.model import SecondModel
+        from mcore_qwen3vl.training.hooks import NormCheck
+        from mcore_qwen3vl.training.lora import LoraRun
+        from mcore_qwen3vl.training.second_model import SecondModel
+        from mcore_qwen3vl.training.step.objective import forward_step_of
 
         self.args = args
         self.architecture = Architecture.from_hf(args.hf_model)
@@ -209,16 +208,15 @@ class Run:
     def _wrappers(self) -> dict[str, Any]:
         """Return what wraps each function of :data:`mcore_qwen3vl.training.hooks.HOOKS`."""
         from mcore_qwen3vl.training import hooks
-        from mcore_qwen3vl.training.lora.lora_run import keep_trained
-        from mcore_qwen3vl.training.objective import schedule_of
-        from mcore_qwen3vl.training.step.gradients import reduce_in_pieces
+        from mcore_qwen3vl.training.lora import keep_trained
+        from mcore_qwen3vl.training.step.objective import schedule_of
 
         args = self.args
         return {
             "get_write_results_queue": hooks.unchanged if args.async_save else hooks.results_queue,
             "compile_helpers": lambda original: None,
             "all_gather_item": hooks.Signals().gather,
-            "_allreduce_non_tensor_model_parallel_grads": reduce_in_pieces,
+            "_allreduce_non_tensor_model_parallel_grads": hooks.reduce_in_pieces,
             "generate_state_dict": keep_trained if self.lora else hooks.unchanged,
             "load_checkpoint": self.checkpoints.load,
             "check_checkpoint_args": self.checkpoints.compare_parts,

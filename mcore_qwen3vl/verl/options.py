@@ -18,7 +18,7 @@ from mcore_qwen3vl.converters.adapters.targets import ATTENTION, EXPERTS, MLP, R
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.transformer_config import Spec
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.training.lora.lora_run import LoraRun
+from mcore_qwen3vl.training.lora import LoraRun
 
 OWN = "override_mcore_model_config"
 """VERL's dictionary for a model's own options."""

@@ -158,7 +158,7 @@ def test_distillation_on_made_up_data(command: Command, config: Path) -> None:
     assert role["launches"] > 100
     places = [sync["place"] for sync in role["host syncs"]]
     assert places
-    parts = ("objectives/", "head/", "distillation/")
+    parts = ("objectives/", "head/", "step/distillation")
     assert not [place for place in places if any(part in place for part in parts)]
 
 

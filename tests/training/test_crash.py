@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.crash import death_of_a_rank, report_crash
 from mcore_qwen3vl.training.folders import log_file
+from mcore_qwen3vl.training.local import death_of_a_rank
+from mcore_qwen3vl.training.logs.quiet import report_crash
 
 
 def _fail() -> None:

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.training.hooks import HOOKS, Signals, Stats, success_of_all
+from mcore_qwen3vl.training.hooks import (
+    HOOKS,
+    AsyncHostCopy,
+    NormCheck,
+    Signals,
+    Stats,
+    success_of_all,
+)
 from mcore_qwen3vl.verify.job import Job, curve_of, train, worst_difference
 
 
@@ -106,3 +113,20 @@ def test_batches_padded_to_their_longest_sample_cross_pipeline_stages(
     found = worst_difference(curve_of(train(staged, tmp_path / "pp2", timeout=60)), curve_of(alone))
     assert found.loss < 1e-4
     assert found.grad_norm < 1e-4
+
+
+def test_numbers_arrive_as_they_were() -> None:
+    assert AsyncHostCopy(torch.tensor([3, 5], dtype=torch.int32)).read() == [3, 5]
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf"), torch.tensor([float("nan")])])
+def test_a_norm_that_is_no_number_stops_the_run_at_the_next_step_or_save(
+    norm: float | torch.Tensor,
+) -> None:
+    for settle in (True, False):
+        check = NormCheck(lambda step: FloatingPointError(f"step {step}"))
+        for iteration, fine in enumerate((None, 0.0, torch.tensor(1e9), 2.0), start=3):
+            check.add(fine, iteration)
+        check.add(norm, 7)
+        with pytest.raises(FloatingPointError, match="step 7"):
+            check.settle() if settle else check.add(1.0, 8)

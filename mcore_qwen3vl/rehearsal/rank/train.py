@@ -63,9 +63,8 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         reads_itself,
         shapes_from_neighbours,
     )
-    from mcore_qwen3vl.training import run
+    from mcore_qwen3vl.training import run, second_model
     from mcore_qwen3vl.training.broadcast import provider
-    from mcore_qwen3vl.training.second_model import model as second_model
 
     watch = _Watch(rank, on_setup)
     work, log = watch.work, partial(watch.in_phase, LOG)

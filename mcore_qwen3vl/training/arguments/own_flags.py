@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
+from mcore_qwen3vl.objectives.settings import ANSWERS
+from mcore_qwen3vl.training.arguments import lora, tasks
 from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
-from mcore_qwen3vl.training.arguments.flag_table import add_flags
-from mcore_qwen3vl.training.distillation.flags import add_distillation_arguments
-from mcore_qwen3vl.training.lora.flags import add_lora_arguments
-from mcore_qwen3vl.training.preference.flags import add_preference_arguments
-from mcore_qwen3vl.training.tasks.flags import add_task_arguments
+from mcore_qwen3vl.training.arguments.losses import DISTILLATION_FLAGS, PREFERENCE_FLAGS
+
+_INTEGERS, _NUMBER, _MANY = ("N", "K", "R", "TOKENS"), "X", "..."
 
 _PATTERNS = "vision, aligner, language, or regular expressions for the start of names"
 _MODEL = {
@@ -89,9 +91,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="compile the rotary embedding and the losses' reductions to one kernel each with "
         "torch.compile; with --spec te the losses alone (default: on GPUs, where a C compiler is)",
     )
-    add_lora_arguments(parser.add_argument_group("qwen3-vl lora"))
-    add_preference_arguments(parser.add_argument_group("qwen3-vl preference"))
-    add_distillation_arguments(parser.add_argument_group("qwen3-vl distillation"))
-    add_task_arguments(parser.add_argument_group("qwen3-vl task"))
+    add_flags(parser.add_argument_group("qwen3-vl lora"), lora.FLAGS)
+    add_flags(parser.add_argument_group("qwen3-vl preference"), PREFERENCE_FLAGS)
+    add_flags(parser.add_argument_group("qwen3-vl distillation"), DISTILLATION_FLAGS)
+    task = parser.add_argument_group("qwen3-vl task")
+    add_flags(task, tasks.FLAGS)
+    task.add_argument(
+        "--answers",
+        nargs=2,
+        metavar=("YES", "NO"),
+        help="with --task reranker: the words, one token each, that mean relevant and irrelevant; "
+        f"default: {' '.join(ANSWERS)}",
+    )
     add_data_arguments(parser.add_argument_group("qwen3-vl data"))
     return parser
+
+
+def add_flags(group: argparse._ArgumentGroup, flags: Mapping[str, str], **defaults: object) -> None:
+    """Add flags to `group`.
+
+    Args:
+        group: a group of the parser.
+        flags: help by usage: ``--switch``, ``--count N``, ``--share X``, ``--file FILE`` or any
+            other text, ``--kind one|other``, ``--names NAME...``; ``--new,--old N`` has two names.
+        defaults: default by ``dest`` name; else None, or False of a switch.
+    """
+    for usage, text in flags.items():
+        named, _, value = usage.partition(" ")
+        names = named.split(",")
+        if not value:
+            group.add_argument(*names, action="store_true", help=text)
+            continue
+        shape: dict[str, Any] = {"metavar": value.removesuffix(_MANY)}
+        if value.endswith(_MANY):
+            shape["nargs"] = "+"
+        if "|" in value:
+            shape = {"choices": value.split("|")}
+        elif shape["metavar"] in _INTEGERS:
+            shape["type"] = int
+        elif shape["metavar"] == _NUMBER:
+            shape["type"] = float
+        default = defaults.get(names[0].lstrip("-").replace("-", "_"))
+        group.add_argument(*names, default=default, help=text, **shape)

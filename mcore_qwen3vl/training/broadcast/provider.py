@@ -22,11 +22,16 @@ from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.training.arguments.losses import (
+    DISTILL,
+    KTO,
+    LOSSES,
+    distillation_of,
+    reference_of,
+)
+from mcore_qwen3vl.training.arguments.tasks import contrastive_of, labels_of
 from mcore_qwen3vl.training.broadcast import data_state, groups
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches
-from mcore_qwen3vl.training.distillation.flags import DISTILL, distillation_of
-from mcore_qwen3vl.training.preference.flags import KTO, LOSSES, reference_of
-from mcore_qwen3vl.training.tasks.flags import contrastive_of, labels_of
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:

@@ -41,8 +41,8 @@ from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import replacing
+from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.training.broadcast import data_state
-from mcore_qwen3vl.training.tasks.flags import labels_of
 
 _OTHER_SCHEDULE = re.compile(
     r"class input value (?P<ours>\S+) and checkpoint ?value (?P<theirs>\S+) for (?P<what>.+) do not"

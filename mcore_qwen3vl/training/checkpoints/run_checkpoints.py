@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +16,24 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from megatron.training import training
 from megatron.training.utils import print_rank_0
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.converters.live.export import save_hf
-from mcore_qwen3vl.converters.mcore.paths import folder_name
+from mcore_qwen3vl.converters.mcore.paths import folder_name, tracked
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints import resume
 from mcore_qwen3vl.training.checkpoints.best import Validations
-from mcore_qwen3vl.training.checkpoints.disk import explained_save
 from mcore_qwen3vl.training.checkpoints.optimizer import check_state_of_weights
 from mcore_qwen3vl.training.folders import claim
-from mcore_qwen3vl.training.lora.lora_run import check_checkpoint
+from mcore_qwen3vl.training.lora import check_checkpoint
+
+_OF_DISKS = frozenset(
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "EACCES", "EPERM", "ESTALE")
+    if hasattr(errno, name)
+)
+_PROBE = 2**20  # bytes
 
 
 class RunCheckpoints:
@@ -124,3 +137,65 @@ class RunCheckpoints:
 
     def _export_folder(self, iteration: int) -> Path:
         return Path(self._args.save_hf) / folder_name(iteration)
+
+
+@contextmanager
+def explained_save(directory: str, iteration: int) -> Iterator[None]:
+    """Explain a disk's failure while a checkpoint is saved; every rank saves inside this.
+
+    The partial checkpoint is removed, as far as possible, to free its space.
+
+    Raises:
+        BadInput: the disk made the save fail. Other errors pass through.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        save = Path(directory)
+        reason = _reason(error)
+        if isinstance(error, CheckpointException):  # raised on every rank
+            reason = _first_of_any(reason or _probe(save))
+        if reason is None:
+            raise
+        whole = tracked(save)
+        if dist.get_rank() == 0 and whole != iteration:
+            for part in (save / folder_name(iteration), data_state.folder_of(save, iteration)):
+                shutil.rmtree(part, ignore_errors=True)
+        left = (
+            "There is no earlier checkpoint"
+            if whole is None
+            else f"The checkpoint of step {whole} is whole"
+        )
+        raise BadInput(
+            f"Step {iteration} could not be saved to {directory}: {reason}. {left}. Make room, "
+            "or move the directory to another disk and name it with --save. The same command "
+            f"then continues {'from the beginning' if whole is None else 'from there'}."
+        ) from error
+
+
+def _reason(error: BaseException | None) -> str | None:
+    """Return the system's message if `error`, or an error that caused it, came from the disk."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _OF_DISKS:
+            return error.strerror
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _first_of_any(reason: str | None) -> str | None:
+    """Return some rank's reason; gathered before any rank frees space by removing files."""
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, reason)
+    return next(filter(None, everyone), None)
+
+
+def _probe(folder: Path) -> str | None:
+    """Write a megabyte and return the system's error, which Megatron's writers do not pass on."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror
+    return None

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partialmethod
@@ -66,6 +67,39 @@ def quiet(command: CommandLine) -> Iterator[Console | None]:
     with redirect_stdout(file), redirect_stderr(errors), _logging_to(file, errors, rank), no_bars:
         yield screen
     file.close()
+
+
+def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) -> None:
+    """Write a rank's traceback to its log, and print the error and where the log is.
+
+    Without ``--save`` there is no log, so the traceback is printed, except of a loss that is no
+    number, whose message says all there is.
+
+    Args:
+        aloud: whether to print; not if another rank has done so.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    place = log_of(command, rank)
+    explained = isinstance(error, FloatingPointError)
+    if place is None and not explained:
+        if aloud:
+            traceback.print_exception(error)
+        return
+    where = ""
+    if place is not None:
+        log = LogFile(place)
+        log.write("".join(traceback.format_exception(error)))
+        log.close()
+        where = f" The traceback is in {place}."
+    if not aloud:
+        return
+    kind = "" if explained else f"{type(error).__name__}: "
+    first = next(iter(str(error).strip().splitlines()), "")
+    print(
+        f"error: rank {rank}: {kind}{visible(first).rstrip('.')}.{where}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 class LogFile(io.TextIOBase):

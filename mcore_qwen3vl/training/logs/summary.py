@@ -15,17 +15,17 @@ from mcore_qwen3vl.console import plain, visible
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
+from mcore_qwen3vl.training.arguments import losses as preference
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.layout import validated_layout
-from mcore_qwen3vl.training.distillation.flags import DISTILL, distillation_of
+from mcore_qwen3vl.training.arguments.losses import DISTILL, distillation_of
+from mcore_qwen3vl.training.arguments.tasks import answers_of, contrastive_of, labels_of, ranking_of
 from mcore_qwen3vl.training.folders import LOGS
-from mcore_qwen3vl.training.preference import flags as preference
-from mcore_qwen3vl.training.second_model.source import architecture_of, source_of
-from mcore_qwen3vl.training.tasks.flags import answers_of, contrastive_of, labels_of, ranking_of
+from mcore_qwen3vl.training.second_model import architecture_of, source_of
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
-    from mcore_qwen3vl.training.lora.lora_run import LoraRun
+    from mcore_qwen3vl.training.lora import LoraRun
 
 
 _LOSS_NAMES = {"simpo": "SimPO", "orpo": "ORPO"}

@@ -58,6 +58,21 @@ def forward(
     return output, chunk.local_tokens(batch.input_ids.shape[1], packing)
 
 
+def read_by(processor: Callable[..., Tensor]) -> Run:
+    """Return what runs a micro-batch, of which the last stage returns what `processor` computes.
+
+    Args:
+        processor: Megatron's ``output_processor``, with the batch and the chunk before its own
+            arguments.
+    """
+
+    def run(batch: Batch, model: torch.nn.Module, *, plan: bool = False) -> tuple[Tensor, Tensor]:
+        chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
+        return forward(batch, model, plan=plan, output_processor=partial(processor, batch, chunk))
+
+    return run
+
+
 class StepRecords:
     """The micro-batches of this rank's last steps, and their losses where they are known."""
 

@@ -25,9 +25,8 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.training.distillation.flags import DISTILL
-from mcore_qwen3vl.training.preference.flags import KTO
-from mcore_qwen3vl.training.preference.flags import LOSSES as PREFERENCE_LOSSES
+from mcore_qwen3vl.training.arguments.losses import DISTILL, KTO
+from mcore_qwen3vl.training.arguments.losses import LOSSES as PREFERENCE_LOSSES
 
 GROUP = "mcore_qwen3vl.losses"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,30 +20,31 @@ Within = Callable[[Any], AbstractContextManager[Any]]
 
 
 def two_passes(
+    field: str,
     schedule: Callable[..., Any],
     *,
     first: Callable[..., Any],
-    use: Callable[[list[Batch], list[Any]], list[Batch]],
     within: Within,
-) -> Callable[..., Any]:
-    """Return what runs Megatron's schedule twice, and returns what its second call returns.
+    values: Callable[[list[Batch], list[Any]], list[Any]] = lambda batches, found: found,
+    **given: Any,
+) -> Any:
+    """Run Megatron's `schedule` twice, and return what its second call returns.
 
     An iteration's micro-batches are all read before it begins, and kept until it ends.
 
     Args:
+        field: the field of a batch that holds what the first pass has found for it.
+        schedule: the schedule; `given` are its arguments.
         first: the forward step of the first pass.
-        use: a function that puts what the loss function of `first` returned into the
-            micro-batches. Only the last stage calls it.
         within: gives the model of the first pass.
+        values: computes the field's values from the micro-batches and from what the loss function
+            of `first` returned for each. Only the last stage calls it.
     """
-
-    def run(**given: Any) -> Any:
-        held = read(given)
-        if found := forward_pass(schedule, given, held, first=first, within=within):
-            held[-1] = use(held[-1], found)  # on the last stage
-        return schedule(**{**given, "data_iterator": replayed(held)})
-
-    return run
+    held = read(given)
+    if found := forward_pass(schedule, given, held, first=first, within=within):
+        of_batches = zip(held[-1], values(held[-1], found), strict=True)
+        held[-1] = [replace(batch, **{field: value}) for batch, value in of_batches]
+    return schedule(**{**given, "data_iterator": replayed(held)})
 
 
 def read(given: Mapping[str, Any]) -> list[list[Batch]]:

@@ -11,10 +11,9 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.arguments.checks import check_surroundings
+from mcore_qwen3vl.training.arguments.checks import check_early, check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
-from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.broadcast.provider import data_config

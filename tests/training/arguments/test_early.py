@@ -14,8 +14,8 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments import checks
+from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, flag_list
-from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.folders import claim
 

@@ -11,7 +11,7 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.checkpoints.disk import explained_save
+from mcore_qwen3vl.training.checkpoints.run_checkpoints import explained_save
 from mcore_qwen3vl.verify.curves import job as jobs
 from mcore_qwen3vl.verify.job import Job, train
 

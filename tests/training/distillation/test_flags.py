@@ -8,8 +8,8 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import Distillation
+from mcore_qwen3vl.training.arguments.losses import distillation_of
 from mcore_qwen3vl.training.broadcast.provider import data_config
-from mcore_qwen3vl.training.distillation.flags import distillation_of
 from tests.training.preference.test_flags import parsed
 
 DISTILL = ("--loss", "distill")

@@ -13,7 +13,7 @@ from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.lora.base import Base, Identity, save_identity
+from mcore_qwen3vl.training.lora import Base, Identity, save_identity
 
 
 def of_rank(hf: Path, mcore: Path | None, layout: Layout, folder: Path | None = None) -> Identity:

@@ -9,8 +9,8 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import Kto, Preference
+from mcore_qwen3vl.training.arguments.losses import kto_of, preference_of, reference_of
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.preference.flags import kto_of, preference_of, reference_of
 
 KTO = ("--loss", "kto", "--lora-rank", "4", "--packing")
 

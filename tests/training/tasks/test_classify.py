@@ -24,7 +24,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.tasks.flags import labels_of
+from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.verify.job import Job, train
 from tests.training.one_step import TOLERANCE, Plain, check_step
 from tests.training.tasks.retrieval import image_and_text

@@ -10,7 +10,7 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.tasks.flags import contrastive_of
+from mcore_qwen3vl.training.arguments.tasks import contrastive_of
 
 TASK = ("--task", "embedding")
 

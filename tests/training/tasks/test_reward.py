@@ -17,8 +17,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.training.arguments.lora import adapter_config
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.lora.flags import adapter_config
 from mcore_qwen3vl.verify.job import Job, train
 from tests.training.one_step import TOLERANCE, Plain, check_step
 from tests.training.preference.pairs import sides_of, write_pairs

@@ -1,25 +1,29 @@
-"""The divergence from a teacher, on ranks that each hold a part of every sequence."""
+"""The divergence from a teacher, on ranks that each hold a part of every sequence.
+
+A teacher in memory takes one more forward pass in each step, which keeps its likeliest tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.teacher import Top
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.head.module import Head
-from mcore_qwen3vl.model.head.top_k import log_probs_of
+from mcore_qwen3vl.model.head.top_k import likeliest, log_probs_of
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.objectives.distillation import divergences
 from mcore_qwen3vl.objectives.settings import Distillation
-from mcore_qwen3vl.training.distillation.flags import DISTILL
-from mcore_qwen3vl.training.step.forward import Run, forward
+from mcore_qwen3vl.training.arguments.losses import DISTILL
+from mcore_qwen3vl.training.step.forward import Run, forward, read_by
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, cross_entropy, of_tokens
 
 
@@ -28,13 +32,7 @@ def compared(settings: Distillation) -> Run:
 
     On the last stage it returns (2, B, s) float32: divergences, and cross entropies.
     """
-
-    def run(batch: Batch, model: torch.nn.Module, *, plan: bool = False) -> tuple[Tensor, Tensor]:
-        chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
-        processor = partial(_compare, batch, chunk, settings)
-        return forward(batch, model, plan=plan, output_processor=processor)
-
-    return run
+    return read_by(partial(_compare, settings))
 
 
 def of_divergences(settings: Distillation) -> Objective:
@@ -55,9 +53,9 @@ def of_divergences(settings: Distillation) -> Objective:
 
 
 def _compare(
+    settings: Distillation,
     batch: Batch,
     chunk: Qwen3VLModel,
-    settings: Distillation,
     *,
     hidden_states: Tensor,
     output_layer: Head,
@@ -86,3 +84,37 @@ def _teacher_at(batch: Batch, own: Tensor) -> tuple[Tensor, Tensor]:
     number = trained.flatten().cumsum(0).view_as(trained) - 1
     row = number.where(trained, len(batch.teacher.ids) - 1).index_select(1, own)
     return batch.teacher.ids[row], batch.teacher.log_probs[row]
+
+
+def teacher_step(
+    k: int, temperature: float, batches: Iterator[Batch], model: Any
+) -> tuple[Tensor, Callable[..., Top]]:
+    """Run a micro-batch in a first pass, which finds the teacher's `k` likeliest tokens.
+
+    Args:
+        temperature: number that the logits are divided by.
+    """
+    processor = partial(_likeliest, k=k, temperature=temperature)
+    output, _ = forward(next(batches), model, output_processor=processor)
+    return output, _top
+
+
+def _likeliest(
+    *,
+    hidden_states: Tensor,
+    output_layer: Head,
+    output_weight: Tensor | None,
+    k: int,
+    temperature: float,
+    **_: Any,
+) -> Tensor:
+    """Compute (B, s, 2 k + 1) float32: k ids, their log-probabilities and that of the rest."""
+    ids, log_probs = output_layer(
+        hidden_states, output_weight, reduce=partial(likeliest, k=k, temperature=temperature)
+    )
+    return torch.cat([ids.float(), log_probs], -1)  # Megatron passes one tensor on
+
+
+def _top(output: Tensor, *, non_loss_data: bool) -> Top:
+    k = output.shape[-1] // 2
+    return Top(output[..., :k].int(), output[..., k:])

@@ -1,25 +1,57 @@
-"""The flags of preference training, and checks of them before anything is built."""
+"""The flags of the losses of ``--loss``, and checks of them before anything is built."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.settings import DEFAULTS, DpoKind, Kto, Preference
-from mcore_qwen3vl.training.arguments.flag_table import add_flags
-from mcore_qwen3vl.training.lora.flags import asked as asks_for_lora
+from mcore_qwen3vl.objectives.settings import (
+    DEFAULTS,
+    TEACHER_TOP_K,
+    Distillation,
+    Divergence,
+    DpoKind,
+    Kto,
+    Preference,
+    check_top_k,
+)
+from mcore_qwen3vl.training.arguments.lora import asked as asks_for_lora
 
 LOSSES = ("dpo", "simpo", "orpo")
 """Names of the losses over preference pairs for ``--loss``."""
 KTO = "kto"
 """Name of the loss over labelled records."""
+DISTILL = "distill"
+"""Name of the loss of a student."""
 
 Reference = Literal["adapter", "file", "model"]
 
-_FLAGS = {
+_ANSWERS = "kto: weight of the losses of answers with the label {}; default 1"
+PREFERENCE_FLAGS = {
+    "--beta,--dpo-beta X": "dpo, kto: cost of deviating from the reference; simpo: scale of "
+    f"the rewards; orpo: weight of the odds ratio; default {Preference.beta}, with simpo "
+    f"{DEFAULTS['simpo']['beta']}",
+    f"--dpo-loss {'|'.join(get_args(DpoKind))}": f"loss of a pair; default {Preference.kind}",
+    "--dpo-label-smoothing X": "share of pairs that are labelled the wrong way round; default 0",
+    "--rpo-alpha X": "dpo, simpo: weight of the chosen answer's own loss, a mean over its "
+    "tokens; default 0 (always 1 with orpo)",
+    "--simpo-gamma X": "margin that the rewards of a pair should have; default "
+    f"{DEFAULTS['simpo']['gamma']}",
+    "--desirable-weight X": _ANSWERS.format("true"),
+    "--undesirable-weight X": _ANSWERS.format("false"),
+    f"--reference,--dpo-reference {'|'.join(get_args(Reference))}": "adapter: the model with "
+    "its LoRA switched off (the default with LoRA from scratch); file: NAME.scores.jsonl "
+    "beside each NAME.jsonl, which `mcore-qwen3vl score` writes (not with kto; otherwise the "
+    "default); model: a frozen model in memory (the default with kto and without LoRA)",
+    "--reference-model DIR": "with --reference model: its checkpoint or hub id (default: what "
+    "training starts from, --load-hf or --pretrained-checkpoint)",
+}
+
+_LOSSES_OF = {
     "beta": (*LOSSES, KTO),
     "dpo_loss": ("dpo",),
     "dpo_label_smoothing": ("dpo",),
@@ -32,34 +64,26 @@ _FLAGS = {
 }
 """The losses that each argument is for."""
 
+DISTILLATION_FLAGS = {
+    f"--distill-divergence {'|'.join(get_args(Divergence))}": "of the student from the "
+    "teacher: forward KL (teacher || student), reverse KL (student || teacher) or "
+    f"Jensen-Shannon; default {Distillation.divergence}",
+    "--distill-beta X": "with jsd: share of the teacher in the mixture, as in GKD; default "
+    f"{Distillation.beta}",
+    "--distill-temperature X": "the logits of both are divided by this; give `mcore-qwen3vl "
+    f"score` the same --temperature; default {Distillation.temperature:g}",
+    "--distill-alpha X": f"share of the cross entropy in the loss; default {Distillation.alpha:g}",
+    "--teacher DIR": "a teacher in memory, on the same GPUs: a checkpoint of any Qwen3-VL with "
+    "the student's vocabulary, or hub id (default: the tokens that `mcore-qwen3vl score "
+    "--top-k` wrote beside the data)",
+    "--teacher-top-k K": "with --teacher: number of its likeliest tokens to learn from; "
+    f"default {TEACHER_TOP_K}",
+}
+
+_DISTILLATION = {f"distill_{field.name}": field.name for field in fields(Distillation)}
+"""The settings of distillation by their arguments."""
+
 _ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-
-
-def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of preference training to `group`."""
-    default, simpo = Preference(), DEFAULTS["simpo"]
-    answers = "kto: weight of the losses of answers with the label {}; default 1"
-    flags = {
-        "--beta,--dpo-beta X": "dpo, kto: cost of deviating from the reference; simpo: scale of "
-        f"the rewards; orpo: weight of the odds ratio; default {default.beta}, with simpo "
-        f"{simpo['beta']}",
-        f"--dpo-loss {'|'.join(get_args(DpoKind))}": f"loss of a pair; default {default.kind}",
-        "--dpo-label-smoothing X": "share of pairs that are labelled the wrong way round; default "
-        "0",
-        "--rpo-alpha X": "dpo, simpo: weight of the chosen answer's own loss, a mean over its "
-        "tokens; default 0 (always 1 with orpo)",
-        "--simpo-gamma X": "margin that the rewards of a pair should have; default "
-        f"{simpo['gamma']}",
-        "--desirable-weight X": answers.format("true"),
-        "--undesirable-weight X": answers.format("false"),
-        f"--reference,--dpo-reference {'|'.join(get_args(Reference))}": "adapter: the model with "
-        "its LoRA switched off (the default with LoRA from scratch); file: NAME.scores.jsonl "
-        "beside each NAME.jsonl, which `mcore-qwen3vl score` writes (not with kto; otherwise the "
-        "default); model: a frozen model in memory (the default with kto and without LoRA)",
-        "--reference-model DIR": "with --reference model: its checkpoint or hub id (default: what "
-        "training starts from, --load-hf or --pretrained-checkpoint)",
-    }
-    add_flags(group, flags)
 
 
 def kto_of(args: argparse.Namespace) -> Kto:
@@ -118,12 +142,12 @@ def check_preference(args: argparse.Namespace) -> None:
     Raises:
         BadInput: flags do not fit together; the message names them and the remedy.
     """
-    if args.reference and args.loss in LOSSES and args.loss not in _FLAGS["reference"]:
+    if args.reference and args.loss in LOSSES and args.loss not in _LOSSES_OF["reference"]:
         raise BadInput(
             f"--reference {args.reference} with --loss {args.loss}, which has no reference: drop "
             "the flag."
         )
-    for name, losses in _FLAGS.items():
+    for name, losses in _LOSSES_OF.items():
         if args.loss not in losses:
             refuse_without(f"--loss {listed(losses)}", args, [name])
     if args.loss not in (*LOSSES, KTO):
@@ -222,3 +246,47 @@ def _name_reference_model(args: argparse.Namespace) -> None:
             "a checkpoint that has them with --reference-model DIR."
         )
     args.reference_model = args.reference_model or start
+
+
+def distillation_of(args: argparse.Namespace) -> Distillation:
+    """Return the settings of distillation from the flags.
+
+    Raises:
+        BadInput: a value is out of range.
+    """
+    given = {name: getattr(args, flag) for flag, name in _DISTILLATION.items()}
+    return Distillation(**{name: value for name, value in given.items() if value is not None})
+
+
+def check_distillation(args: argparse.Namespace) -> None:
+    """Check the flags of distillation against the others.
+
+    Raises:
+        BadInput: flags do not fit together; the message names them and the remedy.
+    """
+    if args.loss != DISTILL:
+        refuse_without(f"--loss {DISTILL}", args, [*_DISTILLATION, "teacher", "teacher_top_k"])
+        return
+    _check_teacher(args)
+    if distillation_of(args).divergence != "jsd":
+        refuse_without("--distill-divergence jsd", args, ["distill_beta"])
+    if args.overlong == "truncate" and not args.teacher:
+        raise BadInput(
+            f"--overlong truncate with --loss {DISTILL}: the teacher saw whole samples. Leave the "
+            "flag out: samples that are too long are then left out."
+        )
+    if args.head_chunk == 0 or args.defer_embedding_wgrad_compute:
+        flag = "--no-chunked-head" if args.head_chunk == 0 else "--defer-embedding-wgrad-compute"
+        raise BadInput(
+            f"{flag} with --loss {DISTILL}, which reads the logits in chunks: drop the flag."
+        )
+
+
+def _check_teacher(args: argparse.Namespace) -> None:
+    """Check the flags of a live teacher, and set the number of its tokens if none is given."""
+    if not args.teacher:
+        refuse_without("--teacher DIR", args, ["teacher_top_k"])
+    elif args.teacher_top_k is None:
+        args.teacher_top_k = min(TEACHER_TOP_K, args.vocab_size)
+    else:
+        check_top_k("--teacher-top-k", args.teacher_top_k, args.vocab_size)

@@ -13,7 +13,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.second_model.model import SecondModel
+from mcore_qwen3vl.training.second_model import SecondModel
 from mcore_qwen3vl.verify.job import run_rank
 from tests.training.preference.test_run import preference_job
 

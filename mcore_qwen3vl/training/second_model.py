@@ -1,4 +1,8 @@
-"""The chunks of a second, frozen model, which run in the place of those that train."""
+"""A second, frozen model: where it comes from, its shape, and its chunks.
+
+The estimate of memory and rehearsals ask for source and shape, so this imports no torch until a
+model is built.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,71 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import config_folder
-from mcore_qwen3vl.data.loader import load_processor
-from mcore_qwen3vl.data.scores import vocabulary_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.layout import OWN_SPLIT
-from mcore_qwen3vl.training.second_model.source import (
-    Source,
-    architecture_of,
-    layout_for,
-    source_of,
-)
+from mcore_qwen3vl.training.arguments.losses import KTO, LOSSES, reference_of
 
 _SAME_BATCHES = ("vocab_size", "image_token_id", "video_token_id")
 _SAME_PATCHES = (
     *("in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size"),
     "num_position_embeddings",
 )
+
+
+class Source(NamedTuple):
+    """The flag that names the second model, and its checkpoint of either kind."""
+
+    flag: str
+    path: str
+
+
+def source_of(args: argparse.Namespace) -> Source | None:
+    """Return the source of the second model; None if the run has no such model."""
+    if args.teacher:
+        return Source("--teacher", args.teacher)
+    if args.loss in (*LOSSES, KTO) and reference_of(args) == "model":
+        # A rehearsal starts from no weights.
+        return Source("--reference-model", args.reference_model or args.hf_model)
+    return None
+
+
+def architecture_of(args: argparse.Namespace, trained: Architecture) -> Architecture | None:
+    """Return the second model's shape; None if the run has no such model.
+
+    Args:
+        trained: the shape of the model that trains. The weights that training starts from have it,
+            so no config is read beside them.
+
+    Raises:
+        BadInput: the second model's config cannot be read.
+    """
+    source = source_of(args)
+    if source is None:
+        return None
+    if source.path in (args.load_hf, args.pretrained_checkpoint, args.hf_model):
+        return trained
+    return Architecture.from_hf(config_folder(resolve(source.path, weights=False)))
+
+
+def layout_for(layout: Layout, trained: Architecture, second: Architecture) -> Layout:
+    """Return the layout of the second model on the ranks of `layout`.
+
+    A dense model has no experts to divide. A split of the pipeline that counts the trained model's
+    layers cannot hold for another number of them: each stage then has an equal share.
+    """
+    if not second.is_moe:
+        layout = replace(layout, ep=1, etp=1)
+    if second.num_hidden_layers != trained.num_hidden_layers:
+        layout = replace(layout, first=None, last=None, split=None)
+    return layout
 
 
 class SecondModel:
@@ -84,6 +127,8 @@ class SecondModel:
     @contextmanager
     def in_place(self, model: Any) -> Iterator[list[Any]]:
         """Give a forward pass this model's chunks in the place of `model`, without gradients."""
+        import torch
+
         with torch.no_grad():
             yield self._chunks
 
@@ -139,6 +184,9 @@ def _check_inputs(
     args: argparse.Namespace, trained: Architecture, source: Source, second: Architecture
 ) -> None:
     """Refuse a second model that needs other tokens, patches or positions in its batches."""
+    from mcore_qwen3vl.data.loader import load_processor
+    from mcore_qwen3vl.data.scores import vocabulary_of
+
     name = f"{source.flag} {source.path}"
     for ours, theirs, fields in (
         (trained, second, _SAME_BATCHES),

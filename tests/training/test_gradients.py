@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.training.step import gradients
+from mcore_qwen3vl.training import hooks
 
 SIZES = {"whole": (5, 7), "cut": (6, 3), "norm": (11,), "mean": (4,), "last": (9, 2)}
 MARKS = {
@@ -51,10 +51,10 @@ def on_rank(piece: int) -> tuple[list[Tensor], list[Tensor], int]:
         calls += 1
         original(model, *args)
 
-    gradients.PIECE = piece
+    hooks.PIECE = piece
     at_once, in_pieces = chunk(), chunk()
     original([at_once], config, None)
-    gradients.reduce_in_pieces(counted, [in_pieces], config, None)
+    hooks.reduce_in_pieces(counted, [in_pieces], config, None)
     return [p.main_grad for p in at_once.values()], [p.main_grad for p in in_pieces.values()], calls
 
 

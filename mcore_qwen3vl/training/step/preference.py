@@ -1,18 +1,31 @@
-"""The loss over the answers of a micro-batch, on ranks that each hold a part of every sequence."""
+"""The losses over the answers of a micro-batch, on ranks that each hold a part of every sequence.
+
+A reference in memory takes one more forward pass in each step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.model.lora.adapter_module import switched_off
 from mcore_qwen3vl.objectives.preference import labelled_losses, pair_losses
 from mcore_qwen3vl.objectives.settings import Kto, Preference
+from mcore_qwen3vl.training.step.forward import forward
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
+from mcore_qwen3vl.training.step.two_passes import Within, evaluated, forward_pass, read, replayed
 
 
 def of_pairs(preference: Preference) -> Objective:
@@ -22,7 +35,8 @@ def of_pairs(preference: Preference) -> Objective:
         if preference.has_reference and batch.references is None:
             raise BadInput("The batch has no log-probabilities of the reference.")
         log_probs, lengths = (one.view(-1, 2) for one in answer_log_probs(batch, local, losses))
-        pairs = pair_losses(log_probs, batch.references, lengths, preference)
+        reference = None if batch.references is None else batch.references.view(-1, 2)
+        pairs = pair_losses(log_probs, reference, lengths, preference)
         found = log_probs.detach()
         numbers = {
             f"{preference.loss} loss": pairs.losses,
@@ -91,5 +105,59 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
     group = parallel_state.get_context_parallel_group()
     summed = reduce_from_tensor_model_parallel_region(of_tokens, group=group)  # passes gradients on
     lengths = member.sum((1, 2), dtype=torch.float32)
-    torch.distributed.all_reduce(lengths, group=group)
+    dist.all_reduce(lengths, group=group)
     return summed, lengths
+
+
+def answers_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Tensor]]:
+    """Run a micro-batch in a first pass, which finds its answers' log-probabilities (N,)."""
+    batch = next(batches)
+    output, local = forward(batch, model)
+
+    def log_probs(losses: Tensor, *, non_loss_data: bool) -> Tensor:
+        return answer_log_probs(batch, local, losses.float())[0]
+
+    return output, log_probs
+
+
+def with_baseline(within: Within, schedule: Callable[..., Any], **given: Any) -> Any:
+    """Run Megatron's `schedule` after a pass for the reference and two for KTO's baseline.
+
+    The baseline is a mean over the global batch: over all micro-batches of all data-parallel ranks.
+    So the policy and the reference compute the exchanged answers of a whole iteration before the
+    first micro-batch is trained.
+    """
+    held = read(given)
+    exchanged = [[batch.exchanged() for batch in batches] for batches in held]
+    policy, of_reference, reference = (
+        forward_pass(schedule, given, batches, first=answers_step, within=model)
+        for batches, model in ((exchanged, evaluated), (exchanged, within), (held, within))
+    )
+    if reference:  # the last stage
+        baseline = _baseline(policy, of_reference)
+        held[-1] = [
+            replace(batch, references=one, baseline=baseline)
+            for batch, one in zip(held[-1], reference, strict=True)
+        ]
+    return schedule(**{**given, "data_iterator": replayed(held)})
+
+
+def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
+    """Return the mean difference of log-probabilities over all data-parallel ranks, a scalar.
+
+    A record that is alone in its micro-batch has kept its own answer, and is left out. If all are
+    alone, the baseline is 0.
+    """
+    changes = [p - r for p, r in zip(policy, reference, strict=True) if len(p) > 1]
+    found = torch.cat([policy[0].new_zeros(0), *changes])
+    sums = torch.stack([found.sum(), torch.full_like(found.sum(), len(found))])
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    return sums[0] / sums[1].clamp(min=1)
+
+
+@contextmanager
+def without_adapter(model: Any) -> Iterator[Any]:
+    """Give the chunks in evaluation mode, without their adapters and without gradients."""
+    chunks = unwrap_model(model if isinstance(model, list) else [model])
+    with evaluated(model), switched_off([chunk.adapter for chunk in chunks]):
+        yield model

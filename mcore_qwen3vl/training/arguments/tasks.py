@@ -16,14 +16,38 @@ from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import NO_LABELS, ONE_SCORE, SINGLE, Labels, ProblemType
 from mcore_qwen3vl.objectives.settings import ANSWERS, Contrastive, EmbeddingKind, Ranking
-from mcore_qwen3vl.training.arguments.flag_table import add_flags
-from mcore_qwen3vl.training.lora.flags import adapter_config
-from mcore_qwen3vl.training.lora.flags import asked as asks_for_lora
-from mcore_qwen3vl.training.preference.flags import refuse_router_losses, refuse_without
+from mcore_qwen3vl.training.arguments.lora import adapter_config
+from mcore_qwen3vl.training.arguments.lora import asked as asks_for_lora
+from mcore_qwen3vl.training.arguments.losses import refuse_router_losses, refuse_without
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.adapters.peft_model import HFConfig
 
+
+FLAGS = {
+    f"--task {'|'.join(get_args(Task))}": "embedding: train the embedding at the last token "
+    "with the contrastive loss, on retrieval records; the model has no lm_head, and is written "
+    "without one. reranker: train the answer, yes or no, to a query and a document of the same "
+    "records. reward: train a score at the last token with the Bradley-Terry loss, on "
+    "preference records; the model has the head `score` instead of lm_head. classify: train "
+    "the same head with one value for each label, on records with `label`",
+    "--num-labels N": "with --task classify: number of labels, if records have numbers and "
+    "--hf-model has no `id2label`; default: the labels of the training data, which are then "
+    "all read first",
+    f"--problem-type {'|'.join(get_args(ProblemType))}": "with --task classify: whether a "
+    "record has one label (the default) or any number",
+    f"--embedding-loss {'|'.join(get_args(EmbeddingKind))}": "with --task embedding: infonce "
+    "(the default) trains a query to find its positive; cosine and cosent train on pairs with "
+    "a score, cosine as the cosine itself, cosent for the order of all pairs of the global "
+    "batch",
+    "--temperature X": "with --task embedding: cosines are divided by this; default "
+    f"{Contrastive.temperature}",
+    "--matryoshka-dims N...": "with --task embedding: add up the losses of embeddings that are "
+    "cut to each of these lengths; default: whole embeddings only",
+    f"--reranker-loss {'|'.join(get_args(Ranking))}": "with --task reranker: compare each "
+    "document with its label (pointwise, the default), or all documents of a query with one "
+    "another (listwise)",
+}
 
 _TASKS: dict[Task, tuple[str, tuple[str, ...]]] = {
     "embedding": ("queries", ("embedding_loss", "temperature", "matryoshka_dims")),
@@ -32,42 +56,6 @@ _TASKS: dict[Task, tuple[str, tuple[str, ...]]] = {
     "classify": ("records", ("num_labels", "problem_type")),
 }
 """By task, what its loss is a mean over, and the flags that have a meaning with it alone."""
-
-
-def add_task_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the tasks to `group`."""
-    flags = {
-        f"--task {'|'.join(get_args(Task))}": "embedding: train the embedding at the last token "
-        "with the contrastive loss, on retrieval records; the model has no lm_head, and is written "
-        "without one. reranker: train the answer, yes or no, to a query and a document of the same "
-        "records. reward: train a score at the last token with the Bradley-Terry loss, on "
-        "preference records; the model has the head `score` instead of lm_head. classify: train "
-        "the same head with one value for each label, on records with `label`",
-        "--num-labels N": "with --task classify: number of labels, if records have numbers and "
-        "--hf-model has no `id2label`; default: the labels of the training data, which are then "
-        "all read first",
-        f"--problem-type {'|'.join(get_args(ProblemType))}": "with --task classify: whether a "
-        "record has one label (the default) or any number",
-        f"--embedding-loss {'|'.join(get_args(EmbeddingKind))}": "with --task embedding: infonce "
-        "(the default) trains a query to find its positive; cosine and cosent train on pairs with "
-        "a score, cosine as the cosine itself, cosent for the order of all pairs of the global "
-        "batch",
-        "--temperature X": "with --task embedding: cosines are divided by this; default "
-        f"{Contrastive.temperature}",
-        "--matryoshka-dims N...": "with --task embedding: add up the losses of embeddings that are "
-        "cut to each of these lengths; default: whole embeddings only",
-        f"--reranker-loss {'|'.join(get_args(Ranking))}": "with --task reranker: compare each "
-        "document with its label (pointwise, the default), or all documents of a query with one "
-        "another (listwise)",
-    }
-    add_flags(group, flags)
-    group.add_argument(
-        "--answers",
-        nargs=2,
-        metavar=("YES", "NO"),
-        help="with --task reranker: the words, one token each, that mean relevant and irrelevant; "
-        f"default: {' '.join(ANSWERS)}",
-    )
 
 
 def labels_of(args: argparse.Namespace) -> Labels | None:

@@ -23,7 +23,6 @@ from mcore_qwen3vl.converters.adapters.targets import (
 )
 from mcore_qwen3vl.data.config import SCORED
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments.flag_table import add_flags
 
 RANK = 16
 """Default of ``--lora-rank``; vLLM takes no larger one by default."""
@@ -37,23 +36,20 @@ _PARAMETERS = (".weight", "gate_up_proj", "experts.down_proj")
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 _NAMES = (*ATTENTION, *MLP, *MERGERS, *VISION, *EXPERTS, ROUTER, "mlp.gate", *_EMBEDDINGS)
 
-
-def add_lora_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags; any of the first four makes the run a LoRA run."""
-    flags = {
-        "--lora-rank R": f"train adapters of this rank; default {RANK}",
-        "--lora-target NAME...": f"what to adapt: {', '.join(get_args(Preset))} (default: "
-        "language), all-linear, a regular expression, or PEFT's names of modules (q_proj, "
-        f"attn.qkv, lm_head) and of parameters ({EXPERTS[0]}, {ROUTER})",
-        "--lora-config FILE": "take all LoRA settings from an adapter_config.json",
-        "--lora-init ADAPTER": "continue from this PEFT adapter, with its config",
-        "--lora-alpha X": "updates are scaled by alpha / rank; default 2 * rank",
-        "--lora-dropout X": "dropout on the input of A; default 0",
-        "--lora-rslora": "scale by alpha / sqrt(rank) instead",
-        "--lora-modules-to-save NAME...": "also train these whole: embed_tokens, lm_head, merger, "
-        "visual, gate",
-    }
-    add_flags(group, flags)
+FLAGS = {
+    "--lora-rank R": f"train adapters of this rank; default {RANK}",
+    "--lora-target NAME...": f"what to adapt: {', '.join(get_args(Preset))} (default: "
+    "language), all-linear, a regular expression, or PEFT's names of modules (q_proj, "
+    f"attn.qkv, lm_head) and of parameters ({EXPERTS[0]}, {ROUTER})",
+    "--lora-config FILE": "take all LoRA settings from an adapter_config.json",
+    "--lora-init ADAPTER": "continue from this PEFT adapter, with its config",
+    "--lora-alpha X": "updates are scaled by alpha / rank; default 2 * rank",
+    "--lora-dropout X": "dropout on the input of A; default 0",
+    "--lora-rslora": "scale by alpha / sqrt(rank) instead",
+    "--lora-modules-to-save NAME...": "also train these whole: embed_tokens, lm_head, merger, "
+    "visual, gate",
+}
+"""Any of the first four makes the run a LoRA run."""
 
 
 def asked(args: argparse.Namespace) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
@@ -21,7 +20,7 @@ from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.head.score import ScoreHead
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.step.forward import Run, forward
+from mcore_qwen3vl.training.step.forward import Run, read_by
 
 Read = Callable[[Tensor, Any, Tensor | None], Tensor]
 """``(states, output_layer, output_weight) -> values``.
@@ -35,20 +34,6 @@ Args:
 Returns:
     (N, K) float32, equal on all TP ranks, and zero where the states are.
 """
-
-
-def pooled(read: Read) -> Run:
-    """Return what runs a micro-batch through a pipeline chunk and reads its last tokens.
-
-    On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
-    """
-
-    def run(batch: Batch, model: torch.nn.Module, *, plan: bool = False) -> tuple[Tensor, Tensor]:
-        chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
-        processor = partial(_pool, batch, chunk, read)
-        return forward(batch, model, plan=plan, output_processor=processor)
-
-    return run
 
 
 def states(states: Tensor, output_layer: Any, output_weight: Tensor | None) -> Tensor:
@@ -70,10 +55,6 @@ def scores(states: Tensor, output_layer: ScoreHead, output_weight: Tensor | None
     return values
 
 
-SCORES = pooled(scores)
-"""Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
-
-
 def last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the rows and the columns of the samples' last tokens, (N,) int64 each, on the host."""
     lengths = torch.tensor(batch.lengths)
@@ -84,9 +65,9 @@ def last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _pool(
+    read: Read,
     batch: Batch,
     chunk: Qwen3VLModel,
-    read: Read,
     *,
     hidden_states: Tensor,
     output_layer: Any,
@@ -117,3 +98,17 @@ def _pool(
     group = parallel_state.get_context_parallel_group()
     values = read(states, output_layer, output_weight)
     return reduce_from_tensor_model_parallel_region(values, group=group)
+
+
+def pooled(read: Read) -> Run:
+    """Return what runs a micro-batch through a pipeline chunk and reads its last tokens.
+
+    On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
+    """
+    return read_by(partial(_pool, read))
+
+
+EMBED = pooled(states)
+"""Runs a micro-batch, whose values are (N, H) embeddings, not normalised."""
+SCORES = pooled(scores)
+"""Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""

@@ -1,1 +1,0 @@
-"""Distillation in Megatron's loop: flags, and the divergence from a teacher."""

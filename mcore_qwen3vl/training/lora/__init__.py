@@ -1,1 +1,0 @@
-"""LoRA training in Megatron's loop: flags, the model, its checkpoints and PEFT directories."""

@@ -1,1 +1,0 @@
-"""Preference training in Megatron's loop: flags, the loss over pairs and the reference."""

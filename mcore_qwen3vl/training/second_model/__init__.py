@@ -1,1 +1,0 @@
-"""A second, frozen model on the ranks of a run: a live teacher, or the reference of a loss."""

@@ -1,1 +1,0 @@
-"""Training for tasks other than predicting tokens: flags, pooling and losses."""
