@@ -102,8 +102,9 @@ class Preparation:
             return dict(read(record, sample.folder, reading))
         if task == "classify":
             return {"": parse_classification(record, sample.folder, reading, self._labels)}
-        if task == "pairs":
-            require_pair(record)
+        if task in ("pairs", "reward"):
+            loss = "--loss dpo, simpo and orpo need"
+            require_pair(record, "--task reward needs" if task == "reward" else loss)
         if is_labelled(record) and not is_pair(record):
             return {"": parse_labelled(record, sample.folder, reading)}
         if not is_pair(record):

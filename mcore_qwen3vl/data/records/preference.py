@@ -37,14 +37,18 @@ def is_pair(record: Any) -> bool:
     return isinstance(record, Mapping) and any(side in record for side in SIDES)
 
 
-def require_pair(record: Any) -> None:
+def require_pair(record: Any, owner: str) -> None:
     """
+    Args:
+        record: a JSON record.
+        owner: the flags that need a preference record, with their verb.
+
     Raises:
-        BadSample: a JSON record is no preference record, but has, for example, ms-swift's keys.
+        BadSample: `record` is no preference record, but has, for example, ms-swift's keys.
     """
     if is_pair(record):
         return
-    needs = "--loss dpo, simpo and orpo need chosen and rejected"
+    needs = f"{owner} chosen and rejected"
     other = isinstance(record, Mapping) and next(filter(record.get, PAIRED_ELSEWHERE), None)
     if other:
         raise BadSample(

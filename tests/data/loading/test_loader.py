@@ -360,21 +360,25 @@ def test_overlong_samples_are_counted_apart_and_never_stop(
 
 
 @pytest.mark.parametrize(
-    ("pairs", "advice"),
+    ("made_for", "advice"),
     [
-        (False, "rejected_response belongs to .*--loss dpo, simpo or orpo trains on both"),
+        ({}, "rejected_response belongs to .*--loss dpo, simpo or orpo trains on both"),
         (
-            True,
+            {"pairs": True},
             "rejected_response .* --loss dpo, simpo and orpo need chosen and rejected, which .*",
+        ),
+        (
+            {"task": "reward"},
+            "rejected_response is another .* --task reward needs chosen and rejected, which .*",
         ),
     ],
 )
 def test_preference_records_of_another_program_are_named(
-    make: MakeLoader, write_jsonl: WriteJsonl, pairs: bool, advice: str
+    make: MakeLoader, write_jsonl: WriteJsonl, made_for: dict[str, Any], advice: str
 ) -> None:
     records = [question(i, image=False) for i in range(4)]
     path = write_jsonl([{**record, "rejected_response": "no"} for record in records])
-    loader = make(path, config=DataConfig(seq_length=256, pairs=pairs, shuffle=False))
+    loader = make(path, config=DataConfig(seq_length=256, shuffle=False, **made_for))
     with pytest.raises(BadInput, match=f"{advice}.*--preprocess"):
         next(loader)
 
