@@ -12,7 +12,7 @@ import pytest
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.logs import metrics
-from mcore_qwen3vl.verify.curves import job as jobs
+from mcore_qwen3vl.verify import job as jobs
 from mcore_qwen3vl.verify.job import Job
 from tests.data.conftest import write_video
 

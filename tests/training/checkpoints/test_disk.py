@@ -12,7 +12,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.checkpoints.run_checkpoints import explained_save
-from mcore_qwen3vl.verify.curves import job as jobs
+from mcore_qwen3vl.verify import job as jobs
 from mcore_qwen3vl.verify.job import Job, train
 
 ROOM = 700_000  # bytes a file may have; a rank writes two million
