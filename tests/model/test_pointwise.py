@@ -48,7 +48,7 @@ def _results() -> list[Tensor]:
     targets = torch.randint(13, (2, 11))
     for entropy in (False, True):
         hidden.grad = None
-        outputs = token_log_probs(hidden, weight, targets, Columns(0, 13), chunk=5, entropy=entropy)
+        outputs = token_log_probs(hidden, weight, targets, Columns(0, 13, chunk=5), entropy=entropy)
         sum(o.square().sum() for o in outputs if o is not None).backward()
         found += [o for o in (*outputs, hidden.grad) if o is not None]
     return [tensor.detach().float() for tensor in found]
@@ -91,7 +91,7 @@ PROGRAM = """
         turn(x, table, table).backward(x.detach())
         targets = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
         weight = torch.empty(96, 32, **on)
-        found, _ = token_log_probs(hidden, weight, targets, Columns(0, 96), chunk=16)
+        found, _ = token_log_probs(hidden, weight, targets, Columns(0, 96, chunk=16))
         found.backward(found.detach())
 
     device = Device()

@@ -30,14 +30,6 @@ CHUNK_LOGITS = 2**27
 """Number of logits in one chunk: 0.5 GiB in float32."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """This TP rank's part of the vocabulary: `count` columns from `first` on, without padding."""
-
-    first: int
-    count: int
-
-
 def token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -47,13 +39,11 @@ def token_log_probs(
     more: Sequence[tuple[Tensor, Tensor]] = (),
     temperature: float = 1.0,
     entropy: bool = False,
-    chunk: int | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute each target's log-probability, and each position's entropy, in chunks of logits.
 
     Args:
-        hidden: (s, B, H), the same on all ranks of `group`.
+        hidden: (s, B, H), the same on all ranks of the TP group.
         weight: (V / tp, H) this rank's rows of the head. With Megatron's DDP its gradient is added
             to ``main_grad``, as ``gradient_accumulation_fusion`` does.
         targets: (B, s) integers in [0, V).
@@ -62,17 +52,14 @@ def token_log_probs(
             added to the logits.
         temperature: divides the logits.
         entropy: whether to compute entropies too.
-        chunk: tokens per chunk; None: as many as give :data:`CHUNK_LOGITS`.
-        group: TP group; None: one rank.
 
     Returns:
         Log-probabilities (B, s), and entropies (B, s) or None. Both are float32, the same on all
         ranks, and differentiable with respect to `hidden`, `weight` and all of `more`.
     """
-    shape = hidden.shape[:2]
-    chunks = Chunks(columns, temperature, chunk, group)
-    sides = flat_sides(hidden, weight, more)
-    found, entropies = _TokenLogProbs.apply(targets.t().reshape(-1), chunks, entropy, *sides)
+    shape, sides = hidden.shape[:2], flat_sides(hidden, weight, more)
+    places = targets.t().reshape(-1)
+    found, entropies = _TokenLogProbs.apply(places, columns, temperature, entropy, *sides)
     return found.view(shape).t(), entropies.view(shape).t() if entropy else None
 
 
@@ -82,36 +69,44 @@ def flat_sides(hidden: Tensor, weight: Tensor, more: Sequence[tuple[Tensor, Tens
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """This TP rank's logits, a chunk of tokens at a time; see :func:`token_log_probs`."""
+class Columns:
+    """This TP rank's part of the vocabulary, whose logits are computed a chunk of tokens at a time.
 
-    columns: Columns
-    temperature: float
-    chunk: int | None
-    group: dist.ProcessGroup | None
+    Attributes:
+        first, count: its columns: `count` from `first` on, without padding.
+        chunk: tokens per chunk; None: as many as give :data:`CHUNK_LOGITS`.
+        group: TP group; None: one rank.
+    """
+
+    first: int
+    count: int
+    chunk: int | None = None
+    group: dist.ProcessGroup | None = None
 
     def chunks(self, tokens: int) -> list[slice]:
         """Return the chunks of `tokens` positions; none if this rank has only padding."""
-        if self.columns.count == 0:
+        if self.count == 0:
             return []
-        size = self.chunk or max(CHUNK_LOGITS // self.columns.count, 1)
+        size = self.chunk or max(CHUNK_LOGITS // self.count, 1)
         return [slice(start, start + size) for start in range(0, tokens, size)]
 
-    def logits(self, terms: Sequence[tuple[Tensor, Tensor]], rows: slice) -> Tensor:
+    def logits(
+        self, terms: Sequence[tuple[Tensor, Tensor]], rows: slice, temperature: float = 1.0
+    ) -> Tensor:
         """Return logits (n, own columns), float32, which may be changed in place.
 
         They are the sum of the products of `terms`: hidden states (T, H) and rows (V / tp, H).
         """
         (hidden, weight), *others = terms
-        logits = hidden[rows] @ weight[: self.columns.count].t()
+        logits = hidden[rows] @ weight[: self.count].t()
         for x, w in others:
-            logits.addmm_(x[rows], w[: self.columns.count].t())
-        return logits.float() if self.temperature == 1 else logits.float().div_(self.temperature)
+            logits.addmm_(x[rows], w[: self.count].t())
+        return logits.float() if temperature == 1 else logits.float().div_(temperature)
 
     def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return each target's local column, 0 if another rank has it, and whether it is ours."""
-        local = targets - self.columns.first
-        ours = (local >= 0) & (local < self.columns.count)
+        local = targets - self.first
+        ours = (local >= 0) & (local < self.count)
         return local.where(ours, 0), ours
 
 
@@ -123,27 +118,32 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, targets: Tensor, chunks: Chunks, entropy: bool, *sides: Tensor
+        ctx: Any,
+        targets: Tensor,
+        columns: Columns,
+        temperature: float,
+        entropy: bool,
+        *sides: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.exponentials = None
         terms, hidden = in_pairs(sides), sides[0]
-        local, ours = chunks.find(targets)
+        local, ours = columns.find(targets)
         # Numbers of this rank's columns. `maximum` is their maximum. `sums` has the sum of
         # exponentials relative to it, the target's logit, and the sum of logits, relative too,
         # weighted by the exponentials. A rank that has only padding keeps the neutral elements.
         lowest = torch.finfo(torch.float32).min
         maximum = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)
         sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        runs = chunks.chunks(len(hidden))
+        runs = columns.chunks(len(hidden))
         for rows in runs:
-            logits = chunks.logits(terms, rows)
+            logits = columns.logits(terms, rows, temperature)
             _reduce(logits, local[rows], maximum[rows], sums[:, rows], entropy)
             if len(runs) == 1 and not entropy and any(ctx.needs_input_grad):
                 ctx.exponentials = logits
             del logits  # before the next chunk's are computed
         sums[1].masked_fill_(~ours, 0.0)
-        total, target, entropies = _combine(maximum, sums, chunks.group)
-        ctx.chunks, ctx.entropy = chunks, entropy
+        total, target, entropies = _combine(maximum, sums, columns.group)
+        ctx.columns, ctx.temperature, ctx.entropy = columns, temperature, entropy
         ctx.save_for_backward(local, ours, total, entropies, maximum, *sides)
         return target - total, entropies if entropy else None
 
@@ -153,23 +153,23 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         local, ours, total, entropies, maximum, *sides = ctx.saved_tensors
-        terms, wanted = in_pairs(sides), in_pairs(ctx.needs_input_grad[3:])
-        chunks: Chunks = ctx.chunks
-        of_log_probs = of_log_probs / chunks.temperature
+        terms, wanted = in_pairs(sides), in_pairs(ctx.needs_input_grad[4:])
+        columns, temperature = ctx.columns, ctx.temperature
+        of_log_probs = of_log_probs / temperature
         of_target = of_log_probs.where(ours, 0.0)
         gradients = [
             TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
         ]
         kept, ctx.exponentials = ctx.exponentials, None
-        for rows in chunks.chunks(len(local)):
+        for rows in columns.chunks(len(local)):
             factor = -of_log_probs[rows, None]
             if kept is not None:
                 gradient = kept.mul_((maximum - total).exp_()[:, None] * factor)
                 kept = None
             else:
-                logits = chunks.logits(terms, rows)
+                logits = columns.logits(terms, rows, temperature)
                 if ctx.entropy and of_entropies is not None:
-                    of_entropy = of_entropies[rows, None] / chunks.temperature
+                    of_entropy = of_entropies[rows, None] / temperature
                     offset = (entropies - total)[rows, None]
                     factor = factor - (logits + offset).mul_(of_entropy)
                 gradient = _scaled_exponentials(logits, total[rows, None], factor)
@@ -181,7 +181,7 @@ class _TokenLogProbs(torch.autograd.Function):
             for of_term in gradients:
                 of_term.add(narrow, rows)
             del narrow
-        return None, None, None, *(side for of_term in gradients for side in of_term.result())
+        return None, None, None, None, *(side for of_term in gradients for side in of_term.result())
 
 
 def in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:

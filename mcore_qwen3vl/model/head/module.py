@@ -110,8 +110,6 @@ class Head(ColumnParallelLinear):
             weight,
             columns=self._columns(),
             more=[self.adapter.factored(input_)] if self.adapter and self.adapter.on else [],
-            chunk=self.chunk,
-            group=self.tp_group,
         )
         return found
 
@@ -128,7 +126,7 @@ class Head(ColumnParallelLinear):
     def _columns(self) -> Columns:
         first = self.tp_group.rank() * self.output_size_per_partition
         count = min(max(self.vocab_size - first, 0), self.output_size_per_partition)
-        return Columns(first, count)
+        return Columns(first, count, self.chunk, self.tp_group)
 
 
 def mask_columns(logits: Tensor, columns: int) -> Tensor:

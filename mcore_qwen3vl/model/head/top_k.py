@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_qwen3vl.model.head.log_probs import Chunks, Columns, TermGradient, flat_sides, in_pairs
+from mcore_qwen3vl.model.head.log_probs import Columns, TermGradient, flat_sides, in_pairs
 
 FLOOR = math.log(1e-30)
 """The least log-probability of the rest, which would be infinite if nothing is left over."""
@@ -36,13 +36,11 @@ def likeliest(
     k: int,
     more: Sequence[tuple[Tensor, Tensor]] = (),
     temperature: float = 1.0,
-    chunk: int | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return each position's k likeliest tokens with their log-probabilities.
 
     Args:
-        hidden, weight, columns, more, temperature, chunk, group: as for
+        hidden, weight, columns, more, temperature: as for
             :func:`~mcore_qwen3vl.model.head.log_probs.token_log_probs`.
         k: number of tokens, at most V.
 
@@ -52,18 +50,17 @@ def likeliest(
         ranks, and without gradients.
     """
     terms = in_pairs(flat_sides(hidden, weight, more))
-    chunks, own = Chunks(columns, temperature, chunk, group), min(k, columns.count)
-    tokens = len(terms[0][0])
+    own, tokens = min(k, columns.count), len(terms[0][0])
     # This rank's candidates, and its logsumexp over its other columns.
     logits = hidden.new_full((tokens, k + 1), -torch.inf, dtype=torch.float32)
     ids = torch.zeros((tokens, k), dtype=torch.int64, device=hidden.device)
-    for rows in chunks.chunks(tokens):
-        every = chunks.logits(terms, rows)
+    for rows in columns.chunks(tokens):
+        every = columns.logits(terms, rows, temperature)
         values, places = every.topk(own)
         logits[rows, :own], ids[rows, :own] = values, places + columns.first
         logits[rows, k] = every.scatter_(1, places, -torch.inf).logsumexp(-1)
         del every  # before the next chunk's are computed
-    logits, ids = _gathered(logits, group), _gathered(ids, group)
+    logits, ids = _gathered(logits, columns.group), _gathered(ids, columns.group)
     candidates, rest = logits[..., :k].flatten(1), logits[..., k]
     values, places = candidates.topk(k)
     left = candidates.scatter(1, places, -torch.inf)
@@ -92,13 +89,11 @@ def log_probs_of(
     targets: Tensor,
     more: Sequence[tuple[Tensor, Tensor]] = (),
     temperature: float = 1.0,
-    chunk: int | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probabilities of a few tokens of each position, of the rest, and of targets.
 
     Args:
-        hidden, weight, columns, targets, more, chunk, group: as for
+        hidden, weight, columns, targets, more: as for
             :func:`~mcore_qwen3vl.model.head.log_probs.token_log_probs`.
         ids: (B, s, k) integers in [0, V), k different ones at each position; where they are not
             different, values are finite and mean nothing.
@@ -111,10 +106,8 @@ def log_probs_of(
     """
     shape = hidden.shape[:2]
     places = torch.cat([ids, targets[..., None]], -1).transpose(0, 1).flatten(0, 1)
-    chunks = Chunks(columns, 1.0, chunk, group)
-    of_ids, of_targets = _LogProbsOf.apply(
-        places, chunks, temperature, *flat_sides(hidden, weight, more)
-    )
+    sides = flat_sides(hidden, weight, more)
+    of_ids, of_targets = _LogProbsOf.apply(places, columns, temperature, *sides)
     return of_ids.view(*shape, -1).transpose(0, 1), of_targets.view(shape).t()
 
 
@@ -126,18 +119,18 @@ class _LogProbsOf(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, places: Tensor, chunks: Chunks, temperature: float, *sides: Tensor
+        ctx: Any, places: Tensor, columns: Columns, temperature: float, *sides: Tensor
     ) -> tuple[Tensor, Tensor]:
         terms, tokens = in_pairs(sides), len(places)
-        local, ours = chunks.find(places)
+        local, ours = columns.find(places)
         # Numbers of this rank's columns, relative to their maximum: the logits of the places, the
         # sum of exponentials, and that of the rest at the temperature. A rank that has only padding
         # keeps the neutral elements.
         lowest = torch.finfo(torch.float32).min
         maximum = places.new_full((tokens,), lowest, dtype=torch.float32)
         numbers = places.new_zeros((tokens, places.shape[1] + 2), dtype=torch.float32)
-        for rows in chunks.chunks(tokens):
-            logits = chunks.logits(terms, rows)
+        for rows in columns.chunks(tokens):
+            logits = columns.logits(terms, rows)
             maximum[rows] = logits.amax(-1)
             logits.sub_(maximum[rows, None])
             numbers[rows, :-2] = logits.gather(1, local[rows])
@@ -145,12 +138,12 @@ class _LogProbsOf(torch.autograd.Function):
             weights = logits.div_(temperature).exp_()
             numbers[rows, -1] = _rest(weights, local[rows], ours[rows]).sum(-1)
             del logits, weights  # before the next chunk's are computed
-        overall = _combine(maximum, numbers, ours, temperature, chunks.group)
+        overall = _combine(maximum, numbers, ours, temperature, columns.group)
         of_ids, rest = numbers[:, :-3] / temperature, numbers[:, -1:]
         log_sum = (of_ids.exp().sum(-1, keepdim=True) + rest).log()
         found = torch.cat([of_ids - log_sum, (rest.log() - log_sum).clamp(min=FLOOR)], 1)
         log_sum_of_targets = numbers[:, -2].log()
-        ctx.chunks, ctx.temperature = chunks, temperature
+        ctx.columns, ctx.temperature = columns, temperature
         totals = (overall / temperature + log_sum[:, 0], overall + log_sum_of_targets)
         ctx.save_for_backward(local, ours, found, *totals, *sides)
         return found, numbers[:, -3] - log_sum_of_targets
@@ -159,7 +152,7 @@ class _LogProbsOf(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_ids: Tensor, of_targets: Tensor) -> tuple[Tensor | None, ...]:
         local, ours, found, total, total_of_targets, *sides = ctx.saved_tensors
-        chunks, temperature = ctx.chunks, ctx.temperature
+        columns, temperature = ctx.columns, ctx.temperature
         terms, wanted = in_pairs(sides), in_pairs(ctx.needs_input_grad[3:])
         # The least log-probability of the rest does not change with the logits.
         of_rest = of_ids[:, -1:].where(found[:, -1:] > FLOOR, 0.0) / temperature
@@ -169,8 +162,8 @@ class _LogProbsOf(torch.autograd.Function):
         of_ids = of_ids - whole * found[:, :-1].exp()
         of_places = torch.cat([of_ids, of_targets[:, None]], 1).where(ours, 0.0)
         gradients = [TermGradient(x, w, *one) for (x, w), one in zip(terms, wanted, strict=True)]
-        for rows in chunks.chunks(len(local)):
-            logits = chunks.logits(terms, rows)
+        for rows in columns.chunks(len(local)):
+            logits = columns.logits(terms, rows)
             gradient = (logits - total_of_targets[rows, None]).exp_()
             gradient.mul_(-of_targets[rows, None])
             weights = logits.div_(temperature).sub_(total[rows, None]).exp_()
@@ -187,7 +180,7 @@ class _LogProbsOf(torch.autograd.Function):
 def _rest(weights: Tensor, local: Tensor, ours: Tensor) -> Tensor:
     """Set the weights (n, V / tp) of the ids, not negative, to 0 in place.
 
-    For `local` and `ours`, (n, k + 1), see :meth:`Chunks.find`.
+    For `local` and `ours`, (n, k + 1), see :meth:`Columns.find`.
     """
     # The minimum with infinity leaves column 0 as it is, where it stands for another rank's.
     kept = torch.zeros_like(local, dtype=weights.dtype).masked_fill_(~ours, torch.inf)

@@ -155,14 +155,10 @@ def _blocks(parts: Sequence[Part], pairs: Sequence[Pair]) -> Blocks:
     numbers = {pair.name: number for number, pair in enumerate(pairs)}
     row, taken = 0, [0] * len(pairs)
     placed: list[tuple[int, int, int, int]] = []
-    for part in parts:
-        length, number = len(part.local), numbers.get(part.name)
+    for name, adjacent in groupby(parts, key=lambda part: part.name):
+        length, number = sum(len(part.local) for part in adjacent), numbers.get(name)
         if number is not None:
-            last = placed[-1] if placed else (0, -1, 0, 0)
-            if (last[1], last[0] + last[3], last[2] + last[3]) == (number, row, taken[number]):
-                placed[-1] = (*last[:3], last[3] + length)
-            else:
-                placed.append((row, number, taken[number], length))
+            placed.append((row, number, taken[number], length))
             taken[number] += length
         row += length
     shapes = tuple(pair.places["lora_B"].local_shape for pair in pairs)

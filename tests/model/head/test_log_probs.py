@@ -62,7 +62,8 @@ def on_rank(layout: Layout, chunk: int | None, temperature: float) -> dict[str, 
     given, rows, rank = inputs(), PADDED // layout.tp, dist.get_rank()
     hidden = given.hidden.requires_grad_()
     weight = given.weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
-    columns = Columns(rank * rows, min(max(VOCABULARY - rank * rows, 0), rows))
+    count = min(max(VOCABULARY - rank * rows, 0), rows)
+    columns = Columns(rank * rows, count, chunk, dist.group.WORLD)
     found, entropy = token_log_probs(
         hidden,
         weight,
@@ -70,8 +71,6 @@ def on_rank(layout: Layout, chunk: int | None, temperature: float) -> dict[str, 
         columns,
         temperature=temperature,
         entropy=True,
-        chunk=chunk,
-        group=dist.group.WORLD,
     )
     assert entropy is not None
     torch.autograd.backward([found, entropy], [given.of_log_probs, given.of_entropy])
@@ -119,7 +118,8 @@ def _without_or_with_entropy(
     """Return log-probabilities and gradients of this rank's columns, twice from the same graph."""
     initialize(Layout(tp=2))
     given, rank = inputs(), torch.distributed.get_rank()
-    columns = Columns(0, 9) if rank == 0 else Columns(9, VOCABULARY - 9)
+    group = parallel_state.get_tensor_model_parallel_group()
+    columns = Columns(*((0, 9) if rank == 0 else (9, VOCABULARY - 9)), chunk, group)
     rows = slice(columns.first, columns.first + columns.count)
     hidden, weight = given.hidden.clone(), given.weight[rows].clone()
     found, _ = token_log_probs(
@@ -129,8 +129,6 @@ def _without_or_with_entropy(
         columns,
         temperature=temperature,
         entropy=entropy,
-        chunk=chunk,
-        group=parallel_state.get_tensor_model_parallel_group(),
     )
     return [
         (found.detach(), *torch.autograd.grad(found, [hidden, weight], of, retain_graph=True))
@@ -152,9 +150,9 @@ def test_without_entropy_the_log_probs_and_their_gradients_are_the_same(
 
 def test_one_chunk_of_logits_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given, times = inputs(), []
-    logits = log_probs.Chunks.logits
+    logits = log_probs.Columns.logits
     monkeypatch.setattr(
-        log_probs.Chunks, "logits", lambda *args: (times.append(1), logits(*args))[1]
+        log_probs.Columns, "logits", lambda *args: (times.append(1), logits(*args))[1]
     )
     hidden, weight = given.hidden.requires_grad_(), given.weight[:VOCABULARY].requires_grad_()
     found, _ = token_log_probs(hidden, weight, given.targets, Columns(0, VOCABULARY))
@@ -168,7 +166,7 @@ def test_a_frozen_input_has_no_gradient_and_the_other_its_own(frozen: str) -> No
     hidden = given.hidden.requires_grad_(frozen != "hidden")
     weight = given.weight.requires_grad_(frozen != "weight")
     found, entropy = token_log_probs(
-        hidden, weight, given.targets, Columns(0, VOCABULARY), entropy=True, chunk=4
+        hidden, weight, given.targets, Columns(0, VOCABULARY, 4), entropy=True
     )
     torch.autograd.backward([found, entropy], [given.of_log_probs, given.of_entropy])
     grads = {"hidden": hidden.grad, "weight": weight.grad}
@@ -182,7 +180,7 @@ def test_bf16_adds_the_weights_gradient_up_in_float32() -> None:
     hidden = torch.ones(1000, 1, 2, dtype=torch.bfloat16)
     weight = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(1, 1000, dtype=torch.int64)
-    found, _ = token_log_probs(hidden, weight, targets, Columns(0, 2), chunk=1)
+    found, _ = token_log_probs(hidden, weight, targets, Columns(0, 2, chunk=1))
     found.sum().backward()
     assert weight.grad is not None
     assert weight.grad[0, 0] == 500

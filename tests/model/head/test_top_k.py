@@ -62,11 +62,11 @@ def on_rank(layout: Layout, chunk: int | None) -> dict[str, Tensor]:
     given, rows, rank = inputs(), PADDED // layout.tp, dist.get_rank()
     hidden = given.hidden.requires_grad_()
     weight = given.weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
-    columns = Columns(rank * rows, min(max(VOCABULARY - rank * rows, 0), rows))
-    options = {"temperature": TEMPERATURE, "chunk": chunk, "group": dist.group.WORLD}
-    ids, likely = likeliest(hidden, weight, columns, k=K, **options)
+    count = min(max(VOCABULARY - rank * rows, 0), rows)
+    logits = (hidden, weight, Columns(rank * rows, count, chunk, dist.group.WORLD))
+    ids, likely = likeliest(*logits, k=K, temperature=TEMPERATURE)
     found, targets = log_probs_of(
-        hidden, weight, columns, ids=teacher(given), targets=given.targets, **options
+        *logits, ids=teacher(given), targets=given.targets, temperature=TEMPERATURE
     )
     torch.autograd.backward([found, targets], [of_outputs(given), given.of_log_probs])
     assert hidden.grad is not None
