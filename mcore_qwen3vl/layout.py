@@ -72,11 +72,9 @@ class Layout:
     def from_flags(cls, flags: Any, world_size: int, *, moe: bool) -> Self:
         """Read Megatron's flags, without checking that the sizes fit one another.
 
-        Args:
-            flags: has the attributes of Megatron's parser, whether validated or not. Those of
-                VERL's engine config have the same names.
-            world_size: number of ranks, from which DP follows.
-            moe: whether the model has experts. Their ETP is TP unless a flag sets it.
+        They have the attributes of Megatron's parser, whether validated or not; VERL's engine
+        config has the same. DP follows from the number of ranks. With `moe`, ETP is TP unless a
+        flag sets it.
         """
         tp, pp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
         cp = flags.context_parallel_size

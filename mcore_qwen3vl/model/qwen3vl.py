@@ -46,7 +46,6 @@ class Qwen3VLModel(GPTModel):
 
     Args:
         config: from :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
-        architecture: the HF shape.
         spec: layer spec, ``torch`` or ``te`` (Transformer Engine).
         vocab_size: rows of the embedding, padding included; default: the architecture's.
         pre_process: whether this chunk embeds tokens and encodes images.
@@ -59,13 +58,10 @@ class Qwen3VLModel(GPTModel):
         head_chunk: number of tokens from whose logits losses are computed at a time; None: as many
             as fit a fixed size; 0: Megatron's own cross entropy, from all logits at once.
         kwargs: passed to :class:`GPTModel`.
-
-    Attributes:
-        head_labels: values per token that the output layer gives instead of logits; none of them:
-            there is no output layer; None: it gives logits.
     """
 
     head_labels: Labels | None = None
+    """What the output layer gives instead of logits; there is none if there are no labels."""
 
     def __init__(
         self,
@@ -144,10 +140,8 @@ class Qwen3VLModel(GPTModel):
     ) -> Qwen3VLModel:
         """Build one pipeline chunk from an HF config alone, with random weights.
 
-        Args:
-            architecture: the HF shape, or the directory or ``config.json`` that describes it.
-            spec, options: other arguments of the class, and ``TransformerConfig`` fields, such as
-                those of ``Layout.config_overrides()``.
+        The config may be given as its directory or file. Options are arguments of the class, and
+        ``TransformerConfig`` fields, such as those of ``Layout.config_overrides()``.
 
         Raises:
             BadInput: the config is not Qwen3-VL's, the overrides contradict the spec, or the spec

@@ -29,10 +29,8 @@ def transformer_config(
     ``output_router_logits`` is set. Pass ``moe_aux_loss_coeff=architecture.router_aux_loss_coef``
     (and ``moe_z_loss_coeff``) to train with it.
 
-    Args:
-        overrides: any ``TransformerConfig`` field. Fields that the architecture sets can be
-            overridden too, which gives another model. ``Layout.config_overrides()`` gives the
-            parallel sizes.
+    Overrides are any ``TransformerConfig`` fields; ``Layout.config_overrides()`` gives the parallel
+    sizes. If they change what the architecture sets, the model is another one.
 
     Raises:
         BadInput: the overrides ask for what this spec or this pipeline split cannot do.

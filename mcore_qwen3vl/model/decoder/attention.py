@@ -37,13 +37,10 @@ class PackedSequence(PackedSeqParams):
 
     @classmethod
     def of(cls, params: PackedSeqParams, device: torch.device) -> PackedSequence:
-        """Complete `params` for both layer specs.
+        """Complete `params` for both layer specs; `device` is that of the attention kernels.
 
-        Args:
-            params: parameters with ``cu_seqlens_q``, or with ``cu_seqlens_q_padded`` if samples end
-                in padding, which then counts as part of them. On the host they cost nothing, on
-                another device one host sync.
-            device: the device of the attention kernels.
+        They have ``cu_seqlens_q``, or ``cu_seqlens_q_padded`` if samples end in padding, which then
+        counts as part of them. On the host they cost nothing, on another device one host sync.
         """
         if isinstance(params, cls):
             return params
@@ -88,10 +85,8 @@ def causal_segments(
 ) -> Segments:
     """Return the segments of the samples within `bounds` that this CP rank computes.
 
-    Args:
-        bounds: 0, and then the end of each sample; the last is the full length.
-        cp_size, cp_rank: the keys of all ranks of the CP group are gathered in order.
-        device: the device on which `Segments.key_rows` is used.
+    The bounds are 0, and then the end of each sample. The keys of all CP ranks are gathered in
+    order, and `Segments.key_rows` is used on `device`.
     """
     samples = [(start, stop) for start, stop in pairwise(bounds) if stop > start]
     if cp_size == 1:

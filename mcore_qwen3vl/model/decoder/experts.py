@@ -106,10 +106,8 @@ class GroupedLinear(nn.Module):
     """Linear layers of one shape without bias, one for each expert of the rank.
 
     Args:
-        experts: E, the number of experts on this rank.
         shape: (out, in) of one whole expert, before ETP divides it.
         cut: the axis of (out, in) that ETP divides; on axis 0 gate and up are divided separately.
-        init_method: initialises the weight in place.
     """
 
     def __init__(
@@ -150,9 +148,7 @@ class GroupedLinear(nn.Module):
     ) -> Iterator[tuple[str, ShardedTensorFactory | ShardedObject]]:
         """Yield the entries in ``sharded_state_dict()``, by name below this module.
 
-        Args:
-            key: the linear's key in the checkpoint, with a dot.
-            offsets: offsets among the layers, if these are stacked.
+        The linear's key in the checkpoint ends in a dot; `offsets` are among stacked layers.
         """
         weight, groups = self.weight, self._groups
         held, etp, copy = len(weight), groups.expt_tp.rank(), groups.expt_dp.rank()

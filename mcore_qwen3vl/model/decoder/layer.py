@@ -45,10 +45,8 @@ class DeepStackLayer(TransformerLayer):
         self.recomputes = recomputes and not offloads and not full
         if self.recomputes:
             attention = self.self_attention
-            for norm in (
-                *(self.input_layernorm, self.pre_mlp_layernorm),
-                *(attention.q_layernorm, attention.k_layernorm),
-            ):
+            norms = (attention.q_layernorm, attention.k_layernorm)
+            for norm in (self.input_layernorm, self.pre_mlp_layernorm, *norms):
                 if not isinstance(norm, IdentityOp):
                     remember_outputs_of(norm)
 
@@ -84,8 +82,7 @@ class DeepStackLayer(TransformerLayer):
 
         For `context` and `context_mask` see :meth:`forward`.
         """
-        has_features = self.layer_number <= self.deepstack_layers
-        if not has_features or context is None or context_mask is None:
+        if self.layer_number > self.deepstack_layers or context is None or context_mask is None:
             return hidden
         # Earlier stages keep their layers' features: the last row is always layer K's.
         features = context[self.layer_number - self.deepstack_layers - 1]

@@ -22,17 +22,11 @@ from mcore_qwen3vl.model.lora.site import Site
 
 
 class Head(ColumnParallelLinear):
-    """This TP rank's rows of the head.
+    """This TP rank's rows of the head."""
 
-    Attributes:
-        vocab_size: the model's own vocabulary over all ranks, without padding.
-        chunk: number of tokens whose logits are held at a time; None: as many as fit a fixed size.
-        adapter: the adapter's product that is added to the logits, or None.
-    """
-
-    vocab_size: int
-    chunk: int | None
-    adapter: Site | None
+    vocab_size: int  # over all ranks, without padding
+    chunk: int | None  # see `Columns`
+    adapter: Site | None  # its product is added to the logits
 
     @classmethod
     def adopt(cls, output_layer: Any, *, vocab_size: int, chunk: int | None) -> None:

@@ -92,7 +92,6 @@ class Kind:
         group: group of the ranks that hold its parts: the TP group, or the ETP group for experts.
         sequence_parallel: whether, in training, each of these ranks has other tokens at the input
             or the output.
-        expert: whether it belongs to an expert.
         grouped: whether one module holds all experts of the rank.
         router: whether it is a router, whose product is not computed by a module.
         rows_divide: whether every rank has the same number of rows of each Hugging Face tensor;
