@@ -214,24 +214,19 @@ def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)
     Raises:
         BadInput: a name in `chosen` is not known, or the run has no such role.
     """
-    unknown = set(chosen) - {"all", "first", "middle", "last"}
-    if unknown:
+    if unknown := set(chosen) - {"all", "first", "middle", "last"}:
         raise BadInput(
             f"--roles: {', '.join(sorted(unknown))} is not one of all, first, middle, last."
         )
-    every = _all(command, a)
+    every, last = _all(command, a), command.layout.pp - 1
     if "all" in chosen:
         return every
-    kept = [role for role in every if _kind(role, command.layout.pp) & set(chosen)]
+    stages = {"first": {0}, "last": {last}, "middle": {*range(1, last)}}
+    wanted = set().union(*(stages[name] for name in chosen))
+    kept = [role for role in every if role.stage in wanted]
     if not kept:
         raise BadInput(f"--roles {','.join(chosen)}: PP {command.layout.pp} has no such stage.")
     return kept
-
-
-def _kind(role: Role, stages: int) -> set[str]:
-    ends = {"first"} if role.stage == 0 else set()
-    ends |= {"last"} if role.stage == stages - 1 else set()
-    return ends or {"middle"}
 
 
 def _all(command: Command, a: Architecture) -> list[Role]:
@@ -255,6 +250,5 @@ def _all(command: Command, a: Architecture) -> list[Role]:
 
 def _rank(command: Command, stage: int) -> int:
     layout = command.layout
-    if command.value("--use-tp-pp-dp-mapping") is not None:
-        return stage * layout.tp * layout.cp
-    return stage * layout.tp * layout.cp * layout.dp
+    before = 1 if command.value("--use-tp-pp-dp-mapping") is not None else layout.dp
+    return stage * layout.tp * layout.cp * before

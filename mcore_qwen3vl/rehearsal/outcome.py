@@ -188,6 +188,11 @@ class Rehearsal:
         return all(outcome.ok for outcome in self.outcomes)
 
     @property
+    def fullest(self) -> RoleOutcome:
+        """The role that failed, or else the one that reserved most."""
+        return max(self.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
+
+    @property
     def verdict(self) -> str:
         """The result in one sentence."""
         for outcome in self.outcomes:

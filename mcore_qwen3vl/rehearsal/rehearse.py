@@ -187,20 +187,15 @@ def checked(command: Command) -> Architecture:
     """
     a = command.line.architecture
     check_layout(command.args, a, command.gpus)
-    if command.layout.vpp > 1:
-        _check_groups(command)
-    return a
-
-
-def _check_groups(command: Command) -> None:
-    """Check what Megatron's interleaved schedule would check at the first step."""
     group, stages, count = command.micro_batch_group, command.layout.pp, command.micro_batches
-    if group < stages or 0 < count % group < stages:
+    # Megatron's interleaved schedule would check this at the first step.
+    if command.layout.vpp > 1 and (group < stages or 0 < count % group < stages):
         raise BadInput(
             f"Virtual stages take turns every {group} micro-batches. There are {count}, so the "
             f"last turn would have fewer than PP {stages}. Change --global-batch-size, or "
             "--microbatch-group-size-per-virtual-pipeline-stage."
         )
+    return a
 
 
 def _pipeline(rehearsal: Rehearsal, group: int) -> Pipeline | None:

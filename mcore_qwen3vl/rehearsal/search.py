@@ -13,7 +13,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.material import sample_of
-from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy, RoleOutcome
+from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy
 from mcore_qwen3vl.rehearsal.rehearse import Rehearser, checked
 from mcore_qwen3vl.rehearsal.roofline import NODE, Step, step_seconds
 from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
@@ -67,11 +67,6 @@ class Fit:
         """Seconds of a step, modelled from the rehearsal; None if the layout does not run."""
         return self.rehearsal.step.seconds if self.rehearsal.step else None
 
-    @property
-    def fullest(self) -> RoleOutcome:
-        """The role that failed, or else the one with the least memory to spare."""
-        return max(self.rehearsal.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
-
     def to_dict(self) -> dict[str, Any]:
         """Return the row for ``--json``; sizes in bytes."""
         return {
@@ -80,9 +75,9 @@ class Fit:
             "flags": list(self.candidate.flags),
             "fits": self.good,
             "verdict": self.rehearsal.verdict,
-            "peak (measured)": self.fullest.peak,
-            "reserved (measured)": self.fullest.reserved,
-            "usable": self.fullest.usable,
+            "peak (measured)": self.rehearsal.fullest.peak,
+            "reserved (measured)": self.rehearsal.fullest.reserved,
+            "usable": self.rehearsal.fullest.usable,
             "seconds a step (modelled)": self.seconds,
         }
 
@@ -262,8 +257,7 @@ def _try(rehearser: Rehearser, command: Command, changes: Sequence[Change]) -> l
             tried = rehearser.rehearse(neighbour, stop_at_failure=True, what=f"with {change}, ")
         except BadInput:  # the model or the ranks do not divide that way
             continue
-        worst = max(tried.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
-        why, words = "" if tried.fits else tried.verdict, list(map(str, flags))
-        found = Remedy(change, words, gpus, tried.fits, worst.peak, worst.reserved, why)
-        remedies.append(found)
+        worst, words = tried.fullest, list(map(str, flags))
+        why = "" if tried.fits else tried.verdict
+        remedies.append(Remedy(change, words, gpus, tried.fits, worst.peak, worst.reserved, why))
     return remedies

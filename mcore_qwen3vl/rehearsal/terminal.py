@@ -75,7 +75,7 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
     )
     own = ", as given" if command.script is None else ", this script"
     for fit in fits:
-        fullest = fit.fullest
+        fullest = fit.rehearsal.fullest
         table.add_row(
             str(fit.candidate.command.layout) + own * fit.candidate.own,
             gb(fullest.peak),

@@ -58,8 +58,8 @@ def compare_checkpoints(
         BadInput: a side is not a complete, well-formed checkpoint.
     """
     left, right = _Side(Path(a), other=Path(b)), _Side(Path(b), other=Path(a))
-    makers = {name: side.maker for name, side in (("A", left), ("B", right)) if side.maker}
-    environment = {f"{name} was written by": who for name, who in makers.items()}
+    sides = (("A", left), ("B", right))
+    environment = {f"{name} was written by": side.maker for name, side in sides if side.maker}
     environment["tensors"] = "counted as Hugging Face stores them"
     result = Report(f"{a} and {b}", environment)
     total, done = sum(left.nbytes(name) for name in left.pieces), 0
@@ -221,7 +221,6 @@ def check_manifest(
     Args:
         path: a checkpoint that `hf_to_mcore` wrote; later iterations beside it are ignored.
         workers: threads; default two per core.
-        progress: called with bytes done, total bytes and the current tensor.
 
     Returns:
         One finding for each HF tensor that the checkpoint or the manifest has.

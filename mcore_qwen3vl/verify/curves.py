@@ -31,7 +31,9 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.job import (
     BETAS,
@@ -69,11 +71,7 @@ def batch_names(
 ) -> list[list[tuple[str, ...]]]:
     """Return the file and the line of the samples of each step's micro-batches, over all DP ranks.
 
-    Args:
-        job: the run.
-        data: its training or validation data.
-        steps: number of steps.
-        split: part of `data` that is read.
+    `data` is the run's training or validation data.
     """
     from mcore_qwen3vl.data.loader import Loader, load_processor
     from mcore_qwen3vl.data.loading.sources import parse_sources
@@ -113,9 +111,7 @@ def hf_curve(
 ) -> list[StepMetrics]:
     """Return the curve of the plain Hugging Face loop over the same samples.
 
-    Args:
-        job: the run.
-        optimizer_of: function from the trained parameters, by name, to their optimizer.
+    `optimizer_of` takes the trained parameters, by name.
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -185,6 +181,7 @@ TOLERANCE = 1e-4
 """Largest relative difference in float32: thirty Adam steps carry rounding errors along."""
 
 
+SHARDED = DISTRIBUTED[:1]
 RESUMES = (
     (False, ("single", "--packing"), ("single", "--packing")),
     (False, ("tp2+sp", "--packing"), ("tp2+sp", "--packing")),
@@ -196,13 +193,9 @@ RESUMES = (
     (
         False,
         ("dp2", *DISTRIBUTED, "--num-workers", "1"),
-        ("tp2+sp", "--use-distributed-optimizer", "--num-workers", "2"),
+        ("tp2+sp", *SHARDED, "--num-workers", "2"),
     ),
-    (
-        False,
-        ("dp2", *DISTRIBUTED, "--packing"),
-        ("single", "--use-distributed-optimizer", "--packing"),
-    ),
+    (False, ("dp2", *DISTRIBUTED, "--packing"), ("single", *SHARDED, "--packing")),
 )
 """Whether the model is MoE, and the layout and flags before and after a stop."""
 
@@ -222,19 +215,8 @@ def cases(moe: bool) -> dict[str, Job]:
     return jobs
 
 
-def install() -> None:
-    """Install the CPU backend, before megatron is imported."""
-    from mcore_qwen3vl.runtime import cpu
-
-    cpu.install(training=True)
-    torch.set_num_threads(1)  # as on our ranks; on small tensors, more only wait for each other
-
-
 def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) -> int:
     """Run every case and print a row for each; return 1 if a row failed."""
-    install()
-    from mcore_qwen3vl.tiny import write_tiny_checkpoint
-
     data = write_image_qa(folder / "data", 40)
     print(f"{'model':6} {'layout':16} {'first':>8} {'last':>8} {'loss diff':>10} {'norm diff':>10}")
     failed = False
@@ -259,9 +241,6 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
 
 def resume_table(folder: Path, steps: int) -> int:
     """Stop runs halfway, resume them and compare with full runs; return 1 if a row failed."""
-    install()
-    from mcore_qwen3vl.tiny import write_tiny_checkpoint
-
     data = write_image_qa(folder / "data", 40)
     checkpoints = {moe: write_tiny_checkpoint(folder / f"{moe}", moe=moe) for moe in (False, True)}
     print(f"{'model':6} {'before':9} {'after':9} {'loss diff':>10} {'norm diff':>10}")
@@ -309,6 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="the table of resumed runs instead")
     options = parser.parse_args(arguments)
     quiet_libraries()
+    cpu.install(training=True)  # before megatron is imported
+    torch.set_num_threads(1)  # as on our ranks; on small tensors, more only wait for each other
     with scratch_folder() as folder:
         if options.resume:
             return resume_table(folder, options.steps)

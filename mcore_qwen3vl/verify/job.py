@@ -77,13 +77,7 @@ def layout_flags(layout: Layout) -> list[str]:
 
 
 def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[dict[str, Any]]:
-    """Run our training on the CPU, with one process per rank.
-
-    Args:
-        job: the run.
-        folder: folder for logs.
-        flags: flags added to the job's.
-        timeout: seconds until a hanging run is killed.
+    """Run our training on the CPU, one process per rank, with `flags` added to the job's.
 
     Returns:
         The entry of ``--log-json`` for each step.

@@ -66,8 +66,6 @@ def measure(
     """Compare two tensors of equal shape.
 
     Args:
-        actual: the values found, of any dtype.
-        expected: the expected values; of the same dtype if `bitwise`.
         bitwise: compare bits, so that zeros of different sign differ and equal NaNs do not;
             otherwise compare in float32 or wider.
         main: whether no other rank answers for these places; otherwise the values are copies.
@@ -222,11 +220,7 @@ def findings(
 ) -> Iterator[Finding]:
     """Judge the measurements; with `counts`, also those that are missing.
 
-    Args:
-        measured: measurements by part and name.
-        tolerances: tolerances by part.
-        counts: number of values by part and name; None: the numbers are not known.
-        context: see :class:`Finding`.
+    `counts` has the number of values by part and name.
     """
     keys = dict.fromkeys([*(counts or {}), *measured])
     for part, name in keys:

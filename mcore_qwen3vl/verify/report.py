@@ -37,14 +37,7 @@ WORST_SHOWN = 5
 
 @dataclass(frozen=True)
 class PartSummary:
-    """A summary of one part's comparisons.
-
-    Attributes:
-        part, context: see :class:`Finding`.
-        count: number of comparisons.
-        failed: number of comparisons that failed.
-        worst: the comparison to look at first.
-    """
+    """The number of one part's comparisons, and the one to look at first."""
 
     part: str
     context: str

@@ -45,11 +45,9 @@ def roundtrip(
     """Convert `src` both ways in a temporary directory and compare every tensor and companion file.
 
     Args:
-        src: Hugging Face checkpoint directory.
         work_dir: folder for the temporary directory, with room for twice the checkpoint; None: the
             system's temporary directory.
-        phase: see `Phase`.
-        workers, strict: see `convert.hf_to_mcore`.
+        phase, workers, strict: see `Phase` and `convert.hf_to_mcore`.
 
     Raises:
         BadInput, CheckFailed: see `convert.hf_to_mcore`; what was converted is not kept.
@@ -94,10 +92,8 @@ def adapter_roundtrip(
 
     Args:
         hf: Hugging Face directory whose config describes the model.
-        lora: PEFT adapter directory.
         work_dir: directory for the temporary copy; None: the system's temporary directory.
         layout: parallel sizes; default `CUT`.
-        timeout: seconds for the ranks to finish.
 
     Raises:
         BadInput: the adapter or the config cannot be used.
@@ -116,13 +112,11 @@ def adapter_roundtrip(
         report = Report(f"{lora} into {layout} and back", {"layout": str(layout)})
         there, here = ({**one.tensors(), **whole_tensors(one)} for one in (adapter, returned))
         for name, tensor in there.items():
-            if name not in here:
-                report.findings.append(
-                    Finding(TENSORS, name, flaw="is missing after the round trip")
-                )
-                continue
-            one = measure(here[name], tensor, bitwise=True)
-            report.findings.append(Finding(TENSORS, name, one, expected_count=tensor.numel()))
+            found = Finding(TENSORS, name, flaw="is missing after the round trip")
+            if name in here:
+                one = measure(here[name], tensor, bitwise=True)
+                found = Finding(TENSORS, name, one, expected_count=tensor.numel())
+            report.findings.append(found)
         kept = _meaning(adapter) == _meaning(returned)
         report.findings.append(Finding("config", "fields", flaw="" if kept else "they differ"))
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,80 +14,55 @@ from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import write_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import HEAD, HFConfig, apply
-from mcore_qwen3vl.converters.adapters.targets import preset, resolve_targets
+from mcore_qwen3vl.converters.adapters.targets import (
+    ATTENTION,
+    EXPERTS,
+    MLP,
+    ROUTER,
+    preset,
+    resolve_targets,
+)
 from mcore_qwen3vl.converters.storage.boxes import Shape
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
-EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 VISION = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")  # the last two: mergers too
 
+
+def _lora(r: int, alpha: int, *modules: str, **more: Any) -> AdapterConfig:
+    return AdapterConfig(r=r, lora_alpha=alpha, target_modules=modules or None, **more)
+
+
 ADAPTERS: dict[str, AdapterConfig] = {
-    "language": AdapterConfig(r=4, lora_alpha=10, target_modules=(*ATTENTION, *MLP)),
-    "mixed ranks": AdapterConfig(
-        r=4,
-        lora_alpha=10,
-        target_modules=(*ATTENTION, *MLP),
+    "language": _lora(4, 10, *ATTENTION, *MLP),
+    "mixed ranks": _lora(
+        *(4, 10, *ATTENTION, *MLP),
         rank_pattern={"v_proj": 3, "up_proj": 5, r"layers\.2\.self_attn\.q_proj": 7},
         alpha_pattern={"up_proj": 6},
     ),
-    "q and v": AdapterConfig(
-        r=5, lora_alpha=7, use_rslora=True, target_modules=("q_proj", "v_proj")
-    ),
-    "k and gate": AdapterConfig(
-        r=3, lora_alpha=4, target_modules=("k_proj", "gate_proj"), layers_to_transform=(0, 3)
-    ),
-    "everything": AdapterConfig(
-        r=4,
-        lora_alpha=6,
+    "q and v": _lora(5, 7, "q_proj", "v_proj", use_rslora=True),
+    "k and gate": _lora(3, 4, "k_proj", "gate_proj", layers_to_transform=(0, 3)),
+    "everything": _lora(
+        *(4, 6, *ATTENTION, *MLP, *VISION, "lm_head"),
         use_rslora=True,
-        target_modules=(*ATTENTION, *MLP, *VISION, "lm_head"),
         rank_pattern={"lm_head": 6, "attn.qkv": 3},
     ),
-    "whole": AdapterConfig(
-        r=4,
-        lora_alpha=5,
-        target_modules=ATTENTION,
-        modules_to_save=("embed_tokens", "lm_head", "merger"),
+    "whole": _lora(4, 5, *ATTENTION, modules_to_save=("embed_tokens", "lm_head", "merger")),
+    "whole tied": _lora(
+        4, 5, *ATTENTION, modules_to_save=("embed_tokens",), ensure_weight_tying=True
     ),
-    "whole tied": AdapterConfig(
-        r=4,
-        lora_alpha=5,
-        target_modules=ATTENTION,
-        modules_to_save=("embed_tokens",),
-        ensure_weight_tying=True,
-    ),
-    "whole vision": AdapterConfig(
-        r=4, lora_alpha=5, target_modules=("down_proj",), modules_to_save=("visual",)
-    ),
-    "experts": AdapterConfig(
-        r=4,
-        lora_alpha=10,
-        target_modules=ATTENTION,
+    "whole vision": _lora(4, 5, "down_proj", modules_to_save=("visual",)),
+    "experts": _lora(
+        *(4, 10, *ATTENTION),
         target_parameters=EXPERTS,
         rank_pattern={"v_proj": 3, "experts.down_proj": 2},
     ),
-    "gate and up of experts": AdapterConfig(
-        r=3, lora_alpha=4, target_parameters=("mlp.experts.gate_up_proj",)
+    "gate and up of experts": _lora(3, 4, target_parameters=EXPERTS[:1]),
+    "down of experts": _lora(3, 4, use_rslora=True, target_parameters=EXPERTS[1:]),
+    "router": _lora(
+        *(3, 4, "o_proj", "attn.qkv", "merger.linear_fc1", "lm_head"),
+        target_parameters=(ROUTER, *EXPERTS),
     ),
-    "down of experts": AdapterConfig(
-        r=3, lora_alpha=4, use_rslora=True, target_parameters=("mlp.experts.down_proj",)
-    ),
-    "router": AdapterConfig(
-        r=3,
-        lora_alpha=4,
-        target_modules=("o_proj", "attn.qkv", "merger.linear_fc1", "lm_head"),
-        target_parameters=("mlp.gate.weight", *EXPERTS),
-    ),
-    "whole router": AdapterConfig(
-        r=3, lora_alpha=4, target_modules=("o_proj",), modules_to_save=("gate", "merger")
-    ),
-    "experts and MLP": AdapterConfig(
-        r=4,
-        lora_alpha=6,
-        target_modules=(*ATTENTION, *MLP),
-        target_parameters=EXPERTS,
-    ),
+    "whole router": _lora(3, 4, "o_proj", modules_to_save=("gate", "merger")),
+    "experts and MLP": _lora(4, 6, *ATTENTION, *MLP, target_parameters=EXPERTS),
 }
 """The matrix's adapters, with targets, ranks, scalings and whole tensors; all values are random."""
 
@@ -98,16 +74,7 @@ def preset_config(name: str, hf_dir: str | Path) -> AdapterConfig:
 
 
 def write_random_adapter(path: Path, config: AdapterConfig, hf_config: HFConfig) -> Path:
-    """Write a PEFT adapter with random factors and random whole tensors.
-
-    Args:
-        path: the directory to write.
-        config: the adapter's config.
-        hf_config: the model's ``config.json``: its content, the file or its directory.
-
-    Returns:
-        `path`.
-    """
+    """Write a PEFT adapter with random factors and random whole tensors, and return its path."""
     factors = {
         name: Factors(
             _random(f"{name}.a", spec.a_shape, 1.0),

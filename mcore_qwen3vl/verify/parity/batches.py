@@ -191,13 +191,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     # With two or four data-parallel ranks, some of them get no image and no video at all.
     "imageless": Recipe(
-        "even",
-        [
-            [[4, ("image", 1, 3, 2), 3]],
-            [[2, ("video", 2, 2, 2), 4]],
-            [[14]],
-            [[17]],
-        ],
+        "even", [[[4, ("image", 1, 3, 2), 3]], [[2, ("video", 2, 2, 2), 4]], [[14]], [[17]]]
     ),
     "ragged": Recipe(
         "ragged",
@@ -221,7 +215,6 @@ def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> 
 
     Args:
         name: one of `RECIPES`.
-        architecture: the model's shape: vocabulary, special tokens, patch sizes.
         multiple: number that the layout requires lengths to be a multiple of: the length of every
             sample if it is split by itself (one per micro-batch, or packed), of every row if rows
             are padded. See :func:`mcore_qwen3vl.model.sequence.length_multiple`.
@@ -244,17 +237,9 @@ def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> 
         for micro, of_micro in zip(recipe.micro_batches, lengths, strict=True)
     ]
     totals = [sum(of_micro) for of_micro in lengths]
-    widths = {
-        "packed": [max(totals) + multiple] * len(totals),
-        "ragged": totals,
-    }.get(recipe.form, [longest] * len(totals))
-    return Batch(
-        name,
-        tuple(
-            _assemble(architecture, recipe.form, micro, width)
-            for micro, width in zip(samples, widths, strict=True)
-        ),
-    )
+    widths = [max(totals) + multiple if recipe.form == "packed" else longest] * len(totals)
+    pairs = zip(samples, totals if recipe.form == "ragged" else widths, strict=True)
+    return Batch(name, tuple(_assemble(architecture, recipe.form, *pair) for pair in pairs))
 
 
 def micro_batch(
@@ -349,15 +334,9 @@ def _assemble(
         labels[span.tokens] = span.sample.labels
         loss_mask[span.tokens] = span.sample.loss_mask
     attention_mask = None if valid.all() else valid
-    joined = {name: _concatenated(samples, name) for name in _MEDIA}
-    positions, _ = mrope_position_ids(
-        architecture,
-        input_ids,
-        joined["image_grid_thw"],
-        joined["video_grid_thw"],
-        attention_mask,
-        cu_seqlens,
-    )
+    joined = {name: _concatenated(samples, name) for name in MEDIA}
+    grids = joined["image_grid_thw"], joined["video_grid_thw"]
+    positions, _ = mrope_position_ids(architecture, input_ids, *grids, attention_mask, cu_seqlens)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=positions,
@@ -370,12 +349,12 @@ def _assemble(
     )
 
 
-_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 def media(sample: Sample) -> dict[str, Tensor]:
     """Return the pixels and grids that `sample` has, by the argument names of HF's forward."""
-    return {name: value for name in _MEDIA if (value := getattr(sample, name)) is not None}
+    return {name: value for name in MEDIA if (value := getattr(sample, name)) is not None}
 
 
 def _concatenated(samples: Sequence[Sample], name: str) -> Tensor | None:

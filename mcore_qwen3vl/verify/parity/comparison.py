@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -60,17 +61,12 @@ def verify_parity(
     model whose tokens are rounded to other experts has no such limit and is refused.
 
     Args:
-        hf_dir: checkpoint directory.
-        layout: parallel sizes; default: one rank.
         batches: names from ``batches.RECIPES``; default: all that `spec` takes.
         gradients: also compare gradients and parameters.
-        dtype: dtype of both models.
-        device: device of our model, one GPU per rank on ``cuda``; the reference runs on the CPU.
-        spec: layer spec of our model.
+        device: of our model, one GPU per rank on ``cuda``; the reference runs on the CPU.
         lora: PEFT adapter directory, or one of ``targets.Preset`` for random factors. Only the
             adapter is trained, and PEFT's model is the reference.
         checkpoint: Megatron-Core checkpoint that our model is loaded from; default: `hf_dir`.
-        compile_pointwise: compile in our model what ``train --compile-pointwise`` compiles.
         timeout: seconds for the ranks to finish.
         progress: shows how many passes over batches, of both models, are done.
 
@@ -81,16 +77,9 @@ def verify_parity(
     """
     if checkpoint is not None:
         require_megatron(Path(checkpoint), instead="compare it with `verify tensors`")
+    case = Case(layout or Layout(), spec, dtype, device, gradients)
     adamw = AdamW() if gradients and dtype == "fp32" else None
-    case = Case(
-        layout or Layout(),
-        spec=spec,
-        dtype=dtype,
-        device=device,
-        gradients=gradients,
-        adamw=adamw,
-        compile_pointwise=compile_pointwise,
-    )
+    case = replace(case, adamw=adamw, compile_pointwise=compile_pointwise)
     names = list(batches or batches_of(spec))
     passes = itertools.count(1)
     with ExitStack() as stack:
@@ -112,11 +101,12 @@ def verify_parity(
         if dtype == "bf16":
             exact = CachedReference(hf_dir, lora=lora, passed=passed)
             tolerances = half_precision_tolerances(reference, exact, case, names)
+        source = None if checkpoint is None else Path(checkpoint)
         return compare_case(
             reference,
             case,
             names,
-            mcore=None if checkpoint is None else Path(checkpoint),
+            mcore=source,
             tolerances=tolerances,
             timeout=timeout,
             passed=passed,
@@ -136,13 +126,10 @@ def compare_case(
     """Run `case` on `batches` and compare everything with the reference.
 
     Args:
-        reference: the checkpoint and the reference's results.
-        case: how the model runs.
         batches: names from `RECIPES`; an optimizer step is taken on the last of each run.
         mcore: Megatron-Core checkpoint that our model is loaded from; default: the reference's.
         tolerances: by part (``logits``, ``loss``, ``gradients``, ``parameters``, ``gradient
             norm``); default `TOLERANCE` for each.
-        timeout: seconds for the ranks to finish.
         passed: called after each pass of our model over a batch.
 
     Raises:
@@ -164,12 +151,7 @@ def compare_case(
         ranks = run_layout(
             _measure_on_rank(case),
             case.layout.world_size,
-            reference.path,
-            case,
-            expected,
-            stepped,
-            reference.adapter,
-            mcore,
+            *(reference.path, case, expected, stepped, reference.adapter, mcore),
             timeout=timeout,
             device=case.device,
             heard=lambda batch: passed(),
@@ -178,9 +160,8 @@ def compare_case(
             measured = merge(rank[number] for rank in ranks)
             counts = _counts(reference, case, batch, take_frozen(measured))
             if stepped is not None and number == len(expected) - 1:
-                counts |= {
-                    ("parameters", n): c for (part, n), c in counts.items() if part == "gradients"
-                }
+                trained = {n: c for (part, n), c in counts.items() if part == "gradients"}
+                counts |= {("parameters", n): c for n, c in trained.items()}
                 counts["gradient norm", "all"] = 1
                 if case.overlap and case.distributed_optimizer:
                     counts[AFTER_STEP, "all"] = counts["logits", "all"]
@@ -204,9 +185,10 @@ def _runs(batches: Iterable[Batch], case: Case) -> list[list[str]]:
     A pipeline is told once whether micro-batches differ in shape. It must also work where it may
     assume equal shapes, so even and uneven batches run apart.
     """
-    even = [b.name for b in batches if not (b.uneven and case.layout.pp > 1)]
-    uneven = [b.name for b in batches if b.uneven and case.layout.pp > 1]
-    return [names for names in (even, uneven) if names]
+    runs: tuple[list[str], list[str]] = ([], [])
+    for batch in batches:
+        runs[batch.uneven and case.layout.pp > 1].append(batch.name)
+    return list(filter(None, runs))
 
 
 def _counts(

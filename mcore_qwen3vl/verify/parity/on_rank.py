@@ -72,7 +72,6 @@ def measure_on_rank(
 
     Args:
         path: Hugging Face checkpoint directory.
-        case: what to run.
         batches: the reference of each batch.
         stepped: the reference's parameters after an optimizer step on the last batch.
         adapter: LoRA adapter, if any, which is then the only thing trained.

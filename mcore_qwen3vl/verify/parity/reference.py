@@ -88,7 +88,6 @@ class Reference:
     """Hugging Face's model on one process; with an adapter, PEFT's, which alone has gradients.
 
     Args:
-        path: checkpoint directory.
         adapter: PEFT adapter directory; None: the whole model has gradients.
         dtype: dtype of weights and computation; factors stay float32, as in PEFT, unless this is
             float64.
@@ -98,11 +97,7 @@ class Reference:
     """
 
     def __init__(
-        self,
-        path: Path,
-        adapter: Path | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
+        self, path: Path, adapter: Path | None = None, *, dtype: torch.dtype = torch.float32
     ) -> None:
         import transformers
 
@@ -135,12 +130,7 @@ class Reference:
         return Expected(batch, logits, losses, valid, self._gradients() if gradients else {})
 
     def step(self, expected: Expected, adamw: AdamW) -> Stepped:
-        """Take one ``torch.optim.AdamW`` step from the model's weights, with clipped gradients.
-
-        Args:
-            expected: holds the gradients before clipping.
-            adamw: the optimizer's settings.
-        """
+        """Take one ``torch.optim.AdamW`` step with `expected`'s gradients, which are clipped."""
         parameters = {
             name: torch.nn.Parameter(weight.detach().float().clone())
             for name, weight in self.trained().items()
@@ -272,10 +262,7 @@ def decay_groups(
 class ReferenceCheckpoint:
     """A Hugging Face checkpoint to compare with, loaded at most once in each dtype.
 
-    Args:
-        path: checkpoint directory.
-        lora: PEFT adapter directory; PEFT's model is then the reference, and only the adapter is
-            trained.
+    With the directory `lora` of an adapter, PEFT's model is the reference, and only it is trained.
     """
 
     def __init__(self, path: str | Path, lora: str | Path | None = None) -> None:
@@ -308,10 +295,7 @@ class ReferenceCheckpoint:
 class CachedReference(ReferenceCheckpoint):
     """A Hugging Face checkpoint and the reference's results, computed once for each batch.
 
-    Args:
-        path, lora: see `ReferenceCheckpoint`.
-        dtype: dtype of the reference.
-        passed: called after each pass of the reference over a batch.
+    `passed` is called after each pass of the reference over a batch.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ class ColumnMap:
     """The columns of a probe point that a local tensor holds.
 
     Attributes:
-        point: name of the probe point.
         local, reference: the columns in the local tensor and at the probe point.
         split: whether other ranks of the TP group hold other columns.
     """
@@ -40,10 +39,8 @@ class Hook:
     """A tensor that a module of this chunk takes or returns.
 
     Attributes:
-        module: the module.
         rows: what its rows stand for; tokens are sequence-major.
         columns: the columns of probe points that it holds.
-        side: whether it is an input or an output.
         pick: returns the tensor from the input or output.
         spread: brings that tensor into the compared form.
         wide: number of trailing axes that make the columns.
@@ -151,7 +148,7 @@ def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook
         yield Hook(
             module,
             "tokens",
-            (ColumnMap(point, slice(None), reference, split),),
+            (ColumnMap(point, reference=reference, split=split),),
             wide=2,
             shared=heads < size,
         )

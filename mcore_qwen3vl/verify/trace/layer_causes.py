@@ -62,13 +62,10 @@ def find_rotary(divergence: Divergence, _: ProbePoint) -> Iterator[Cause | None]
         yield test("rotary base", what + note, base=base)
     note = divergence.config_note("mrope_section")
     chunks = "".join(axis * count for axis, count in zip("thw", right.mrope_section, strict=True))
-    for kind, other in (
-        ("mrope section", _interleaved(divergence.examined.mrope_section)),
-        ("mrope interleaving", chunks),
-    ):
-        yield test(
-            kind, f"The axes of the frequencies are {other} instead of {axes}.{note}", axes=other
-        )
+    examined = _interleaved(divergence.examined.mrope_section)
+    for kind, other in (("mrope section", examined), ("mrope interleaving", chunks)):
+        what = f"The axes of the frequencies are {other} instead of {axes}.{note}"
+        yield test(kind, what, axes=other)
     counted = (divergence.rows % micro.input_ids.shape[1]).float().expand(3, -1)
     what = "The positions are counted token by token on all three axes, as for text alone."
     yield test("position ids", what, positions=counted)
@@ -194,11 +191,8 @@ MERGERS = f"{VISUAL}.deepstack_merger_list"
 def find_fusion(divergence: Divergence, _: ProbePoint) -> Iterator[Cause | None]:
     """Test whether placeholders hold no feature, or one that belongs to another placeholder."""
     text = divergence.select(divergence.recording.values[f"{TEXT}.embed_tokens"])
-    yield divergence.test(
-        "features not fused",
-        "Placeholders keep their text embeddings: no visual feature was put in.",
-        text,
-    )
+    what = "Placeholders keep their text embeddings: no visual feature was put in."
+    yield divergence.test("features not fused", what, text)
     yield _reordered(divergence, "feature order", text, f"{VISUAL}.merger", add=False)
 
 
@@ -212,18 +206,13 @@ def find_deepstack(divergence: Divergence, point: ProbePoint) -> Iterator[Cause 
     before = divergence.select(before)
     count = len(divergence.architecture.vision.deepstack_visual_indexes)
     if layer < count:
-        yield divergence.test(
-            "missing DeepStack",
-            f"No DeepStack features are added after decoder layer {layer}.",
-            before,
-        )
+        what = f"No DeepStack features are added after decoder layer {layer}."
+        yield divergence.test("missing DeepStack", what, before)
     for other in range(count):
+        what = f"After decoder layer {layer} the features of DeepStack merger {other} are added."
         features = divergence.recording.values[f"{MERGERS}.{other}"]
-        yield divergence.test(
-            "DeepStack layer",
-            f"After decoder layer {layer} the features of DeepStack merger {other} are added.",
-            _placed(divergence, before, features, add=True),
-        )
+        added = _placed(divergence, before, features, add=True)
+        yield divergence.test("DeepStack layer", what, added)
     if layer < count:
         yield _reordered(divergence, "DeepStack order", before, f"{MERGERS}.{layer}", add=True)
 

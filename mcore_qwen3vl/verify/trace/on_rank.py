@@ -55,11 +55,8 @@ class TraceRequest:
         hf: directory of weights that the model should have.
         config: directory whose config the model is built from.
         mcore: Megatron-Core checkpoint that it loads; None: it loads `hf`.
-        case: how the model runs.
         points: the probe points, in the order of the data.
         recording: Hugging Face's values, in float64.
-        choose: see `Choose`.
-        adapter: LoRA adapter of the model, if any.
     """
 
     hf: Path
@@ -158,12 +155,12 @@ class _ComparisonHooks:
 
     def measure(self) -> Measurements:
         """Compare every hooked tensor with the recording."""
-        kinds = (
-            (ACTIVATIONS, self.values, self.recording.values),
-            (ACTIVATION_GRADIENTS, self.gradients, self.recording.gradients),
-        )
+        of = self.recording
         measured: list[Measurements] = []
-        for kind, local, expected in kinds:
+        for kind, local, expected in (
+            (ACTIVATIONS, self.values, of.values),
+            (ACTIVATION_GRADIENTS, self.gradients, of.gradients),
+        ):
             for name, main, rows, columns, value in self._compared(local):
                 if name in expected:
                     known = expected[name].flatten(0, -2)[rows][:, columns.reference]
@@ -172,9 +169,8 @@ class _ComparisonHooks:
 
     def pieces(self, point: str, *, gradients: bool) -> Iterator[tuple[Tensor, slice, Tensor]]:
         """Yield the rows, columns and values of `point` that this rank answers for."""
-        for name, main, rows, columns, value in self._compared(
-            self.gradients if gradients else self.values
-        ):
+        local = self.gradients if gradients else self.values
+        for name, main, rows, columns, value in self._compared(local):
             if name == point and main:
                 yield rows, columns.reference, value
 
@@ -211,9 +207,8 @@ class _ComparisonHooks:
             if len(positions) * batch == count:
                 break
         else:
-            raise AssertionError(
-                f"{count} rows of {hook.columns[0].point} are not the rank's tokens"
-            )
+            point = hook.columns[0].point
+            raise AssertionError(f"{count} rows of {point} are not the rank's tokens")
         # Flat indices b * S + s, (s * B,), of sequence-major rows.
         rows = (positions[:, None] + torch.arange(batch) * length).flatten()
         valid = self.recording.expected.valid[0].flatten()

@@ -62,12 +62,7 @@ def record(
 ) -> Recording:
     """Run the reference on `batch`, whose micro-batches are copies of one, and keep the first.
 
-    Args:
-        reference: Hugging Face's model.
-        points: the probe points.
-        batch: the input.
-        gradients: also run the backward pass.
-        keep_calls: keep every module's arguments, so that a call can be repeated.
+    With `keep_calls` every module's arguments are kept, so that a call can be repeated.
     """
     micro = batch.micro_batches[0]
     hooks = _RecordingHooks(keep_calls)
@@ -161,10 +156,9 @@ class _RecordingHooks:
 
 @torch.no_grad()
 def replay(model: nn.Module, recording: Recording, point: ProbePoint, **changed: Tensor) -> Tensor:
-    """Return the values at `point` with its module's parameters `changed` and its inputs the same.
+    """Return the values at `point` with some parameters of its module and the same inputs.
 
-    Args:
-        changed: values by the parameter's name within the module.
+    `changed` has values by the parameter's name within the module.
     """
     module = model.get_submodule(point.module)
     like = next(iter(module.parameters())).dtype
@@ -206,11 +200,7 @@ class ReferenceRun:
 
 
 class TraceReference(ReferenceCheckpoint):
-    """A Hugging Face checkpoint that traces are compared with; each result is computed once.
-
-    Args:
-        path, lora: see `ReferenceCheckpoint`.
-    """
+    """A Hugging Face checkpoint that traces are compared with; each result is computed once."""
 
     def __init__(self, path: str | Path, lora: str | Path | None = None) -> None:
         super().__init__(path, lora)

@@ -23,7 +23,7 @@ from mcore_qwen3vl.verify.measurement import (
     merge,
     take_frozen,
 )
-from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, micro_batch
+from mcore_qwen3vl.verify.parity.batches import MEDIA, Batch, MicroBatch, Sample, micro_batch
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.report import Report
 from mcore_qwen3vl.verify.trace.divergence import Cause, Divergence
@@ -120,14 +120,12 @@ def trace(
         hf: Hugging Face checkpoint directory, the reference. For several traces, pass a
             :class:`TraceReference`, which keeps its results.
         mcore: Megatron-Core checkpoint to examine; None: the model is loaded from `hf`.
-        layout: parallel sizes; default: one rank.
         micro: the input, as from :func:`from_prompt`; default:
             the first micro-batch of the parity batch called `batch`.
         gradients: also compare gradients of activations and of parameters.
         case: how the model runs, apart from `layout` and `gradients`.
         lora: PEFT adapter directory to add to both models, PEFT's and ours. With `gradients` only
             the adapter is trained. A :class:`TraceReference` has its own instead.
-        timeout: seconds for the ranks to finish.
 
     Raises:
         BadInput: a checkpoint, the layout or the batch cannot be used, or the two checkpoints have
@@ -183,17 +181,9 @@ def trace(
 
 
 SHAPES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-    "num_experts",
-    "moe_intermediate_size",
-    "moe_layers",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+    *("num_experts", "moe_intermediate_size", "moe_layers"),
 )
 
 
@@ -271,8 +261,6 @@ def from_prompt(
         checkpoint: Hugging Face checkpoint directory with tokenizer and processor.
         prompt: the user's text after the images and videos, or around their tags; see
             :func:`mcore_qwen3vl.generation.prompts.user_turns`.
-        images: image files.
-        videos: video files.
         multiple: number that the layout requires the length to be a multiple of; the prompt is
             padded on the right. See :func:`mcore_qwen3vl.model.sequence.length_multiple`.
 
@@ -288,12 +276,6 @@ def from_prompt(
     ids = inputs["input_ids"][0]
     counts = torch.ones(len(ids))
     counts[-1] = 0  # no token follows the last one
-    sample = Sample(
-        ids,
-        inputs.get("pixel_values"),
-        inputs.get("image_grid_thw"),
-        inputs.get("pixel_values_videos"),
-        inputs.get("video_grid_thw"),
-        counts,
-    )
+    media = {name: inputs.get(name) for name in MEDIA}
+    sample = Sample(input_ids=ids, loss_mask=counts, **media)
     return micro_batch(Architecture.from_hf(checkpoint), [sample], multiple=multiple)

@@ -104,11 +104,8 @@ def _simple(name: str, actual: Tensor, right: Tensor) -> Iterator[tuple[str, str
     missing = "missing DeepStack" if "deepstack" in name else "missing weight"
     yield missing, "is all zeros: it was never filled", torch.zeros_like(right)
     same = actual.flatten()[0]
-    yield (
-        "missing weight",
-        f"is {same:g} everywhere, as if freshly initialised",
-        same.expand_as(right),
-    )
+    initial = f"is {same:g} everywhere, as if freshly initialised"
+    yield "missing weight", initial, same.expand_as(right)
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         short = str(dtype).removeprefix("torch.")
         yield "dtype", f"was rounded to {short}", right.to(dtype).float()
@@ -127,9 +124,7 @@ def _rearranged(name: str, right: Tensor, published: bool) -> Iterator[tuple[str
     if ".mlp.experts." in name:
         yield from _experts(name, right, axis=2 if published else 1)
     elif "patch_embed" in name and right.ndim == 5:
-        names = dict(
-            zip((1, 2, 3, 4), ("colour channels", "frames", "rows", "columns"), strict=True)
-        )
+        names = dict(enumerate(("colour channels", "frames", "rows", "columns"), 1))
         for axis, what in names.items():
             yield "patch order", f"has its {what} in reverse order", right.flip(axis)
         for order in permutations(names):
