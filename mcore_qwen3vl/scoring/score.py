@@ -325,6 +325,7 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
         task=request.data_task,
         # CP divides each packed sample; SP divides only the pack.
         length_multiple=length_multiple(request.layout.cp) if request.packing else multiple,
+        max_bad_fraction=request.max_bad_fraction,
         media=request.media,
         trust_data=request.trust_data,
     )

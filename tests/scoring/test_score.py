@@ -402,6 +402,8 @@ def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) 
     assert "exists: pass --force" in said(data, "--out", out)
     assert "0.png is not a data set" in said(folder / "0.png")
     assert "must be above 0" in said(data, "--temperature", 0, "--out", tmp_path / "x.jsonl")
+    message = said(data, "--max-bad-fraction", 2, "--out", tmp_path / "x.jsonl")
+    assert "--max-bad-fraction is 2.0; it must be a share from 0 to 1" in message
     assert "not a multiple of 4" in said(data, "--cp", 2, "--seq-length", 510, "--out", out,
                                          "--force")  # fmt: skip
     begun = Request(dense, data, tmp_path / "begun.jsonl", seq_length=512)
