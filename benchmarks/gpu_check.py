@@ -372,7 +372,8 @@ def stand_in(folder: str, shape: str) -> None:
     """Write a model directory and data for the model called `shape`."""
     from mcore_qwen3vl.shapes import SHAPES
     from mcore_qwen3vl.tiny import tiny_config
-    from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
+    from mcore_qwen3vl.tiny.records import write_half_images
+    from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 
     out = Path(folder)
     out.mkdir(parents=True)
@@ -395,7 +396,7 @@ def tiny(name: str, folder: str) -> None:
 
 def tiny_data(folder: str) -> None:
     """Write records for a tiny model to train on."""
-    from mcore_qwen3vl.tiny.stand_in import write_half_images
+    from mcore_qwen3vl.tiny.records import write_half_images
 
     write_half_images(Path(folder), tokens=128, image_side=6, token_pixels=8)
 

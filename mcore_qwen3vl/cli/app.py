@@ -204,10 +204,10 @@ def demo(
 ) -> None:
     """Convert a tiny Qwen3-VL both ways and compare it on four CPU processes."""
     console.quiet_libraries()
-    from mcore_qwen3vl.demos.convert import run_demo
+    from mcore_qwen3vl.demos import convert_demo
 
     with console.messages.status("starting") as status:
-        result = run_demo(dense=dense, keep=keep, status=status.update)
+        result = convert_demo(dense=dense, keep=keep, status=status.update)
     console.present(json, {"ok": result.ok, **asdict(result)}, show.demo, result)
     require(result.ok, "the demo failed: see its results above.")
 
@@ -243,9 +243,9 @@ def train_demo(
 ) -> None:
     """Train a tiny model on image questions on the CPU, stop, resume, export, ask it."""
     console.quiet_libraries()
-    from mcore_qwen3vl.demos.train import run_demo
+    from mcore_qwen3vl.demos import train_demo as run
 
-    result = run_demo(keep=keep, say=console.output.print, lora=lora)
+    result = run(keep=keep, say=console.output.print, lora=lora)
     console.output.print(
         f"loss {result.first_loss:.3f} to {result.last_loss:.4f}, resumed at step "
         f"{result.resumed_at}, {result.answered} of {result.asked} questions answered, "

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.converters.offline.engine import ConversionResult
     from mcore_qwen3vl.converters.offline.plan import ConversionPlan
     from mcore_qwen3vl.data.check import DataReport
-    from mcore_qwen3vl.demos.convert import Demo
+    from mcore_qwen3vl.demos import Demo
     from mcore_qwen3vl.scoring.output import Tally
 
 PROBLEMS_SHOWN = 20

@@ -16,7 +16,8 @@ from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K as K
 from mcore_qwen3vl.rehearsal.command import Command
-from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
+from mcore_qwen3vl.tiny.records import write_half_images
+from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 from mcore_qwen3vl.training.arguments.losses import DISTILL, KTO, LOSSES, distillation_of
 from mcore_qwen3vl.training.second_model import source_of
 

@@ -1,4 +1,4 @@
-"""A small image question-answering data set with real PNGs, made locally for demos and tests."""
+"""Small data sets with real PNGs, made locally for demos, tests and simulated runs."""
 
 from __future__ import annotations
 
@@ -71,3 +71,55 @@ def _colour_question(folder: Path, index: int, generator: random.Random) -> list
         {"role": "user", "content": question},
         {"role": "assistant", "content": f"{answer}, number {generator.randrange(1000)}."},
     ]
+
+
+def write_half_images(
+    folder: Path,
+    samples: int = 64,
+    *,
+    tokens: int = 512,
+    images: int = 1,
+    image_side: int = 16,
+    token_pixels: int = 32,
+    pairs: bool = False,
+    labelled: bool = False,
+) -> Path:
+    """Write conversations whose tokens are half of images and half of text, by default.
+
+    They are for runs whose results do not matter, such as those on the pretended device.
+
+    Args:
+        tokens: approximate number of tokens in a sample.
+        image_side: tokens along the side of an image.
+        token_pixels: pixels along the side of a token.
+        pairs: whether to write preference records, each of whose two sequences is such a sample.
+        labelled: whether to write labelled records, every second of whose answers is wanted.
+
+    Returns:
+        The ``.jsonl`` file for ``--data-path``.
+    """
+    folder.mkdir(parents=True)
+    letters, lines = random.Random(0), []
+    # The template and the question add 39 tokens, and two tokens bracket each image.
+    answer_length = tokens - images * (image_side**2 + 2) - 39
+    pixels = image_side * token_pixels
+    for i in range(samples):
+        Image.new("RGB", (pixels, pixels), (i % 256, 90, 160)).save(folder / f"{i}.png")
+        answers = [
+            "".join(letters.choice("abcdefghijklmnop ") for _ in range(answer_length))
+            for _ in range(2 if pairs else 1)
+        ]
+        question = [{"type": "image", "image": f"{i}.png"}] * images
+        question.append({"type": "text", "text": "What is it?"})
+        asked = {"role": "user", "content": question}
+        record: dict[str, Any] = {"messages": [asked]}
+        if pairs:
+            record["chosen"], record["rejected"] = answers
+        else:
+            record["messages"].append({"role": "assistant", "content": answers[0]})
+        if labelled:
+            record["label"] = i % 2 == 0
+        lines.append(json.dumps(record))
+    file = folder / "train.jsonl"
+    file.write_text("\n".join(lines) + "\n", "utf-8")
+    return file

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL checkpoint that Hugging Face transformers loads."""
+"""A tiny Qwen3-VL checkpoint that Hugging Face transformers loads, or a large one's files alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ import torch
 
 from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.tiny.processor import TINY, Vocabulary, write_processor
+
+_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_MOST_PIXELS = 1 << 22  # the largest image; large enough that none is shrunk
 
 # Sizes that meet in a tensor are all different, so that a swapped or transposed tensor cannot keep
 # its shape by accident.
@@ -199,3 +207,27 @@ def _save_published(model: Any, config: dict[str, Any], path: Path, max_shard_si
     save_torch_state_dict(tensors, path, max_shard_size=max_shard_size)
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     model.generation_config.save_pretrained(path)
+
+
+def write_stand_in(
+    config: Path, out: Path, *, layers: int | None = None, vision_blocks: int | None = None
+) -> None:
+    """Write a config and a processor of a published size, without weights.
+
+    They are for runs whose results do not matter, such as those on the pretended device.
+    """
+    fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
+    text, vision = fields["text_config"], fields["vision_config"]
+    for name, token in _TOKENS.items():
+        fields[name] = TINY.special[token]  # nothing else in the vocabulary matters
+    text["num_hidden_layers"] = layers or text["num_hidden_layers"]
+    if vision_blocks is not None:
+        vision["depth"] = vision_blocks
+        vision["deepstack_visual_indexes"] = list(range(len(vision["deepstack_visual_indexes"])))
+    out.mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps(fields, indent=1), "utf-8")
+    write_processor(out, vision)
+    file = out / "processor_config.json"
+    processor = json.loads(file.read_text("utf-8"))
+    processor["image_processor"]["size"] = {"shortest_edge": 4096, "longest_edge": _MOST_PIXELS}
+    file.write_text(json.dumps(processor), "utf-8")

@@ -18,7 +18,7 @@ from mcore_qwen3vl.data.check import DataReport, check_data, plot_report
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.material import write_made_up
-from mcore_qwen3vl.tiny.stand_in import write_half_images
+from mcore_qwen3vl.tiny.records import write_half_images
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from tests.command import exit_code
 from tests.data.conftest import WriteJsonl, chat, question

@@ -12,7 +12,8 @@ import pytest
 
 from mcore_qwen3vl.pretended import Report, Workbench
 from mcore_qwen3vl.shapes import SHAPES
-from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
+from mcore_qwen3vl.tiny.records import write_half_images
+from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 
 ROOT = Path(__file__).parents[3]
 

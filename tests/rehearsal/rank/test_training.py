@@ -211,7 +211,7 @@ def test_batches_wait_for_nothing_read_ahead_or_not(
 def test_losses_of_data_sets_stay_on_the_device_until_they_are_logged(
     workbench: Workbench, tmp_path: Path
 ) -> None:
-    from mcore_qwen3vl.tiny.stand_in import write_half_images
+    from mcore_qwen3vl.tiny.records import write_half_images
 
     size = {"tokens": 120, "image_side": 8, "token_pixels": 8}
     parts = [str(write_half_images(tmp_path / name, 4, **size)) for name in ("a", "b")]
@@ -246,7 +246,7 @@ def _tiny_rank(workbench: Workbench, tmp_path: Path, rank: int, *more: str) -> R
 
 
 def _tiny_flags(tmp_path: Path, *more: str) -> list[str]:
-    from mcore_qwen3vl.tiny.stand_in import write_half_images
+    from mcore_qwen3vl.tiny.records import write_half_images
 
     tiny = write_tiny_checkpoint(tmp_path / "tiny")
     data = write_half_images(tmp_path / "data", 2, tokens=120, image_side=8, token_pixels=8)

@@ -1,1 +1,0 @@
-"""The programs that ``make demo`` and ``make train-demo`` run."""
