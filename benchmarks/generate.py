@@ -63,9 +63,8 @@ def main() -> None:
 
 def measure(path: Path, counts: tuple[int, ...]) -> list[dict[str, Any]]:
     from mcore_qwen3vl.converters.live.load import load_hf
-    from mcore_qwen3vl.generation.generate import decode
+    from mcore_qwen3vl.generation.decoding import Sampler, decode
     from mcore_qwen3vl.generation.prompts import prompts_from_inputs
-    from mcore_qwen3vl.generation.sampling import Sampler
     from mcore_qwen3vl.model.build import build_chunks
 
     initialize(Layout())

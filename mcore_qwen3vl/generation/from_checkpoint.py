@@ -17,9 +17,9 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.generation.decoding import Sampler, load_generation_config
 from mcore_qwen3vl.generation.generate import MAX_NEW_TOKENS, Generation, check_lengths, generate
 from mcore_qwen3vl.generation.prompts import Prompts, encode_prompts
-from mcore_qwen3vl.generation.sampling import Sampler, load_generation_config
 from mcore_qwen3vl.inference import adapter_for, hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.layout import Layout
 

@@ -6,16 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation.cached_model import CachedModel, inference
+from mcore_qwen3vl.generation.decoding import Sampler, decode, pad_token, stop_tokens
 from mcore_qwen3vl.generation.prompts import Conversation, Prompts, encode_prompts
-from mcore_qwen3vl.generation.sampling import Sampler, pad_token, stop_tokens
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Stream = Callable[[int, str], None]
@@ -58,7 +54,7 @@ def generate(
             :func:`mcore_qwen3vl.generation.prompts.encode_prompts` for them.
         stream: function that is called as answers grow, on every rank that passes one.
         generation_config: stop tokens and defaults of sampling, from
-            :func:`mcore_qwen3vl.generation.sampling.load_generation_config`.
+            :func:`mcore_qwen3vl.generation.load_generation_config`.
 
     Returns:
         The answers in the order of the conversations, on every rank.
@@ -101,78 +97,6 @@ def generate(
         )
         for answer, length in zip(answers, prompts.lengths, strict=True)
     ]
-
-
-@dataclass
-class Answer:
-    """The tokens of an answer so far, and whether the last one is a stop token."""
-
-    token_ids: list[int]
-    stopped: bool = False
-
-
-def decode(
-    model: Qwen3VLModel,
-    prompts: Prompts,
-    sampler: Sampler,
-    *,
-    max_new_tokens: int,
-    stop: set[int],
-    pad: int,
-    streamers: Sequence[TextStreamer] = (),
-) -> list[Answer]:
-    """Prefill, then decode one token a step until every answer has stopped.
-
-    `stop` are the ids that end an answer, and `pad` follows an answer that has ended.
-    """
-    answers = [Answer([]) for _ in prompts.lengths]
-    with inference(model):
-        cache = CachedModel(model, prompts, max_new_tokens)
-        source = _choosing_rank(model, cache.device)
-        sequences = prompts.input_ids.to(cache.device)  # (B, S + generated)
-        logits = cache.prefill()
-        for step in range(max_new_tokens):
-            tokens = _agree(sampler, sequences, logits, source, cache.device)
-            active = torch.tensor([not answer.stopped for answer in answers], device=cache.device)
-            tokens = torch.where(active, tokens, pad)
-            sequences = torch.cat([sequences, tokens[:, None]], dim=1)
-            for i, (answer, token) in enumerate(zip(answers, tokens.tolist(), strict=True)):
-                if answer.stopped:
-                    continue
-                answer.token_ids.append(token)
-                answer.stopped = token in stop
-                if streamers:
-                    streamers[i].put(torch.tensor([token]))
-                    if answer.stopped:
-                        streamers[i].end()
-            if all(answer.stopped for answer in answers) or step == max_new_tokens - 1:
-                break
-            logits = cache.decode(tokens)
-    for streamer, answer in zip(streamers, answers, strict=False):
-        if not answer.stopped:
-            streamer.end()
-    return answers
-
-
-def _choosing_rank(model: Qwen3VLModel, device: torch.device) -> int:
-    """Return the first rank that holds the logits."""
-    rank = dist.get_rank() if model.post_process else dist.get_world_size()
-    lowest = torch.tensor(rank, device=device)
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    return int(lowest)
-
-
-def _agree(
-    sampler: Sampler, sequences: Tensor, logits: Tensor | None, source: int, device: torch.device
-) -> Tensor:
-    """Return the next tokens, (B,) int64, which rank `source` chooses and broadcasts."""
-    if dist.get_rank() == source:
-        assert logits is not None
-        tokens = sampler.choose(sequences, logits)
-    else:
-        tokens = torch.empty(len(sequences), dtype=torch.int64, device=device)
-    dist.broadcast(tokens, source)
-    return tokens
 
 
 class _Streamer(TextStreamer):

@@ -13,8 +13,8 @@ import pytest
 from megatron.core.inference.contexts import StaticInferenceContext
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import cached_model, prompts
-from mcore_qwen3vl.generation.cached_model import CachedModel
+from mcore_qwen3vl.generation import decoding, prompts
+from mcore_qwen3vl.generation.decoding import CachedModel
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import RanksFailed
 from tests.generation.cases import answer, conversations, expected
@@ -66,7 +66,7 @@ def test_padding_that_is_attended(monkeypatch: Any) -> None:
 
 def test_sequence_parallelism_left_on(monkeypatch: Any) -> None:
     """One token cannot be divided over TP, and the model says so."""
-    monkeypatch.setattr(cached_model, "_without_sequence_parallel", lambda model: nullcontext())
+    monkeypatch.setattr(decoding, "_without_sequence_parallel", lambda model: nullcontext())
     with pytest.raises(BadInput, match="cuts the 1 tokens of each CP rank"):
         equal("image", "tp2+sp")
 

@@ -1,0 +1,322 @@
+"""The steps of decoding: a model with a key/value cache, and the choice of the next token.
+
+Tokens are chosen with HF's logits processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.utils import set_model_to_sequence_parallel
+from torch import Tensor
+from transformers import GenerationConfig, TextStreamer
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.generation.prompts import Prompts
+from mcore_qwen3vl.model.decoder.attention import TorchAttention
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+
+@dataclass
+class Answer:
+    """The tokens of an answer so far, and whether the last one is a stop token."""
+
+    token_ids: list[int]
+    stopped: bool = False
+
+
+def decode(
+    model: Qwen3VLModel,
+    prompts: Prompts,
+    sampler: Sampler,
+    *,
+    max_new_tokens: int,
+    stop: set[int],
+    pad: int,
+    streamers: Sequence[TextStreamer] = (),
+) -> list[Answer]:
+    """Prefill, then decode one token a step until every answer has stopped.
+
+    `stop` are the ids that end an answer, and `pad` follows an answer that has ended.
+    """
+    answers = [Answer([]) for _ in prompts.lengths]
+    with inference(model):
+        cache = CachedModel(model, prompts, max_new_tokens)
+        source = _choosing_rank(model, cache.device)
+        sequences = prompts.input_ids.to(cache.device)  # (B, S + generated)
+        logits = cache.prefill()
+        for step in range(max_new_tokens):
+            tokens = _agree(sampler, sequences, logits, source, cache.device)
+            active = torch.tensor([not answer.stopped for answer in answers], device=cache.device)
+            tokens = torch.where(active, tokens, pad)
+            sequences = torch.cat([sequences, tokens[:, None]], dim=1)
+            for i, (answer, token) in enumerate(zip(answers, tokens.tolist(), strict=True)):
+                if answer.stopped:
+                    continue
+                answer.token_ids.append(token)
+                answer.stopped = token in stop
+                if streamers:
+                    streamers[i].put(torch.tensor([token]))
+                    if answer.stopped:
+                        streamers[i].end()
+            if all(answer.stopped for answer in answers) or step == max_new_tokens - 1:
+                break
+            logits = cache.decode(tokens)
+    for streamer, answer in zip(streamers, answers, strict=False):
+        if not answer.stopped:
+            streamer.end()
+    return answers
+
+
+def _choosing_rank(model: Qwen3VLModel, device: torch.device) -> int:
+    """Return the first rank that holds the logits."""
+    rank = dist.get_rank() if model.post_process else dist.get_world_size()
+    lowest = torch.tensor(rank, device=device)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    return int(lowest)
+
+
+def _agree(
+    sampler: Sampler, sequences: Tensor, logits: Tensor | None, source: int, device: torch.device
+) -> Tensor:
+    """Return the next tokens, (B,) int64, which rank `source` chooses and broadcasts."""
+    if dist.get_rank() == source:
+        assert logits is not None
+        tokens = sampler.choose(sequences, logits)
+    else:
+        tokens = torch.empty(len(sequences), dtype=torch.int64, device=device)
+    dist.broadcast(tokens, source)
+    return tokens
+
+
+class CachedModel:
+    """A model chunk and the cache of one batch of prompts.
+
+    The cache is mcore's ``StaticInferenceContext``: each layer's rotated keys and its values, for
+    this rank's heads. Every rank of the layout must make the same calls. Only :meth:`prefill` uses
+    images.
+    """
+
+    def __init__(self, model: Qwen3VLModel, prompts: Prompts, max_new_tokens: int) -> None:
+        batch_size, length = prompts.input_ids.shape
+        self.model = model
+        self.device = next(model.parameters()).device
+        self._context = StaticInferenceContext(batch_size, length + max_new_tokens)
+        self._prompts = prompts
+        padded = bool((prompts.attention_mask == 0).any())
+        # Allocated once: each decoding step passes a view of it.
+        self._mask = (
+            F.pad(prompts.attention_mask, (0, max_new_tokens), value=1).to(self.device)
+            if padded
+            else None
+        )
+        self._position = prompts.next_position.to(self.device)  # (B,) the next token's position
+
+    def prefill(self) -> Tensor | None:
+        """Run the prompts; return the next token's logits (B, V), on the last stage (else None)."""
+        prompts = self._prompts
+        visual = prompts.visual
+        if visual is not None and self.model.pre_process:
+            visual = visual.to(self.device)
+        return self._forward(
+            prompts.input_ids.to(self.device), prompts.position_ids.to(self.device), visual=visual
+        )
+
+    def decode(self, tokens: Tensor) -> Tensor | None:
+        """Run one more token (B,) of each sequence; return logits as :meth:`prefill` does."""
+        self._context.enable_decode_mode()
+        position_ids = self._position[:, None].expand(3, -1, 1)  # (3, B, 1)
+        self._position = self._position + 1
+        with _without_sequence_parallel(self.model):  # one token cannot be divided over TP
+            return self._forward(tokens[:, None].to(self.device), position_ids)
+
+    def _forward(self, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor | None:
+        """Run one micro-batch through Megatron's own schedule, which handles any pipeline split."""
+        batch_size, length = input_ids.shape
+        seen = self._context.sequence_len_offset + length
+
+        def forward_step(_: Any, model: Qwen3VLModel) -> tuple[Tensor, None]:
+            logits = model(
+                input_ids,
+                position_ids,
+                None if self._mask is None else self._mask[:, :seen],
+                inference_context=self._context,
+                runtime_gather_output=True,
+                **inputs,
+            )
+            return logits, None
+
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=self.model,
+            num_microbatches=1,
+            seq_length=length,
+            micro_batch_size=batch_size,
+            forward_only=True,
+        )
+        self._context.increment_sequence_len_offset(length)
+        # Only the last position is needed. Under SP mcore keeps the last one of each rank's part.
+        return outputs[0][:, -1] if outputs else None
+
+
+@contextmanager
+def inference(model: Qwen3VLModel) -> Iterator[None]:
+    """Put the model in evaluation and mcore's inference mode, without gradients, for the block."""
+    training = model.training
+    model.eval()
+    with ExitStack() as stack:
+        stack.callback(model.train, training)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(InferenceMode.active())
+        if model.spec == "te":
+            stack.enter_context(_torch_attention(model))
+        yield
+
+
+@contextmanager
+def _without_sequence_parallel(model: Qwen3VLModel) -> Iterator[None]:
+    if not model.config.sequence_parallel:
+        yield
+        return
+    set_model_to_sequence_parallel(model, False)
+    try:
+        yield
+    finally:
+        set_model_to_sequence_parallel(model, True)
+
+
+@contextmanager
+def _torch_attention(model: Qwen3VLModel) -> Iterator[None]:
+    """Replace Transformer Engine's attention, which takes no left padding, with SDPA."""
+    attentions = [layer.self_attention for layer in model.decoder.layers]
+    kept = [attention.core_attention for attention in attentions]
+    for attention in attentions:
+        attention.core_attention = TorchAttention(
+            model.config,
+            softmax_scale=model.config.softmax_scale,
+            pg_collection=model.pg_collection,
+        )
+    try:
+        yield
+    finally:
+        for attention, core in zip(attentions, kept, strict=True):
+            attention.core_attention = core
+
+
+def load_generation_config(path: str | Path) -> GenerationConfig:
+    """Load the generation config of an HF checkpoint, or of a converted one's ``hf`` folder.
+
+    The config is empty if there is no file.
+
+    Raises:
+        BadInput: the file exists and cannot be read.
+    """
+    folder = config_folder(Path(path))
+    if not (folder / "generation_config.json").is_file():
+        return GenerationConfig()
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{folder / 'generation_config.json'} cannot be read: {error}") from error
+
+
+class Sampler:
+    """A chooser of tokens, set by the checkpoint's generation config and by overrides.
+
+    Temperature 0 is greedy; without a temperature the config's ``do_sample`` decides. The order of
+    the processors and the draws are those of HF ``GenerationMixin``, so the same seed gives HF's
+    tokens (on one device type, with equal logits).
+
+    Args:
+        temperature, top_p, top_k: overrides of the config; top-p 1 and top-k 0 are off.
+
+    Raises:
+        BadInput: a value is out of range, or has no effect because decoding is greedy.
+    """
+
+    def __init__(
+        self,
+        config: GenerationConfig,
+        *,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if temperature is not None and temperature < 0:
+            raise BadInput(f"temperature is {temperature}: use 0 for greedy decoding, or more.")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise BadInput(f"top_p is {top_p}: use a probability above 0 and at most 1.")
+        if top_k is not None and top_k < 0:
+            raise BadInput(f"top_k is {top_k}: use 0 for no limit, or a number of tokens.")
+        self.greedy = not config.do_sample if temperature is None else temperature == 0
+        if self.greedy and (top_p is not None or top_k is not None):
+            raise BadInput(
+                "top_p and top_k have no effect on greedy decoding: set a temperature above 0."
+            )
+        self.processors = LogitsProcessorList()
+        if (penalty := config.repetition_penalty or 1.0) != 1.0:
+            self.processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+        if not self.greedy:
+            if (divisor := _first(temperature, config.temperature, 1.0)) != 1.0:
+                self.processors.append(TemperatureLogitsWarper(divisor))
+            if count := _first(top_k, config.top_k, 50):
+                self.processors.append(TopKLogitsWarper(count))
+            if (share := _first(top_p, config.top_p, 1.0)) < 1.0:
+                self.processors.append(TopPLogitsWarper(share))
+        self.generator = torch.Generator(device)
+        if seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(seed)
+
+    def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        """Choose the next token of each sequence.
+
+        Args:
+            input_ids: (B, S) the prompt and the tokens generated so far, padding included.
+            logits: (B, V) logits of the last position.
+
+        Returns:
+            (B,) int64.
+        """
+        scores = self.processors(input_ids, logits.float())
+        if self.greedy:
+            return scores.argmax(-1)
+        probabilities = scores.softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=self.generator).squeeze(1)
+
+
+def stop_tokens(config: GenerationConfig, tokenizer: Any) -> set[int]:
+    """Return the ids that end an answer: the config's, or else the tokenizer's."""
+    ids = _first(config.eos_token_id, tokenizer.eos_token_id, [])
+    return {ids} if isinstance(ids, int) else set(ids)
+
+
+def pad_token(config: GenerationConfig, tokenizer: Any) -> int:
+    """Return the id that pads answers which end before the others."""
+    return _first(config.pad_token_id, tokenizer.pad_token_id, 0)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
