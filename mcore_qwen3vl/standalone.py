@@ -149,9 +149,8 @@ def prepare_batch(
             message counts conversations from 0.
     """
     from mcore_qwen3vl.data.config import DataConfig
-    from mcore_qwen3vl.data.encoding.batch import Batcher
-    from mcore_qwen3vl.data.encoding.preparation import Preparation
-    from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample
+    from mcore_qwen3vl.data.encoding.batch import Batcher, EncodedSample
+    from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
     from mcore_qwen3vl.data.loading.sources import Source
     from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
     from mcore_qwen3vl.data.records.media import MediaFolder
@@ -173,15 +172,7 @@ def prepare_batch(
             loaded = preparation.pixels(plan, raw.source)
         except (BadSample, OverlongSample) as error:
             raise BadInput(f"{name.capitalize()} cannot be used: {error}") from error
-        samples.append(
-            EncodedSample(
-                **common,
-                input_ids=plan.token_tensor(),
-                loss_weights=plan.weight_tensor(),
-                pixels=loaded,
-                name=name,
-            )
-        )
+        samples.append(EncodedSample.of(plan, loaded, name))
     if not samples:
         raise BadInput("There is no conversation to make a batch of: pass at least one.")
     pad_id = processor.tokenizer.pad_token_id

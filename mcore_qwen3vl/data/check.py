@@ -15,18 +15,16 @@ import numpy as np
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
-from mcore_qwen3vl.data.encoding.encoder import raw_sample
-from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.packing import Balance, Workload, all_ranks, best_fit, each_rank
 from mcore_qwen3vl.data.encoding.planning import Plan, check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.encoding.rows import Balance, Workload, all_ranks, each_rank
 from mcore_qwen3vl.data.loading.bad_samples import number_of, sample_id
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.flaws import OverlongSample, reason_of
 from mcore_qwen3vl.data.records.media import peculiarities
-from mcore_qwen3vl.data.teacher import teachers_of
+from mcore_qwen3vl.data.scores import teachers_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.machine import require_extra
@@ -182,7 +180,7 @@ def check_data(
     )
     for crude in islice(samples, limit):
         try:
-            raw = raw_sample(preparation, crude)
+            raw = preparation.raw(crude)
             parts = list(preparation.parse_each(raw).values())
             form = parts[0].format
             report.formats[form] = report.formats.get(form, 0) + 1

@@ -14,7 +14,6 @@ from PIL import Image
 from torch import Tensor
 
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.encoder import raw_sample
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, PlannedMedia
 from mcore_qwen3vl.data.encoding.preparation import Preparation
@@ -100,7 +99,7 @@ def read_sample(
         raise BadInput(f"{path} has {len(samples):,} records; there is no record {number:,}.")
     crude = samples[record]
     try:
-        raw = raw_sample(preparation, crude)
+        raw = preparation.raw(crude)
         parsed = preparation.parse(raw)
         plan = preparation.plan(raw, parsed)
         pixels = preparation.pixels(plan, raw.source)

@@ -142,8 +142,15 @@ def write_made_up(data: Path, model: Path, args: argparse.Namespace) -> None:
     from mcore_qwen3vl.data.loader import load_processor
     from mcore_qwen3vl.data.loading.datasets import CrudeSamples
     from mcore_qwen3vl.data.loading.sources import parse_sources
-    from mcore_qwen3vl.data.scores import digest, facts_of, file_digest, teacher_of, vocabulary_of
-    from mcore_qwen3vl.data.teacher import encoded_top, write_teacher
+    from mcore_qwen3vl.data.scores import (
+        digest,
+        encoded_top,
+        facts_of,
+        file_digest,
+        teacher_of,
+        vocabulary_of,
+        write_teacher,
+    )
     from mcore_qwen3vl.scoring.records import Records
 
     processor, architecture = load_processor(model), Architecture.from_hf(model)

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.teacher import encoded_top
+from mcore_qwen3vl.data.scores import encoded_top
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.head.score import TaskModel

@@ -10,13 +10,11 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
-from mcore_qwen3vl.data.encoding.encoder import plan_each, raw_sample
+from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, EncodedSample
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.encoding.samples import EncodedSample
 from mcore_qwen3vl.data.loading.bad_samples import Place, place_of
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.sources import Source
@@ -119,8 +117,8 @@ class Records:
         crude = self._samples[record]
         self._found.places[record] = place_of(crude["__sources__"][0])
         try:
-            raw = raw_sample(self._preparation, crude)
-            plans = plan_each(self._preparation, raw, task=self._config.task)
+            raw = self._preparation.raw(crude)
+            plans = self._preparation.plan_each(raw, task=self._config.task)
             if self._alone and len(plans) > 1:
                 raise BadSample("--top-k is for records of one sequence; it has several.")
         except OverlongSample as error:
@@ -153,16 +151,9 @@ class Records:
         except Exception as error:
             self._found.errors[one.record] = reason_of(error)
             return None
-        return _sample(one.name, one.plan.token_tensor(), one.plan.weight_tensor(), pixels)
+        return EncodedSample.of(one.plan, pixels, one.name)
 
     def _nothing(self) -> EncodedSample:
         """Make an empty sample, for a rank that has no records left while others have."""
         ids = torch.full((2,), self._pad_id)
-        return _sample("", ids, torch.zeros(2), Pixels(None, None, None, None))
-
-
-def _sample(name: str, ids: torch.Tensor, weights: torch.Tensor, pixels: Pixels) -> EncodedSample:
-    return EncodedSample(
-        __key__=name, __restore_key__=(), input_ids=ids, loss_weights=weights, pixels=pixels,
-        name=name,
-    )  # fmt: skip
+        return EncodedSample(ids, torch.zeros(2), Pixels(None, None, None, None), "")

@@ -18,8 +18,18 @@ import torch
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.scores import digest, facts_of, file_digest, teacher_of, vocabulary_of
-from mcore_qwen3vl.data.teacher import Teacher, Top, encoded_top, joined, write_teacher
+from mcore_qwen3vl.data.scores import (
+    Teacher,
+    Top,
+    digest,
+    encoded_top,
+    facts_of,
+    file_digest,
+    joined,
+    teacher_of,
+    vocabulary_of,
+    write_teacher,
+)
 from mcore_qwen3vl.errors import BadInput
 
 K, RECORDS, SIZE = 3, 150, 11

@@ -8,24 +8,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron.energon import CrudeSample, basic_sample_keys, stateless
+from megatron.energon import CrudeSample, Sample, basic_sample_keys, edataclass, stateless
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers import PackingDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, raw_sample
-from mcore_qwen3vl.data.encoding.packing import Division, Measure, divide
+from mcore_qwen3vl.data.encoding.encoder import PlannedRecord, Qwen3VLTaskEncoder
+from mcore_qwen3vl.data.encoding.packing import Division, Measure, divide, extra_work
 from mcore_qwen3vl.data.encoding.planning import Plan
-from mcore_qwen3vl.data.encoding.samples import MeasuredSample, PlannedRecord
 from mcore_qwen3vl.data.loading.bad_samples import sample_id
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.measured import BAD, OVERLONG, MeasuredFactory, Size, Unusable
 from mcore_qwen3vl.data.loading.measured import measure as measure_data
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
-from mcore_qwen3vl.model import flops
-from mcore_qwen3vl.model.flops import ALL, Trained
+from mcore_qwen3vl.model.flops import Trained
+
+
+@edataclass
+class MeasuredSample(Sample):
+    """A sample that is not read yet: its number, and the size from which its work is computed."""
+
+    data_set: int
+    index: int
+    size: Size | Unusable
 
 
 class SharedPacking(PackingDataset):
@@ -166,7 +173,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
 
     def _size(self, sample: CrudeSample) -> Size | Unusable:
         try:
-            return size_of(self.preparation.plan(raw_sample(self.preparation, sample)))
+            return size_of(self.preparation.plan(self.preparation.raw(sample)))
         except Exception as error:  # as in the loader, any exception makes the sample bad
             (source,) = sample["__sources__"]
             kind = OVERLONG if isinstance(error, OverlongSample) else BAD
@@ -217,7 +224,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         """Read, tokenise and decode a sample."""
         with self.guard.skipping(sample):
             crude = self._data_sets[sample.data_set].read(sample.index)
-            raw = raw_sample(self.preparation, crude)
+            raw = self.preparation.raw(crude)
             plans = [self.preparation.plan(raw)]
         return super().postencode_sample(
             PlannedRecord.derive_from(sample, plans=plans, source=raw.source, name=sample_id(crude))
@@ -231,15 +238,6 @@ def size_of(plan: Plan) -> Size:
         sum(item.patches for item in plan.media),
         sum(item.patches**2 / item.frames for item in plan.media),
     )
-
-
-def extra_work(architecture: Architecture, size: Size, trained: Trained = ALL) -> float:
-    """Return the FLOPs of a sample, except those of its tokens' linear layers.
-
-    Those cost the same in every pack, since every pack is padded to `seq_length`.
-    """
-    attention = flops.language(architecture, 0, float(size.tokens) ** 2, trained)
-    return attention + flops.vision(architecture, size.patches, size.squared_frames, trained)
 
 
 def _settings(processor: Any, config: DataConfig) -> str:

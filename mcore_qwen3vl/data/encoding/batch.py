@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.pixels import join_grids, join_patches
+from mcore_qwen3vl.data.encoding.pixels import Pixels, join_grids, join_patches
+from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
-from mcore_qwen3vl.data.encoding.samples import EncodedSample
-from mcore_qwen3vl.data.teacher import Top
+from mcore_qwen3vl.data.scores import Top
 from mcore_qwen3vl.model.inputs import PER_PATCH, PixelScale, VisualInputs, visual_inputs
 
 IGNORED = -100
@@ -25,6 +25,24 @@ _ON_DEVICE = (
     *("input_ids", "labels", "loss_weights", "position_ids", "padding_mask", "cu_seqlens"),
     *("references", "targets", "desirable"),
 )
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sequence of a record, ready to be batched."""
+
+    input_ids: Tensor  # (T,) int64
+    loss_weights: Tensor  # (T,) float32: the weight of predicting each token
+    pixels: Pixels
+    name: str
+    source: int = 0  # number of its data set
+    teacher: Top | None = None  # at the trained tokens
+
+    @classmethod
+    def of(cls, plan: Plan, pixels: Pixels, name: str, **others: Any) -> EncodedSample:
+        """Return a planned sequence with its pixels."""
+        ids, weights = torch.from_numpy(plan.input_ids), torch.from_numpy(plan.loss_weights)
+        return cls(ids, weights, pixels, name, **others)
 
 
 @dataclass(frozen=True)

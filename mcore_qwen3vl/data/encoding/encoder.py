@@ -9,50 +9,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.energon import (
     Cooker,
     CrudeSample,
+    Sample,
     SkipSample,
     TaskEncoder,
-    basic_sample_keys,
+    edataclass,
     stateless,
 )
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Task
-from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, without_pixels
+from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, EncodedSample, without_pixels
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, check_length, padded
-from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.encoding.samples import (
-    EncodedRecord,
-    EncodedSample,
-    PlannedRecord,
-    RawSample,
-)
+from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
 from mcore_qwen3vl.data.loading.bad_samples import BadSampleGuard, number_of, sample_id
-from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.sources import Source, source_names
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.parsed import Conversation
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.records.retrieval import POSITIVE, QUERY
-from mcore_qwen3vl.data.scores import References
-from mcore_qwen3vl.data.teacher import joined, teachers_of
+from mcore_qwen3vl.data.scores import References, joined, teachers_of
 
 
-def raw_sample(preparation: Preparation, sample: CrudeSample) -> RawSample:
-    """Return energon's crude sample, of any data set, with the folder of its media."""
-    return RawSample(
-        **basic_sample_keys(sample),
-        record=sample.get("json"),
-        folder=preparation.folder(sample),
-        source=sample["__subflavors__"][SOURCE],
-    )
+@edataclass
+class PlannedRecord(Sample):
+    """A tokenised record in the packing buffer; its media are measured but not decoded."""
+
+    plans: list[Plan]  # one for each sequence
+    source: int
+    name: str
+    reference: tuple[float, float] | None = None
+    target: float | tuple[float, ...] | None = None
+    label: bool | None = None
+
+
+@edataclass
+class EncodedRecord(Sample):
+    """A record that is ready to be batched."""
+
+    sequences: list[EncodedSample]
+    reference: tuple[float, float] | None
+    target: float | tuple[float, ...] | None
+    label: bool | None
 
 
 class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
@@ -87,7 +92,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
     @stateless
     def cook(self, sample: CrudeSample) -> Any:
         """Return energon's crude sample with the folder of its media."""
-        return raw_sample(self.preparation, sample)
+        return self.preparation.raw(sample)
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> Any:
@@ -123,15 +128,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
         if self._teachers:  # outside of the guard's block, so that the error stops the run
             self._teachers[sample.source].check(number_of(sample), sample.plans[0])
         sequences = [
-            EncodedSample.derive_from(
-                sample,
-                input_ids=plan.token_tensor(),
-                loss_weights=plan.weight_tensor(),
-                pixels=seen,
-                name=sample.name,
-                source=sample.source,
-                teacher=top,
-            )
+            EncodedSample.of(plan, seen, sample.name, source=sample.source, teacher=top)
             for plan, seen in zip(sample.plans, pixels, strict=True)
         ]
         kept = {name: getattr(sample, name) for name in ("reference", "target", "label")}
@@ -172,14 +169,6 @@ _NEEDED: dict[Task | None, tuple[str, ...]] = {
 """By task, the sequences that a record needs."""
 
 
-def plan_each(
-    preparation: Preparation, sample: RawSample, *, task: Task | Literal["pairs"] | None = None
-) -> dict[str, Plan]:
-    """Tokenise the sequences of a raw record, by their names in :meth:`Preparation.parse_each`."""
-    parts = preparation.parse_each(sample, task=task)
-    return {name: preparation.plan(sample, part) for name, part in parts.items()}
-
-
 class GroupTaskEncoder(Qwen3VLTaskEncoder):
     """Energon's hooks for records of several sequences; this class reads those of a task.
 
@@ -188,7 +177,7 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
     """
 
     def _planned(self, sample: RawSample) -> dict[str, Any]:
-        plans = plan_each(self.preparation, sample, task=self.config.task)
+        plans = self.preparation.plan_each(sample, task=self.config.task)
         _require(plans, self.config)
         return {"plans": list(plans.values()), "target": next(iter(plans.values())).target}
 
@@ -215,7 +204,7 @@ class PairTaskEncoder(GroupTaskEncoder):
         return planned
 
     def _planned(self, sample: RawSample) -> dict[str, Any]:
-        plans = plan_each(self.preparation, sample, task="pairs")
+        plans = self.preparation.plan_each(sample, task="pairs")
         sides = [plans[side] for side in SIDES]
         check_length(self.config, sides)  # an over-long pair may have no reference
         if not self._references:

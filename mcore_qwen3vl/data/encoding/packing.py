@@ -16,10 +16,20 @@ are assigned so that the ranks' totals are even.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
+
+import numpy as np
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.loading.measured import Size
+from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.model.flops import ALL, Trained
+
+Row = list[list[int]]
+"""The packs that the ranks have at the same time: for each rank, the samples of its pack."""
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -60,7 +70,7 @@ class Measure:
 class Division:
     """The samples of a buffer, by their index, divided into rows of packs."""
 
-    rows: list[list[list[int]]]  # each row has one pack for each rank
+    rows: list[Row]
     left: list[int]  # samples left for the next buffer
 
 
@@ -129,3 +139,98 @@ def _pack(
         for item in passed:
             heappush(least, item)
     return bins, sorted(left)
+
+
+def extra_work(architecture: Architecture, size: Size, trained: Trained = ALL) -> float:
+    """Return the FLOPs of a sample, except those of its tokens' linear layers.
+
+    Those cost the same in every pack, since every pack is padded to `seq_length`.
+    """
+    attention = flops.language(architecture, 0, float(size.tokens) ** 2, trained)
+    return attention + flops.vision(architecture, size.patches, size.squared_frames, trained)
+
+
+def each_rank(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) -> Iterator[Row]:
+    """Pack without ``--balance``: each rank packs its own part, buffer by buffer."""
+    share = len(lengths) // ranks
+    columns = []
+    for rank in range(ranks):
+        packs: list[list[int]] = []
+        for start in range(rank * share, (rank + 1) * share, buffer):
+            end = min(start + buffer, (rank + 1) * share)
+            fit = best_fit(lengths[start:end], capacity)
+            packs += [[start + item for item in pack] for pack in fit]
+        columns.append(packs)
+    for row in zip(*columns, strict=False):
+        yield list(row)
+
+
+def all_ranks(
+    measures: Sequence[Measure], capacity: int, ranks: int, buffer: int, rows_per_step: int
+) -> Iterator[Row]:
+    """Pack with ``--balance``, `buffer` samples a rank at a time; omit a last, partial buffer."""
+    waiting: list[int] = []
+    place = carried = 0
+    while place + ranks * buffer - len(waiting) <= len(measures):
+        fresh = ranks * buffer - len(waiting)
+        waiting += range(place, place + fresh)
+        place += fresh
+        division = divide(
+            [measures[item] for item in waiting],
+            capacity,
+            ranks,
+            carried=carried,
+            rows_per_step=rows_per_step,
+        )
+        for row in division.rows:
+            yield [[waiting[item] for item in pack] for pack in row]
+        waiting = [waiting[item] for item in division.left]
+        carried = len(waiting)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How even the work of the rows is."""
+
+    micro_batch_step: float
+    """Sum over rows of the most work of a pack, divided by the sum of the rows' means: the time
+    that the ranks take together, relative to perfect balance."""
+    worst_micro_batch_step: float
+    optimizer_step: float
+    """The same ratio for the ranks' totals over a step, which matters if ranks wait for one another
+    only when they reduce gradients."""
+    filled: float
+    """Share of the packs that is not padding."""
+    packs: list[float]
+    """The work of each pack divided by the mean of all packs."""
+
+
+class Workload:
+    """Samples with the work that a model does for them."""
+
+    def __init__(self, architecture: Architecture, sizes: Sequence[Size], capacity: int) -> None:
+        self.lengths = [size.tokens for size in sizes]
+        self.extra = [extra_work(architecture, size) for size in sizes]
+        self.capacity = capacity
+        self.linear = flops.language(architecture, capacity, 0)
+        """FLOPs of a pack's linear layers, padding included."""
+
+    def measures(self) -> list[Measure]:
+        return [Measure(*one) for one in zip(self.lengths, self.extra, strict=True)]
+
+    def balance(self, rows: Sequence[Row], rows_per_step: int) -> Balance:
+        """Return the balance of whole steps, or of all rows if they are fewer than a step's."""
+        per_step = min(rows_per_step, len(rows))
+        rows = rows[: len(rows) // per_step * per_step]
+        work = np.array(
+            [[self.linear + sum(self.extra[item] for item in pack) for pack in row] for row in rows]
+        ).reshape(-1, per_step, len(rows[0]))  # (steps, rows, ranks)
+        tokens = [sum(self.lengths[item] for item in pack) for row in rows for pack in row]
+        totals = work.sum(1)
+        return Balance(
+            micro_batch_step=float(work.max(2).sum() / work.mean(2).sum()),
+            worst_micro_batch_step=float((work.max(2) / work.mean(2)).max()),
+            optimizer_step=float(totals.max(1).sum() / totals.mean(1).sum()),
+            filled=float(np.mean(tokens)) / self.capacity,
+            packs=(work / work.mean()).ravel().tolist(),
+        )

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.data.config import DataConfig
@@ -45,12 +44,6 @@ class Plan:
     loss_weights: np.ndarray  # (T,) float32: the weight of predicting each token
     media: list[PlannedMedia]
     target: float | tuple[float, ...] | None = None  # see Conversation
-
-    def token_tensor(self) -> Tensor:
-        return torch.from_numpy(self.input_ids)
-
-    def weight_tensor(self) -> Tensor:
-        return torch.from_numpy(self.loss_weights)
 
 
 class Planner:

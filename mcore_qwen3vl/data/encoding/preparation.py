@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from megatron.energon import CrudeSample, Sample, basic_sample_keys, edataclass
+
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
 from mcore_qwen3vl.data.encoding.pixels import PixelLoader, Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, Planner
-from mcore_qwen3vl.data.encoding.samples import RawSample
 from mcore_qwen3vl.data.loading.datasets import SOURCE, dataset_path
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.classification import is_classification, parse_classification
@@ -31,6 +32,15 @@ from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.files import parse_json
 
 _FILES = (".jsonl", ".json", ".parquet")
+
+
+@edataclass
+class RawSample(Sample):
+    """A record as read, before it is parsed."""
+
+    record: Any
+    folder: MediaFolder
+    source: int  # number of its data set
 
 
 class Preparation:
@@ -58,15 +68,21 @@ class Preparation:
             if source.reading.preprocess is not None:
                 find_hook(source.reading.preprocess)
 
-    def folder(self, sample: Any) -> MediaFolder:
-        """Return the folder of the media of one of energon's crude samples."""
-        root = self._sources[sample["__subflavors__"][SOURCE]].media_root
+    def raw(self, crude: CrudeSample) -> RawSample:
+        """Return energon's crude sample, of any data set, with the folder of its media."""
+        source = crude["__subflavors__"][SOURCE]
+        root = self._sources[source].media_root
         if root is None:
-            root = dataset_path(sample)
+            root = dataset_path(crude)
             root = root.parent if root.suffix in _FILES and not root.is_dir() else root
-        parts = {name: part for name, part in sample.items() if not name.startswith("__")}
-        parts.pop("json", None)
-        return MediaFolder(root=root, parts=parts)
+        parts = {name: part for name, part in crude.items() if not name.startswith("__")}
+        record = parts.pop("json", None)
+        return RawSample(
+            **basic_sample_keys(crude),
+            record=record,
+            folder=MediaFolder(root, parts),
+            source=source,
+        )
 
     def parse(self, sample: RawSample) -> Conversation | Document:
         """Parse a record."""
@@ -126,6 +142,13 @@ class Preparation:
             parsed = parsed or self.parse(sample)
             plan = self._planners[sample.source].plan(self._renderer.render(parsed))
         return replace(plan, target=getattr(parsed, "target", None))
+
+    def plan_each(
+        self, sample: RawSample, task: Task | Literal["pairs"] | None = None
+    ) -> dict[str, Plan]:
+        """Tokenise the sequences of a record, by their names in :meth:`parse_each`."""
+        parts = self.parse_each(sample, task=task)
+        return {name: self.plan(sample, part) for name, part in parts.items()}
 
     def pixels(self, plan: Plan, source: int) -> Pixels:
         """Decode the images and videos of a plan from the data set with number `source`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.teacher import Top
+from mcore_qwen3vl.data.scores import Top
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.head.module import Head

@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.encoding.balanced import extra_work
-from mcore_qwen3vl.data.encoding.packing import Measure, divide
-from mcore_qwen3vl.data.encoding.rows import Workload, all_ranks, each_rank
+from mcore_qwen3vl.data.encoding.packing import (
+    Measure,
+    Workload,
+    all_ranks,
+    divide,
+    each_rank,
+    extra_work,
+)
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.shapes import SHAPES
 

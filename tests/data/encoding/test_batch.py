@@ -13,10 +13,9 @@ from transformers import AutoConfig, Qwen3VLModel
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig
-from mcore_qwen3vl.data.encoding.batch import Batcher
+from mcore_qwen3vl.data.encoding.batch import Batcher, EncodedSample
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import PixelLoader
-from mcore_qwen3vl.data.encoding.samples import EncodedSample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PixelScale
 from tests.data.encoding.test_planning import RECORDS, planned
@@ -27,14 +26,7 @@ NAMES = ["many_images", "video_and_image", "text", "multi_turn", "image", "video
 
 def encoded(processor: Any, media: Path, name: str, weight: float = 1.0) -> EncodedSample:
     plan, _ = planned(processor, {**RECORDS[name], "weight": weight}, media)
-    return EncodedSample(
-        __key__=name,
-        __restore_key__=(),
-        input_ids=plan.token_tensor(),
-        loss_weights=plan.weight_tensor(),
-        pixels=PixelLoader(processor).load(plan.media),
-        name=name,
-    )
+    return EncodedSample.of(plan, PixelLoader(processor).load(plan.media), name)
 
 
 @pytest.fixture
