@@ -13,8 +13,7 @@ from megatron.energon import SkipSample
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
 from megatron.energon.source_info import SourceInfo, get_source_info
 
-from mcore_qwen3vl.data.loading.index import line_of
-from mcore_qwen3vl.data.loading.stand_in import origin
+from mcore_qwen3vl.data.loading.index import line_of, origin
 from mcore_qwen3vl.data.records.flaws import OverlongSample, reason_of
 from mcore_qwen3vl.errors import BadInput
 

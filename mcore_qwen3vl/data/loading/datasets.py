@@ -19,9 +19,8 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.crude import CrudeFactory
-from mcore_qwen3vl.data.loading.index import ensure_index, index_beside
+from mcore_qwen3vl.data.loading.index import ensure_index, index_beside, origin
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.data.loading.tables import TableReader, is_table
 from mcore_qwen3vl.data.records.classification import labels_in
 from mcore_qwen3vl.data.records.reading import preprocessed

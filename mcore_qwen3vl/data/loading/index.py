@@ -1,13 +1,17 @@
 """Energon's indexes, made on first use, and only once even if many ranks start at the same time.
 
-They are in the cache, beside a stand-in for the data. From them come the line numbers of records.
+Energon needs an index beside the data. So the cache has a stand-in: links to the data set's files,
+with the index beside them, which energon reads instead. Media that a record names are still looked
+for beside the data itself. From the indexes come the line numbers of records.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,12 +23,15 @@ from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexWriter
 
 from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.sources import require_data_set
-from mcore_qwen3vl.data.loading.stand_in import data_cache, make_stand_in, origin, stand_in_of
 from mcore_qwen3vl.data.loading.tables import is_table
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import replacing
 
 _PATIENCE = 3600.0  # seconds that other ranks wait for the rank that indexes
 _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+_ORIGIN = "origin"  # name of the file, beside a stand-in, that holds the path of the data
+_SUFFIXES = (".tar", ".parquet", ".arrow")
+_NAMES = ("state.json", "dataset_dict.json")  # files of Hugging Face datasets on disk
 
 
 def ensure_index(path: Path) -> Path:
@@ -40,10 +47,10 @@ def ensure_index(path: Path) -> Path:
     """
     if not _needs_index(path) or _is_indexed(path):
         return path
-    stand_in = stand_in_of(path)
+    stand_in = _stand_in_of(path)
     try:
         if not _is_indexed(stand_in):
-            make_stand_in(path)
+            _make_stand_in(path)
             _index_once(stand_in)
     except OSError as error:
         raise BadInput(
@@ -93,7 +100,7 @@ def _index_once(path: Path) -> None:
             if path.is_dir():
                 _index_tars(path)
             elif path.suffix == ".json":
-                json_file.write_index(path)
+                json_file.write_index(path, origin(path))
             else:
                 _index_jsonl(path)
     except Timeout:
@@ -179,3 +186,73 @@ def _blanks(path: Path) -> np.ndarray:
 @cache
 def _read(file: Path, written: int) -> np.ndarray:
     return np.fromfile(file, np.int64)
+
+
+def fingerprint(path: Path) -> str:
+    """Return the names, sizes and times of the files of a data set (a file or a folder) as JSON."""
+    stats = [(str(file.relative_to(path.parent)), file.stat()) for file in _data_files(path)]
+    return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+
+
+def _data_files(path: Path) -> list[Path]:
+    """Return the files of a data set, without the indexes, scores and logs beside them."""
+    if not path.is_dir():
+        return [path]
+    return sorted(
+        file
+        for file in path.rglob("*")
+        if (file.suffix in _SUFFIXES or file.name in _NAMES) and file.is_file()
+    )
+
+
+def data_cache() -> Path:
+    """Return the folder that holds the cache folders of all data sets; it need not exist.
+
+    It is ``$XDG_CACHE_HOME/mcore-qwen3vl/data`` (``~/.cache/mcore-qwen3vl/data``).
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches.absolute() / "mcore-qwen3vl" / "data"
+
+
+def cache_of(path: Path) -> Path:
+    """Return the cache folder of a data set in its present state; it need not exist.
+
+    The folder's name is a hash of the path and of the files' sizes and times, so that all processes
+    find the same one, and no process loses its index when the data change.
+    """
+    state = f"{path.absolute()} {fingerprint(path.absolute())}"
+    return data_cache() / hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+def _stand_in_of(path: Path) -> Path:
+    """Return the path that energon reads instead of a JSON or JSONL file, or a folder of tars."""
+    return cache_of(path) / path.absolute().name
+
+
+def _make_stand_in(path: Path) -> None:
+    """Make links in the cache to a file, or to all tars of a folder."""
+    path = path.absolute()
+    made = _stand_in_of(path)
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(made.parent / _ORIGIN) as partial:  # other ranks may read it meanwhile
+        partial.write_text(str(path), encoding="utf-8")
+    if not path.is_dir():
+        _link(made, path)
+        return
+    made.mkdir(exist_ok=True)
+    for tar in path.rglob("*.tar"):
+        _link(made / tar.relative_to(path), tar)
+
+
+@cache
+def origin(path: Path) -> Path:
+    """Return the data set that `path` stands for: `path` itself unless it is a stand-in."""
+    if not path.is_relative_to(data_cache()):
+        return path
+    return Path((path.parent / _ORIGIN).read_text(encoding="utf-8"))
+
+
+def _link(place: Path, target: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # an earlier run or another rank made it
+        place.symlink_to(target)

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mcore_qwen3vl.data.loading.crude import crude_sample
-from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import replacing
 
@@ -46,14 +45,13 @@ def is_indexed(path: Path) -> bool:
         return int.from_bytes(stream.read(8), sys.byteorder) == path.stat().st_size
 
 
-def write_index(path: Path) -> None:
-    """Write the index of a ``.json`` file.
+def write_index(path: Path, data: Path) -> None:
+    """Write the index of a ``.json`` file, which stands for `data`.
 
     Raises:
         BadInput: the file is empty, or is neither an array nor one object a line.
         OSError: the folder cannot be written.
     """
-    data = origin(path)
     with path.open("rb") as file:
         first = _first_byte(file)
         file.seek(0)

@@ -27,7 +27,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.data.loading.crude import crude_sample
-from mcore_qwen3vl.data.loading.stand_in import cache_of, fingerprint, origin
+from mcore_qwen3vl.data.loading.index import cache_of, fingerprint, origin
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import replacing
 from mcore_qwen3vl.runtime.lifetime import end_with_parent

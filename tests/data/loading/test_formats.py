@@ -262,7 +262,7 @@ def test_an_array_is_indexed_whatever_its_strings_hold(
     records = [{"id": i, "text": 'é]}[{",\\ 語' * (i % 7)} for i in range(60)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps(records, indent=indent, ensure_ascii=False), encoding="utf-8")
-    json_file.write_index(path)
+    json_file.write_index(path, path)
     reader = json_file.JsonReader(path, json_file.index_of(path))
     assert [json.loads(reader[i]["json"]) for i in range(len(reader))] == records
 
