@@ -32,9 +32,9 @@ from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
 from mcore_qwen3vl.data.loading.bad_samples import BadSampleGuard, number_of, sample_id
 from mcore_qwen3vl.data.loading.sources import Source, source_names
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.parsed import Conversation
+from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.preference import SIDES
-from mcore_qwen3vl.data.records.retrieval import POSITIVE, QUERY
+from mcore_qwen3vl.data.records.tasks import POSITIVE, QUERY
 from mcore_qwen3vl.data.scores import References, joined, teachers_of
 
 

@@ -14,11 +14,10 @@ from mcore_qwen3vl.data.encoding.pixels import PixelLoader, Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, Planner
 from mcore_qwen3vl.data.loading.datasets import SOURCE, dataset_path
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.classification import is_classification, parse_classification
 from mcore_qwen3vl.data.records.flaws import time_limit
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import join_parts, parse_record
-from mcore_qwen3vl.data.records.parsed import Conversation, Document
+from mcore_qwen3vl.data.records.messages import Conversation
+from mcore_qwen3vl.data.records.parse import Document, is_retrieval, join_parts, parse_record
 from mcore_qwen3vl.data.records.preference import (
     is_labelled,
     is_pair,
@@ -27,7 +26,12 @@ from mcore_qwen3vl.data.records.preference import (
     require_pair,
 )
 from mcore_qwen3vl.data.records.reading import find_hook, preprocessed
-from mcore_qwen3vl.data.records.retrieval import is_retrieval, parse_judgements, parse_retrieval
+from mcore_qwen3vl.data.records.tasks import (
+    is_classification,
+    parse_classification,
+    parse_judgements,
+    parse_retrieval,
+)
 from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.files import parse_json
 

@@ -22,8 +22,8 @@ from mcore_qwen3vl.data.loading.crude import CrudeFactory
 from mcore_qwen3vl.data.loading.index import ensure_index, index_beside, origin
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.loading.tables import TableReader, is_table
-from mcore_qwen3vl.data.records.classification import labels_in
 from mcore_qwen3vl.data.records.reading import preprocessed
+from mcore_qwen3vl.data.records.tasks import labels_in
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.labels import Labels

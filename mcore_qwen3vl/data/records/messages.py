@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.media import MediaFolder, Shelf
-from mcore_qwen3vl.data.records.parsed import Conversation, weight_of
+from mcore_qwen3vl.data.records.media import Media, MediaFolder, Shelf
+from mcore_qwen3vl.data.records.reading import weight_of
 from mcore_qwen3vl.files import parse_json
 
 _REFERENCE_KEYS = {
@@ -32,6 +33,23 @@ _GROUNDING = ("<ref-object>", "<bbox>")
 _OWN = ("content", "weight", "loss")  # keys of a message that the template does not get
 _READ = (*_OWN, "role", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of a message that we read or that chat templates do; all but our own get there."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Chat messages in the form that HF chat templates read, with their media in order."""
+
+    messages: list[dict[str, Any]]
+    media: list[Media]
+    weights: list[float]  # one a message; 0 for all but assistant turns
+    tools: list[Any] | None = None
+    prompt: bool = False  # rendered with the generation prompt, and not trained on
+    target: float | tuple[float, ...] | None = None
+    """A pair's margin, on the chosen side; the score of two texts, on the query; or 1 for each
+    label of a classifier that is right, and 0 for others."""
+    format: str = field(default="", compare=False)  # format of the record
+    unread: tuple[str, ...] = field(default=(), compare=False)  # keys that were not read
+    label: bool | None = None  # of a labelled record: whether the answer is wanted
 
 
 def read_messages(

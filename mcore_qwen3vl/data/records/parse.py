@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
@@ -16,14 +16,29 @@ from mcore_qwen3vl.data.records.media import (
     media_list,
     said_of_all,
 )
-from mcore_qwen3vl.data.records.messages import read_conversations, read_messages
-from mcore_qwen3vl.data.records.parsed import Conversation, Document, Parsed, observed, weight_of
-from mcore_qwen3vl.data.records.reading import PLAIN, Reading, preprocessed
-from mcore_qwen3vl.data.records.retrieval import is_retrieval
+from mcore_qwen3vl.data.records.messages import Conversation, read_conversations, read_messages
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading, observed, preprocessed, weight_of
 
 CAPTION_KEYS = ("caption", "text", "txt")
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _VIDEO_SUFFIXES = ("mp4", "mkv", "webm", "mov", "avi")
+
+
+@dataclass(frozen=True)
+class Document:
+    """Interleaved text and media, all of whose text is trained."""
+
+    parts: list[str | Media]
+    weight: float = 1.0
+    format: str = field(default="", compare=False)  # format of the record
+    unread: tuple[str, ...] = field(default=(), compare=False)  # keys that were not read
+
+    @property
+    def media(self) -> list[Media]:
+        return [part for part in self.parts if isinstance(part, Media)]
+
+
+Parsed = Conversation | Document
 
 
 def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document:
@@ -96,6 +111,15 @@ OTHER_TASKS = {
 }
 """Keys of records that are made for another task than training on their answers. ``label`` is one
 only if it is true or false: data sets of other kinds have numbers and words there."""
+
+
+RETRIEVED = ("positive", "positive_messages")
+"""Keys of retrieval records."""
+
+
+def is_retrieval(record: Any) -> bool:
+    """Return whether a JSON record is a retrieval record."""
+    return isinstance(record, Mapping) and any(key in record for key in RETRIEVED)
 
 
 def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:

@@ -24,9 +24,9 @@ from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import PAIRED_ELSEWHERE, parse_record
-from mcore_qwen3vl.data.records.parsed import Conversation, finite
-from mcore_qwen3vl.data.records.reading import PLAIN, Reading
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading, finite
 
 SIDES = ("chosen", "rejected")
 _LABEL, _PROMPT, _ANSWER = "label", "prompt", "completion"

@@ -1,13 +1,14 @@
-"""How the records of a data set are read: hook, format, system prompt, turns to train on."""
+"""How the records of a data set are read: hook, format, system prompt, turns, weights."""
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
+from math import isfinite
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
@@ -96,3 +97,56 @@ def find_hook(name: str) -> Hook:
     if not callable(found):
         raise BadInput(f"The hook {name!r} is a {type(found).__name__}, not a function.")
     return found
+
+
+class _Observed(Mapping[str, Any]):
+    """A record that remembers which of its keys were read."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self._record = record
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self._record[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._record)
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+
+def observed[P](
+    record: Mapping[str, Any], format: str, read: Callable[[Mapping[str, Any]], P]
+) -> P:
+    """Return what `read` makes of a record, with the format's name and the keys not read."""
+    seen = _Observed(record)
+    parsed: Any = read(seen)
+    unread = (str(key) for key in record if key not in seen.read)
+    made: P = replace(parsed, format=format, unread=(*unread, *parsed.unread))
+    return made
+
+
+def finite(holder: Mapping[str, Any], key: str) -> float:
+    """Return the number under `key`."""
+    value = holder[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise BadSample(f"{key} is {value!r:.40}; a number is needed.")
+    return float(value)
+
+
+def weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
+    """Return the weight of a record or a message: ``weight``, or ms-swift's ``loss``; default 1."""
+    weight = holder.get(key)
+    if weight is None:
+        return 1.0
+    if key == "loss" and isinstance(weight, bool):
+        return float(weight)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e6:
+        switch = "true, false or " if key == "loss" else ""
+        quoted = ", without quotes" if isinstance(weight, str) else ""
+        raise BadSample(
+            f"{key} is {weight!r:.40}: it takes {switch}a number from 0 to 1e6{quoted}."
+        )
+    return float(weight)

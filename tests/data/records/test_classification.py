@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.data.records.classification import is_classification, parse_classification
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parsed import Conversation
+from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.records.tasks import is_classification, parse_classification
 from mcore_qwen3vl.labels import Labels
 
 FOLDER = MediaFolder(Path("/data"), {})

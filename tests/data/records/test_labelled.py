@@ -9,8 +9,8 @@ import pytest
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import parse_record
-from mcore_qwen3vl.data.records.parsed import Conversation
 from mcore_qwen3vl.data.records.preference import is_labelled, parse_labelled
 from mcore_qwen3vl.data.records.reading import PLAIN, Reading
 

@@ -10,7 +10,7 @@ import pytest
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.reading import Reading
-from mcore_qwen3vl.data.records.retrieval import parse_judgements
+from mcore_qwen3vl.data.records.tasks import parse_judgements
 
 FOLDER = MediaFolder(Path("/data"), {})
 
