@@ -18,8 +18,8 @@ from mcore_qwen3vl.data.encoding.balanced import size_of
 from mcore_qwen3vl.data.encoding.packing import Balance, Workload, all_ranks, best_fit, each_rank
 from mcore_qwen3vl.data.encoding.planning import Plan, check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.loading.bad_samples import number_of, sample_id
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
+from mcore_qwen3vl.data.loading.index import number_of, sample_id
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.flaws import OverlongSample, reason_of

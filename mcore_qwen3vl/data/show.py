@@ -17,9 +17,8 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, PlannedMedia
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.loading.bad_samples import sample_id
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.loading.index import ensure_index, record_of
+from mcore_qwen3vl.data.loading.index import ensure_index, record_of, sample_id
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.flaws import reason_of
 from mcore_qwen3vl.errors import BadInput, CheckFailed

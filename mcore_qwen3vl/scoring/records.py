@@ -15,8 +15,8 @@ from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.loading.bad_samples import Place, place_of
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
+from mcore_qwen3vl.data.loading.index import Place, place_of
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.scores import digest

@@ -15,9 +15,8 @@ from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
 from mcore_qwen3vl.data.loader import load_processor
-from mcore_qwen3vl.data.loading.bad_samples import Place
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.loading.index import fingerprint
+from mcore_qwen3vl.data.loading.index import Place, fingerprint
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of, teacher_of, vocabulary_of
 from mcore_qwen3vl.errors import BadInput

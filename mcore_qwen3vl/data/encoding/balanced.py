@@ -17,8 +17,8 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.encoder import PlannedRecord, Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.encoding.packing import Division, Measure, divide, extra_work
 from mcore_qwen3vl.data.encoding.planning import Plan
-from mcore_qwen3vl.data.loading.bad_samples import sample_id
 from mcore_qwen3vl.data.loading.datasets import SOURCE
+from mcore_qwen3vl.data.loading.index import sample_id
 from mcore_qwen3vl.data.loading.measured import BAD, OVERLONG, MeasuredFactory, Size, Unusable
 from mcore_qwen3vl.data.loading.measured import measure as measure_data
 from mcore_qwen3vl.data.loading.sources import Source

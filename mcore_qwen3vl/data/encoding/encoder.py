@@ -7,7 +7,9 @@ that the buffer holds tokens and file names, not pixels, and is cheap to rebuild
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,8 @@ from megatron.energon import (
     edataclass,
     stateless,
 )
+from megatron.energon.errors import SYSTEM_EXCEPTIONS
+from megatron.energon.source_info import SourceInfo
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Task
@@ -29,13 +33,110 @@ from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, check_length, padded
 from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
-from mcore_qwen3vl.data.loading.bad_samples import BadSampleGuard, number_of, sample_id
+from mcore_qwen3vl.data.loading.index import number_of, sample_id
 from mcore_qwen3vl.data.loading.sources import Source, source_names
-from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.records.tasks import POSITIVE, QUERY
 from mcore_qwen3vl.data.scores import References, joined, teachers_of
+from mcore_qwen3vl.errors import BadInput
+
+log = logging.getLogger(__name__)
+
+OVERLONG_IN_A_ROW = 1000
+"""Consecutive over-long samples after which the run stops, since nothing seems to fit."""
+
+
+class BadSampleGuard:
+    """One worker's count of records that could not be used, each counted and logged once.
+
+    Over-long samples are left out by policy: they are counted separately, and stop the run only
+    after :data:`OVERLONG_IN_A_ROW` of them.
+    """
+
+    def __init__(self, max_fraction: float, floor: int) -> None:
+        """Start counting.
+
+        Args:
+            floor: smallest number of records from which the share is taken, for a worker that gets
+                fewer; or the size of the whole data set, if that is smaller.
+        """
+        self._max_fraction = max_fraction
+        self._floor = floor
+        self._records = floor
+        self._bad: set[str] = set()
+        self._skipped = 0
+        self._dropped = 0
+        self._overlong_in_a_row = 0
+
+    def expect(self, data_set: int, worker: int) -> None:
+        """Set about how many records the data set has, and how many of them a worker gets."""
+        self._records = max(worker, min(data_set, self._floor))
+
+    def take(self) -> tuple[int, int]:
+        """Return the numbers of bad and over-long samples since the last call, for a batch."""
+        taken = self._skipped, self._dropped
+        self._skipped = self._dropped = 0
+        return taken
+
+    @contextmanager
+    def skipping(self, sample: Any, *, counted: bool = True) -> Iterator[None]:
+        """Skip the sample if the code in the block raises anything.
+
+        Args:
+            counted: False if another rank meets the same sample and counts it.
+
+        Raises:
+            SkipSample: the sample is skipped; energon then takes the next one.
+            BadInput: too many samples were bad, or too many in a row over-long.
+        """
+        try:
+            yield
+            self._overlong_in_a_row = 0
+        except (SkipSample, *SYSTEM_EXCEPTIONS):
+            raise
+        except OverlongSample as error:
+            self._dropped += counted
+            self._overlong_in_a_row += 1
+            if counted:
+                log.info("sample %s left out: %s", sample_id(sample), error)
+            if self._overlong_in_a_row == OVERLONG_IN_A_ROW:
+                raise BadInput(
+                    f"The last {OVERLONG_IN_A_ROW} samples were all left out as over-long. The "
+                    f"last one is {sample_id(sample)}: {error} Raise --seq-length, lower the "
+                    "pixel budgets, or set --overlong truncate."
+                ) from error
+            raise SkipSample from error
+        except Exception as error:
+            if counted:
+                self._skip(sample_id(sample), error)
+            raise SkipSample from error
+
+    def on_error(self, error: Exception, sample: Any, _: list[SourceInfo] | None) -> None:
+        """Handle energon's own errors, such as a broken JSON line, before :meth:`skipping`.
+
+        Raises:
+            BadInput: too many samples were bad.
+        """
+        if isinstance(error, BadInput):  # raised by this guard, and passing through energon
+            raise error
+        self._skip(sample_id(sample), error)
+
+    def _skip(self, name: str, error: Exception) -> None:
+        if name in self._bad:  # counted in an earlier epoch
+            return
+        self._bad.add(name)
+        self._skipped += 1
+        reason = reason_of(error)
+        log.warning("bad sample %s skipped: %s", name, reason)
+        if len(self._bad) > self._max_fraction * self._records:
+            raise BadInput(
+                f"{len(self._bad)} of about {self._records} records are bad, more than the "
+                f"accepted share of {self._max_fraction:g} (--max-bad-fraction); the rest was not "
+                f"read. The last one is {name}: {reason} Run "
+                "`mcore-qwen3vl data check` on the data set, which lists what is wrong with each."
+            )
 
 
 @edataclass

@@ -2,7 +2,7 @@
 
 Energon needs an index beside the data. So the cache has a stand-in: links to the data set's files,
 with the index beside them, which energon reads instead. Media that a record names are still looked
-for beside the data itself. From the indexes come the line numbers of records.
+for beside the data itself. From the indexes come the places of records, for messages.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import json
 import os
 import sys
 from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors import BaseWebdatasetFactory
 from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexWriter
+from megatron.energon.source_info import SourceInfo, get_source_info
 
 from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.sources import require_data_set
@@ -47,10 +50,10 @@ def ensure_index(path: Path) -> Path:
     """
     if not _needs_index(path) or _is_indexed(path):
         return path
-    stand_in = _stand_in_of(path)
+    stand_in = cache_of(path) / path.absolute().name
     try:
         if not _is_indexed(stand_in):
-            _make_stand_in(path)
+            _make_stand_in(path.absolute(), stand_in)
             _index_once(stand_in)
     except OSError as error:
         raise BadInput(
@@ -188,6 +191,49 @@ def _read(file: Path, written: int) -> np.ndarray:
     return np.fromfile(file, np.int64)
 
 
+@dataclass(frozen=True)
+class Place:
+    """The place of a record in its file."""
+
+    file: Path
+    number: int
+    """The line of a JSONL file, or the record of another file, from 1."""
+
+    @property
+    def is_line(self) -> bool:
+        """Whether `number` is a line, as an editor counts them."""
+        return self.file.suffix == ".jsonl"
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" if self.is_line else f"{self.file}[{self.number}]"
+
+
+def place_of(source: SourceInfo) -> Place:
+    """Return the place from which energon read a sample."""
+    indexed = Path(str(source.dataset_path))
+    dataset = origin(indexed)
+    if dataset.suffix == ".jsonl":
+        return Place(dataset, line_of(indexed, int(source.index)))
+    file = dataset if source.shard_name == dataset.name else dataset / source.shard_name
+    return Place(file, int(source.index) + 1)
+
+
+def number_of(sample: Any) -> int:
+    """Return the number, from 0, that a sample's record has in its file."""
+    return int(get_source_info(sample)[0].index)
+
+
+def sample_id(sample: Any) -> str:
+    """Return where a sample comes from: ``file:line`` for JSONL, else ``file[record]``."""
+    # energon passes the raw tuple of a joined sample, or a list of samples, to its error handler
+    inner = getattr(sample, "data", sample)
+    inner = inner[0] if isinstance(inner, list | tuple) and inner else inner
+    sources = get_source_info(inner)
+    if not sources:
+        return str(inner["__key__"] if isinstance(inner, dict) else inner)[:200]
+    return str(place_of(sources[0]))
+
+
 def fingerprint(path: Path) -> str:
     """Return the names, sizes and times of the files of a data set (a file or a folder) as JSON."""
     stats = [(str(file.relative_to(path.parent)), file.stat()) for file in _data_files(path)]
@@ -224,15 +270,8 @@ def cache_of(path: Path) -> Path:
     return data_cache() / hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
-def _stand_in_of(path: Path) -> Path:
-    """Return the path that energon reads instead of a JSON or JSONL file, or a folder of tars."""
-    return cache_of(path) / path.absolute().name
-
-
-def _make_stand_in(path: Path) -> None:
+def _make_stand_in(path: Path, made: Path) -> None:
     """Make links in the cache to a file, or to all tars of a folder."""
-    path = path.absolute()
-    made = _stand_in_of(path)
     made.parent.mkdir(parents=True, exist_ok=True)
     with replacing(made.parent / _ORIGIN) as partial:  # other ranks may read it meanwhile
         partial.write_text(str(path), encoding="utf-8")
