@@ -107,7 +107,7 @@ def test_what_a_link_out_of_the_model_names_is_not_copied(dense: Path, tmp_path:
 
 def _json_array(folder: Path) -> None:
     (folder / "a.json").write_text(f"[{{}}, {DEEP}]")
-    write_index(folder / "a.json")
+    write_index(folder / "a.json", folder / "a.json")
 
 
 def _dataset(folder: Path) -> None:
