@@ -180,10 +180,7 @@ def _require_positive(name: str, value: float) -> None:
 
 
 def check_top_k(flag: str, k: int, vocab_size: int) -> None:
-    """
-    Raises:
-        BadInput: `k`, which `flag` gives, is no number of different tokens of a vocabulary.
-    """
+    """Raise BadInput unless `k`, which `flag` gives, is from 1 to `vocab_size`."""
     if not 1 <= k <= vocab_size:
         raise BadInput(
             f"{flag} is {k}; it must be from 1 to the {vocab_size} tokens of the vocabulary."

@@ -34,11 +34,7 @@ def log_file(save: Path, rank: int) -> Path:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that `folder` can be written to or created.
-
-    Raises:
-        BadInput: nothing can be written there.
-    """
+    """Raise BadInput if `folder` can neither be written to nor created."""
     folder = folder.absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
     try:
@@ -52,11 +48,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_export(args: argparse.Namespace) -> None:
-    """Check that a run would neither overwrite another run's exports nor take them for its own.
-
-    Raises:
-        BadInput: ``--save-hf`` holds exports of another run than the one in ``--save``.
-    """
+    """Raise BadInput if ``--save-hf`` holds exports of another run than the one in ``--save``."""
     found = numbered_iterations(Path(args.save_hf)) if args.save_hf else []
     owner = owner_of(args.save_hf)
     # Earlier versions named no owner. Then a run that goes on is taken for it.
@@ -85,11 +77,7 @@ def claim(save: str | None, exports: str) -> None:
 
 @contextmanager
 def locked(args: argparse.Namespace) -> Iterator[None]:
-    """Lock the folders that a run writes to against other runs; the first rank holds the locks.
-
-    Raises:
-        BadInput: another run writes there.
-    """
+    """Lock, on the first rank, the folders that a run writes to, or raise BadInput."""
     with ExitStack() as locks:
         places = (args.save, args.save_hf) if args.rank == 0 else ()
         for folder in {Path(place).resolve() for place in places if place}:

@@ -79,9 +79,6 @@ def wrap_all(wrappers: Mapping[str, Wrapper]) -> None:
     """Wrap the functions of :data:`HOOKS`, each of which `wrappers` has by its name.
 
     A run wraps all of them, because an earlier run in this process may have done so.
-
-    Raises:
-        BadInput: the installed Megatron lacks one of them.
     """
     for name, module in HOOKS.items():
         wrap(import_module(module), name, wrappers[name])
@@ -93,11 +90,7 @@ def unchanged(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def wrap(module: Any, name: str, wrapper: Wrapper) -> None:
-    """Replace a function of `module` by a wrapper, which receives the original.
-
-    Raises:
-        BadInput: the installed Megatron has no such function.
-    """
+    """Replace a function of `module`, which must have it, by a wrapper, which receives it."""
     original = getattr(module, name, None)
     if original is None:
         raise BadInput(
@@ -226,12 +219,8 @@ class NormCheck:
     def add(self, norm: float | Tensor | None, iteration: int) -> None:
         """Check the norm that was added before, and start copying this one to the host.
 
-        Args:
-            norm: gradient norm of this iteration, one value; None if nothing trains on this rank's
-                pipeline.
-
-        Raises:
-            FloatingPointError: the norm added before is infinite or NaN.
+        It raises FloatingPointError if that norm is infinite or NaN. `norm` is one value; None if
+        nothing trains on this rank's pipeline.
         """
         self.settle()
         if norm is not None:

@@ -64,11 +64,7 @@ class Base:
         self._total: int | None = None
 
     def load(self, chunk: Qwen3VLModel) -> None:
-        """Fill one pipeline chunk, which has no adapter yet; for Megatron's formats a collective.
-
-        Raises:
-            BadInput: the checkpoint cannot be read or is of another model.
-        """
+        """Fill a pipeline chunk, which has no adapter yet; for Megatron's formats a collective."""
         if self.path is None:
             return
         if self._hf:
@@ -92,11 +88,7 @@ class Base:
         return Identity(path=str(self.path), dtype=self._dtype, sum=self._total)
 
     def check(self, folder: Path) -> None:
-        """Compare with the base that the checkpoints beside `folder` were trained on; a collective.
-
-        Raises:
-            BadInput: the base weights differ.
-        """
+        """Raise BadInput if the checkpoints by `folder` had other base weights; a collective."""
         mine, file = self.identity(), folder / BASE_FILE
         if mine is None or not file.is_file():
             return
@@ -211,13 +203,7 @@ def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any
 
 
 def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
-    """Refuse checkpoints of another kind of run, of another adapter or of another base.
-
-    A collective.
-
-    Raises:
-        BadInput: the checkpoints do not belong to this run; the message says what to do instead.
-    """
+    """Raise BadInput for checkpoints of another kind of run, adapter or base; a collective."""
     if args.load is None or not is_megatron(Path(args.load)):
         return
     file = Path(args.load) / LORA_FOLDER / FILE

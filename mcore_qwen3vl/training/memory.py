@@ -71,11 +71,10 @@ class Memory:
     @property
     def total(self) -> float:
         """Sum of all parts, in bytes."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return sum(vars(self).values())
 
     def __str__(self) -> str:
-        parts = ("weights", "gradients", "optimizer", "activations", "logits")
-        listing = ", ".join(f"{name} {getattr(self, name) / GB:.1f}" for name in parts)
+        listing = ", ".join(f"{name} {size / GB:.1f}" for name, size in vars(self).items())
         return f"{self.total / GB:.1f} GB a GPU ({listing})"
 
 
@@ -265,9 +264,6 @@ def trained_parameters(config: AdapterConfig, hf_config: HFConfig) -> Counter[Gr
 
     The groups are those of ``mapping.parameters.count``. Factors are counted as if TP did not
     divide them, which is slightly too many.
-
-    Raises:
-        BadInput: see ``resolve_targets``.
     """
     counts: Counter[Group] = Counter()
     for name, spec in resolve_targets(config, hf_config).items():

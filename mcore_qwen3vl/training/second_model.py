@@ -49,12 +49,8 @@ def source_of(args: argparse.Namespace) -> Source | None:
 def architecture_of(args: argparse.Namespace, trained: Architecture) -> Architecture | None:
     """Return the second model's shape; None if the run has no such model.
 
-    Args:
-        trained: the shape of the model that trains. The weights that training starts from have it,
-            so no config is read beside them.
-
-    Raises:
-        BadInput: the second model's config cannot be read.
+    The weights that training starts from have the shape `trained`, so no config is read beside
+    them.
     """
     source = source_of(args)
     if source is None:
@@ -108,11 +104,7 @@ class SecondModel:
         return cls(args, trained, source, architecture)
 
     def build(self) -> None:
-        """Build this rank's chunks and fill them; all ranks call this once the groups exist.
-
-        Raises:
-            BadInput: the checkpoint cannot be read, or does not hold exactly this model.
-        """
+        """Build this rank's chunks and fill them; all ranks call this once the groups exist."""
         from megatron.core.utils import unwrap_model
         from megatron.training.training import get_model
 

@@ -32,11 +32,7 @@ from mcore_qwen3vl.training.folders import check_export, check_writable
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:
-    """Refuse combinations of flags that Megatron's own validation lets through.
-
-    Raises:
-        BadInput: flags do not fit together; the message names them and the remedy.
-    """
+    """Refuse, with BadInput, combinations of flags that Megatron's own validation lets through."""
     if args.fp32 and (args.bf16 or args.fp16):
         raise BadInput(
             f"--fp32 and {'--bf16' if args.bf16 else '--fp16'} contradict each other: leave one "
@@ -164,11 +160,7 @@ def _check_torch_spec(args: argparse.Namespace) -> None:
 
 
 def require_gpu() -> None:
-    """Check for a GPU before importing megatron, whose CUDA modules would print hundreds of lines.
-
-    Raises:
-        BadInput: there is no GPU.
-    """
+    """Raise BadInput without a GPU, before megatron's CUDA modules print hundreds of lines."""
     import torch
 
     if not torch.cuda.device_count():
@@ -176,12 +168,7 @@ def require_gpu() -> None:
 
 
 def check_early(command: CommandLine) -> None:
-    """Refuse a command line with which no run can start.
-
-    Raises:
-        BadInput: a flag is unknown or missing or has an invalid value; or the model, the data or
-            the folder to save to cannot be used.
-    """
+    """Raise BadInput if no run can start: for its flags, its model, its data or its folders."""
     args = command.checked_args()
     check_surroundings(args)
     model = command.model
@@ -196,11 +183,7 @@ def check_early(command: CommandLine) -> None:
 
 
 def check_surroundings(args: argparse.Namespace) -> None:
-    """Check, before a model is built, that the run's data, checkpoints and packages exist.
-
-    Raises:
-        BadInput: a data set, checkpoint or package is missing, or a flag that the run needs.
-    """
+    """Raise BadInput if the run lacks a flag, a data set, a checkpoint or a package."""
     train = args.train_data_path or args.data_path
     missing = []
     if not args.hf_model:

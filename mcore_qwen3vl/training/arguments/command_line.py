@@ -89,22 +89,14 @@ class CommandLine:
 
     @cached_property
     def args(self) -> argparse.Namespace:
-        """Our flags, and those of Megatron's that are needed before it is imported.
-
-        Raises:
-            BadInput: one of them has an invalid value.
-        """
+        """Our flags and the early ones of Megatron's, or BadInput for an invalid value."""
         args = _parser().parse_known_args(self.words)[0]
         check_data_arguments(args)
         return args
 
     @cached_property
     def model(self) -> Path:
-        """The folder with the config that ``--hf-model`` names.
-
-        Raises:
-            BadInput: there is no such flag or model, or a flag has an invalid value.
-        """
+        """The folder with the config that ``--hf-model`` names, or BadInput if there is none."""
         if not self.args.hf_model:
             _parser().error("the following arguments are required: --hf-model")
         folder = resolve(self.args.hf_model, weights=False)
@@ -121,13 +113,10 @@ class CommandLine:
         return Architecture.from_hf(self.model)
 
     def checked_args(self) -> argparse.Namespace:
-        """Return :attr:`args`, and refuse flags that neither we nor the installed Megatron know.
+        """Return :attr:`args`, or raise BadInput for flags that neither we nor Megatron know.
 
         A Megatron version whose flags are not listed here decides with its own parser. Building
         that parser takes seconds, so the list is what answers a typo at once.
-
-        Raises:
-            BadInput: a flag is unknown, or one of :attr:`args` has an invalid value.
         """
         listed = flag_list(version("megatron-core"))
         if listed.exists():
@@ -205,11 +194,7 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def refuse_unknown(words: Collection[str], known: Collection[str]) -> NoReturn:
-    """Refuse unknown arguments, and suggest the flags that misspelt ones may mean.
-
-    Raises:
-        BadInput: always.
-    """
+    """Raise BadInput, which suggests the flags that misspelt ones may mean."""
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     close = list(dict.fromkeys(meant for flag in flags for meant in _meant(flag, known)))
     meant = f" Did you mean {' or '.join(close)}?" if close else ""

@@ -28,13 +28,9 @@ def validated_layout(args: argparse.Namespace) -> Layout:
 
 
 def check_layout(args: argparse.Namespace, architecture: Architecture, world_size: int) -> Layout:
-    """Check that the model and the ranks can be divided as the flags say.
+    """Return the layout of flags that need not be validated yet.
 
-    Args:
-        args: the flags, not yet validated.
-
-    Raises:
-        BadInput: a size does not divide; the message names both numbers and what to change.
+    If the model or the ranks cannot be divided so, BadInput names both numbers and what to change.
     """
     layout = Layout.from_flags(args, world_size, moe=architecture.is_moe)
     if any(getattr(args, name) for name in OWN_SPLIT):

@@ -53,11 +53,7 @@ FLAGS = {
 
 
 def asked(args: argparse.Namespace) -> bool:
-    """Return whether this is a LoRA run.
-
-    Raises:
-        BadInput: a flag sets a detail of LoRA, but none asks for LoRA.
-    """
+    """Return whether this is a LoRA run; a detail of LoRA must not stand alone (BadInput)."""
     if any(getattr(args, name) is not None for name in _ASKING):
         return True
     if details := [name for name in _DETAILS if getattr(args, name)]:
@@ -69,11 +65,7 @@ def asked(args: argparse.Namespace) -> bool:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Check a LoRA run's flags against the others.
-
-    Raises:
-        BadInput: flags do not fit together; the message names them and the remedy.
-    """
+    """Raise BadInput if a LoRA run's flags do not fit the others."""
     if not asked(args):
         return
     if args.freeze or args.trainable:
@@ -96,10 +88,9 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def check_targets(args: argparse.Namespace, architecture: Architecture) -> None:
-    """Check ``--lora-target`` as far as possible without PEFT, which takes seconds to import.
+    """Raise BadInput for a name in ``--lora-target`` that no module has, or that stands alone.
 
-    Raises:
-        BadInput: a name is that of no module of a Qwen3-VL, or cannot be combined with others.
+    This goes as far as possible without PEFT, which takes seconds to import.
     """
     modules, _ = _targets(tuple(args.lora_target or ["language"]), architecture)
     known = {name.rpartition(".")[2] for name in _NAMES}
@@ -115,11 +106,7 @@ def check_targets(args: argparse.Namespace, architecture: Architecture) -> None:
 
 
 def adapter_config(args: argparse.Namespace, architecture: Architecture) -> AdapterConfig:
-    """Return the adapter config that the flags ask for.
-
-    Raises:
-        BadInput: flags contradict one another, or a config file is not valid for PEFT.
-    """
+    """Return the adapter config that the flags ask for, or raise BadInput if they disagree."""
     source = args.lora_config or args.lora_init
     if source is None:
         return _tied(_with_score(_from_flags(args, architecture), args), architecture)
@@ -161,11 +148,7 @@ def _with_score(config: AdapterConfig, args: argparse.Namespace) -> AdapterConfi
 
 
 def require_tying(config: AdapterConfig, architecture: Architecture, where: str) -> None:
-    """Refuse to untie the output layer and the embedding of a model that ties them.
-
-    Raises:
-        BadInput: `config` trains separate copies of the two.
-    """
+    """Raise BadInput if `config` trains a tied output layer and embedding apart."""
     if config != _tied(config, architecture):
         raise BadInput(
             f"{where} trains embed_tokens or lm_head without ensure_weight_tying: PEFT then trains "

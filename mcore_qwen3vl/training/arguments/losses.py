@@ -87,21 +87,13 @@ _ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 def kto_of(args: argparse.Namespace) -> Kto:
-    """Return the settings of the loss over labelled records from the flags.
-
-    Raises:
-        BadInput: a value is out of range.
-    """
+    """Return KTO's settings from the flags, or raise BadInput for a value out of range."""
     names = ("beta", "desirable_weight", "undesirable_weight")
     return Kto(**{name: getattr(args, name) for name in names if getattr(args, name) is not None})
 
 
 def preference_of(args: argparse.Namespace) -> Preference:
-    """Return the loss's settings from the flags.
-
-    Raises:
-        BadInput: a value makes no sense for the loss.
-    """
+    """Return the settings of a loss over pairs, or raise BadInput for a value out of range."""
     kind = args.dpo_loss if args.loss == "dpo" else args.loss
     given = {
         "kind": kind,
@@ -137,11 +129,7 @@ def preference_defaults(explicit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_preference(args: argparse.Namespace) -> None:
-    """Check the flags of preference training against the others.
-
-    Raises:
-        BadInput: flags do not fit together; the message names them and the remedy.
-    """
+    """Raise BadInput if the flags of preference training do not fit one another or the others."""
     if args.reference and args.loss in LOSSES and args.loss not in _LOSSES_OF["reference"]:
         raise BadInput(
             f"--reference {args.reference} with --loss {args.loss}, which has no reference: drop "
@@ -176,20 +164,14 @@ def listed(losses: Sequence[str]) -> str:
 
 
 def refuse_without(owner: str, args: argparse.Namespace, names: Sequence[str]) -> None:
-    """
-    Raises:
-        BadInput: one of the arguments `names` is set, which have a meaning only with flag `owner`.
-    """
+    """Raise BadInput if one of `names` is set, which have a meaning only with the flag `owner`."""
     if given := [name for name in names if getattr(args, name) is not None]:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise BadInput(f"{flags} is set without {owner}: add it, or drop the flag.")
 
 
 def refuse_router_losses(args: argparse.Namespace, owner: str, unit: str) -> None:
-    """
-    Raises:
-        BadInput: a router's loss is added to that of flag `owner`, which is a mean over `unit`.
-    """
+    """Raise BadInput if a router's loss is added to that of flag `owner`, a mean over `unit`."""
     for name in _ROUTER_LOSSES:
         if getattr(args, name, None):
             raise BadInput(
@@ -232,9 +214,7 @@ def _name_reference_model(args: argparse.Namespace) -> None:
     """Set the checkpoint of the reference model to what training starts from, if none is given.
 
     A resumed run loads its own checkpoint, so only the flags of a run's start can name it.
-
-    Raises:
-        BadInput: these flags do not name it.
+    If these do not, it raises BadInput.
     """
     start = args.pretrained_checkpoint or args.load_hf
     resumes = args.load is None or (args.save and Path(args.load) == Path(args.save))
@@ -249,21 +229,13 @@ def _name_reference_model(args: argparse.Namespace) -> None:
 
 
 def distillation_of(args: argparse.Namespace) -> Distillation:
-    """Return the settings of distillation from the flags.
-
-    Raises:
-        BadInput: a value is out of range.
-    """
+    """Return distillation's settings from the flags, or raise BadInput for a value out of range."""
     given = {name: getattr(args, flag) for flag, name in _DISTILLATION.items()}
     return Distillation(**{name: value for name, value in given.items() if value is not None})
 
 
 def check_distillation(args: argparse.Namespace) -> None:
-    """Check the flags of distillation against the others.
-
-    Raises:
-        BadInput: flags do not fit together; the message names them and the remedy.
-    """
+    """Raise BadInput if the flags of distillation do not fit one another or the others."""
     if args.loss != DISTILL:
         refuse_without(f"--loss {DISTILL}", args, [*_DISTILLATION, "teacher", "teacher_top_k"])
         return

@@ -40,10 +40,8 @@ def parse(command: CommandLine) -> tuple[argparse.Namespace, frozenset[str]]:
     """Parse and validate a command line with Megatron, and set Megatron's global state.
 
     Returns:
-        The arguments, and the ``dest`` names of those that the command line sets.
-
-    Raises:
-        BadInput: a flag is unknown, contradicts the model's config or does not fit the others.
+        The arguments, and the ``dest`` names of those that the command line sets. It raises
+        BadInput if a flag is unknown, contradicts the model's config or does not fit the others.
     """
     from megatron.training.arguments import parse_and_validate_args
 
@@ -59,11 +57,7 @@ def parse(command: CommandLine) -> tuple[argparse.Namespace, frozenset[str]]:
 
 
 def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
-    """Return the arguments of :func:`parse` for `world_size` ranks, without touching global state.
-
-    Raises:
-        BadInput: a flag is unknown, contradicts the model's config or does not fit the others.
-    """
+    """Return :func:`parse`'s arguments for `world_size` ranks, without touching global state."""
     from megatron.training.arguments import parse_args, validate_args
 
     command = CommandLine(argv)
@@ -247,11 +241,7 @@ class Kept:
         return total // ranks if total and total % ranks == 0 else None
 
     def check(self, *, micro_batch_size: int, num_workers: int, ranks: int) -> None:
-        """Check that the run can go on.
-
-        Raises:
-            BadInput: these ranks cannot go on as it was trained; with the flags by which they can.
-        """
+        """Raise BadInput, with the flags to add, if these ranks cannot go on with the run."""
         workers = self.workers_of_a_rank(ranks)
         if workers is None:
             raise BadInput(

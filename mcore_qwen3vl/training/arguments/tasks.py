@@ -61,8 +61,7 @@ _TASKS: dict[Task, tuple[str, tuple[str, ...]]] = {
 def labels_of(args: argparse.Namespace) -> Labels | None:
     """Return the labels of the model's head; none of them: it has no head; None: it has lm_head.
 
-    Raises:
-        BadInput: a classifier's labels are not known, or fewer than two.
+    It raises BadInput if a classifier's labels are not known, or fewer than two.
     """
     if args.task != "classify":
         return {"embedding": NO_LABELS, "reward": ONE_SCORE}.get(args.task)
@@ -115,11 +114,7 @@ def hf_config_of(args: argparse.Namespace) -> HFConfig:
 
 
 def contrastive_of(args: argparse.Namespace) -> Contrastive:
-    """Return the contrastive loss's settings from the flags.
-
-    Raises:
-        BadInput: a value is out of range.
-    """
+    """Return the contrastive loss's settings, or raise BadInput for a value out of range."""
     kind: EmbeddingKind = args.embedding_loss or Contrastive.kind
     if kind == "cosine" and args.temperature is not None:
         raise BadInput("--temperature has no meaning with --embedding-loss cosine: drop it.")
@@ -140,11 +135,7 @@ def answers_of(args: argparse.Namespace) -> tuple[str, str]:
 
 
 def check_task(args: argparse.Namespace, architecture: Architecture) -> None:
-    """Check the flags of the tasks against the others.
-
-    Raises:
-        BadInput: flags do not fit together; the message names them and the remedy.
-    """
+    """Raise BadInput if the flags of the tasks do not fit one another or the others."""
     for other, (_, details) in _TASKS.items():
         if args.task != other:
             refuse_without(f"--task {other}", args, details)

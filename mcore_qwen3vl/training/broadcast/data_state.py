@@ -75,8 +75,7 @@ def load(
 ) -> None:
     """Let `loader` continue from where it stood at the checkpoint of `iteration`.
 
-    Raises:
-        BadInput: no state was saved with that checkpoint, or it does not fit this run or its data.
+    It raises BadInput if no state was saved with it, or if that does not fit this run or its data.
     """
     folder = folder_of(checkpoints, iteration)
     files = sorted(folder.glob("rank_*.pt"))

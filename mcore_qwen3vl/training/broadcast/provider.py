@@ -35,11 +35,7 @@ from mcore_qwen3vl.training.broadcast.batches import SharedBatches
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
-    """Derive from Megatron's flags and ours how samples become batches.
-
-    Raises:
-        BadInput: the layout does not divide the sequence length.
-    """
+    """Derive from the flags how samples become batches, or raise BadInput for a bad length."""
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
     local = _tokens_of_a_product(args)
     whole = length_multiple(cp, tp, args.sequence_parallel, local=local)
@@ -89,6 +85,7 @@ class DataProvider:
         self._args = args
         self._architecture = architecture
         self._on_batch = on_batch
+        self._sources = parse_sources(args.train_data_path or args.data_path, args.preprocess)
         self._ahead = ThreadPoolExecutor(1, "read ahead") if args.num_workers > 0 else None
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
         self.train_loader: Loader | None = None
@@ -111,15 +108,17 @@ class DataProvider:
         shared_host_group = groups.host_group()
         stages = groups.stages_group()
         feeds = [groups.StageFeed(stages, tag) if stages else None for tag in range(2)]
-        self.train_loader = self._loader(self._sources(), "train")
+        config = data_config(args)
+        self.train_loader = self._loader(self._sources, "train", config)
         if self.train_loader and args.iteration and not args.finetune:
             dp = parallel_state.get_data_parallel_rank(), args.data_parallel_size
-            data_state.load(self.train_loader, args.load, args.iteration, *dp, self._sources())
+            data_state.load(self.train_loader, args.load, args.iteration, *dp, self._sources)
         valid = None
         if args.valid_data_path:
-            loader = self._loader(parse_sources(args.valid_data_path, args.preprocess), "val")
+            sources = parse_sources(args.valid_data_path, args.preprocess)
+            loader = self._loader(sources, "val", config)
             valid = self._share(loader, shared_host_group, feeds[1])
-        if data_config(args).balance:
+        if config.balance:
             groups.wait_for_measuring()
         return self._share(self.train_loader, shared_host_group, feeds[0], self._on_batch), valid
 
@@ -137,7 +136,7 @@ class DataProvider:
             ahead=self._ahead,
         )
 
-    def _loader(self, sources: Sequence[Source], split: Any) -> Loader | None:
+    def _loader(self, sources: Sequence[Source], split: Any, config: DataConfig) -> Loader | None:
         """Return the loader on a rank that reads; None on the others, which receive its batches."""
         if not self._reads():
             return None
@@ -146,7 +145,7 @@ class DataProvider:
             sources,
             self._architecture,
             load_processor(args.hf_model),
-            data_config(args),
+            config,
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
             num_workers=args.num_workers,
@@ -169,7 +168,7 @@ class DataProvider:
                 directory,
                 iteration,
                 dp_rank,
-                self._sources(),
+                self._sources,
                 position,
                 self._args.global_batch_size,
             )
@@ -178,9 +177,3 @@ class DataProvider:
         """Wait for the batch that is read ahead; all ranks must, before groups are destroyed."""
         if self._ahead is not None:
             self._ahead.shutdown(wait=True)
-
-    def _sources(self) -> list[Source]:
-        """Return the sources of the training data."""
-        return parse_sources(
-            self._args.train_data_path or self._args.data_path, self._args.preprocess
-        )

@@ -59,11 +59,7 @@ _ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
 
 
 def latest_iteration(directory: str | Path) -> int | None:
-    """Return the iteration in the tracker file; None if there is no tracker or it says `release`.
-
-    Raises:
-        BadInput: the tracker holds neither an iteration nor `release`.
-    """
+    """Return the tracker file's iteration; None if there is no file or it says `release`."""
     newest = tracked(Path(directory))
     return newest if isinstance(newest, int) else None
 
@@ -200,11 +196,7 @@ def _newest(args: argparse.Namespace) -> int | None:
 
 
 def check_companions(directory: str | Path, architecture: Architecture) -> None:
-    """Refuse to save beside another model's checkpoints.
-
-    Raises:
-        BadInput: the ``hf`` folder of `directory` describes another model.
-    """
+    """Raise BadInput if the ``hf`` folder of `directory` describes another model."""
     folder = Path(directory) / HF_FOLDER
     if not folder.exists():
         return

@@ -187,11 +187,7 @@ BUILT_IN: dict[str, Loss] = {
 
 
 def find_loss(name: str) -> Loss:
-    """Return the loss called `name`.
-
-    Raises:
-        BadInput: there is none; the message lists those that exist.
-    """
+    """Return the loss called `name`, or raise BadInput, which lists those that exist."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" in name:

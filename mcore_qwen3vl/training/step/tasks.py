@@ -36,11 +36,7 @@ from mcore_qwen3vl.training.step.two_passes import evaluated, two_passes
 
 
 def objective_of(args: argparse.Namespace) -> tuple[Objective, Run]:
-    """Return the objective of ``--task``, and what runs a micro-batch for it.
-
-    Raises:
-        BadInput: a reranker's answer is not a single token.
-    """
+    """Return the objective of ``--task``, and what runs a micro-batch for it."""
     if args.task == "embedding":
         return of_queries(contrastive_of(args)), EMBED
     if args.task == "reward":
@@ -87,8 +83,7 @@ def of_documents(ranking: Ranking, batch: Batch, local: Tensor, logits: Tensor) 
 def judge(folder: str | Path, words: tuple[str, str]) -> Run:
     """Return what runs a micro-batch, whose values are the logits (N, 2) of two words.
 
-    Raises:
-        BadInput: a word is not a single token.
+    It raises BadInput if a word is not a single token.
     """
     tokenizer = load_processor(folder).tokenizer
     tokens = []
