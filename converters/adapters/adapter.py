@@ -45,6 +45,11 @@ BASE_LAYER = f"{PREFIX}lm_head.base_layer.weight"
 SHOWN = 3
 """The most names that a message lists."""
 
+CHUNK_VALUES = 2**20
+"""Values of a product computed at a time, which stay in the processor's cache until written."""
+
+Roles = Literal["canonical", "swapped"]
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -68,7 +73,7 @@ class Adapter:
     """An adapter as it was read.
 
     Attributes:
-        factors: factors by Hugging Face parameter, in the canonical roles (see `roles`).
+        factors: factors by Hugging Face parameter, in the canonical roles.
         saved: whole parameters in the adapter, by name; experts in the layout of transformers 5.
             A parameter that also has factors is the base weight that their product is added to.
         labels: labels of the classifier's head among `saved`; None: it has no such head.
@@ -122,29 +127,16 @@ def some(names: list[str]) -> str:
     return ", ".join(name[:200] for name in names[:SHOWN]) + more
 
 
-Roles = Literal["canonical", "swapped"]
-
-
 def swap(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Convert factors of fused experts to the other roles; exact, and its own inverse.
 
-    Args:
-        a: (E*r, n), with the rows of an expert adjacent.
-        b: (m, r*E), with the columns of an expert E apart.
-        experts: E, the number of experts.
-
-    Returns:
-        (E*r, m) and (n, r*E), contiguous.
+    `a` is (E*r, n), with the rows of an expert adjacent, and `b` (m, r*E), with the columns of an
+    expert E apart. The results are (E*r, m) and (n, r*E), contiguous.
     """
     rank = a.shape[0] // experts
     new_a = b.reshape(len(b), rank, experts).permute(2, 1, 0).reshape(experts * rank, len(b))
     new_b = a.reshape(experts, rank, a.shape[1]).permute(2, 1, 0).reshape(a.shape[1], -1)
     return new_a.contiguous(), new_b.contiguous()
-
-
-def swapped_shapes(slot: Slot) -> tuple[Shape, Shape]:
-    """Return the shapes of A and B in the swapped roles."""
-    return (slot.a_shape[0], slot.b_shape[0]), (slot.a_shape[1], slot.b_shape[1])
 
 
 def find_roles(
@@ -165,14 +157,20 @@ def find_roles(
     possible: set[Roles] = {"canonical", "swapped"}
     fused = {name: slot for name, slot in slots.items() if len(slot.base) == 3}
     for name, slot in fused.items():
-        found = shapes[slot.a_key], shapes[slot.b_key]
-        fits: set[Roles] = set()
-        if found == (slot.a_shape, slot.b_shape):
-            fits.add("canonical")
-        if found == swapped_shapes(slot):
-            fits.add("swapped")
+        a, b = shapes[slot.a_key], shapes[slot.b_key]
+        (rank, into), (out, _) = slot.a_shape, slot.b_shape
+        made: dict[Roles, tuple[Shape, Shape]] = {
+            "canonical": (slot.a_shape, slot.b_shape),
+            "swapped": ((rank, out), (into, rank)),
+        }
+        fits = {role for role, shape in made.items() if shape == (a, b)}
         if not fits:
-            raise BadInput(_neither(name, slot, found, where))
+            raise BadInput(
+                f"{where}: the factors of {name} have shapes {list(a)} and {list(b)}; rank "
+                f"{slot.r} for each expert of this model makes {list(slot.a_shape)} and "
+                f"{list(slot.b_shape)}, or {[rank, out]} and {[into, rank]} in the swapped roles. "
+                "The adapter belongs to another model, or its config to another adapter."
+            )
         possible &= fits
         if not possible:
             raise BadInput(
@@ -192,20 +190,6 @@ def find_roles(
             "transformers 5 or PEFT 0.18 with 4.57, else swapped."
         )
     return possible.pop()
-
-
-def _neither(name: str, slot: Slot, found: tuple[Shape, Shape], where: str) -> str:
-    a, b = swapped_shapes(slot)
-    return (
-        f"{where}: the factors of {name} have shapes {list(found[0])} and {list(found[1])}; rank "
-        f"{slot.r} for each expert of this model makes {list(slot.a_shape)} and "
-        f"{list(slot.b_shape)}, or {list(a)} and {list(b)} in the swapped roles. The adapter "
-        "belongs to another model, or its config to another adapter."
-    )
-
-
-CHUNK_VALUES = 2**20
-"""Values of a product computed at a time, which stay in the processor's cache until written."""
 
 
 def product(a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -240,14 +224,10 @@ def add_update(weight: Tensor, factors: Factors, name: str, *, swapped: bool) ->
         BadInput: a sum is too large for the weight's dtype.
     """
     if weight.ndim == 3:
-        for index, whole in enumerate(weight):
-            one = whole.T if swapped else whole
-            one.copy_(_sum(one, *of_expert(factors, index), factors.scaling, name))
-        return
-    for rows in row_chunks(*weight.shape):
-        part = weight[rows]
-        part.copy_(_sum(part, factors.a, factors.b[rows], factors.scaling, name))
-
-
-def _sum(weight: Tensor, a: Tensor, b: Tensor, scaling: float, name: str) -> Tensor:
-    return cast(product(a, b, scaling).add_(weight.float()), weight.dtype, name)
+        experts = (whole.T if swapped else whole for whole in weight)
+        parts = [(one, *of_expert(factors, index)) for index, one in enumerate(experts)]
+    else:
+        chunks = row_chunks(*weight.shape)
+        parts = [(weight[rows], factors.a, factors.b[rows]) for rows in chunks]
+    for part, a, b in parts:
+        part.copy_(cast(product(a, b, factors.scaling).add_(part.float()), weight.dtype, name))

@@ -159,10 +159,6 @@ def _rank(value: Any) -> bool:
     return type(value) is int and 1 <= value <= MOST
 
 
-def _names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
-
-
 def _pattern(value: Any, good: Callable[[Any], bool]) -> bool:
     return value is None or (isinstance(value, dict) and all(map(good, value.values())))
 
@@ -172,12 +168,13 @@ def _layers(value: Any) -> bool:
     return value is None or all(type(n) is int and n >= 0 for n in numbers)
 
 
-def _optional_names(value: Any) -> bool:
-    return value is None or _names(value)
+def _names(value: Any) -> bool:
+    listed = isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+    return value is None or listed
 
 
 def _selection(value: Any) -> bool:
-    return isinstance(value, str) or _optional_names(value)
+    return isinstance(value, str) or _names(value)
 
 
 def _alpha(value: Any) -> bool:
@@ -190,13 +187,13 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "lora_dropout": lambda value: _number(value, 0, 1),
     "use_rslora": lambda value: isinstance(value, bool),
     "target_modules": _selection,
-    "target_parameters": _optional_names,
+    "target_parameters": _names,
     "rank_pattern": lambda value: _pattern(value, _rank),
     "alpha_pattern": lambda value: _pattern(value, _alpha),
     "exclude_modules": _selection,
     "layers_to_transform": _layers,
     "layers_pattern": _selection,
-    "modules_to_save": _optional_names,
+    "modules_to_save": _names,
     "ensure_weight_tying": lambda value: isinstance(value, bool),
 }
 """The fields that are attributes of `AdapterConfig`, with a check of each one's value in a file."""

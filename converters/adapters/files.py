@@ -227,7 +227,9 @@ def write_adapter(
     applied = apply(config, hf_config, linear_router=True)
     tied = Architecture.from_hf(config_content(hf_config)).tie_word_embeddings
     tensors = dict(_stored(applied, factors, _with_tied(saved, applied, tied), roles))
-    config = _spelled_out(config, applied)
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        # PEFT too stores the names that it matches; releases differ on them.
+        config = replace(config, target_modules=applied.spelled_out)
     target = Path(path)
     with staging(target, os.urandom(8).hex(), force=force, replaceable=is_adapter) as stage:
         try:
@@ -293,14 +295,6 @@ def _own(tensor: Tensor, memory: set[int]) -> Tensor:
         tensor = tensor.clone()
     memory.add(tensor.data_ptr())
     return tensor
-
-
-def _spelled_out(config: AdapterConfig, applied: Applied) -> AdapterConfig:
-    """Replace ``all-linear`` by the names that it matches, as PEFT does; releases differ on it."""
-    targets = config.target_modules
-    if not isinstance(targets, str) or targets.lower() != "all-linear":
-        return config
-    return replace(config, target_modules=applied.spelled_out)
 
 
 def convert_adapter(

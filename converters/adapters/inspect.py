@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -159,37 +158,39 @@ def vllm_notes(
     Args:
         roles: roles of its factors in the file; default: the roles that it was read with.
     """
-    return tuple(_notes(adapter, architecture.is_moe, roles or adapter.roles))
-
-
-def _notes(adapter: Adapter, moe: bool, roles: Roles) -> Iterator[str]:
+    notes = []
     rank = max((factors.r for factors in adapter.factors.values()), default=0)
     if rank > RANKS[-1]:
-        yield f"vLLM refuses the adapter: its largest rank is {rank}, more than {RANKS[-1]}."
+        notes.append(
+            f"vLLM refuses the adapter: its largest rank is {rank}, more than {RANKS[-1]}."
+        )
     elif rank > DEFAULT_RANK:
         enough = min(size for size in RANKS if size >= rank)
-        yield f"vLLM needs max_lora_rank {enough} for rank {rank}; its default is {DEFAULT_RANK}."
+        notes.append(
+            f"vLLM needs max_lora_rank {enough} for rank {rank}; its default is {DEFAULT_RANK}."
+        )
     if adapter.config.modules_to_save:
-        yield "vLLM refuses adapters with modules_to_save: merge the adapter."
+        notes.append("vLLM refuses adapters with modules_to_save: merge the adapter.")
     experts = {name.rpartition(".")[2] for name in adapter.factors if ".mlp.experts." in name}
     if len(experts) == 1:
-        yield (
+        notes.append(
             f"vLLM refuses the adapter: in the fused experts it adapts only {min(experts)}, and "
             "vLLM needs gate_up_proj and down_proj together, or neither: merge the adapter."
         )
-    if experts and roles == "swapped":
-        yield (
+    if experts and (roles or adapter.roles) == "swapped":
+        notes.append(
             "vLLM reads the factors of fused experts only in the canonical roles: convert the "
             "adapter with `mcore-qwen3vl lora convert --roles canonical`."
         )
     tower = [name for name in adapter.factors if name.startswith("model.visual.")]
     if tower:
-        yield (
+        notes.append(
             f"vLLM ignores the {len(tower)} adapted parameters of vision tower and mergers "
             "unless enable_tower_connector_lora is set."
         )
-    if moe and any(name.endswith("attn.qkv.weight") for name in tower):
-        yield (
+    if architecture.is_moe and any(name.endswith("attn.qkv.weight") for name in tower):
+        notes.append(
             "Even with enable_tower_connector_lora, vLLM ignores attn.qkv in the vision tower of a "
             "MoE model: merge the adapter."
         )
+    return tuple(notes)

@@ -73,10 +73,8 @@ def plan_merge(
     """Check a checkpoint and an adapter for it and plan their merge; write nothing.
 
     Args:
-        dtype: "keep", "bf16", "fp16" or "fp32".
-        max_shard_size: largest safetensors file, like "5GB".
-        expert_layout: "published", "v5" or "source"; default: "published" for MoE, since vLLM reads
-            no other layout, and "source" for dense models.
+        dtype, max_shard_size, expert_layout: see `to_hf.plan_mcore_to_hf`. The default layout is
+            "published" for MoE, since vLLM reads no other, and "source" for dense models.
         roles: roles of the factors of fused experts; needed if their shapes do not tell.
 
     Raises:

@@ -107,7 +107,12 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
         BadInput: PEFT is not installed or refuses the config; the config adapts something that is
             not supported here; or the model's config is not Qwen3-VL's.
     """
-    peft = _import_peft()
+    try:
+        import peft
+    except ImportError:
+        raise BadInput(
+            "adapters need PEFT, which is not installed: pip install 'mcore-qwen3vl[lora]'."
+        ) from None
     parsed = config_content(hf_config)
     if linear_router and Architecture.from_hf(parsed).is_moe:
         config = with_router_as_parameter(config)
@@ -232,13 +237,3 @@ def _hint(text: str) -> str:
             "mlp.experts.down_proj in target_parameters."
         )
     return ""
-
-
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise BadInput(
-            "adapters need PEFT, which is not installed: pip install 'mcore-qwen3vl[lora]'."
-        ) from None
-    return peft

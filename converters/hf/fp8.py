@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.hf.shards import FP8, TensorHeader
+from mcore_qwen3vl.converters.hf.shards import FLOATS, FP8, TensorHeader
 from mcore_qwen3vl.converters.storage.dtypes import cast, dtype_name
 from mcore_qwen3vl.errors import BadInput
 
@@ -25,8 +25,6 @@ BLOCK = 128
 SUFFIX = "_scale_inv"
 DEQUANTIZED = torch.bfloat16
 """Default dtype of dequantised tensors."""
-
-SCALES = (torch.bfloat16, torch.float16, torch.float32)
 
 UNDERSTOOD = {
     "quant_method": "fp8",
@@ -185,7 +183,7 @@ def _check(
         )
     *stack, rows, columns = entry.shape if len(entry.shape) > 1 else (0, 0)
     grid = (*stack, -(-rows // BLOCK), -(-columns // BLOCK))
-    if factors.shape != grid or factors.stored not in SCALES:
+    if factors.shape != grid or factors.stored not in FLOATS.values():
         raise BadInput(
             f"tensor {scale} has shape {list(factors.shape)} ({dtype_name(factors.stored)}); "
             f"{name} {list(entry.shape)} in blocks of {BLOCK} x {BLOCK} has {list(grid)} factors. "

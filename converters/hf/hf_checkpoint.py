@@ -38,13 +38,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 NUMBERED = re.compile(r"^(.*-)\d+-of-(\d{1,9})\.safetensors$")
 
-
-_TURNED = (
-    " (the last two axes are swapped: the experts are in the other layout than the one that "
-    "config.json declares, so the config is not the one saved with these weights)"
-)
-
-
 _TURNED = (
     " (the last two axes are swapped: the experts are in the other layout than the one that "
     "config.json declares, so the config is not the one saved with these weights)"

@@ -39,10 +39,8 @@ class TensorHeader:
     """One tensor as a safetensors header declares it.
 
     Attributes:
-        name: name of the tensor in the file.
-        file: name of the file that holds the tensor.
+        name, file: names of the tensor, in the file, and of the file.
         dtype: default dtype of what `HuggingFaceCheckpoint.read` returns.
-        shape: shape of the tensor.
         stored: dtype in the file; differs from `dtype` if the tensor is quantised.
         scale: name of the tensor that holds a quantised tensor's factors, else None.
     """

@@ -54,9 +54,14 @@ class LegacyCheckpoint(MegatronCheckpoint):
         folder = iteration_folder(path)
         self._ranks = open_ranks(folder)
         self.layout = self._ranks[0].layout
-        parts = _Parts(self._ranks, architecture)
-        self._values = parts.values
-        super().__init__(folder, parts.index)
+        self._experts = max(architecture.num_experts // self.layout.ep, 1)  # per layer on one rank
+        self._by_tp = {(f.rank.pp, f.rank.tp): f for f in self._ranks}
+        etp = self.layout.etp
+        self._by_etp = {(f.rank.pp, f.rank.ep, f.rank.tp % etp): f for f in self._ranks}
+        self._values: dict[tuple[str, Shape], Tensor] = {}  # of each chunk, by key and first corner
+        self.index = CheckpointIndex()
+        self._find_parts(architecture)
+        super().__init__(folder, self.index)
 
     @property
     def data_files(self) -> list[Path]:
@@ -77,26 +82,13 @@ class LegacyCheckpoint(MegatronCheckpoint):
             "an expert is missing from a rank's file."
         )
 
-
-class _Parts:
-    """The parts of each row's tensor, found in the ranks' files.
-
-    Attributes:
-        values: values of each chunk, by key and first corner.
-    """
-
-    def __init__(self, files: list[RankFile], a: Architecture) -> None:
-        self.index = CheckpointIndex()
-        self.values: dict[tuple[str, Shape], Tensor] = {}
-        self._files, self._layout = files, files[0].layout
-        self._experts = max(a.num_experts // self._layout.ep, 1)  # experts per layer on one rank
-        etp = self._layout.etp
-        self._by_tp = {(f.rank.pp, f.rank.tp): f for f in files}
-        self._by_etp = {(f.rank.pp, f.rank.ep, f.rank.tp % etp): f for f in files}
-        pipeline = self._pipeline()
+    def _find_parts(self, a: Architecture) -> None:
+        """Fill the index with the parts of each row's tensor in the ranks' files."""
+        pp, vpp = range(self.layout.pp), range(self.layout.vpp)
+        pipeline = stages([[self._by_tp[rank, 0].layers(vp) for rank in pp] for vp in vpp])
         self._layers = sum(len(stage.layers) for stage in pipeline)
         vocabulary = self._by_tp[0, 0].models[0].get(EMBEDDING)
-        padded = len(vocabulary) * self._layout.tp if isinstance(vocabulary, Tensor) else 0
+        padded = len(vocabulary) * self.layout.tp if isinstance(vocabulary, Tensor) else 0
         rows = table(a, expert_layout="published", padded_vocab_size=max(padded, a.vocab_size))
         shares = share_out(rows, pipeline, tied=a.tie_word_embeddings)
         for stage, held in zip(pipeline, shares, strict=True):
@@ -108,10 +100,6 @@ class _Parts:
                         self._add(row, stage, name)
             self._add_unknown(stage, known)
 
-    def _pipeline(self) -> list[Stage]:
-        pp, vpp = range(self._layout.pp), range(self._layout.vpp)
-        return stages([[self._by_tp[rank, 0].layers(vp) for rank in pp] for vp in vpp])
-
     def _names(self, row: Row, stage: Stage) -> set[str]:
         """Return the names of `row` in the files of `stage`: at most one if no file is damaged."""
         states = [self._file(row, stage, n).models[stage.vp] for n in range(self._count(row))]
@@ -122,7 +110,7 @@ class _Parts:
         """Return how many tensor-parallel parts `row` is stored in; 1 if it is not divided."""
         if row.tp_axis is None:
             return 1
-        return self._layout.tp if row.expert is None else self._layout.etp
+        return self.layout.tp if row.expert is None else self.layout.etp
 
     def _file(self, row: Row, stage: Stage, part: int) -> RankFile:
         """Return one file with part number `part` of `row`; other files may have copies of it."""
@@ -141,7 +129,7 @@ class _Parts:
                 corner = (*row.offset, *offsets)
                 values = box[(None,) * len(row.offset)]
                 stored.chunks.append(Chunk(corner, tuple(values.shape), FileRange(FILE, 0, 0)))
-                self.values[row.key, corner] = values
+                self._values[row.key, corner] = values
 
     def _entry(self, row: Row, local: Tensor, count: int, where: str) -> ChunkedTensor:
         """Return the index entry of the row's tensor, with the shape in the files, not the config.
@@ -162,7 +150,7 @@ class _Parts:
         return entry
 
     def _add_unknown(self, stage: Stage, known: set[str]) -> None:
-        for file in self._files:
+        for file in self._ranks:
             if file.rank.pp != stage.pp:
                 continue
             for name in file.models[stage.vp]:

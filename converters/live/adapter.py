@@ -15,8 +15,8 @@ from mcore_qwen3vl.converters.adapters.adapter import Factors, add_update
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import write_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, HFConfig, Slot, apply
-from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, Models, together
-from mcore_qwen3vl.converters.live.sharded import Part, factor_parts, hf_parts, unwrap
+from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, together
+from mcore_qwen3vl.converters.live.sharded import Models, Part, factor_parts, hf_parts, unwrap
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 

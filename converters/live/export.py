@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
-from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, table_of, unwrap
+from mcore_qwen3vl.converters.live.sharded import Models, Part, hf_parts, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
 from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
@@ -31,8 +31,6 @@ from mcore_qwen3vl.labels import Labels
 
 BUCKET_BYTES = 256 * 2**20
 """Most bytes of tensors that are gathered at once; a larger tensor is gathered by itself."""
-
-Models = nn.Module | Sequence[nn.Module]
 
 
 def export_hf(

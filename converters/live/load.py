@@ -8,11 +8,10 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.live.sharded import hf_parts, mcore_pieces, table_of, unwrap
+from mcore_qwen3vl.converters.live.sharded import Models, hf_parts, mcore_pieces, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADLESS, SCORE, TIED_COPY, head_of
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import format_of, maker_of, open_megatron
@@ -28,9 +27,7 @@ from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
 
 
-def load_hf(
-    models: nn.Module | Sequence[nn.Module], path: str | Path, *, spare_value_head: bool = False
-) -> int:
+def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False) -> int:
     """Fill every parameter from a Hugging Face checkpoint; a rank reads only what it holds.
 
     Values are cast to the parameters' dtype. If the optimizer keeps float32 copies, call

@@ -34,6 +34,9 @@ from mcore_qwen3vl.errors import BadInput
 ADAPTER = "adapter."
 """Prefix of the names of adapters' factors in a chunk's ``named_parameters()``."""
 
+Models = nn.Module | Sequence[nn.Module]
+"""A model, or its virtual pipeline chunks; wrappers (DDP, ``Float16Module``) are removed."""
+
 Values = Callable[[nn.Parameter], Tensor | None]
 """Returns a tensor of a parameter's shape, such as its gradient; None leaves the parameter out."""
 
@@ -90,16 +93,13 @@ def gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def hf_parts(
-    models: nn.Module | Sequence[nn.Module],
-    values: Values = weight,
-    *,
-    expert_layout: ExpertLayout | None = None,
+    models: Models, values: Values = weight, *, expert_layout: ExpertLayout | None = None
 ) -> Iterator[Part]:
     """Yield every local parameter, cut into parts of Hugging Face tensors.
 
+    Adapters are left out.
+
     Args:
-        models: the model, or its virtual pipeline chunks; wrappers are removed. Adapters are left
-            out.
         expert_layout: layout of the fused experts on the HF side; default: the layout that the
             model's config declares.
 
@@ -111,10 +111,7 @@ def hf_parts(
 
 
 def mcore_pieces(
-    models: nn.Module | Sequence[nn.Module],
-    values: Values = weight,
-    *,
-    expert_layout: ExpertLayout | None = None,
+    models: Models, values: Values = weight, *, expert_layout: ExpertLayout | None = None
 ) -> Iterator[tuple[str, Row, ShardedTensor]]:
     """Yield the name of every local parameter with each box of a checkpoint tensor that it fills.
 
@@ -122,7 +119,7 @@ def mcore_pieces(
     `hf_parts` describes the arguments and the error.
     """
     chunks = unwrap(models)
-    rows = _Rows(table_of(chunks, expert_layout))
+    rows = {(row.key, row.offset): row for row in table_of(chunks, expert_layout)}
     for chunk in chunks:
         parameters = dict(chunk.named_parameters(remove_duplicate=False))
         for name, entry in chunk.sharded_state_dict().items():
@@ -130,7 +127,7 @@ def mcore_pieces(
                 continue  # _extra_state, or an adapter, which is not part of the base model
             tensor = values(parameters[name])
             for piece in _pieces(entry, tensor) if tensor is not None else ():
-                yield name, rows.of(name, piece), piece
+                yield name, _row_of(rows, name, piece), piece
 
 
 def table_of(
@@ -150,7 +147,7 @@ def table_of(
     )
 
 
-def unwrap(models: nn.Module | Iterable[nn.Module]) -> list[Any]:
+def unwrap(models: Models) -> list[Any]:
     """Return the chunks inside Megatron's wrappers (DDP, ``Float16Module``)."""
     chunks: list[Any] = [models] if isinstance(models, nn.Module) else list(models)
     while any(hasattr(chunk, "module") for chunk in chunks):
@@ -186,13 +183,8 @@ def check_replicas(models: Any) -> None:
         )
 
 
-def factor_parts(
-    models: nn.Module | Sequence[nn.Module], values: Values = weight
-) -> Iterator[Part]:
+def factor_parts(models: Models, values: Values = weight) -> Iterator[Part]:
     """Yield every local factor, cut into parts of PEFT's tensors.
-
-    Args:
-        values: returns the tensor to cut for each factor; None leaves the factor out.
 
     Yields:
         Parts whose `name` is that of the Hugging Face parameter and the factor, as in
@@ -214,19 +206,8 @@ def factor_parts(
                     yield Part(f"{pair.name}.{factor}", box, local, main, name)
 
 
-def local_shapes(models: nn.Module | Sequence[nn.Module]) -> dict[str, Shape]:
-    """Return the shapes of PEFT's tensors that this rank holds parts of, by `Part.name`."""
-    return {
-        f"{pair.name}.{factor}": pair.whole_shape(factor)
-        for chunk in unwrap(models)
-        if chunk.adapter is not None
-        for _, pair in chunk.adapter.pairs()
-        for factor in pair.places
-    }
-
-
 @torch.no_grad()
-def load_factors(models: nn.Module | Sequence[nn.Module], factors: Mapping[str, Any]) -> None:
+def load_factors(models: Models, factors: Mapping[str, Any]) -> None:
     """Fill every factor that this rank holds.
 
     Args:
@@ -240,12 +221,18 @@ def load_factors(models: nn.Module | Sequence[nn.Module], factors: Mapping[str, 
 
 
 @torch.no_grad()
-def initialize_factors(models: nn.Module | Sequence[nn.Module], seed: int) -> None:
+def initialize_factors(models: Models, seed: int) -> None:
     """Initialise as PEFT does: A uniform within 1 / sqrt(in) of zero, B zero.
 
     The values are the same under every layout.
     """
-    shapes = local_shapes(models)
+    shapes: dict[str, Shape] = {
+        f"{pair.name}.{factor}": pair.whole_shape(factor)
+        for chunk in unwrap(models)
+        if chunk.adapter is not None
+        for _, pair in chunk.adapter.pairs()
+        for factor in pair.places
+    }
     by_name: dict[str, list[Part]] = {}
     for part in factor_parts(models):
         by_name.setdefault(part.name, []).append(part)
@@ -264,25 +251,21 @@ def _fill(parts: Iterable[Part], whole: Tensor) -> None:
         part.local.copy_(whole[part.box])
 
 
-class _Rows:
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = {(row.key, row.offset): row for row in rows}
-
-    def of(self, parameter: str, piece: ShardedTensor) -> Row:
-        stacked = piece.global_offset[: piece.prepend_axis_num]
-        row = self._rows.get((piece.key, tuple(stacked)))
-        if row is None:
-            raise BadInput(
-                f"Parameter {parameter} ({piece.key}) does not belong to a Qwen3-VL checkpoint. "
-                "Remove added parameters first."
-            )
-        if row.global_shape != tuple(piece.global_shape):
-            raise BadInput(
-                f"Parameter {parameter} ({piece.key}) has the global shape "
-                f"{list(piece.global_shape)}, but the Hugging Face model makes it "
-                f"{list(row.global_shape)}. The model was built from another config."
-            )
-        return row
+def _row_of(rows: Mapping[tuple[str, Shape], Row], parameter: str, piece: ShardedTensor) -> Row:
+    stacked = piece.global_offset[: piece.prepend_axis_num]
+    row = rows.get((piece.key, tuple(stacked)))
+    if row is None:
+        raise BadInput(
+            f"Parameter {parameter} ({piece.key}) does not belong to a Qwen3-VL checkpoint. "
+            "Remove added parameters first."
+        )
+    if row.global_shape != tuple(piece.global_shape):
+        raise BadInput(
+            f"Parameter {parameter} ({piece.key}) has the global shape "
+            f"{list(piece.global_shape)}, but the Hugging Face model makes it "
+            f"{list(row.global_shape)}. The model was built from another config."
+        )
+    return row
 
 
 def _pieces(entry: Any, tensor: Tensor) -> Iterator[ShardedTensor]:

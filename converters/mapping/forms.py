@@ -100,22 +100,14 @@ COSMOS = Names(
         *((f"model.visual.{part}.", f"{part}.") for part in VISION_PARTS),
     ),
     left_out=(
-        r"\.add_q_proj\.",
-        r"\.add_k_proj\.",
-        r"\.add_v_proj\.",
+        r"\.add_[qkv]_proj\.",
         r"\.to_add_out\.",
         r"\.norm_added_q\.",
         r"\.norm_added_k\.",
         r"moe_gen",
-        r"^proj_out\.",
-        r"^proj_in\.",
+        r"^(audio_|action_)?proj_(in|out)\.",
+        r"^(audio|action)_modality_embed$",
         r"^time_embedder\.",
-        r"^audio_proj_out\.",
-        r"^audio_proj_in\.",
-        r"^audio_modality_embed$",
-        r"^action_proj_out\.",
-        r"^action_proj_in\.",
-        r"^action_modality_embed$",
     ),
     note="Tensors are named as in Cosmos3 checkpoints, of which the reasoner is read, a Qwen3-VL: "
     "`--expert-layout v5` of `convert` writes Qwen3-VL's names.",
@@ -218,18 +210,12 @@ class Form:
         return {"names": self.names.key, "head": kind.key, "labels": labels, "bias": bias}
 
     def require_language_model(self, path: object) -> None:
-        """
-        Raises:
-            BadInput: the model at `path` has no head that predicts tokens.
-        """
+        """Raise BadInput if the model at `path` has no head that predicts tokens."""
         if not self.head.kind.is_language_model:
             raise BadInput(f"{path}: {self.head.kind.note} Name a checkpoint that has one.")
 
     def require_transformers(self, path: object) -> None:
-        """
-        Raises:
-            BadInput: transformers does not load a whole language model from `path`.
-        """
+        """Raise BadInput if transformers does not load a whole language model from `path`."""
         self.require_language_model(path)
         if not self.names.read_by_transformers:
             raise BadInput(f"{path}: {self.names.note}")

@@ -117,20 +117,14 @@ def require_whole_model(path: Path) -> None:
 
 
 def require_language_model(path: Path) -> None:
-    """
-    Raises:
-        BadInput: the checkpoint at `path` was converted from one without a language model's head.
-    """
+    """Raise BadInput if what was converted to `path` had no language model's head."""
     folder = find_hf_folder(path)
     if folder is not None:
         read_form(folder).require_language_model(path)
 
 
 def require_classifier(path: Path, labels: Labels) -> None:
-    """
-    Raises:
-        BadInput: the checkpoint at `path` has no classifier's head with these labels.
-    """
+    """Raise BadInput if the checkpoint at `path` has no classifier's head with these labels."""
     folder = find_hf_folder(path)
     if folder is None:
         return

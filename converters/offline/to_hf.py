@@ -28,7 +28,7 @@ from mcore_qwen3vl.converters.hf.companions import (
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.shards import Shard
-from mcore_qwen3vl.converters.mapping.forms import CURRENT, Names, renamed
+from mcore_qwen3vl.converters.mapping.forms import Names, renamed
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.mcore import formats
@@ -258,23 +258,18 @@ def lay_out(
     changes: Changes,
     max_shard_size: str,
     layout: ExpertLayout | None,
-    names: Names = CURRENT,
-    notes: tuple[str, ...] = (),
+    names: Names,
+    notes: tuple[str, ...],
 ) -> ConversionPlan:
     """Plan a conversion that writes a Hugging Face checkpoint.
 
     Args:
-        direction, source, notes: see `ConversionPlan`.
         rows: the rows whose HF tensors are written.
-        stream: yields the values of the HF pieces.
         origin: returns the name and dtype of the source of an HF tensor.
         hf_config: directory of the config and the other files that go beside the weights.
         files: other files that the conversion reads.
         changes: how the weights written differ from those that the config came with. Its layout
-            is the form to convert the config to.
-        max_shard_size: largest safetensors file, like "5GB".
-        layout: layout of the experts written.
-        names: names of the tensors in the files written.
+            is the form to convert the config to; `layout` is that of the experts written.
 
     Raises:
         BadInput: `max_shard_size` is not a size, or a companion file is a link that leads out of

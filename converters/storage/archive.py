@@ -18,11 +18,12 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.converters.storage.disk import DirectFile
 from mcore_qwen3vl.converters.storage.restricted_pickle import FAILURES, Refused
 from mcore_qwen3vl.converters.storage.tensor_pickle import ReadTensor, TensorUnpickler, dumps
 
@@ -41,19 +42,12 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
-class Writable(Protocol):
-    """The stream that an archive is appended to: a binary file, or a `DirectFile`."""
-
-    def write(self, data: Any, /) -> int: ...
-
-
 def write_archive(
-    stream: Writable, value: Any, storages: Iterable[tuple[int, Iterable[Tensor]]]
+    stream: BinaryIO | DirectFile, value: Any, storages: Iterable[tuple[int, Iterable[Tensor]]]
 ) -> None:
-    """Append the archive of `value` to `stream`, as ``torch.save`` would write it.
+    """Append the archive of `value` to `stream`, as ``torch.save`` would, without seeking.
 
     Args:
-        stream: file to write to; it is never seeked.
         value: the object to store, with a `Described` in place of each tensor.
         storages: number of bytes and chunks of each tensor, in the order of `Described.storage`.
     """
@@ -183,7 +177,7 @@ def _add(
 class _Unseekable:
     """A stream that makes `zipfile` count offsets from 0 and write sizes after the data."""
 
-    def __init__(self, stream: Writable) -> None:
+    def __init__(self, stream: BinaryIO | DirectFile) -> None:
         self.write = stream.write
 
     def flush(self) -> None:
@@ -195,9 +189,6 @@ class _View(io.RawIOBase):
 
     def __init__(self, view: memoryview) -> None:
         self._view, self._at = view, 0
-
-    def readable(self) -> bool:
-        return True
 
     def seekable(self) -> bool:
         return True

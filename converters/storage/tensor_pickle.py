@@ -43,26 +43,25 @@ class Described:
     storage: int = 0
 
     def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        memory = _Storage(self.dtype, prod(self.shape), self.storage)
+        memory = _Memory(self.dtype, str(self.storage), prod(self.shape))
         stride = tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
         hooks: OrderedDict[str, Any] = OrderedDict()
         arguments = (memory, 0, tuple(self.shape), stride, False, hooks)
         return torch._utils._rebuild_tensor_v2, arguments
 
 
-@dataclass(frozen=True)
-class _Storage:
-    """A stand-in for a tensor's storage."""
+class _Memory(NamedTuple):
+    """A stand-in for a tensor's storage; `key` is its number in the archive."""
 
     dtype: torch.dtype
-    count: int
-    number: int
+    key: str
+    values: int
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, _Storage):
-            return ("storage", STORAGES[obj.dtype], str(obj.number), "cpu", obj.count)
+        if isinstance(obj, _Memory):
+            return ("storage", STORAGES[obj.dtype], obj.key, "cpu", obj.values)
         return None
 
 
@@ -104,14 +103,6 @@ class ReadTensor:
         return torch.frombuffer(data, dtype=self.dtype).as_strided(
             self.shape, self.stride, self.offset
         )
-
-
-class _Memory(NamedTuple):
-    """A pickle's description of a tensor's storage."""
-
-    dtype: torch.dtype
-    key: str
-    values: int
 
 
 class TensorUnpickler(RestrictedUnpickler):

@@ -141,8 +141,7 @@ class _Admitting(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         _record_of(module, name)
-        # Only Python 3.13 has paths in ``pathlib._local``.
-        return super().find_class("pathlib" if module == "pathlib._local" else module, name)
+        return super().find_class(CALLED.get(module, module), name)
 
 
 def _hostile(file: Path, named: Refused) -> BadInput:
@@ -193,14 +192,12 @@ PLAIN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): make_ordered_dict,
     ("torch.serialization", "_get_layout"): _Enum,
     ("pathlib", "PosixPath"): _Enum,
-    ("pathlib._local", "PosixPath"): _Enum,  # as Python 3.13 writes it
     ("builtins", "set"): make_set,
-    ("__builtin__", "set"): make_set,
     ("copyreg", "_reconstructor"): reconstruct,
-    ("copy_reg", "_reconstructor"): reconstruct,
     ("builtins", "object"): Record,
-    ("__builtin__", "object"): Record,
 }
+CALLED = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
+"""What Python 3.12 calls modules that Python 2's pickles, or Python 3.13, name otherwise."""
 CLASSES = {
     (module, name): type(name, (Record,), {}) for module, names in RECORDS.items() for name in names
 }
@@ -219,8 +216,8 @@ def _record_of(module: str, name: str) -> Any:
     """
     if (module, name) in CLASSES:
         return CLASSES[module, name]
-    if (module, name) in PLAIN:
-        return PLAIN[module, name]
+    if (found := PLAIN.get((CALLED.get(module, module), name))) is not None:
+        return found
     if name in ENUMS.get(module, ()):
         return _Enum
     if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
