@@ -31,6 +31,7 @@ from torch import Tensor
 from mcore_qwen3vl.converters.adapters import config as config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.peft_model import PREFIX, Applied, Slot
+from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import cast
@@ -105,8 +106,8 @@ class Adapter:
         if not isinstance(named, str) or not Path(named).is_dir():
             return []
         converted = manifest.find(base)
-        own = [base, *([Path(manifest.read(converted)["source"]["path"])] if converted else [])]
-        if any(Path(named).samefile(one) for one in own if one.exists()):
+        source = manifest.read(converted)["source"] if converted else {}
+        if Path(named).samefile(base) or hub.identity(Path(named)).items() <= source.items():
             return []
         return [f"The adapter was trained on {named}, and is used with {base}."]
 

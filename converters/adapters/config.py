@@ -131,6 +131,40 @@ class AdapterConfig:
                 "no dropout for parameters such as fused experts. Set lora_dropout to 0."
             )
 
+    @property
+    def has_score(self) -> bool:
+        """Whether the adapter has the head of a classifier or a reward model."""
+        return SCORE in (self.modules_to_save or ())
+
+    # The router is a linear layer in transformers 4.57 and a parameter in transformers 5. Adapters
+    # made with 4.57 name it in `target_modules` (`all-linear` includes it), which PEFT refuses with
+    # transformers 5. Keys and shapes of its factors are the same in both.
+
+    @property
+    def names_a_linear_router(self) -> bool:
+        """Whether the config of a MoE model's adapter names the router in ``target_modules``."""
+        return isinstance(self.target_modules, tuple) and any(map(_is_router, self.target_modules))
+
+    def with_router_as_parameter(self) -> AdapterConfig:
+        """Return the config for transformers 5, or itself if it needs no change.
+
+        A config that selects layers or excludes modules is returned unchanged, since PEFT does
+        neither for parameters.
+        """
+        selects = self.exclude_modules or self.layers_to_transform is not None
+        if not self.names_a_linear_router or selects:
+            return self
+        modules = self.target_modules or ()
+        routers = {f"{_spelled_out(name)}.weight" for name in modules if _is_router(name)}
+        ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
+        return replace(
+            self,
+            target_modules=tuple(name for name in modules if not _is_router(name)),
+            target_parameters=(*(self.target_parameters or ()), *sorted(routers)),
+            rank_pattern={_router_pattern(key): rank for key, rank in ranks.items()},
+            alpha_pattern={_router_pattern(key): alpha for key, alpha in alphas.items()},
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the file, ready for JSON."""
         own = {name: _plain(getattr(self, name)) for name in _FIELDS}
@@ -199,40 +233,6 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 """The fields that are attributes of `AdapterConfig`, with a check of each one's value in a file."""
 
 assert [*_FIELDS, "raw"] == [each.name for each in fields(AdapterConfig)]
-
-
-# ---- the router: a linear layer in transformers 4.57, a parameter in transformers 5 ----
-#
-# Adapters made with 4.57 name it in `target_modules` (`all-linear` includes it), which PEFT refuses
-# with transformers 5. Keys and shapes of its factors are the same in both.
-
-
-def names_a_linear_router(config: AdapterConfig) -> bool:
-    """Return whether the config of a MoE model's adapter names the router in ``target_modules``."""
-    modules = config.target_modules
-    return isinstance(modules, tuple) and any(map(_is_router, modules))
-
-
-def with_router_as_parameter(config: AdapterConfig) -> AdapterConfig:
-    """Return the adapter's config for transformers 5, or `config` itself if it needs no change.
-
-    A config that selects layers or excludes modules is returned unchanged, since PEFT does neither
-    for parameters.
-    """
-    selects = config.exclude_modules or config.layers_to_transform is not None
-    if not names_a_linear_router(config) or selects:
-        return config
-    modules = config.target_modules or ()
-    routers = {f"{_spelled_out(name)}.weight" for name in modules if _is_router(name)}
-    return replace(
-        config,
-        target_modules=tuple(name for name in modules if not _is_router(name)),
-        target_parameters=(*(config.target_parameters or ()), *sorted(routers)),
-        rank_pattern={
-            _router_pattern(key): rank for key, rank in (config.rank_pattern or {}).items()
-        },
-        alpha_pattern={_router_pattern(key): a for key, a in (config.alpha_pattern or {}).items()},
-    )
 
 
 def _is_router(name: object) -> bool:

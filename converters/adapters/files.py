@@ -26,27 +26,21 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     swap,
     whole_shape,
 )
-from mcore_qwen3vl.converters.adapters.config import (
-    AdapterConfig,
-    names_a_linear_router,
-    with_router_as_parameter,
-)
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.peft_model import (
-    EMBEDDING,
-    HEAD,
     PREFIX,
     Applied,
     HFConfig,
     Slot,
     apply,
     config_content,
-    has_score,
     labels_of,
 )
 from mcore_qwen3vl.converters.adapters.targets import unused_names
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.hf.hf_checkpoint import open_safetensors
 from mcore_qwen3vl.converters.hf.shards import FLOATS
+from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import FirstBytes, bring_in
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, dtype_name
@@ -76,8 +70,8 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     file = path / WEIGHTS
     tensors = AdapterFile(path)
     keys = {f"{PREFIX}{name}": name for name in applied.saved}  # of the tensors stored whole
-    if HEAD in applied.slots:
-        keys[BASE_LAYER] = HEAD
+    if LM_HEAD in applied.slots:
+        keys[BASE_LAYER] = LM_HEAD
     _require_keys(file, set(tensors.shapes), keys, applied)
     found = find_roles(applied.slots, tensors.shapes, roles, str(file))
     factors = {
@@ -92,12 +86,12 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     if found == "swapped":
         notes.append("The factors of fused experts are stored in the swapped roles.")
     router = any(name.endswith(".mlp.gate.weight") for name in applied.slots)
-    if router and names_a_linear_router(config):
+    if router and config.names_a_linear_router:
         notes.append(
             "The router has its name of transformers 4.57. To use the adapter with transformers 5, "
             "run `mcore-qwen3vl lora convert`."
         )
-    labels = labels_of(content) if has_score(config) else None
+    labels = labels_of(content) if config.has_score else None
     return Adapter(config, factors, saved, found, tuple(notes), labels)
 
 
@@ -105,7 +99,7 @@ def _with_labels(path: Path, config: AdapterConfig, hf_config: HFConfig) -> dict
     """Return the model's config; if the adapter has a head and names its labels, with these."""
     content = config_content(hf_config)
     own = path / "config.json"
-    if not has_score(config) or not own.is_file():
+    if not config.has_score or not own.is_file():
         return content
     labels = Labels.of_config(read_config_file(own))
     return content if labels is None else labels.in_config(content)
@@ -237,7 +231,7 @@ def write_adapter(
             with (stage.tree / WEIGHTS).open("rb+") as handle:
                 os.fsync(handle.fileno())
             write_durably(stage.tree / config_file.FILE, config.to_json().encode())
-            if has_score(config):  # PEFT's file does not name the labels
+            if config.has_score:  # PEFT's file does not name the labels
                 write_durably(stage.tree / "config.json", dumps(config_content(hf_config)))
             stage.publish()
         except Exception as error:  # safetensors has its own exception for a full disk
@@ -246,10 +240,10 @@ def write_adapter(
 
 def _with_tied(saved: Mapping[str, Tensor], applied: Applied, tied: bool) -> dict[str, Tensor]:
     """Return `saved` with both of the tied embeddings if only one of them was given."""
-    given = {HEAD, EMBEDDING} & saved.keys()
-    if not tied or len(given) != 1 or not {HEAD, EMBEDDING} <= applied.saved.keys():
+    given = {LM_HEAD, INPUT_EMBEDDING} & saved.keys()
+    if not tied or len(given) != 1 or not {LM_HEAD, INPUT_EMBEDDING} <= applied.saved.keys():
         return dict(saved)
-    return dict(saved) | dict.fromkeys((HEAD, EMBEDDING), saved[given.pop()])
+    return dict(saved) | dict.fromkeys((LM_HEAD, INPUT_EMBEDDING), saved[given.pop()])
 
 
 def _stored(
@@ -308,14 +302,14 @@ def convert_adapter(
 ) -> Adapter:
     """Copy an adapter, with the factors of fused experts converted to `roles`.
 
-    A router that is named as in transformers 4.57 is renamed by `with_router_as_parameter`.
-    Everything else stays as it is.
+    A router that is named as in transformers 4.57 is renamed, see
+    `AdapterConfig.with_router_as_parameter`. Everything else stays as it is.
 
     Args:
         from_roles: roles in `source`; needed if the shapes do not tell.
     """
     adapter = read_adapter(source, hf_config, roles=from_roles)
-    config = with_router_as_parameter(adapter.config)
+    config = adapter.config.with_router_as_parameter()
     base = config_content(hf_config)
     base = adapter.labels.in_config(base) if adapter.labels else base
     write_adapter(target, config, adapter.factors, adapter.saved, base, roles=roles, force=force)

@@ -28,10 +28,9 @@ from mcore_qwen3vl.converters.adapters.adapter import (
 )
 from mcore_qwen3vl.converters.adapters.config import FILE
 from mcore_qwen3vl.converters.adapters.files import read_adapter
-from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.forms import head_of
+from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore import formats
@@ -90,7 +89,7 @@ def plan_merge(
     layout = chosen_layout(architecture, choice)
     checkpoint = open_checkpoint(base, architecture)
     found = read_adapter(adapter, base, roles=roles)
-    if HEAD in found.factors or HEAD in found.saved:
+    if LM_HEAD in found.factors or LM_HEAD in found.saved:
         checkpoint.form.require_language_model(base)
     form = checkpoint.form.for_transformers
     if found.labels:
@@ -142,9 +141,9 @@ _UNTIED = (
 
 def _parts_embeddings(adapter: Adapter) -> bool:
     """Return whether the adapter makes the tied embedding and head of the base differ."""
-    if HEAD in adapter.factors:
+    if LM_HEAD in adapter.factors:
         return True
-    both = [adapter.saved[name] for name in (EMBEDDING, HEAD) if name in adapter.saved]
+    both = [adapter.saved[name] for name in (INPUT_EMBEDDING, LM_HEAD) if name in adapter.saved]
     return len(both) == 1 or (len(both) == 2 and not torch.equal(*both))
 
 
@@ -213,4 +212,4 @@ class Merged:
         return product(factors.a, factors.b[box], factors.scaling).add_(weight)
 
     def _stored_name(self, name: str) -> str:
-        return EMBEDDING if self.tied_source and name == HEAD else name
+        return INPUT_EMBEDDING if self.tied_source and name == LM_HEAD else name

@@ -18,11 +18,7 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters.adapters.config import (
-    SCORE,
-    AdapterConfig,
-    with_router_as_parameter,
-)
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
@@ -32,9 +28,6 @@ PREFIX = "base_model.model."
 
 HFConfig = str | Path | Mapping[str, Any]
 """A ``config.json``, the directory that holds one, or its parsed content."""
-
-HEAD = "lm_head.weight"
-EMBEDDING = "model.language_model.embed_tokens.weight"
 
 ADAPTED = re.compile(
     r"lm_head\.weight"
@@ -115,9 +108,9 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
         ) from None
     parsed = config_content(hf_config)
     if linear_router and Architecture.from_hf(parsed).is_moe:
-        config = with_router_as_parameter(config)
+        config = config.with_router_as_parameter()
     model = meta_model(parsed)
-    if has_score(config):
+    if config.has_score:
         labels = len(labels_of(parsed))
         size = parsed["text_config"]["hidden_size"]
         model.score = torch.nn.Linear(size, labels, bias=False, device="meta")
@@ -150,11 +143,6 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
     named = lora.target_modules
     spelled_out = None if named is None or isinstance(named, str) else tuple(sorted(named))
     return Applied(slots, saved, modules, parameters, matched, spelled_out)
-
-
-def has_score(config: AdapterConfig) -> bool:
-    """Return whether an adapter has the head of a classifier or a reward model."""
-    return SCORE in (config.modules_to_save or ())
 
 
 def labels_of(config: Mapping[str, Any]) -> Labels:

@@ -357,22 +357,15 @@ def check_run(folder: Path, args: Namespace) -> None:
         )
     require_own_keys(folder, open_ranks(folder)[0].models[0])
     if folder.name != RELEASE and not (args.finetune or args.no_load_optim):
-        _check_experts(folder, saved, args)
-
-
-def _check_experts(folder: Path, saved: Namespace, args: Namespace) -> None:
-    """Raise BadInput if the checkpoint's experts are parameters of their own.
-
-    The optimizer's state has no names, only the order of the parameters. Each expert of the torch
-    spec used to be one parameter; now one parameter holds all experts.
-    """
-    apart = not getattr(saved, "moe_grouped_gemm", True)
-    if args.num_experts and args.spec == ["torch"] and apart:
-        raise BadInput(
-            f"{folder} is a legacy checkpoint in which each expert is a parameter of its own, "
-            "so its optimizer state does not fit this version. Continue from its weights with "
-            "--no-load-optim."
-        )
+        # The optimizer's state has no names, only the order of the parameters. Each expert of the
+        # torch spec used to be one parameter; now one parameter holds all experts.
+        apart = not getattr(saved, "moe_grouped_gemm", True)
+        if args.num_experts and args.spec == ["torch"] and apart:
+            raise BadInput(
+                f"{folder} is a legacy checkpoint in which each expert is a parameter of its own, "
+                "so its optimizer state does not fit this version. Continue from its weights with "
+                "--no-load-optim."
+            )
 
 
 def _shown(value: Any) -> str:

@@ -14,9 +14,10 @@ from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Factors, add_update
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import write_adapter
-from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, HFConfig, Slot, apply
+from mcore_qwen3vl.converters.adapters.peft_model import HFConfig, Slot, apply
 from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, together
 from mcore_qwen3vl.converters.live.sharded import Models, Part, factor_parts, hf_parts, unwrap
+from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 
@@ -45,9 +46,9 @@ def save_adapter(
     applied = apply(config, hf_config)
     targets = applied.slots
     tied = unwrap(models)[0].architecture.tie_word_embeddings
-    saved = {name: shape for name, shape in applied.saved.items() if not (tied and name == HEAD)}
-    if tied and HEAD in applied.saved:
-        saved[EMBEDDING] = applied.saved[HEAD]
+    saved = {name: shape for name, shape in applied.saved.items() if not (tied and name == LM_HEAD)}
+    if tied and LM_HEAD in applied.saved:
+        saved[INPUT_EMBEDDING] = applied.saved[LM_HEAD]
     tensors = _on_first(models, saved | _factor_shapes(targets))
 
     def write() -> None:
@@ -105,7 +106,7 @@ def export_merged(
             ranks do not hold the whole model and its factors.
     """
     chunks = unwrap(models)
-    if chunks[0].architecture.tie_word_embeddings and HEAD in targets:
+    if chunks[0].architecture.tie_word_embeddings and LM_HEAD in targets:
         raise BadInput(
             "The adapter changes the head, which is tied to the embedding, so one merged "
             "weight cannot serve as both. Export the adapter, and merge it with "

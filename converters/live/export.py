@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.live.sharded import Models, Part, hf_parts, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
 from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
+from mcore_qwen3vl.converters.offline.plan import group_units
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.staging import Staging, staging, write_durably
 from mcore_qwen3vl.errors import BadInput
@@ -133,17 +135,9 @@ class Gatherer:
 
     def buckets(self, limit: int) -> Iterator[list[str]]:
         """Yield names of consecutive tensors of one dtype, at most `limit` bytes or one tensor."""
-        bucket: list[str] = []
-        size = 0
-        for name, tensor in self.tensors.items():
-            other = bucket and self.tensors[bucket[0]].dtype != tensor.dtype
-            if bucket and (other or size + tensor.nbytes > limit):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += tensor.nbytes
-        if bucket:
-            yield bucket
+        for _, names in groupby(self.tensors, lambda name: self.tensors[name].dtype):
+            for unit in group_units(((n, self.tensors[n].nbytes) for n in names), limit, str):
+                yield list(unit.work)
 
     def gather(self, names: list[str], only: int | None = None) -> dict[str, Tensor]:
         """Return the whole tensors, on every rank or on rank `only`.

@@ -9,20 +9,19 @@ converter wrote (``tests/converters/peers``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.converters.mapping import transforms
 from mcore_qwen3vl.converters.mapping.row import Row
-from mcore_qwen3vl.converters.mapping.table import extra_state_keys, shard, vision_rows
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, extra_state_keys, shard, vision_rows
 from mcore_qwen3vl.errors import BadInput
 
 LANGUAGE = "language_model."
 """Prefix of the language model's keys in every dialect."""
 
 _VISION = "visual."
-_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,12 @@ class Dialect:
 
     def extra_state_keys(self, a: Architecture) -> list[str]:
         """Return the keys of the ``_extra_state`` objects that the maker's strict loading wants."""
-        return [*(LANGUAGE + key for key in extra_state_keys(a)), *self._vision_states(a.vision)]
-
-    def _vision_states(self, v: VisionArchitecture) -> Iterator[str]:
         modules: dict[str, None] = {}  # a weight and a bias have one module
-        for row in (self.vision_row(row, v) for row in vision_rows(v)):
+        for row in (self.vision_row(row, a.vision) for row in vision_rows(a.vision)):
             place = list(zip(row.offset, row.global_shape, strict=False)) or [(0, 1)]
             if row.key.startswith(tuple(self.vision + start for start in self.stateful)):
                 modules[f"{row.key.rpartition('.')[0]}._extra_state/{shard(place)}"] = None
-        yield from modules
+        return [*(LANGUAGE + key for key in extra_state_keys(a)), *modules]
 
     def vision_row(self, row: Row, v: VisionArchitecture) -> Row:
         """Return how the dialect stores what `row`, a row of the vision tower, stores."""
@@ -154,7 +150,7 @@ def recognise(keys: Iterable[str]) -> Dialect | None:
         BadInput: the keys are another maker's.
     """
     names = {key.rpartition("/")[2] for key in keys}
-    if LANGUAGE + _EMBEDDING not in names:
+    if LANGUAGE + EMBEDDING not in names:
         return None
 
     def starts(sign: str) -> bool:

@@ -12,18 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout, VisionArchitecture
-from mcore_qwen3vl.converters.mapping import transforms
-from mcore_qwen3vl.converters.mapping.forms import (
-    AS_CONFIG,
-    CLASSIFIER,
-    INPUT_EMBEDDING,
-    LANGUAGE_MODEL,
-    LM_HEAD,
-    SCORE,
-    SCORE_BIAS,
-    TIED_COPY,
-    Head,
-)
+from mcore_qwen3vl.converters.mapping import forms, transforms
 from mcore_qwen3vl.converters.mapping.row import LAYERS, Row, SourceTensor, same
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.storage.boxes import Shape
@@ -35,7 +24,7 @@ def table(
     *,
     expert_layout: ExpertLayout | None = None,
     padded_vocab_size: int | None = None,
-    head: Head = AS_CONFIG,
+    head: forms.Head = forms.AS_CONFIG,
 ) -> list[Row]:
     """Return every row of a model, in the order of the network.
 
@@ -108,17 +97,17 @@ TEXT = "model.language_model."
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def _ends(a: Architecture, padded: int, head: Head) -> Iterator[Row]:
+def _ends(a: Architecture, padded: int, head: forms.Head) -> Iterator[Row]:
     """Yield the rows outside the layers: embedding, head and final norm."""
-    vocabulary = [(EMBEDDING, INPUT_EMBEDDING)]
-    if head.kind is TIED_COPY:
-        vocabulary.append((EMBEDDING, LM_HEAD))
-    elif head.kind is LANGUAGE_MODEL and not a.tie_word_embeddings:
-        vocabulary.append(("output_layer.weight", LM_HEAD))
-    elif head.kind is CLASSIFIER:
-        yield same("output_layer.weight", SCORE, (head.labels, a.hidden_size))
+    vocabulary = [(EMBEDDING, forms.INPUT_EMBEDDING)]
+    if head.kind is forms.TIED_COPY:
+        vocabulary.append((EMBEDDING, forms.LM_HEAD))
+    elif head.kind is forms.LANGUAGE_MODEL and not a.tie_word_embeddings:
+        vocabulary.append(("output_layer.weight", forms.LM_HEAD))
+    elif head.kind is forms.CLASSIFIER:
+        yield same("output_layer.weight", forms.SCORE, (head.labels, a.hidden_size))
         if head.bias:
-            yield same("output_layer.bias", SCORE_BIAS, (head.labels,))
+            yield same("output_layer.bias", forms.SCORE_BIAS, (head.labels,))
     how = transforms.pad_rows(a.vocab_size, padded)
     for key, name in vocabulary:
         source = SourceTensor(name, (a.vocab_size, a.hidden_size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
+from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan
@@ -42,21 +43,14 @@ def plan_hf_to_hf(
     architecture = Architecture.from_hf(source)
     layout = chosen_layout(architecture, expert_layout)
     checkpoint = open_checkpoint(source, architecture)
-    swapped = layout != architecture.expert_layout
     form = checkpoint.form if expert_layout == "source" else checkpoint.form.for_transformers
-
-    def stream(row: Row, number: int, dtype: torch.dtype) -> Iterator[Tensor]:
-        return stream_copy(checkpoint, row, number, dtype, swapped=swapped)
-
-    def origin(_: Row, named: SourceTensor) -> tuple[str, torch.dtype]:
-        return named.name, checkpoint.entries[named.name].dtype
 
     return lay_out(
         "hf-to-hf",
         source,
         table(architecture, expert_layout=layout, head=form.head),
-        stream,
-        origin=origin,
+        partial(stream_copy, checkpoint, swapped=layout != architecture.expert_layout),
+        origin=lambda _, named: (named.name, checkpoint.entries[named.name].dtype),
         hf_config=source,
         files=checkpoint.files,
         changes=Changes(None if expert_layout == "source" else expert_layout, wanted),

@@ -18,10 +18,11 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import read_adapter
-from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, Slot, apply
+from mcore_qwen3vl.converters.adapters.peft_model import Slot, apply
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.live.adapter import save_adapter
 from mcore_qwen3vl.converters.live.sharded import hf_parts, initialize_factors, load_factors
+from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import LORA_FOLDER
 from mcore_qwen3vl.converters.storage.boxes import Shape
@@ -184,8 +185,8 @@ def _parameters(
     targets: Mapping[str, Slot], saved: Mapping[str, Shape], architecture: Architecture
 ) -> int:
     """Count the parameters of both factors and of what trains whole, a tied head only once."""
-    tied = architecture.tie_word_embeddings and EMBEDDING in saved
-    whole = [shape for name, shape in saved.items() if not (tied and name == HEAD)]
+    tied = architecture.tie_word_embeddings and INPUT_EMBEDDING in saved
+    whole = [shape for name, shape in saved.items() if not (tied and name == LM_HEAD)]
     factors = [shape for spec in targets.values() for shape in (spec.a_shape, spec.b_shape)]
     return sum(math.prod(shape) for shape in [*factors, *whole])
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
 from mcore_qwen3vl.converters.live.sharded import hf_parts, load_factors
+from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing, global_name
 from mcore_qwen3vl.model.lora.attach import attach
@@ -48,8 +48,8 @@ def whole_tensors(adapter: Adapter) -> dict[str, Tensor]:
 def with_tied(architecture: Architecture, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return `saved`, with the embedding added if it is tied to a head in `saved`."""
     saved = dict(saved)
-    if architecture.tie_word_embeddings and HEAD in saved:
-        saved.setdefault(EMBEDDING, saved[HEAD])
+    if architecture.tie_word_embeddings and LM_HEAD in saved:
+        saved.setdefault(INPUT_EMBEDDING, saved[LM_HEAD])
     return saved
 
 
@@ -79,8 +79,8 @@ def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
         BadInput: Megatron holds one of `saved` in one weight with others that do not train.
     """
     names = set(saved)
-    if names & {HEAD, EMBEDDING} and chunk.architecture.tie_word_embeddings:
-        names |= {HEAD, EMBEDDING}
+    if names & {LM_HEAD, INPUT_EMBEDDING} and chunk.architecture.tie_word_embeddings:
+        names |= {LM_HEAD, INPUT_EMBEDDING}
     held: dict[str, set[str]] = {}
     for part in hf_parts(chunk):
         held.setdefault(part.parameter, set()).add(part.name)

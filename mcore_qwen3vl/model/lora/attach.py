@@ -14,8 +14,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.adapters.adapter import Factors
-from mcore_qwen3vl.converters.adapters.peft_model import HEAD, Slot
+from mcore_qwen3vl.converters.adapters.peft_model import Slot
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts
+from mcore_qwen3vl.converters.mapping.forms import LM_HEAD
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.lora.adapter_module import Adapter, Pair, Place, Span
 from mcore_qwen3vl.model.lora.kinds import Kind, kind_of, weight_shapes
@@ -45,8 +46,8 @@ def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Ad
     for path, of_module in groupby(parts, key=lambda part: part.parameter.rpartition(".")[0]):
         for pair in _adapt(chunk, path, list(of_module), targets, dropout):
             adapter.put(pair)
-    if HEAD in targets and chunk.post_process:
-        adapter.put(_adapt_head(chunk, targets[HEAD], dropout))
+    if LM_HEAD in targets and chunk.post_process:
+        adapter.put(_adapt_head(chunk, targets[LM_HEAD], dropout))
     for module in chunk.modules():
         if isinstance(module, TopKRouter) and "gating" not in vars(module):
             adapt_router(module)
@@ -88,7 +89,7 @@ def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
     If TP divides the query heads of one KV head, a rank may hold no row of its key or value. It
     still needs all of their A factors, whose product with the input is summed over TP.
     """
-    names = dict.fromkeys(part.name for part in parts if part.name != HEAD)
+    names = dict.fromkeys(part.name for part in parts if part.name != LM_HEAD)
     if parts[0].parameter.endswith("linear_qkv.weight"):
         layer = parts[0].name.rpartition(".self_attn.")[0]
         names = dict.fromkeys(f"{layer}.self_attn.{x}_proj.weight" for x in "qkv")
@@ -179,7 +180,7 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     if kind.cut == 0:
         spans = (Span(0, first, own),) if own else ()
         b = Place(b.shape, 0, spans, kind.grain([rows, vocabulary]))
-    pair = Pair(HEAD, a, b, scaling=target.scaling, like=weight)
+    pair = Pair(LM_HEAD, a, b, scaling=target.scaling, like=weight)
     kind.mark(pair, weight)
     blocks = Blocks(rows, ((own, target.r),), ((0, 0, 0, own),))
     head.adapter = Site([pair], blocks, kind, head, dropout)

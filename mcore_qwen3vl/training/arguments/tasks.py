@@ -168,16 +168,17 @@ def _check_adapter(config: AdapterConfig, args: argparse.Namespace) -> None:
             f"lora_dropout is {config.lora_dropout:g} with --task embedding: embeddings are "
             "computed twice in a step, and dropout would make them differ. Set it to 0."
         )
-    from mcore_qwen3vl.converters.adapters.peft_model import HEAD, apply  # PEFT takes seconds
+    from mcore_qwen3vl.converters.adapters.peft_model import apply  # PEFT takes seconds
+    from mcore_qwen3vl.converters.mapping.forms import LM_HEAD
 
     applied = apply(config, hf_config_of(args))
-    if labels_of(args) is not None and HEAD in {*applied.saved, *applied.slots}:
+    if labels_of(args) is not None and LM_HEAD in {*applied.saved, *applied.slots}:
         raise BadInput(
-            f"The adapter changes {HEAD} with --task {args.task}, whose model has no lm_head: "
+            f"The adapter changes {LM_HEAD} with --task {args.task}, whose model has no lm_head: "
             "leave it out of the targets and of modules_to_save."
         )
-    if HEAD in applied.slots:
+    if LM_HEAD in applied.slots:
         raise BadInput(
-            f"The adapter has factors on {HEAD} with --task {args.task}, which reads two of its "
+            f"The adapter has factors on {LM_HEAD} with --task {args.task}, which reads two of its "
             "rows: leave it out of the targets, or name it in modules_to_save."
         )

@@ -13,7 +13,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import write_adapter
-from mcore_qwen3vl.converters.adapters.peft_model import HEAD, HFConfig, apply
+from mcore_qwen3vl.converters.adapters.peft_model import HFConfig, apply
 from mcore_qwen3vl.converters.adapters.targets import (
     ATTENTION,
     EXPERTS,
@@ -22,6 +22,7 @@ from mcore_qwen3vl.converters.adapters.targets import (
     preset,
     resolve_targets,
 )
+from mcore_qwen3vl.converters.mapping.forms import LM_HEAD
 from mcore_qwen3vl.converters.storage.boxes import Shape
 
 VISION = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")  # the last two: mergers too
@@ -88,7 +89,7 @@ def write_random_adapter(path: Path, config: AdapterConfig, hf_config: HFConfig)
         name: _random(name, shape, 1.0) for name, shape in apply(config, hf_config).saved.items()
     }
     if config.ensure_weight_tying:
-        saved.pop(HEAD, None)  # the embedding's tensor stands for both
+        saved.pop(LM_HEAD, None)  # the embedding's tensor stands for both
     write_adapter(path, config, factors, saved, hf_config)
     return path
 

@@ -17,6 +17,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import convert_adapter, read_adapter, write_adapter
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
+from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.measurement import measure
 from mcore_qwen3vl.verify.parity.comparison import TOLERANCE
@@ -45,6 +46,20 @@ def test_there_and_back(kind: str, made: Callable[[str], Made], tmp_path: Path) 
     configs = [json.loads((f / "adapter_config.json").read_text()) for f in (source.folder, back)]
     assert configs[0] == configs[1]
     assert LoraConfig.from_pretrained(source.folder) == LoraConfig.from_pretrained(back)
+
+
+def test_a_base_from_the_hub_is_known_by_its_commit(
+    made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """The manifest of a checkpoint that was converted from the cache names no folder."""
+    source = made("tied")
+    snapshot = tmp_path / "models--Qwen--tiny" / "snapshots" / "0f"
+    shutil.copytree(source.base, snapshot)
+    hf_to_mcore(snapshot, tmp_path / "mcore")
+    adapter = read_adapter(source.folder, source.base)
+    for named, notes in ((snapshot, 0), (source.base, 1)):
+        config = replace(adapter.config, raw={"base_model_name_or_path": str(named)})
+        assert len(replace(adapter, config=config).other_base(tmp_path / "mcore")) == notes
 
 
 @pytest.mark.parametrize("kind", ["swapped roles", "tied", "lm_head"])
