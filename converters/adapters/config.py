@@ -106,7 +106,10 @@ class AdapterConfig:
             if not _FIELDS[name](value):
                 raise BadInput(f"{where}: {name} is {value!r:.80}, which PEFT never writes there.")
         raw = {name: value for name, value in content.items() if name not in _FIELDS}
-        config = cls(**{name: _frozen(value) for name, value in known.items()}, raw=raw)
+        frozen: dict[str, Any] = {
+            n: tuple(v) if isinstance(v, list) else v for n, v in known.items()
+        }
+        config = cls(**frozen, raw=raw)
         config.require_supported(where)
         return config
 
@@ -173,10 +176,6 @@ class AdapterConfig:
     def to_json(self) -> str:
         """Return the content of the file, formatted as PEFT does."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

@@ -183,32 +183,23 @@ class Merged:
             row = replace(row, sources=tuple(sources))
             yield from stream_copy(self.base, row, number, dtype, swapped=swapped)
         elif named.index is not None:
-            expert = self._expert(named.name, named.index, factors)
+            expert = self._merged(named, (named.index,), factors)
             yield cast(expert.T if self.swapped else expert, dtype, named.name)
         else:
             for rows in row_chunks(*named.shape[:2]):
-                yield cast(self._rows(named.name, rows, factors), dtype, named.name)
+                yield cast(self._merged(named, (rows,), factors), dtype, named.name)
 
-    def _expert(self, name: str, index: int, factors: Factors | None) -> Tensor:
-        """Return one merged expert, (out, in), float32."""
-        if name in self.adapter.saved:
-            weight = self.adapter.saved[name][index].float()
+    def _merged(self, named: SourceTensor, box: Selection, factors: Factors | None) -> Tensor:
+        """Return `box`, rows of a tensor or one of its experts, (out, in), merged in float32."""
+        if named.name in self.adapter.saved:
+            weight = self.adapter.saved[named.name][box].float()
         else:
-            weight = self.base.read(name, (index,), torch.float32)
-            weight = weight.T if self.swapped_source else weight
+            weight = self.base.read(self._stored_name(named.name), box, torch.float32)
+            weight = weight.T if self.swapped_source and named.index is not None else weight
         if factors is None:
             return weight
-        return product(*of_expert(factors, index), factors.scaling).add_(weight)
-
-    def _rows(self, name: str, rows: slice, factors: Factors | None) -> Tensor:
-        """Return merged `rows` of a tensor that is not an expert, float32."""
-        box: Selection = (rows,)
-        if name in self.adapter.saved:
-            weight = self.adapter.saved[name][box].float()
-        else:
-            weight = self.base.read(self._stored_name(name), box, torch.float32)
-        if factors is None:
-            return weight
+        if named.index is not None:
+            return product(*of_expert(factors, named.index), factors.scaling).add_(weight)
         return product(factors.a, factors.b[box], factors.scaling).add_(weight)
 
     def _stored_name(self, name: str) -> str:

@@ -36,9 +36,7 @@ class Targets(NamedTuple):
 def preset(name: str, architecture: Architecture) -> Targets:
     """Return PEFT's names for a preset.
 
-    Args:
-        architecture: architecture of the model. Parts that it lacks are not named, since a target
-            that matches nothing is an error.
+    Parts that the model lacks are not named, since a target that matches nothing is an error.
     """
     if name not in get_args(Preset):
         raise BadInput(f"{name!r} is not one of {', '.join(get_args(Preset))}.")

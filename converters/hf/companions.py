@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from mcore_qwen3vl.config import read_config_file
-from mcore_qwen3vl.converters.hf.config_file import UNCHANGED, Changes
+from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, Form, Head
 from mcore_qwen3vl.converters.storage.staging import write_durably
@@ -41,13 +41,16 @@ def companion_files(path: Path) -> dict[str, Path]:
     found: list[Path] = []
     for folder, folders, files in path.walk():
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += (folder / name for name in files if _is_companion(folder / name))
+        for file in (folder / name for name in files):
+            weights = file.name in (INDEX, FORM_FILE) or file.suffix in WEIGHTS
+            if not weights and file.is_file() and file.stat().st_size <= LARGEST:
+                found.append(file)
     found.sort()
     refuse_links_out(found, path)
     return {str(file.relative_to(path)): file for file in found}
 
 
-def copy_companions(source: Path, target: Path, changes: Changes = UNCHANGED) -> None:
+def copy_companions(source: Path, target: Path, changes: Changes) -> None:
     """Copy the companion files in `source`, durably, to go beside converted weights in `target`.
 
     `changes` says how the weights in `target` differ from those of `source`.
@@ -72,12 +75,6 @@ def digest(file: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _is_companion(file: Path) -> bool:
-    if file.name in (INDEX, FORM_FILE) or file.suffix in WEIGHTS or not file.is_file():
-        return False
-    return file.stat().st_size <= LARGEST
 
 
 def write_form(folder: Path, form: Form) -> None:

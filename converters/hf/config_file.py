@@ -43,11 +43,7 @@ class Changes:
     def config(self, config: Config) -> bytes | None:
         """Return the ``config.json`` for the converted weights, which are never quantised.
 
-        Args:
-            config: the config that the source weights came with.
-
-        Returns:
-            The file's content, or None if `config` is right as it is.
+        None if `config`, which the source weights came with, is right as it is.
         """
         wanted = fp8.without(config)
         if self.untied:
@@ -61,9 +57,6 @@ class Changes:
         if self.dtype is not None:
             wanted = with_dtype(wanted, dtype_name(self.dtype))
         return None if wanted == config else dumps(wanted)
-
-
-UNCHANGED = Changes()
 
 
 def with_layout(config: Config, layout: ExpertLayout) -> Config:

@@ -101,9 +101,7 @@ def pair(
 ) -> tuple[dict[str, TensorHeader], dict[str, TensorHeader]]:
     """Match each FP8 tensor with the tensor of its factors.
 
-    Args:
-        stored: header of every tensor in the files.
-        quantization: what `declared` returned.
+    `quantization` is what `declared` returned.
 
     Returns:
         The headers of the model's tensors, with `scale` and the dtype to read set on those in FP8;

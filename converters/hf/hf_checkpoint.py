@@ -19,13 +19,7 @@ from mcore_qwen3vl.config import read_config_file, ties_embeddings
 from mcore_qwen3vl.converters.hf.fp8 import declared, dequantize, pair
 from mcore_qwen3vl.converters.hf.shards import DTYPES, TensorHeader
 from mcore_qwen3vl.converters.hf.single_experts import fuse
-from mcore_qwen3vl.converters.mapping.forms import (
-    INPUT_EMBEDDING,
-    LM_HEAD,
-    TIED_COPY,
-    recognise,
-    renamed,
-)
+from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.row import CHUNK_BYTES, Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
 from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
@@ -86,12 +80,12 @@ class HuggingFaceCheckpoint:
         if index is not None:
             self._compare_with(index)
         shapes = {name: entry.shape for name, entry in self.entries.items()}
-        self.form = recognise(shapes, tied=ties_embeddings(config))
+        self.form = forms.recognise(shapes, tied=ties_embeddings(config))
         leaves_out = self.form.names.leaves_out
         self.left_out = {name: e for name, e in self.entries.items() if leaves_out(name)}
         kept = {name: e for name, e in self.entries.items() if name not in self.left_out}
         stored, self.scales = pair(kept, self.quantization)
-        self._stored = renamed(stored, self.form.names)
+        self._stored = forms.renamed(stored, self.form.names)
         self.entries, self.split = fuse(self._stored, config)
 
     @property
@@ -139,7 +133,7 @@ class HuggingFaceCheckpoint:
                 to be tied to the embedding and differs from it.
         """
         wanted = hf_shapes(list(rows))
-        if LM_HEAD in wanted:
+        if forms.LM_HEAD in wanted:
             self.form.require_language_model(self.path)
         stored = self.form.names.stored
         for name, shape in wanted.items():
@@ -165,27 +159,28 @@ class HuggingFaceCheckpoint:
                     "config.json describes. Dropping it in silence would lose data, so nothing "
                     "was converted."
                 )
-        if self.form.head.kind is TIED_COPY:
+        if self.form.head.kind is forms.TIED_COPY:
             self._compare_tied()
 
     def _compare_tied(self) -> None:
         """Refuse a stored head that is not the embedding to which the config ties it."""
-        rows, width = self.entries[INPUT_EMBEDDING].shape
+        rows, width = self.entries[forms.INPUT_EMBEDDING].shape
         step = max(CHUNK_BYTES // max(4 * width, 1), 1)
         boxes = [(slice(first, min(first + step, rows)),) for first in range(0, rows, step)]
 
         def bits(name: str, box: Selection) -> Tensor:
             return self.stored(name, box).view(torch.uint8)
 
-        dtypes = {self.entries[name].stored for name in (INPUT_EMBEDDING, LM_HEAD)}
+        dtypes = {self.entries[name].stored for name in (forms.INPUT_EMBEDDING, forms.LM_HEAD)}
         if len(dtypes) > 1 or not all(
-            torch.equal(bits(LM_HEAD, box), bits(INPUT_EMBEDDING, box)) for box in boxes
+            torch.equal(bits(forms.LM_HEAD, box), bits(forms.INPUT_EMBEDDING, box)) for box in boxes
         ):
             raise BadInput(
                 f"{self.path}: config.json ties the embeddings (tie_word_embeddings), but the "
-                f"stored {LM_HEAD} differs from {self.form.names.stored(INPUT_EMBEDDING)}. Set "
-                "tie_word_embeddings to false in config.json if the model has a head of its own, "
-                f"or remove {LM_HEAD}."
+                f"stored {forms.LM_HEAD} differs from "
+                f"{self.form.names.stored(forms.INPUT_EMBEDDING)}. Set tie_word_embeddings to "
+                "false in config.json if the model has a head of its own, or remove "
+                f"{forms.LM_HEAD}."
             )
 
     def _add(self, file: str, name: str, header: Any) -> None:

@@ -68,9 +68,7 @@ def fuse(
 ) -> tuple[dict[str, TensorHeader], dict[str, SplitExperts]]:
     """Replace experts that are stored one by one with the fused tensors they make up.
 
-    Args:
-        entries: header of every tensor of the checkpoint.
-        config: content of ``config.json``, which declares the layout of the fused tensors.
+    The ``config.json``, `config`, declares the layout of the fused tensors.
 
     Returns:
         The headers with fused tensors among them, and how each fused tensor is stored.

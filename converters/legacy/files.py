@@ -8,7 +8,6 @@ replaced by an inert stand-in, so that neither megatron nor numpy is imported.
 
 from __future__ import annotations
 
-import mmap
 import pickle
 import re
 from argparse import Namespace
@@ -25,6 +24,7 @@ from mcore_qwen3vl.converters.legacy.layout import FILE, Rank, model_key
 from mcore_qwen3vl.converters.mcore.formats import require_own_keys
 from mcore_qwen3vl.converters.mcore.paths import RELEASE
 from mcore_qwen3vl.converters.storage.archive import Archive, BadArchive
+from mcore_qwen3vl.converters.storage.disk import map_file
 from mcore_qwen3vl.converters.storage.restricted_pickle import FAILURES, Record, Refused, make_set
 from mcore_qwen3vl.converters.storage.tensor_pickle import STORAGES, ReadTensor, TensorUnpickler
 from mcore_qwen3vl.errors import BadInput
@@ -79,9 +79,7 @@ def load(file: Path) -> Any:
         BadInput: the file is damaged, or names something outside the list.
     """
     try:
-        with file.open("rb") as handle:
-            view = memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY))
-        archive = Archive(view)
+        archive = Archive(map_file(file))
         archive.check()
         archive.check_byte_order()
         content = _Unpickler(archive).load()

@@ -85,11 +85,7 @@ class Stage:
 
 
 def stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
-    """Return the pipeline's chunks in the order of the network.
-
-    Args:
-        counts: number of decoder layers of each chunk, as ``counts[vp][pp]``.
-    """
+    """Return the pipeline's chunks, of ``counts[vp][pp]`` layers, in the order of the network."""
     found: list[Stage] = []
     start, chunks = 0, sum(len(of_pp) for of_pp in counts)
     for vp, of_pp in enumerate(counts):
@@ -127,11 +123,7 @@ def model_key(vp: int, vpp: int) -> str:
 
 
 def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
-    """Return the parameter's name on a rank.
-
-    Args:
-        experts: number of experts of a layer that the rank holds.
-    """
+    """Return the parameter's name on a rank that holds `experts` experts of a layer."""
     layer, expert = row.layer, row.expert
     if layer is None:
         return row.key

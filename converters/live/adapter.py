@@ -16,7 +16,7 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import write_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import HFConfig, Slot, apply
 from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, together
-from mcore_qwen3vl.converters.live.sharded import Models, Part, factor_parts, hf_parts, unwrap
+from mcore_qwen3vl.converters.live.sharded import Models, factor_parts, hf_parts, unwrap
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
@@ -63,20 +63,15 @@ def save_adapter(
 
 def _on_first(models: Models, shapes: dict[str, Shape]) -> dict[str, Tensor]:
     """Return the whole tensors in host memory on the first rank, nothing on the others."""
-    gatherer = Gatherer(models, _parts(models, shapes), shapes)
+    with torch.no_grad():
+        parts = chain(hf_parts(models, expert_layout="v5"), factor_parts(models))
+        gatherer = Gatherer(models, (part for part in parts if part.name in shapes), shapes)
     tensors: dict[str, Tensor] = {}
     for bucket in gatherer.buckets(BUCKET_BYTES):
         gathered = gatherer.gather(bucket, only=0)
         if dist.get_rank() == 0:
             tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in gathered.items()}
     return tensors
-
-
-def _parts(models: Models, shapes: dict[str, Shape]) -> Iterator[Part]:
-    with torch.no_grad():
-        for part in chain(hf_parts(models, expert_layout="v5"), factor_parts(models)):
-            if part.name in shapes:
-                yield part
 
 
 def export_merged(

@@ -93,13 +93,18 @@ def save_hf(
         stage = together(lambda: _prepare(stack, path, files, force), path)
         first: list[Any] = [stage and stage.tree]
         dist.broadcast_object_list(first)
-        writer = _Writer(first[0], files)
+        thread = stack.enter_context(ThreadPoolExecutor(1))
+        writing: Future[None] | None = None
         for number, bucket in enumerate(exporter.buckets(bucket_bytes)):
             turn = number % dist.get_world_size()
             gathered = exporter.gather(bucket, only=turn)
-            if turn == dist.get_rank():
-                writer.put(gathered)
-        together(writer.finish, path)
+            if turn != dist.get_rank():
+                continue
+            # `exception` waits for the previous bucket, which bounds the memory. After an error the
+            # rank writes no more, but still joins the collectives.
+            if writing is None or writing.exception() is None:
+                writing = thread.submit(_write, first[0], files, gathered)
+        together(lambda: writing and writing.result(), path)
         labels = unwrap(models)[0].head_labels
         together(lambda: _publish(stage, files, hf_config, labels), path)
 
@@ -186,38 +191,13 @@ class Gatherer:
         return found
 
 
-class _Writer:
-    """Writes a bucket of gathered tensors into the shards while the next bucket is gathered."""
-
-    def __init__(self, tree: Path, files: Sequence[shards.Shard]) -> None:
-        self._tree = tree
-        self._shards = {name: shard for shard in files for name in shard.tensors}
-        self._thread = ThreadPoolExecutor(1)
-        self._pending: Future[None] | None = None
-        self._error: BaseException | None = None
-
-    def put(self, tensors: dict[str, Tensor]) -> None:
-        """Wait for the previous bucket, which bounds the memory, and start writing this one."""
-        self._wait()
-        if self._error is None:  # after an error the rank still joins the collectives
-            self._pending = self._thread.submit(self._write, tensors)
-
-    def finish(self) -> None:
-        self._wait()
-        self._thread.shutdown()
-        if self._error is not None:
-            raise self._error
-
-    def _wait(self) -> None:
-        if self._pending is not None:
-            self._error = self._error or self._pending.exception()
-            self._pending = None
-
-    def _write(self, tensors: dict[str, Tensor]) -> None:
-        for shard in {self._shards[name].file: self._shards[name] for name in tensors}.values():
-            names = (name for name in tensors if name in shard.tensors)
+def _write(tree: Path, files: Sequence[shards.Shard], tensors: dict[str, Tensor]) -> None:
+    """Write gathered tensors to their places in the shards."""
+    for shard in files:
+        names = [name for name in tensors if name in shard.tensors]
+        if names:
             data = ((shard.offset(name), [tensors[name].cpu()]) for name in names)
-            shards.fill_shard(self._tree, shard, data)
+            shards.fill_shard(tree, shard, data)
 
 
 def _prepare(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,18 +237,14 @@ def initialize_factors(models: Models, seed: int) -> None:
     for part in factor_parts(models):
         by_name.setdefault(part.name, []).append(part)
     for name, parts in by_name.items():
-        if name.endswith("lora_B"):
-            _fill(parts, torch.zeros(()).expand(shapes[name]))
-            continue
-        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-        bound = shapes[name][1] ** -0.5
-        whole = torch.empty(shapes[name], dtype=torch.float32)
-        _fill(parts, whole.uniform_(-bound, bound, generator=generator))
-
-
-def _fill(parts: Iterable[Part], whole: Tensor) -> None:
-    for part in parts:
-        part.local.copy_(whole[part.box])
+        whole = torch.zeros(()).expand(shapes[name])
+        if name.endswith("lora_A"):
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            bound = shapes[name][1] ** -0.5
+            whole = torch.empty(shapes[name], dtype=torch.float32)
+            whole.uniform_(-bound, bound, generator=generator)
+        for part in parts:
+            part.local.copy_(whole[part.box])
 
 
 def _row_of(rows: Mapping[tuple[str, Shape], Row], parameter: str, piece: ShardedTensor) -> Row:

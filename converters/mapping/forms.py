@@ -100,14 +100,22 @@ COSMOS = Names(
         *((f"model.visual.{part}.", f"{part}.") for part in VISION_PARTS),
     ),
     left_out=(
-        r"\.add_[qkv]_proj\.",
+        r"\.add_q_proj\.",
+        r"\.add_k_proj\.",
+        r"\.add_v_proj\.",
         r"\.to_add_out\.",
         r"\.norm_added_q\.",
         r"\.norm_added_k\.",
         r"moe_gen",
-        r"^(audio_|action_)?proj_(in|out)\.",
-        r"^(audio|action)_modality_embed$",
+        r"^proj_out\.",
+        r"^proj_in\.",
         r"^time_embedder\.",
+        r"^audio_proj_out\.",
+        r"^audio_proj_in\.",
+        r"^audio_modality_embed$",
+        r"^action_proj_out\.",
+        r"^action_proj_in\.",
+        r"^action_modality_embed$",
     ),
     note="Tensors are named as in Cosmos3 checkpoints, of which the reasoner is read, a Qwen3-VL: "
     "`--expert-layout v5` of `convert` writes Qwen3-VL's names.",
@@ -222,11 +230,9 @@ class Form:
 
 
 def recognise(shapes: Mapping[str, Shape], *, tied: bool) -> Form:
-    """Tell the form of a checkpoint from its tensors' names.
+    """Tell the form of a checkpoint from the names that its tensors have in the files.
 
-    Args:
-        shapes: of all tensors, by the names that the files have.
-        tied: whether the config ties head and embedding.
+    `tied` says whether the config ties head and embedding.
 
     Raises:
         BadInput: tensors are named in two ways.

@@ -29,7 +29,6 @@ def table(
     """Return every row of a model, in the order of the network.
 
     Args:
-        architecture: the model's shape.
         expert_layout: layout of the fused experts on the HF side; default: the one declared.
         padded_vocab_size: rows of the mcore embedding and output layer; default: not padded.
         head: the head on the HF side.

@@ -129,10 +129,7 @@ class Rearrangement:
     @property
     def in_order(self) -> bool:
         """Whether the rows of every HF tensor come in the order that they have there."""
-        starts: list[list[int]] = [[] for _ in range(self.source_count)]
-        for source, start, _ in self.blocks:
-            starts[source].append(start)
-        return all(found == sorted(found) for found in starts)
+        return sorted(self.blocks, key=lambda block: block.source) == sorted(self.blocks)
 
     @property
     def source_count(self) -> int:

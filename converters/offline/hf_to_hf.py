@@ -31,7 +31,6 @@ def plan_hf_to_hf(
     """Check a Hugging Face checkpoint and plan how to rewrite it; write nothing.
 
     Args:
-        src: checkpoint directory.
         dtype, max_shard_size, expert_layout: see `to_hf.plan_mcore_to_hf`.
 
     Raises:

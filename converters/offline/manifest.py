@@ -114,7 +114,6 @@ def dumps(
     """Return the manifest's content; it depends only on the input, not on time or on resumed runs.
 
     Args:
-        checkpoint: the source.
         facts: other entries, which are the choices of the conversion.
         dtype: the one dtype that was written; None if each tensor kept its own.
         checksums: checksums of all pieces, with the experts of a tensor in order.

@@ -138,9 +138,7 @@ def unit_bytes(total: int) -> int:
 def nonfinite_notes(results: Iterable[dict[str, Any]]) -> tuple[str, ...]:
     """Return one sentence that names the tensors with NaN or infinite values, or an empty tuple.
 
-    Args:
-        results: results of units of work, which list the names of such tensors under
-            ``nonfinite``.
+    The results of units of work list the names of such tensors under ``nonfinite``.
     """
     names = sorted({name for result in results for name in result.get("nonfinite", ())})
     if not names:

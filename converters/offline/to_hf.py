@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -63,10 +63,6 @@ class HFOptions(Writing, total=False):
 
 Stream = Callable[[Row, int, torch.dtype], Iterator[Tensor]]
 """``stream(row, number, dtype)`` yields HF piece `number` of a row in chunks, in memory order."""
-
-
-Stated = Callable[[SourceTensor], str | None]
-"""Returns the checksum that an HF tensor or expert must have; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -141,17 +137,18 @@ def stream_hf(
     row: Row,
     source: int,
     dtype: torch.dtype,
-    stated: Stated = lambda source: None,
+    stated: Mapping[str, dict[str, Any]] = {},
 ) -> Iterator[Tensor]:
     """Return HF piece number `source` of `row` as `dtype`, in chunks, in memory order.
 
     Chunks are views of the checkpoint where possible.
 
     Raises:
-        BadInput: the piece, before a cast, does not have the checksum that `stated` gives.
+        BadInput: the piece, before a cast, does not have the checksum in `stated`, which are a
+            manifest's tensors.
     """
     named = row.sources[source]
-    expected = stated(named)
+    expected = manifest.stated_checksum(stated, named)
     found = xxhash.xxh3_128()
 
     def fetch(box: Box) -> Tensor:
@@ -174,24 +171,19 @@ def stream_hf(
         )
 
 
-def _stated(checkpoint: MegatronCheckpoint, names: Names, layout: ExpertLayout | None) -> Stated:
-    """Return what the checkpoint's manifest says of a tensor; nothing about later iterations.
+def _stated(
+    checkpoint: MegatronCheckpoint, names: Names, layout: ExpertLayout | None
+) -> dict[str, dict[str, Any]]:
+    """Return what the checkpoint's manifest says of tensors; nothing about later iterations.
 
     The checksums of experts are those of one layout, and say nothing about another.
     """
     file = manifest.find(checkpoint.folder)
     made = {} if file is None else manifest.read(file)
     if made.get("iteration") != checkpoint.folder.name:
-        return lambda source: None
-    tensors = renamed(made["tensors"], names)
-    same_layout = made["expert_layout"] == layout
-
-    def stated(source: SourceTensor) -> str | None:
-        if source.index is not None and not same_layout:
-            return None
-        return manifest.stated_checksum(tensors, source)
-
-    return stated
+        return {}
+    tensors, same = renamed(made["tensors"], names), made["expert_layout"] == layout
+    return {n: t for n, t in tensors.items() if same or isinstance(t[manifest.CHECKSUM], str)}
 
 
 def plan_mcore_to_hf(

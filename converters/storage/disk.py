@@ -141,6 +141,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+def map_file(file: Path) -> memoryview:
+    """Map a file; what is written to its bytes stays in memory.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or is empty.
+    """
+    with file.open("rb") as handle:
+        return memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY))
+
+
 def bring_in(tensor: Tensor) -> Tensor:
     """Load the pages that a view of a mapped file covers; return `tensor`.
 

@@ -101,7 +101,6 @@ def staging(
     that a later run can resume it.
 
     Args:
-        target: the directory to write.
         fingerprint: identifies the plan; only a run with the same fingerprint is resumed.
         force: whether to replace an existing target, if it is `replaceable`.
         replaceable: tells whether an existing directory may be deleted.

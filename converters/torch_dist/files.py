@@ -7,7 +7,6 @@ Neither needs megatron-core, a model or a process group. A checkpoint directory 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder
 from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor, write_archive
 from mcore_qwen3vl.converters.storage.boxes import fill
-from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in
+from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in, map_file
 from mcore_qwen3vl.converters.storage.tensor_pickle import Described
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
@@ -86,12 +85,17 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         return tensor
 
     def _view(self, place: FileRange) -> memoryview:
-        if place.file not in self._files:
-            self._files[place.file] = _map(self.folder / place.file)
-        whole = self._files[place.file]
+        file = self.folder / place.file
+        try:
+            whole = self._files.get(place.file) or map_file(file)
+        except (OSError, ValueError) as error:
+            raise BadInput(
+                f"{file} cannot be read ({error}). The checkpoint is incomplete."
+            ) from None
+        self._files[place.file] = whole
         if place.offset + place.length > len(whole):
             raise BadInput(
-                f"{self.folder / place.file} has {len(whole)} bytes, but .metadata places data up "
+                f"{file} has {len(whole)} bytes, but .metadata places data up "
                 f"to byte {place.offset + place.length}. The file is cut short: copy it again."
             )
         return whole[place.offset : place.offset + place.length]
@@ -119,14 +123,6 @@ def _check_backend(folder: Path) -> None:
             "only torch_dist, version 1, can be read. Load it in Megatron and save it again "
             "with --ckpt-format torch_dist."
         )
-
-
-def _map(file: Path) -> memoryview:
-    try:
-        with file.open("rb") as handle:
-            return memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{file} cannot be read ({error}). The checkpoint is incomplete.") from None
 
 
 class DistcpFile(DirectFile):
