@@ -35,9 +35,15 @@ from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, convert
-from mcore_qwen3vl.converters.offline.hf_to_hf import layout_notes, stream_copy
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan
-from mcore_qwen3vl.converters.offline.to_hf import HFOptions, LayoutChoice, chosen_layout, lay_out
+from mcore_qwen3vl.converters.offline.to_hf import (
+    HFOptions,
+    LayoutChoice,
+    chosen_layout,
+    lay_out,
+    layout_notes,
+    stream_copy,
+)
 from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
 from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.converters.storage.dtypes import cast, parse_dtype

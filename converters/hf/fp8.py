@@ -141,8 +141,6 @@ def dequantize(
         factors: factors of the whole matrices, (..., all rows / 128, all columns / 128), rounded
             up.
         rows, columns: where the box lies in its matrix.
-        dtype: dtype of the result.
-        name: the tensor's name, for messages.
 
     Raises:
         BadInput: a factor is not finite, or a value does not fit `dtype`.

@@ -50,7 +50,6 @@ class HuggingFaceCheckpoint:
     headers), but no tensor data.
 
     Attributes:
-        path: the directory.
         form: the names of the tensors in the files, and the kind of head.
         entries: the header of each tensor of the model, by the table's HF name.
         scales: the headers of the scale tensors that belong to quantised tensors, by name.

@@ -30,7 +30,6 @@ class SplitExperts:
 
     Attributes:
         parts: for each expert, the names of its matrices, stacked by rows.
-        shape: shape of the fused tensor.
         height: rows of each matrix.
         swapped: whether the fused tensor has each expert transposed (the published layout).
     """
@@ -66,12 +65,9 @@ class SplitExperts:
 def fuse(
     entries: Mapping[str, TensorHeader], config: dict[str, Any]
 ) -> tuple[dict[str, TensorHeader], dict[str, SplitExperts]]:
-    """Replace experts that are stored one by one with the fused tensors they make up.
+    """Return headers with fused tensors for experts stored one by one, and how those are stored.
 
     The ``config.json``, `config`, declares the layout of the fused tensors.
-
-    Returns:
-        The headers with fused tensors among them, and how each fused tensor is stored.
 
     Raises:
         BadInput: an expert is missing, or differs in shape or dtype from the others; experts are

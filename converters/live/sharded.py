@@ -133,11 +133,7 @@ def mcore_pieces(
 def table_of(
     chunks: Sequence[Any], expert_layout: ExpertLayout | None = None, *, head: Head | None = None
 ) -> list[Row]:
-    """Return the table of a running model, whose vocabulary may be padded.
-
-    Args:
-        head: the head on the HF side; default: the model's own.
-    """
+    """Return the table of a running model, with its padded vocabulary and, by default, its head."""
     model = chunks[0]
     return table(
         model.architecture,
@@ -208,11 +204,9 @@ def factor_parts(models: Models, values: Values = weight) -> Iterator[Part]:
 
 @torch.no_grad()
 def load_factors(models: Models, factors: Mapping[str, Any]) -> None:
-    """Fill every factor that this rank holds.
+    """Fill every factor that this rank holds, by Hugging Face parameter, cast to its dtype.
 
-    Args:
-        factors: factors by Hugging Face parameter name, with ``a`` and ``b`` in PEFT's shapes.
-            Values are cast to the parameters' dtype.
+    Their ``a`` and ``b`` have PEFT's shapes.
     """
     for part in factor_parts(models):
         name, _, factor = part.name.rpartition(".")

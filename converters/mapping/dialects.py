@@ -143,8 +143,7 @@ def named(key: str) -> Dialect:
 def recognise(keys: Iterable[str]) -> Dialect | None:
     """Tell a checkpoint's dialect from its keys; None for the table's own keys.
 
-    Args:
-        keys: keys of the tensors; in a legacy checkpoint, a folder's name may precede one.
+    In a legacy checkpoint, a folder's name may precede a key.
 
     Raises:
         BadInput: the keys are another maker's.

@@ -183,11 +183,7 @@ AS_CONFIG = Head()
 
 
 def head_of(labels: Labels | None) -> Head:
-    """Return the head of a running model.
-
-    Args:
-        labels: the head's outputs; none of them: there is no head; None: the head gives logits.
-    """
+    """Return the head of a running model; None stands for logits, and no labels for no head."""
     if labels is None:
         return AS_CONFIG
     return Head(CLASSIFIER, len(labels)) if labels else Head(HEADLESS)

@@ -21,13 +21,7 @@ CHUNK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """An HF tensor, or one slice of its first axis (an expert of the fused tensor).
-
-    Attributes:
-        name: HF tensor name.
-        shape: shape of the whole HF tensor.
-        index: index on the first axis; None for the whole tensor.
-    """
+    """An HF tensor of this shape, or slice `index` of its first axis (an expert of fused ones)."""
 
     name: str
     shape: Shape

@@ -144,9 +144,7 @@ def require_classifier(path: Path, labels: Labels) -> None:
 def find_hf_folder(path: Path) -> Path | None:
     """Return the folder of the HF config and the files beside it, or None if there is none.
 
-    Args:
-        path: a Megatron checkpoint, one iteration of it, or an HF checkpoint, which is its own
-            config folder.
+    An HF checkpoint is its own config folder.
     """
     beside = iteration_folder(path).parent
     for folder in (path / HF_FOLDER, path, beside / HF_FOLDER, beside / VERL_HF_FOLDER):
@@ -172,9 +170,6 @@ def hf_folder(path: Path, *, flag: str = "--hf-config") -> Path:
 
 def config_folder(path: Path) -> Path:
     """Return the folder where a checkpoint's config, tokenizer and processor are, or should be.
-
-    Args:
-        path: an HF checkpoint, which is its own config folder, or a Megatron checkpoint.
 
     Raises:
         BadInput: a Megatron checkpoint has no such folder.

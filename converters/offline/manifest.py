@@ -9,7 +9,6 @@ in order, because the conversion moves one expert at a time.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections import defaultdict
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from mcore_qwen3vl import __version__
 from mcore_qwen3vl.converters.hf import hub
+from mcore_qwen3vl.converters.hf.companions import digest
 from mcore_qwen3vl.converters.hf.fp8 import SUFFIX
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
@@ -93,18 +93,6 @@ def summed(sums: Sequence[RowChecksums]) -> dict[str, Any]:
     }
 
 
-def describe(checkpoint: HuggingFaceCheckpoint) -> dict[str, Any]:
-    """Return what distinguishes this Hugging Face checkpoint from another."""
-    config = (checkpoint.path / "config.json").read_bytes()
-    index = checkpoint.path / INDEX
-    files = [*checkpoint.files, *([index] if index.exists() else [])]
-    return {
-        **hub.identity(checkpoint.path),
-        "config_sha256": hashlib.sha256(config).hexdigest(),
-        "files": {file.name: file.stat().st_size for file in files},
-    }
-
-
 def dumps(
     checkpoint: HuggingFaceCheckpoint,
     facts: dict[str, Any],
@@ -127,6 +115,8 @@ def dumps(
                 tensors[name][key] = value
             elif value is not None:
                 tensors[name].setdefault(key, []).append(value)
+    index = checkpoint.path / INDEX
+    files = [*checkpoint.files, *([index] if index.exists() else [])]
     content = {
         "format": FORMAT,
         "direction": "hf-to-mcore",
@@ -137,7 +127,11 @@ def dumps(
             "safetensors": safetensors.__version__,
             "xxhash": xxhash.VERSION,
         },
-        "source": describe(checkpoint),
+        "source": {  # what distinguishes it from another
+            **hub.identity(checkpoint.path),
+            "config_sha256": digest(checkpoint.path / "config.json"),
+            "files": {file.name: file.stat().st_size for file in files},
+        },
         **facts,
         "checksum": f"{CHECKSUM} of a tensor's bytes as converted, row-major and little-endian; "
         "of each expert apart where experts are fused",

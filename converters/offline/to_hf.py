@@ -1,4 +1,4 @@
-"""Megatron-Core to Hugging Face: the plan and its units. Each unit fills part of one shard.
+"""Megatron-Core, or Hugging Face, to Hugging Face: the plan and its units, each part of one shard.
 
 `lay_out` plans every conversion whose target is a Hugging Face checkpoint; they differ in where the
 tensors come from (`Stream`).
@@ -6,10 +6,10 @@ tensors come from (`Stream`).
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,7 +26,7 @@ from mcore_qwen3vl.converters.hf.companions import (
     read_form,
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
+from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.shards import Shard
 from mcore_qwen3vl.converters.mapping.forms import Names, renamed
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
@@ -44,6 +44,7 @@ from mcore_qwen3vl.converters.offline.plan import (
     group_units,
     unit_bytes,
 )
+from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, cast, dtype_name, parse_dtype
@@ -226,7 +227,7 @@ def plan_mcore_to_hf(
         "mcore-to-hf",
         source,
         rows,
-        functools.partial(stream_hf, checkpoint, stated=stated),
+        partial(stream_hf, checkpoint, stated=stated),
         origin=lambda row, _: (row.key, checkpoint.dtype(row.key)),
         hf_config=folder,
         files=checkpoint.files,
@@ -326,4 +327,73 @@ def _units(rows: list[Row], names: Names, files: tuple[Shard, ...]) -> Iterator[
     for shard in files:
         fills = (Fill(*place, name, shard) for name in shard.tensors for place in places[name])
         work = ((fill, fill.nbytes) for fill in fills)
-        yield from group_units(work, size, functools.partial("{}:{}".format, shard.file))
+        yield from group_units(work, size, partial("{}:{}".format, shard.file))
+
+
+def plan_hf_to_hf(
+    src: str | Path,
+    *,
+    dtype: str = "keep",
+    max_shard_size: str = "5GB",
+    expert_layout: LayoutChoice = "source",
+) -> ConversionPlan:
+    """Check a Hugging Face checkpoint and plan how to rewrite it; write nothing.
+
+    It may get another layout of experts, another dtype or other shards.
+
+    Args:
+        dtype, max_shard_size, expert_layout: see `plan_mcore_to_hf`.
+
+    Raises:
+        BadInput: the input cannot be converted exactly with these options.
+    """
+    formats.require_huggingface(Path(src))
+    source = formats.require_directory(src)
+    wanted = parse_dtype(dtype)
+    architecture = Architecture.from_hf(source)
+    layout = chosen_layout(architecture, expert_layout)
+    checkpoint = open_checkpoint(source, architecture)
+    form = checkpoint.form if expert_layout == "source" else checkpoint.form.for_transformers
+
+    return lay_out(
+        "hf-to-hf",
+        source,
+        table(architecture, expert_layout=layout, head=form.head),
+        partial(stream_copy, checkpoint, swapped=layout != architecture.expert_layout),
+        origin=lambda _, named: (named.name, checkpoint.entries[named.name].dtype),
+        hf_config=source,
+        files=checkpoint.files,
+        changes=Changes(None if expert_layout == "source" else expert_layout, wanted),
+        max_shard_size=max_shard_size,
+        layout=layout,
+        names=form.names,
+        notes=(*form.notes, *reading_notes(checkpoint, wanted), *layout_notes(layout)),
+    )
+
+
+def stream_copy(
+    checkpoint: HuggingFaceCheckpoint, row: Row, number: int, dtype: torch.dtype, *, swapped: bool
+) -> Iterator[Tensor]:
+    """Yield HF piece `number` of `row` as `dtype`, read from the tensor of that name; see `Stream`.
+
+    `swapped` says whether to swap the last two axes of fused experts.
+    """
+    source = row.sources[number]
+    if source.index is not None:
+        expert = checkpoint.read(source.name, (source.index,), dtype)
+        yield expert.T if swapped else expert
+        return
+    step = max_rows(row, dtype)
+    for first in range(0, source.shape[0], step):
+        last = min(first + step, source.shape[0])
+        yield checkpoint.read(source.name, (slice(first, last),), dtype)
+
+
+def layout_notes(layout: str | None) -> tuple[str, ...]:
+    """Return a note if vLLM cannot load experts of this layout."""
+    if layout != "v5":
+        return ()
+    return (
+        "vLLM loads fused experts only in the published layout, and this checkpoint has the layout "
+        "of transformers 5.",
+    )

@@ -37,10 +37,8 @@ class DirectFile:
     Several writers may write to one file at once, each its own range: a block that two ranges share
     is written buffered by both.
 
-    Args:
-        path: the file.
-        create: whether to begin a new, empty file. Otherwise `path` must exist and keeps the bytes
-            that are not overwritten.
+    It begins empty if `create` is set. Otherwise it must exist, and keeps the bytes that are not
+    overwritten.
 
     Raises:
         OSError: any method failed, as the system reports it.

@@ -33,9 +33,7 @@ STORAGES: dict[torch.dtype, Any] = {
 class Described:
     """A stand-in that pickles as the contiguous CPU tensor that it describes, without its data.
 
-    Attributes:
-        dtype, shape: dtype and shape of the tensor.
-        storage: number of the tensor's storage in the archive.
+    `storage` is the number of the tensor's storage in the archive.
     """
 
     dtype: torch.dtype
@@ -77,9 +75,7 @@ class ReadTensor:
     """A pickle's description of a tensor, checked to lie inside its storage.
 
     Attributes:
-        dtype: dtype of the tensor.
-        key: name of the storage in the archive.
-        nbytes: bytes of the storage.
+        key, nbytes: name of the storage in the archive, and its bytes.
         offset, shape, stride: place of the tensor in the storage, counted in values.
     """
 

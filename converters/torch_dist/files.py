@@ -128,8 +128,7 @@ def _check_backend(folder: Path) -> None:
 class DistcpFile(DirectFile):
     """One ``.distcp`` file being written, tensor after tensor, without keeping data in memory.
 
-    Attributes:
-        index: what the file holds.
+    `index` says what it holds.
     """
 
     def __init__(self, path: Path) -> None:
