@@ -15,20 +15,12 @@ from mcore_qwen3vl.config import Architecture
 
 @dataclass(frozen=True)
 class Fact:
-    """One setting that Megatron needs to know about a model.
+    """One setting that Megatron needs to know about a model."""
 
-    Attributes:
-        argument: ``dest`` of its flag; None: it has no flag, or the command line keeps another
-            value.
-        field: name of its ``TransformerConfig`` field; None: it has none.
-        value: the setting's value.
-        fixed: True if another value would be another model; False if a flag may change it.
-    """
-
-    argument: str | None
-    field: str | None
+    argument: str | None  # `dest` of its flag; None: the command line has none, or another value
+    field: str | None  # its `TransformerConfig` field; None: there is none
     value: Any
-    fixed: bool = True
+    fixed: bool = True  # whether another value would be another model, so that no flag may set it
 
 
 def architecture_arguments(architecture: Architecture) -> dict[str, Any]:

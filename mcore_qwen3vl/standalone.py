@@ -206,10 +206,16 @@ def reduce_gradients(
     Raises:
         BadInput: the model is wrapped in Megatron's DDP, which has its own reduction.
     """
-    from mcore_qwen3vl.converters.live.sharded import unwrap
-    from mcore_qwen3vl.model.build import reduce_gradients
+    from megatron.core.distributed import finalize_model_grads
 
-    reduce_gradients(unwrap(models), num_tokens)
+    from mcore_qwen3vl.converters.live.sharded import unwrap
+    from mcore_qwen3vl.model.build import WithoutDDP
+
+    chunks = [WithoutDDP(chunk) for chunk in unwrap(models)]
+    # A copy, because Megatron reduces in place; float64 holds any count exactly.
+    device = next(chunks[0].module.parameters()).device
+    total = torch.as_tensor(num_tokens, device=device).detach().double().clone()
+    finalize_model_grads(chunks, total)
 
 
 def save_model(

@@ -1,14 +1,13 @@
-"""A model without Megatron's training loop: build this rank's part, and reduce its gradients."""
+"""A model without Megatron's training loop: its chunks on this rank, and their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
@@ -44,15 +43,7 @@ def build_chunks(
     ]
 
 
-def reduce_gradients(chunks: Sequence[Qwen3VLModel], num_tokens: Tensor | float) -> None:
-    """Do what :func:`mcore_qwen3vl.standalone.reduce_gradients` says."""
-    device = next(chunks[0].parameters()).device
-    # A copy, because Megatron reduces in place; float64 holds any count exactly.
-    total = torch.as_tensor(num_tokens, device=device).detach().double().clone()
-    finalize_model_grads([_Unwrapped(chunk) for chunk in chunks], total)
-
-
-class _Unwrapped:
+class WithoutDDP:
     """A chunk with the DDP interface that ``finalize_model_grads`` needs; uses ``grad``."""
 
     def __init__(self, module: Qwen3VLModel) -> None:

@@ -30,14 +30,11 @@ ROUTERS = r"decoder\.layers\.\d+\.mlp\.router\."
 class ModelOptions:
     """The options of this model, from ``megatron.override_mcore_model_config``.
 
-    Attributes:
-        spec: layer spec; default: ``te``, or ``torch`` on the CPU.
-        freeze, trainable: values of training's ``--freeze`` and ``--trainable``: ``vision``,
-            ``aligner``, ``language``, or patterns of parameter names.
-        recompute_vision, head_chunk: as for :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
+    Those to freeze and train are values of training's ``--freeze`` and ``--trainable``; the others
+    are those of :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
     """
 
-    spec: Spec
+    spec: Spec  # default: te, or torch on the CPU
     freeze: tuple[str, ...] = ()
     trainable: tuple[str, ...] = ()
     recompute_vision: bool | None = None

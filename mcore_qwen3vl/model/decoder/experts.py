@@ -216,15 +216,10 @@ def _load_each(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 @dataclass(frozen=True)
 class Groups:
-    """Consecutive runs of rows, one for each of E matrices, in their order.
+    """Consecutive runs of rows, one for each of E matrices, in their order."""
 
-    Attributes:
-        counts: (E,) number of rows in each run, on the host or the device, where they were counted.
-        ends: (E,) int32, on the rows' device: the index after each run's last row.
-    """
-
-    counts: Tensor
-    ends: Tensor
+    counts: Tensor  # (E,) rows in each run, on the host or the device, where they were counted
+    ends: Tensor  # (E,) int32, on the rows' device: the index after each run's last row
 
     @classmethod
     def of(cls, counts: Tensor | Sequence[int], device: torch.device) -> Groups:

@@ -28,19 +28,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """The part of a whole factor that a rank holds.
+    """The part of a whole factor that a rank holds."""
 
-    Attributes:
-        shape: shape of the whole factor, (r, in) or (out, r); for an expert, of its own factor.
-        axis: the axis that is divided; None if every rank of the group holds all of it.
-        spans: the indices that this rank holds along `axis`.
-        grain: a length that divides the lengths and the starts of all spans, on every rank.
-    """
-
-    shape: tuple[int, int]
-    axis: int | None
-    spans: tuple[Span, ...] = ()
-    grain: int = 0
+    shape: tuple[int, int]  # of the whole factor, (r, in) or (out, r); for an expert, of its own
+    axis: int | None  # the axis that is divided; None: every rank of the group holds all of it
+    spans: tuple[Span, ...] = ()  # the indices that this rank holds along `axis`
+    grain: int = 0  # a length that divides the lengths and starts of all spans, on every rank
 
     @property
     def local_shape(self) -> tuple[int, int]:

@@ -85,28 +85,18 @@ def summed_over(group: Any) -> Region:
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of a linear that its adapters depend on.
+    """The properties of a linear that its adapters depend on."""
 
-    Attributes:
-        cut: axis of the weight that tensor parallelism divides; None if every rank holds all of it.
-        group: group of the ranks that hold its parts: the TP group, or the ETP group for experts.
-        sequence_parallel: whether, in training, each of these ranks has other tokens at the input
-            or the output.
-        grouped: whether one module holds all experts of the rank.
-        router: whether it is a router, whose product is not computed by a module.
-        rows_divide: whether every rank has the same number of rows of each Hugging Face tensor;
-            False if TP divides the query heads of one KV head.
-        head_dim: rows per attention head.
-    """
-
-    cut: Literal[0, 1] | None
-    group: Any
-    sequence_parallel: bool = False
+    cut: Literal[0, 1] | None  # axis of the weight that is divided; None: every rank holds all
+    group: Any  # of the ranks that hold its parts: the TP group, or the ETP group for experts
+    sequence_parallel: bool = False  # in training, ranks have other tokens at the input or output
     expert: bool = False
-    grouped: bool = False
-    router: bool = False
+    grouped: bool = False  # one module holds all experts of the rank
+    router: bool = False  # no module computes its product
+    # Every rank has the same number of rows of each Hugging Face tensor. Not so if TP divides the
+    # query heads of one KV head.
     rows_divide: bool = True
-    head_dim: int = 1
+    head_dim: int = 1  # rows per attention head
 
     def region(self, linear: Any) -> Region:
         """Return the region between A and B for `linear`."""

@@ -204,16 +204,12 @@ class Blocks:
     ``linear_qkv`` interleaves q, k and v by KV group. We put their B factors, of shapes (out_i,
     r_i), into one (rows, r_1 + r_2 + r_3) matrix that is zero outside of its blocks. One product
     then gives the interleaved output, and nothing as large as an activation is rearranged.
-
-    Attributes:
-        rows: number of rows of the fused linear, on this rank.
-        shapes: (out_i, r_i) of each factor, on this rank.
-        placed: for each run of rows: its first row in the fused linear, the number of the factor,
-            its first row in the factor, and its length.
     """
 
-    rows: int
-    shapes: tuple[tuple[int, int], ...]
+    rows: int  # of the fused linear, on this rank
+    shapes: tuple[tuple[int, int], ...]  # (out_i, r_i) of each factor, on this rank
+    # For each run of rows: its first row in the fused linear, the number of the factor, its first
+    # row in the factor, and its length.
     placed: tuple[tuple[int, int, int, int], ...]
 
     def matrix(self, factors: Sequence[Tensor]) -> Tensor:
