@@ -145,12 +145,10 @@ class Signals:
     def gather(
         self, original: Any, item: Any, dtype: torch.dtype, group: Any = None, *_: Any, **__: Any
     ) -> list[Any]:
-        """Replace ``dist_signal_handler.all_gather_item``, without a host sync.
+        """Return every rank's item of the call before; zeros in the first call.
 
-        Megatron's version takes one host sync per rank of the world in every iteration.
-
-        Returns:
-            Every rank's item of the call before; zeros in the first call.
+        This replaces ``dist_signal_handler.all_gather_item``, which takes one host sync per rank of
+        the world in every iteration.
         """
         own = torch.full((1,), item, dtype=dtype, device=torch.cuda.current_device())
         everyone = own.new_empty(dist.get_world_size(group))
@@ -168,14 +166,12 @@ class Stats:
     def reduce(
         self, original: Any, stat: float | Tensor | None, group: Any = None
     ) -> float | Tensor | None:
-        """Replace ``reduce_max_stat_across_model_parallel_group``.
+        """Return the maximum; None if no rank has a number.
 
-        Megatron's version takes three host syncs. This one takes none if every rank has a number,
-        which the first call finds out. No reduction is needed then: the gradient norm is already
-        that of all ranks, and the learning rate is the same everywhere.
-
-        Returns:
-            The maximum; None if no rank has a number.
+        ``reduce_max_stat_across_model_parallel_group``, which this replaces, takes three host
+        syncs. This one takes none if every rank has a number, which the first call finds out. No
+        reduction is needed then: the gradient norm is already that of all ranks, and the learning
+        rate is the same everywhere.
         """
         group = mpu.get_model_parallel_group() if group is None else group
         missing = -1.0  # Megatron's own mark for a rank that has none
@@ -202,8 +198,7 @@ def success_of_all(original: Any, success: bool, group: Any = None, *, fp16: boo
 
     A rank's step fails only if fp16's loss scaler skips it.
     """
-    everyone: bool = original(success, group=group) if fp16 else success
-    return everyone
+    return original(success, group=group) if fp16 else success
 
 
 class NormCheck:

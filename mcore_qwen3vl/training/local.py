@@ -41,34 +41,20 @@ def show_help(words: Sequence[str]) -> None:
     print_help(add_arguments(parser))
 
 
-def default_processes(command: CommandLine) -> int:
-    """Return the number of ranks: one per GPU, or one on the CPU."""
-    if command.cpu:
-        return 1
-    import torch
-
-    return max(torch.cuda.device_count(), 1)
-
-
 def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
     """Train on this machine as torchrun would, without its long report about a failed rank.
 
-    Args:
-        processes: number of ranks; default: :func:`default_processes`.
+    Without a number of `processes`, there is one for each GPU, or one on the CPU. BadInput says why
+    no run can start.
 
     Returns:
         The exit code: 0 done, 1 a rank crashed, 2 bad input, 128 + N stopped by signal N.
-
-    Raises:
-        BadInput: see :func:`check_early`; or there is neither a GPU nor ``--cpu``, or the layout
-            does not fit the model.
     """
     command = CommandLine(flags)
     check_early(command)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
-    if not command.cpu:
-        require_gpu()
-    ranks = processes or default_processes(command)
+    devices = 1 if command.cpu else require_gpu()
+    ranks = processes or devices
     check_layout(command.args, command.architecture, ranks)
     return _run_here(command) if ranks == 1 else _run_torchrun(command, ranks)
 

@@ -157,13 +157,9 @@ def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
 def rank_parameters(
     a: Architecture, layout: Layout, stage: int, counts: TrainedCounts | None = None
 ) -> tuple[float, float]:
-    """Count the parameters that one rank of a pipeline stage holds.
+    """Count those of `counts`, or of the model's parameters, that a rank of a stage holds.
 
-    Args:
-        counts: the parameters to count, by group; default: all of the model's.
-
-    Returns:
-        The number outside the experts, and the number in them.
+    It returns the number outside the experts, and the number in them.
     """
     layers = stage_layers(a, layout)[stage]
     shared = experts = 0.0
@@ -210,10 +206,9 @@ def _activations(
 
 
 def in_flight(layout: Layout, stage: int, kept: Sequence[float]) -> float:
-    """Return the most that a pipeline rank keeps at once under (interleaved) 1F1B.
+    """Return the most bytes that a pipeline rank keeps at once under (interleaved) 1F1B.
 
-    Args:
-        kept: bytes that each of its virtual stages keeps for one micro-batch.
+    Each of its virtual stages has `kept` so many for one micro-batch.
     """
     most = now = 0.0
     # More micro-batches than twice the number of ranks do not raise the maximum.

@@ -159,12 +159,13 @@ def _check_torch_spec(args: argparse.Namespace) -> None:
         )
 
 
-def require_gpu() -> None:
-    """Raise BadInput without a GPU, before megatron's CUDA modules print hundreds of lines."""
+def require_gpu() -> int:
+    """Count the GPUs, or raise BadInput before megatron's CUDA modules print hundreds of lines."""
     import torch
 
-    if not torch.cuda.device_count():
+    if not (count := torch.cuda.device_count()):
         raise BadInput("There is no GPU here: add --cpu to train on the CPU.")
+    return count
 
 
 def check_early(command: CommandLine) -> None:

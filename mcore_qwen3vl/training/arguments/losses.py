@@ -115,8 +115,7 @@ def reference_of(args: argparse.Namespace) -> Reference | None:
     if args.loss in LOSSES and not preference_of(args).has_reference:
         return None
     if args.reference is not None:
-        chosen: Reference = args.reference
-        return chosen
+        return args.reference
     from_scratch = asks_for_lora(args) and not (args.lora_init or args.lora_modules_to_save)
     return "adapter" if from_scratch else "model" if args.loss == KTO else "file"
 

@@ -124,8 +124,7 @@ def contrastive_of(args: argparse.Namespace) -> Contrastive:
 
 def ranking_of(args: argparse.Namespace) -> Ranking:
     """Return the reranker's loss from the flags."""
-    chosen: Ranking = args.reranker_loss or "pointwise"
-    return chosen
+    return args.reranker_loss or "pointwise"
 
 
 def answers_of(args: argparse.Namespace) -> tuple[str, str]:

@@ -177,8 +177,7 @@ class SharedBatches:
                 return next(self._loader)
             except BadInput as error:
                 return error
-        received: Batch | BadInput | None = self._feed.receive() if self._feed else None
-        return received
+        return self._feed.receive() if self._feed else None
 
     def _patches(self, full: Tensor | None, shape: Tensor) -> Tensor:
         """Broadcast the first rank's `full` to all ranks, which know only its `shape`."""

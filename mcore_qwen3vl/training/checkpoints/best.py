@@ -65,11 +65,9 @@ class Validations:
             self._kept = found[0]["kept"] if self._args.load == self._args.save else None
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
-        """Record a validation's loss; a collective.
+        """Record the loss of the validation after `iteration`; a collective.
 
-        Args:
-            iteration: the last iteration before the validation.
-            losses: result of Megatron's ``evaluate``; only the last rank needs it.
+        Only the last rank needs `losses`, the result of Megatron's ``evaluate``.
         """
         known = self._losses and self._losses[-1][0] == iteration  # Megatron validates twice there
         if known or not self._wanted:

@@ -162,8 +162,7 @@ class _Parts:
     def take(self, state_dict: Mapping[int, Mapping[str, Any]]) -> None:
         """Put the loaded state into the optimizer, where it was not already loaded in place.
 
-        Args:
-            state_dict: the result of :meth:`declare`, without what the checkpoint lacks.
+        `state_dict` is the result of :meth:`declare`, without what the checkpoint lacks.
         """
         asked, self._asked = self._asked, []
         for number, (parameter, _) in enumerate(_owned(self._optimizer)):

@@ -40,11 +40,7 @@ class RunCheckpoints:
     """Wrappers of the functions with which Megatron's loop loads and saves."""
 
     def __init__(self, run: Any) -> None:
-        """
-        Args:
-            run: the :class:`~mcore_qwen3vl.training.run.Run`, which imports this module.
-        """
-        self._run, self._args = run, run.args
+        self._run, self._args = run, run.args  # of `training.run.Run`, which imports this module
         self.validations = Validations(run.args)
         self._on_disk: tuple[str, int] | None = None  # the folder and step of the last checkpoint
 

@@ -63,13 +63,12 @@ def _is_counted(parameter: nn.Parameter) -> bool:
 
 
 class DataSetLosses:
-    """Sums of losses that stay on the device until the log is written."""
+    """Sums of data sets' losses that stay on the device until the log is written.
+
+    All ranks make it with the same names of data sets in the same order.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """
-        Args:
-            names: names of the data sets, in the same order on all ranks.
-        """
         self._names = tuple(dict.fromkeys(names))
         self._loss = ""
         self._sums: dict[str, Tensor] = {}
@@ -77,9 +76,7 @@ class DataSetLosses:
     def add(self, loss: str, parts: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Add a micro-batch, without a host sync.
 
-        Args:
-            loss: name of the loss.
-            parts: sum of the losses and normaliser of each of its data sets, by name; scalars.
+        `parts` are, by the name of each data set, the sum of its losses and its normaliser.
         """
         self._loss = loss
         for name, part in parts.items():

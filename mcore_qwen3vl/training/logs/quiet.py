@@ -73,10 +73,7 @@ def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) 
     """Write a rank's traceback to its log, and print the error and where the log is.
 
     Without ``--save`` there is no log, so the traceback is printed, except of a loss that is no
-    number, whose message says all there is.
-
-    Args:
-        aloud: whether to print; not if another rank has done so.
+    number, whose message says all there is. It is not `aloud` if another rank has printed its own.
     """
     rank = int(os.environ.get("RANK", "0"))
     place = log_of(command, rank)

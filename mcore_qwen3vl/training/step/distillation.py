@@ -89,11 +89,7 @@ def _teacher_at(batch: Batch, own: Tensor) -> tuple[Tensor, Tensor]:
 def teacher_step(
     k: int, temperature: float, batches: Iterator[Batch], model: Any
 ) -> tuple[Tensor, Callable[..., Top]]:
-    """Run a micro-batch in a first pass, which finds the teacher's `k` likeliest tokens.
-
-    Args:
-        temperature: number that the logits are divided by.
-    """
+    """Run a micro-batch in a first pass, which finds the teacher's `k` likeliest tokens."""
     processor = partial(_likeliest, k=k, temperature=temperature)
     output, _ = forward(next(batches), model, output_processor=processor)
     return output, _top

@@ -61,9 +61,7 @@ def forward(
 def read_by(processor: Callable[..., Tensor]) -> Run:
     """Return what runs a micro-batch, of which the last stage returns what `processor` computes.
 
-    Args:
-        processor: Megatron's ``output_processor``, with the batch and the chunk before its own
-            arguments.
+    It is Megatron's ``output_processor``, with the batch and the chunk before its own arguments.
     """
 
     def run(batch: Batch, model: torch.nn.Module, *, plan: bool = False) -> tuple[Tensor, Tensor]:
@@ -81,12 +79,10 @@ class StepRecords:
         self._done: dict[int, dict[Names, Tensor | None]] = {}
 
     def add(self, names: Names, loss: Tensor | None = None) -> None:
-        """Note a micro-batch of the step that runs.
+        """Note a micro-batch of the step that runs, by the names of its samples.
 
-        Args:
-            names: of its samples.
-            loss: scalar, on the device, which it stays on; None before it is known, and on the
-                ranks that compute none.
+        Its loss is a scalar that stays on the device; None before it is known, and on the ranks
+        that compute none.
         """
         self._running[names] = loss
 
@@ -115,7 +111,11 @@ def _listing(batches: list[Names]) -> str:
 
 
 class ForwardStep:
-    """Megatron's ``forward_step_func`` for one run."""
+    """Megatron's ``forward_step_func`` for one run.
+
+    On the last stage, the objective gets what `run` returns for a micro-batch. The data sets of the
+    training and the validation data have names if there are several.
+    """
 
     def __init__(
         self,
@@ -125,13 +125,6 @@ class ForwardStep:
         data_sets: Sequence[str] = (),
         validation_sets: Sequence[str] = (),
     ) -> None:
-        """
-        Args:
-            run: what runs a micro-batch through a chunk; on the last stage the objective gets what
-                it returns.
-            data_sets: names of the training data sets, if there are several.
-            validation_sets: names of the validation data sets, if there are several.
-        """
         self._objective, self._run = objective, run
         self._normaliser: Tensor | None = None
         self.records = StepRecords()

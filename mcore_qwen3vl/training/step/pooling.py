@@ -51,8 +51,7 @@ def answers(
 
 def scores(states: Tensor, output_layer: ScoreHead, output_weight: Tensor | None) -> Tensor:
     """Read the labels' scores from a classifier's head."""
-    values: Tensor = output_layer(states)
-    return values
+    return output_layer(states)
 
 
 def last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
