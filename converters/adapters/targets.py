@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import Applied, HFConfig, Slot, apply
 from mcore_qwen3vl.errors import BadInput
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.converters.adapters.peft_model import Applied, HFConfig, Slot
 
 Preset = Literal["language", "language-aligner", "all"]
 """``language``: attention and MLPs (or experts) of the decoder; ``language-aligner``: also the
@@ -64,6 +66,9 @@ def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, Slo
             supported (embeddings, the patch embedding, norms); or PEFT refuses the config.
     """
     config.require_supported()
+    # Imports torch, without which `train` answers a typo.
+    from mcore_qwen3vl.converters.adapters.peft_model import apply
+
     applied = apply(config, hf_config)
     for problem in unused_names(config, applied):
         raise BadInput(problem)

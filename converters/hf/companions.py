@@ -12,14 +12,16 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcore_qwen3vl.config import read_config_file
-from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, Form, Head
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_links_out, refuse_special_files
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.converters.hf.config_file import Changes
 
 LARGEST = 256 * 2**20
 """Largest size of a companion file, in bytes."""
@@ -38,6 +40,9 @@ def companion_files(path: Path) -> dict[str, Path]:
     Raises:
         BadInput: a file is a link that leads out of the checkpoint.
     """
+    # Imports torch, without which `train` answers a typo.
+    from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
+
     found: list[Path] = []
     for folder, folders, files in path.walk():
         folders[:] = [name for name in folders if not name.startswith(".")]
