@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,29 +40,50 @@ Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""
 
 
-class Readout(Protocol):
-    """One kind of results; `kind` is the class of model that they are read out of."""
+class Readout:
+    """One kind of results: of sequences, of which every rank of a TP x CP group has those of all.
 
-    kind: type[Qwen3VLModel]
+    `kind` is the class of model that they are read out of. `run` runs a micro-batch through a chunk
+    and returns its output and this rank's positions; `values` makes of an output what JSON can hold.
+    """
 
-    def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
-        """Run a micro-batch through a chunk; return its output and this rank's positions."""
+    kind: type[Qwen3VLModel] = TaskModel
+    run: Callable[[Batch, Any], tuple[Tensor, Tensor]] = staticmethod(SCORES)
+    values: Callable[[Tensor], list[dict[str, Any]]]
 
     def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
         """Return the results on the last stage, where all ranks call this; empty on all but one
         rank of a TP x CP group."""
+        if mpu.get_tensor_and_context_parallel_rank() != 0:
+            return {}
+        return {name: v for name, v in zip(batch.names, self.values(output), strict=True) if name}
 
 
-class LogProbs:
+class LogProbs(Readout):
     """Log-probabilities of trained tokens."""
 
     kind = Qwen3VLModel
 
-    def __init__(self, *, temperature: float, entropy: bool) -> None:
-        self._processor = partial(_scores, temperature=temperature, entropy=entropy)
+    def __init__(self, *, temperature: float, entropy: bool = False) -> None:
+        self._options = {"temperature": temperature, "entropy": entropy}
 
     def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
-        return forward(batch, model, output_processor=self._processor)
+        return forward(batch, model, output_processor=self._processed)
+
+    def _processed(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Head,
+        output_weight: Tensor | None,
+        labels: Tensor,
+        **_: Any,
+    ) -> Tensor:
+        """Compute (1, B, s) log-probabilities, or (2, B, s) with entropies, instead of losses."""
+        log_probs, entropies = output_layer(
+            hidden_states, output_weight, targets=labels, **self._options
+        )
+        return torch.stack([log_probs] if entropies is None else [log_probs, entropies])
 
     def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
         whole = output.new_zeros((len(output), *batch.input_ids.shape))
@@ -93,31 +114,23 @@ class TopK(LogProbs):
     """
 
     def __init__(self, *, temperature: float, k: int) -> None:
-        self._processor = partial(_top_scores, temperature=temperature, k=k)
-        self._k = k
+        super().__init__(temperature=temperature)
+        self._k, self._reduce = k, partial(likeliest, k=k, temperature=temperature)
+
+    def _processed(self, **given: Any) -> Tensor:
+        """Compute (2 k + 2, B, s): log-probabilities, k ids, theirs, and that of the rest."""
+        log_probs = super()._processed(**given)
+        ids, top = given["output_layer"](
+            given["hidden_states"], given["output_weight"], reduce=self._reduce
+        )
+        return torch.cat([log_probs, ids.float().movedim(-1, 0), top.movedim(-1, 0)])
 
     def _of(self, labels: Tensor, values: Tensor) -> dict[str, Any]:
         ids, log_probs = values[1:].t().split([self._k, self._k + 1], 1)
         return super()._of(labels, values[:1]) | encoded_top(ids.numpy(), log_probs.numpy())
 
 
-class _OfSequences:
-    """Results of which every rank of a TP x CP group has those of all sequences; one writes them.
-
-    `run` runs a micro-batch through a chunk, and `values` makes what JSON can hold of its output.
-    """
-
-    kind: type[Qwen3VLModel] = TaskModel
-    run: Callable[[Batch, Any], tuple[Tensor, Tensor]] = staticmethod(SCORES)
-    values: Callable[[Tensor], list[dict[str, Any]]]
-
-    def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
-        if mpu.get_tensor_and_context_parallel_rank() != 0:
-            return {}
-        return {name: v for name, v in zip(batch.names, self.values(output), strict=True) if name}
-
-
-class Embeddings(_OfSequences):
+class Embeddings(Readout):
     """Embeddings of length 1, as base64 of little-endian float32."""
 
     run = staticmethod(EMBED)
@@ -127,7 +140,7 @@ class Embeddings(_OfSequences):
         return [{"embedding": base64.b64encode(row.tobytes()).decode()} for row in rows]
 
 
-class Relevance(_OfSequences):
+class Relevance(Readout):
     """Scores of documents as Qwen3-VL-Reranker gives them, from 0 to 1, with their logits.
 
     `words` mean relevant and irrelevant to the tokenizer in `folder`.
@@ -147,7 +160,7 @@ class Relevance(_OfSequences):
         return [{"score": score, "logit": logit} for score, logit in values]
 
 
-class Rewards(_OfSequences):
+class Rewards(Readout):
     """The scores of a reward model."""
 
     kind = TaskModel.of(ONE_SCORE)
@@ -156,7 +169,7 @@ class Rewards(_OfSequences):
         return [{"reward": value} for value in output[:, 0].tolist()]
 
 
-class Classes(_OfSequences):
+class Classes(Readout):
     """The label of each record, and the probability of every label.
 
     If several labels may be right, all above 0.5 are written.
@@ -194,43 +207,6 @@ def _trained(batch: Batch, whole: Tensor) -> Iterator[tuple[str, Tensor, Tensor]
         yield name, labels[row, place][trained], whole[:, row, place][:, trained].double()
 
 
-def _scores(
-    *,
-    hidden_states: Tensor,
-    output_layer: Head,
-    output_weight: Tensor | None,
-    labels: Tensor,
-    temperature: float,
-    entropy: bool,
-    **_: Any,
-) -> Tensor:
-    """Compute (1, B, s) log-probabilities, or (2, B, s) with entropies, instead of losses."""
-    log_probs, entropies = output_layer(
-        hidden_states, output_weight, targets=labels, temperature=temperature, entropy=entropy
-    )
-    return torch.stack([log_probs] if entropies is None else [log_probs, entropies])
-
-
-def _top_scores(
-    *,
-    hidden_states: Tensor,
-    output_layer: Head,
-    output_weight: Tensor | None,
-    labels: Tensor,
-    temperature: float,
-    k: int,
-    **_: Any,
-) -> Tensor:
-    """Compute (2 k + 2, B, s): log-probabilities, k ids, their log-probabilities and the rest's."""
-    log_probs, _entropies = output_layer(
-        hidden_states, output_weight, targets=labels, temperature=temperature
-    )
-    ids, top = output_layer(
-        hidden_states, output_weight, reduce=partial(likeliest, k=k, temperature=temperature)
-    )
-    return torch.cat([log_probs[..., None], ids.float(), top], -1).movedim(-1, 0)
-
-
 class Scorer:
     """A scorer with this rank's part of the model and of the data.
 
@@ -260,7 +236,8 @@ class Scorer:
         read = None if self._records is None else self._records.batches(micros, count)
         outputs = self._forward(read, count)
         found = Found() if self._records is None else self._records.take_found()
-        found.scores = self._gathered(outputs)
+        for batch, local, output in outputs:  # only the last stage has any
+            found.scores |= self._readout.results(batch, local, output)
         everyone: list[Any] | None = [None] * dist.get_world_size() if not dist.get_rank() else None
         dist.gather_object(found, everyone)
         return None if everyone is None else reduce(or_, everyone)
@@ -305,10 +282,3 @@ class Scorer:
             forward_only=True,
         )
         return [(*one, output) for one, output in zip(seen, outputs, strict=True)]
-
-    def _gathered(self, outputs: list[tuple[Batch, Tensor, Tensor]]) -> Results:
-        """Return scores by name, on the first rank of every last stage's TP x CP group."""
-        scores: Results = {}
-        for batch, local, output in outputs:
-            scores |= self._readout.results(batch, local, output)
-        return scores

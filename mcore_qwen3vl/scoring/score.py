@@ -235,27 +235,20 @@ class _Job:
                 advance(records.stop)
 
     def _readout(self) -> Readout:
-        from mcore_qwen3vl.scoring.on_rank import (
-            Classes,
-            Embeddings,
-            LogProbs,
-            Relevance,
-            Rewards,
-            TopK,
-        )
+        from mcore_qwen3vl.scoring import on_rank as readouts
 
         request = self.request
         if request.embeds:
-            return Embeddings()
+            return readouts.Embeddings()
         if request.task == "reranker":
-            return Relevance(self.folder, request.answers)
+            return readouts.Relevance(self.folder, request.answers)
         if request.task == "reward":
-            return Rewards()
-        if request.top_k:
-            return TopK(temperature=request.temperature, k=request.top_k)
+            return readouts.Rewards()
         if request.task == "classify":
-            return Classes(_labels(self.adapter, self.folder))
-        return LogProbs(temperature=request.temperature, entropy=request.entropy)
+            return readouts.Classes(_labels(self.adapter, self.folder))
+        if request.top_k:
+            return readouts.TopK(temperature=request.temperature, k=request.top_k)
+        return readouts.LogProbs(temperature=request.temperature, entropy=request.entropy)
 
     def _records(self) -> Records:
         return Records(
