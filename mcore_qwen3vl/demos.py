@@ -186,10 +186,7 @@ class TrainDemo:
 def train_demo(
     *, keep: Path | None = None, say: Callable[[str], None] = print, lora: bool = False
 ) -> TrainDemo:
-    """Train a tiny model on image questions, with one interruption, and ask it the same questions.
-
-    Args:
-        lora: whether to train an adapter, and ask PEFT's model.
+    """Train a tiny model, or an adapter, on image questions, stop once, and ask it the same.
 
     Raises:
         CheckFailed: the run resumed at another step, the loss stayed high, or the exported model
@@ -236,11 +233,6 @@ def train_demo(
         asked=len(wanted),
         seconds=time.monotonic() - started,
     )
-    _check(result)
-    return result
-
-
-def _check(result: TrainDemo) -> None:
     if result.resumed_at != STEPS // 2 + 1:
         raise CheckFailed(f"resumed at step {result.resumed_at}, not {STEPS // 2 + 1}")
     if result.last_loss > LEARNT:
@@ -249,13 +241,13 @@ def _check(result: TrainDemo) -> None:
         raise CheckFailed(
             f"the exported model answers {result.answered} of {result.asked} questions as learnt"
         )
+    return result
 
 
 def answer(
     checkpoint: Path,
     records: Sequence[list[dict[str, Any]]],
     folder: Path,
-    max_tokens: int = 40,
     adapter: Path | None = None,
 ) -> list[str]:
     """Return a Hugging Face model's greedy answers to the first turn of each conversation."""
@@ -276,7 +268,7 @@ def answer(
             return_dict=True,
             return_tensors="pt",
         )
-        output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+        output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
         new = output[0, inputs["input_ids"].shape[1] :]
         answers.append(processor.decode(new, skip_special_tokens=True))
     return answers

@@ -117,9 +117,10 @@ class DataReport:
         return rows
 
     def _measured(self) -> dict[str, list[int]]:
-        kinds = ("tokens", "trained tokens", "patches")
-        values = (self.tokens, self.trained_tokens, self.patches)
-        return {kind: found for kind, found in zip(kinds, values, strict=True) if found}
+        if not self.tokens:
+            return {}
+        tokens, trained = self.tokens, self.trained_tokens
+        return {"tokens": tokens, "trained tokens": trained, "patches": self.patches}
 
     def _unread(self) -> str:
         names = [f"{key} ({len(samples):,})" for key, samples in self.unread.items()]

@@ -114,13 +114,10 @@ class Loader(Iterator[Batch]):
                 Parquet files have no splits.
             processor: processor from :func:`load_processor`; its budgets are set to those of
                 `config`.
-            dp_rank, dp_size: this data-parallel rank and the number of them; each reads its own
-                shard.
             num_workers: processes that prepare batches; 0: prepare them in this process. Sizes, for
                 balanced work, are measured on all cores.
             checkpoint_every_seconds: seconds between the states that a worker notes. Resuming
                 prepares again, and discards, the batches since the last one.
-            trained: which parts of the model train, for balanced work.
 
         Raises:
             BadInput: a data set is missing or empty, or leaves a worker of this rank without data.
@@ -246,8 +243,7 @@ class Loader(Iterator[Batch]):
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
         """Return the state of this rank's stream as plain data; resuming gives the next batch.
 
-        Args:
-            position: the stream's position one or two batches ago, to resume from there instead.
+        With a `position`, of one or two batches ago, resuming gives the batch after that.
         """
         energon = self._loader
         now = list(energon._worker_sample_counters), energon._next_worker_id

@@ -81,10 +81,7 @@ def read_sample(
     split: str = "train",
     preprocess: str | None = None,
 ) -> Seen:
-    """Read, tokenise and decode one sample.
-
-    Args:
-        number: line of a JSONL file, or record of other data, from 1.
+    """Read, tokenise and decode one sample, whose `number` is the line or the record, from 1.
 
     Raises:
         BadInput: there is no such record.
@@ -115,11 +112,7 @@ def read_sample(
 
 
 def write_page(seen: Seen, file: Path) -> None:
-    """Write the HTML page of a sample.
-
-    Raises:
-        BadInput: `file` cannot be written.
-    """
+    """Write the HTML page of a sample."""
     template = templates("mcore_qwen3vl.data").get_template("sample.html.jinja")
     with atomic_write(file, "Choose another --out.") as partial:
         partial.write_text(template.render(seen=seen), "utf-8", "backslashreplace")

@@ -121,13 +121,10 @@ class CachedModel:
         self.device = next(model.parameters()).device
         self._context = StaticInferenceContext(batch_size, length + max_new_tokens)
         self._prompts = prompts
-        padded = bool((prompts.attention_mask == 0).any())
-        # Allocated once: each decoding step passes a view of it.
-        self._mask = (
-            F.pad(prompts.attention_mask, (0, max_new_tokens), value=1).to(self.device)
-            if padded
-            else None
-        )
+        self._mask = None
+        if not prompts.attention_mask.all():  # allocated once: each decoding step passes a view
+            mask = F.pad(prompts.attention_mask, (0, max_new_tokens), value=1)
+            self._mask = mask.to(self.device)
         self._position = prompts.next_position.to(self.device)  # (B,) the next token's position
 
     def prefill(self) -> Tensor | None:
@@ -223,9 +220,7 @@ def _torch_attention(model: Qwen3VLModel) -> Iterator[None]:
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig:
-    """Load the generation config of an HF checkpoint, or of a converted one's ``hf`` folder.
-
-    The config is empty if there is no file.
+    """Load the generation config of a checkpoint of either kind; it is empty if there is no file.
 
     Raises:
         BadInput: the file exists and cannot be read.
@@ -291,14 +286,10 @@ class Sampler:
             self.generator.manual_seed(seed)
 
     def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        """Choose the next token of each sequence.
+        """Choose the next token of each sequence, (B,) int64.
 
-        Args:
-            input_ids: (B, S) the prompt and the tokens generated so far, padding included.
-            logits: (B, V) logits of the last position.
-
-        Returns:
-            (B,) int64.
+        `input_ids` are the prompts and what followed, padding included, (B, S); `logits` are those
+        of the last position, (B, V).
         """
         scores = self.processors(input_ids, logits.float())
         if self.greedy:

@@ -44,7 +44,7 @@ class Readout:
     """One kind of results: of sequences, of which every rank of a TP x CP group has those of all.
 
     `kind` is the class of model that they are read out of. `run` runs a micro-batch through a chunk
-    and returns its output and this rank's positions; `values` makes of an output what JSON can hold.
+    and returns its output and this rank's positions; `values` makes JSON values of an output.
     """
 
     kind: type[Qwen3VLModel] = TaskModel
@@ -107,11 +107,7 @@ class LogProbs(Readout):
 
 
 class TopK(LogProbs):
-    """Log-probabilities of trained tokens, and the likeliest tokens there.
-
-    Args:
-        k: number of likeliest tokens, whose ids float32 must hold exactly.
-    """
+    """Log-probabilities of trained tokens, and the `k` likeliest there; float32 holds their ids."""
 
     def __init__(self, *, temperature: float, k: int) -> None:
         super().__init__(temperature=temperature)
@@ -210,8 +206,7 @@ def _trained(batch: Batch, whole: Tensor) -> Iterator[tuple[str, Tensor, Tensor]
 class Scorer:
     """A scorer with this rank's part of the model and of the data.
 
-    Args:
-        records: function that opens the records; only ranks that read data call it.
+    Only ranks that read data call `records`, which opens them.
     """
 
     def __init__(

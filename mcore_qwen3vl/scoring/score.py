@@ -87,27 +87,22 @@ class Request:
     top_k: int | None = None
 
     @property
-    def embeds(self) -> bool:
-        return self.task == "embedding"
-
-    @property
     def data_task(self) -> Task | None:
         """The task that the records are read for; None: predicting tokens."""
         return None if self.task == "log-probabilities" else self.task
 
     @property
-    def written(self) -> Path:
-        """The file to write."""
-        if self.top_k and not self.out:
+    def usual(self) -> Path:
+        """The file that is written if none is named."""
+        if self.top_k:
             return teacher_of(self.data)
-        if self.out or self.task == "log-probabilities":
-            return self.out or scores_of(self.data)
-        return scores_of(self.data, "embeddings.parquet" if self.embeds else f"{self.task}.jsonl")
+        endings = {"log-probabilities": "scores.jsonl", "embedding": "embeddings.parquet"}
+        return scores_of(self.data, endings.get(self.task, f"{self.task}.jsonl"))
 
     @property
-    def suffix(self) -> str:
-        """The suffix of the file to write."""
-        return ".parquet" if self.embeds else ".arrow" if self.top_k else ".jsonl"
+    def written(self) -> Path:
+        """The file to write."""
+        return self.out or self.usual
 
     def sources(self) -> list[Source]:
         """Return the data sets."""
@@ -171,8 +166,8 @@ class _Job:
         multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         config = _data_config(request, architecture, multiple)
         block = request.buffer * layout.dp
-        out, suffix = request.written, request.suffix
-        endings = {suffix, ".npy"} if request.embeds else {suffix}
+        out, suffix = request.written, request.usual.suffix
+        endings = {suffix, ".npy"} if request.task == "embedding" else {suffix}
         if facts_of(out) in (out, request.data) or out == request.data:
             raise BadInput(f"--out {out}: name a file that ends with {suffix} and is not the data.")
         if out.suffix not in endings and {out.suffix, *endings} & {".parquet", ".npy", ".arrow"}:
@@ -238,7 +233,7 @@ class _Job:
         from mcore_qwen3vl.scoring import on_rank as readouts
 
         request = self.request
-        if request.embeds:
+        if request.task == "embedding":
             return readouts.Embeddings()
         if request.task == "reranker":
             return readouts.Relevance(self.folder, request.answers)

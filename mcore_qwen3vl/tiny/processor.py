@@ -35,18 +35,11 @@ _QWEN_SPECIAL = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a byte-level BPE tokenizer.
+    """The tokens of a byte-level BPE tokenizer, with their ids."""
 
-    Attributes:
-        size: rows of the embedding, which are more than the tokens, as in published models.
-        tokens: the id of each token that is not special, in the byte-level alphabet.
-        merges: pairs of tokens, those merged first in front.
-        special: the id of each special token.
-    """
-
-    size: int
-    tokens: dict[str, int]
-    merges: list[tuple[str, str]]
+    size: int  # rows of the embedding, which are more than the tokens, as in published models
+    tokens: dict[str, int]  # those that are not special, in the byte-level alphabet
+    merges: list[tuple[str, str]]  # pairs of tokens, those merged first in front
     special: dict[str, int]
 
     def tokenizer(self) -> Any:

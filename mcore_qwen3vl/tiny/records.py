@@ -28,23 +28,18 @@ def write_image_qa(
     """Write ``train.jsonl`` and its images.
 
     Each image shows two colours with some noise; the question asks for one of them. No two samples
-    are alike, and their lengths differ.
-
-    Args:
-        text_only_every: one sample in this many has no image; None: all have one.
+    are alike, and their lengths differ. One sample in `text_only_every` has no image, if not None.
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(seed)
-    records = []
+    lines = []
     for index in range(samples):
         if text_only_every and index % text_only_every == text_only_every - 1:
-            records.append(_sum_question(generator))
+            messages = _sum_question(generator)
         else:
-            records.append(_colour_question(folder, index, generator))
-    file = folder / "train.jsonl"
-    lines = [json.dumps({"messages": messages}) for messages in records]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return file
+            messages = _colour_question(folder, index, generator)
+        lines.append(json.dumps({"messages": messages}))
+    return _written(lines, folder)
 
 
 def _sum_question(generator: random.Random) -> list[dict[str, Any]]:
@@ -88,15 +83,9 @@ def write_half_images(
 
     They are for runs whose results do not matter, such as those on the pretended device.
 
-    Args:
-        tokens: approximate number of tokens in a sample.
-        image_side: tokens along the side of an image.
-        token_pixels: pixels along the side of a token.
-        pairs: whether to write preference records, each of whose two sequences is such a sample.
-        labelled: whether to write labelled records, every second of whose answers is wanted.
-
-    Returns:
-        The ``.jsonl`` file for ``--data-path``.
+    A sample has about that many `tokens`, `image_side` of them along the side of an image. Each of
+    the two sequences of preference records, `pairs`, is such a sample. Every second answer of
+    `labelled` records is wanted.
     """
     folder.mkdir(parents=True)
     letters, lines = random.Random(0), []
@@ -120,6 +109,11 @@ def write_half_images(
         if labelled:
             record["label"] = i % 2 == 0
         lines.append(json.dumps(record))
+    return _written(lines, folder)
+
+
+def _written(lines: list[str], folder: Path) -> Path:
+    """Write ``train.jsonl``, and return its path for ``--data-path``."""
     file = folder / "train.jsonl"
     file.write_text("\n".join(lines) + "\n", "utf-8")
     return file

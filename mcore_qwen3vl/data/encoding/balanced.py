@@ -35,6 +35,14 @@ class MeasuredSample(Sample):
     size: Size | Unusable
 
 
+_KEPT = (
+    *("dataset", "buffer_size", "worker_config", "final_packer", "final_packer_stateless"),
+    *("sample_encoder", "sample_encoder_stateless", "sample_encoder_failure_tolerance"),
+    *("pre_packer_failure_tolerance", "final_packer_failure_tolerance"),
+)
+"""What a shared packing takes over from energon's own."""
+
+
 class SharedPacking(PackingDataset):
     """A stream of packs in the same order on all ranks, which take them in turn.
 
@@ -63,19 +71,8 @@ class SharedPacking(PackingDataset):
         self._divide = divide
         self._rank, self._ranks = rank, ranks
         self._width, self._rows_per_step = ranks, rows_per_step
-        super().__init__(
-            packing.dataset,
-            packing.buffer_size,
-            self._take,
-            packing.final_packer,
-            final_packer_stateless=packing.final_packer_stateless,
-            sample_encoder=packing.sample_encoder,
-            sample_encoder_stateless=packing.sample_encoder_stateless,
-            pre_packer_failure_tolerance=packing.pre_packer_failure_tolerance,
-            final_packer_failure_tolerance=packing.final_packer_failure_tolerance,
-            sample_encoder_failure_tolerance=packing.sample_encoder_failure_tolerance,
-            worker_config=packing.worker_config,
-        )
+        kept = {name: getattr(packing, name) for name in _KEPT}
+        super().__init__(pre_packer=self._take, **kept)
 
     def reset_state_own(self) -> None:
         super().reset_state_own()
@@ -118,11 +115,7 @@ class SharedPacking(PackingDataset):
 
 
 def go_on_with(state: dict[str, Any], offset: int, ranks: int) -> None:
-    """Change a saved state so that any number of ranks can continue from it.
-
-    Args:
-        offset: packs that this rank has delivered since then.
-    """
+    """Change a state, of `offset` delivered packs ago, so that any number of ranks can go on."""
     state["_place"] += state["_giving"]
     state["_base"] += (state["_taken"] + state["_giving"] + offset) * ranks
     state["_taken"], state["_giving"] = 0, False
@@ -211,13 +204,10 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         )
 
     def _divide(self, samples: Sequence[Any], **options: int) -> Division:
-        measures = [self._measure(sample.size) for sample in samples]
-        return divide(measures, self.config.seq_length, **options)
-
-    def _measure(self, size: Size) -> Measure:
-        return Measure(
-            self.config.padded(size.tokens), extra_work(self._architecture, size, self._trained)
-        )
+        sizes = [sample.size for sample in samples]
+        lengths = [self.config.padded(size.tokens) for size in sizes]
+        works = [extra_work(self._architecture, size, self._trained) for size in sizes]
+        return divide(list(map(Measure, lengths, works)), self.config.seq_length, **options)
 
     @stateless
     def postencode_sample(self, sample: Any) -> Any:

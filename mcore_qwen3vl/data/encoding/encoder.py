@@ -56,12 +56,7 @@ class BadSampleGuard:
     """
 
     def __init__(self, max_fraction: float, floor: int) -> None:
-        """Start counting.
-
-        Args:
-            floor: smallest number of records from which the share is taken, for a worker that gets
-                fewer; or the size of the whole data set, if that is smaller.
-        """
+        """Start counting; `floor` is ``bad_fraction_floor`` of the config."""
         self._max_fraction = max_fraction
         self._floor = floor
         self._records = floor

@@ -48,11 +48,7 @@ class RawSample(Sample):
 
 
 class Preparation:
-    """The steps that every worker applies to a sample of any of the data sets.
-
-    Attributes:
-        scale: the scale that pixels are normalised with later; see :class:`PixelLoader`.
-    """
+    """The steps that every worker applies to a sample of any of the data sets."""
 
     def __init__(self, processor: Any, config: DataConfig, sources: Sequence[Source]) -> None:
         """Set the budgets on `processor`, prepare one for each data set, and import the hooks.
@@ -67,7 +63,7 @@ class Preparation:
         processors = [_limited(processor, source.limits) for source in self._sources]
         self._planners = [Planner(one, config) for one in processors]
         self._pixels = [PixelLoader(one) for one in processors]
-        self.scale = self._pixels[0].scale
+        self.scale = self._pixels[0].scale  # see PixelLoader
         for source in self._sources:
             if source.reading.preprocess is not None:
                 find_hook(source.reading.preprocess)

@@ -1,6 +1,5 @@
 """An energon data set over one of our readers, which give records by their number.
 
-
 Energon shards, shuffles, blends and resumes it like its own JSONL and WebDataset.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.energon import WorkerConfig
 from megatron.energon.epathlib import EPath
@@ -21,14 +20,6 @@ from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.files import parse_json
-
-
-class Reader(Protocol):
-    """Random access to the crude samples of a data set."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 def crude_sample(
@@ -55,9 +46,10 @@ def crude_sample(
 
 @dataclass(eq=False)
 class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
-    """Energon's factory over a :class:`Reader`; its options are those of energon's own factories.
+    """Energon's factory over a reader; its options are those of energon's own factories.
 
     Attributes:
+        reader: crude samples by their number, and how many there are.
         counts: number of samples in each run that is best read together, such as a row group.
         training: whether to shuffle, and to start again at the end.
         shuffle_over_epochs: energon's number of epochs to shuffle over; None: do not shuffle.
@@ -68,7 +60,7 @@ class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
     __sample_type__ = CrudeSample
 
     path: Path
-    reader: Reader
+    reader: Any
     counts: Sequence[int]
     training: bool
     worker_config: WorkerConfig
@@ -101,9 +93,8 @@ class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
             rotation_offset=worker_rotation_offset,
             subset=self.subset,
         )
-        readers: Any = [self.reader]
         samples = WebdatasetSampleLoaderDataset(
-            join_readers=readers,
+            join_readers=[self.reader],
             workers_sample_slice_offsets=offsets,
             worker_config=self.worker_config,
             shuffle_over_epochs=self.shuffle_over_epochs if self.training else None,

@@ -50,9 +50,7 @@ def load_sources(
 ) -> tuple[list[LoadedDataset], DatasetBlendMode]:
     """Make energon's data sets of all sources; return them and how they are blended.
 
-    Args:
-        training: whether the data sets repeat without end.
-        trust: whether energon may run code that a metadataset or a WebDataset names.
+    In `training` they repeat without end.
 
     Raises:
         BadInput: a data set is missing, empty or malformed, or names code without `trust`.

@@ -106,7 +106,7 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
 
     def __init__(self, inner: Any, number: int) -> None:
         self._inner = inner
-        self._number = number
+        self.number = number
         self.paths = getattr(inner, "paths", [inner.path])
         self.subflavors = inner.subflavors
         self.path = Path(str(inner.path))
@@ -140,24 +140,13 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
             worker_config=built.worker_config,
         )
 
-    def stub(self, index: int) -> dict[str, Any] | None:
-        """Return the stub that replaces a sample until it is packed; None if it is excluded."""
-        size = self.sizes[index]
-        shard, number = self.path.name, index
-        if isinstance(size, Unusable):
-            if size.kind == ABSENT:
-                return None
-            shard, number = size.shard, size.number
-        stub = crude_sample(self.path, shard, index, number)
-        return {
-            **stub, "__subflavors__": self.subflavors, "data_set": self._number, "index": index
-        }  # fmt: skip
-
     def as_file_store(self) -> Any:
         return self._inner.as_file_store()
 
 
 class _Stubs:
+    """A reader of the stubs that replace samples until they are packed; None if one is excluded."""
+
     def __init__(self, factory: MeasuredFactory) -> None:
         self._factory = factory
 
@@ -165,14 +154,20 @@ class _Stubs:
         return len(self._factory.sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
-        return self._factory.stub(index)
+        factory = self._factory
+        size, shard, number = factory.sizes[index], factory.path.name, index
+        if isinstance(size, Unusable):
+            if size.kind == ABSENT:
+                return None
+            shard, number = size.shard, size.number
+        place = {"data_set": factory.number, "index": index, "__subflavors__": factory.subflavors}
+        return crude_sample(factory.path, shard, index, number) | place
 
 
 def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, processes: int) -> None:
     """Set the factory's sizes from the file of an earlier run, or by reading every sample once.
 
-    Args:
-        settings: all settings that the sizes depend on, besides the data.
+    They depend on the data and on `settings`.
     """
     data = origin(factory.path)
     key = hashlib.sha256((settings + fingerprint(data)).encode()).hexdigest()[:16]

@@ -61,10 +61,8 @@ _KEYS = {**dict.fromkeys(("path", "name", "media", *_TEXTS), str), **_NUMBERS, *
 def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[Source]:
     """Read ``PATH`` or ``WEIGHT PATH WEIGHT PATH ...``, as in Megatron's ``--data-path``.
 
-    A mixture file among the paths is replaced by its data sets.
-
-    Args:
-        preprocess: hook for the data sets that name none.
+    A mixture file among the paths is replaced by its data sets, and `preprocess` is the hook of the
+    data sets that name none.
 
     Raises:
         BadInput: numbers and paths do not alternate, or a mixture file is malformed.

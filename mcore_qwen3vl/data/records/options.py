@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.reading import number
 
 
 @dataclass(frozen=True)
@@ -78,26 +78,17 @@ def read_options(kind: Literal["image", "video"], said: Mapping[str, Any]) -> Me
     found: dict[str, Any] = {}
     for option, keys in _KEYS[kind].items():
         if (key := next((key for key in keys if said.get(key) is not None), None)) is not None:
-            least = 0 if option in ("start", "end") else None
-            found[option] = _number(f"{kind}'s {key}", said[key], least)
+            limit = {"least" if option in ("start", "end") else "above": 0}
+            found[option] = number(f"{kind}'s {key}", said[key], **limit)
     if kind == "video" and said.get("timestamps") is not None:
         found["timestamps"] = _timestamps(said["timestamps"])
     return MediaOptions(**found)
 
 
-def _number(name: str, value: Any, least: float | None) -> float:
-    """Return a number that is at least `least`, or above 0 if that is None."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or (value <= 0 if least is None else value < least):
-        wanted = "above 0" if least is None else f"of at least {least}"
-        raise BadSample(f"{name} is {value!r:.40}; a number {wanted} is needed.")
-    return float(value)
-
-
 def _timestamps(values: Any) -> tuple[float, ...]:
     if not isinstance(values, list | tuple):
         raise BadSample(f"timestamps is {values!r:.40}; a list with the second of each frame.")
-    seconds = tuple(_number("a timestamp", value, 0) for value in values)
+    seconds = tuple(number("a timestamp", value, least=0) for value in values)
     if list(seconds) != sorted(seconds):
         raise BadSample("timestamps do not ascend.")
     return seconds

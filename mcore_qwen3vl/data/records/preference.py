@@ -26,7 +26,7 @@ from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import PAIRED_ELSEWHERE, parse_record
-from mcore_qwen3vl.data.records.reading import PLAIN, Reading, finite
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading, number
 
 SIDES = ("chosen", "rejected")
 _LABEL, _PROMPT, _ANSWER = "label", "prompt", "completion"
@@ -68,9 +68,7 @@ def parse_pair(
 ) -> dict[str, Conversation]:
     """Read a preference record.
 
-    Args:
-        record: a record in a form that the module describes, after the data set's hook.
-        reading: how the data set's records are read; only its system prompt counts.
+    The data set's hook has been applied; of `reading` only the system prompt counts.
 
     Returns:
         Two conversations with the same beginning, by the names in :data:`SIDES`; weights are 1 for
@@ -99,7 +97,7 @@ def parse_pair(
         side: _continued(rest, side, reading.instructed(messages), common, folder)
         for side, messages in zip(SIDES, sides, strict=True)
     }
-    margin = 0.0 if record.get("margin") is None else finite(record, "margin")
+    margin = 0.0 if record.get("margin") is None else number("margin", record["margin"])
     return {**pair, SIDES[0]: replace(pair[SIDES[0]], target=margin)}
 
 

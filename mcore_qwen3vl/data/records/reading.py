@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
@@ -128,11 +128,13 @@ def observed[P](
     return made
 
 
-def finite(holder: Mapping[str, Any], key: str) -> float:
-    """Return the number under `key`."""
-    value = holder[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise BadSample(f"{key} is {value!r:.40}; a number is needed.")
+def number(name: str, value: Any, *, above: float = -inf, least: float = -inf) -> float:
+    """Return a value that is a finite number, `above` one number and at `least` another."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if not fits or value <= above or value < least:
+        limits = (f" above {above:g}", above), (f" of at least {least:g}", least)
+        wanted = next((said for said, limit in limits if limit > -inf), "")
+        raise BadSample(f"{name} is {value!r:.40}; a number{wanted} is needed.")
     return float(value)
 
 

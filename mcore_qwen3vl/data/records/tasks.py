@@ -37,7 +37,7 @@ from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation, read_messages, unpacked
 from mcore_qwen3vl.data.records.parse import FORMATS, RETRIEVED
-from mcore_qwen3vl.data.records.reading import PLAIN, Reading, finite, observed
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading, number, observed
 from mcore_qwen3vl.labels import Labels
 
 QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
@@ -69,9 +69,7 @@ def parse_retrieval(
 ) -> dict[str, Conversation]:
     """Read the texts of a record, of which only some may be there, as prompts.
 
-    Args:
-        record: a record in a form that the module describes, after the data set's hook.
-        reading: how the data set's records are read; only its system prompt counts.
+    The data set's hook has been applied; of `reading` only the system prompt counts.
 
     Returns:
         The texts by name, in this order: ``query``, ``positive``, ``negative 0`` and so on. The
@@ -92,7 +90,7 @@ def parse_retrieval(
         raise BadSample("a retrieval record has query, or messages, and positive.")
     if QUERY in found:
         key = next((key for key in _SCORE if record.get(key) is not None), None)
-        score = None if key is None else finite(record, key)
+        score = None if key is None else number(key, record[key])
         found[QUERY] = replace(found[QUERY], target=score)
     return found
 
@@ -158,11 +156,7 @@ def messages_of(text: Any) -> list[Any]:
 def parse_judgements(
     record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
 ) -> dict[str, Conversation]:
-    """Read a retrieval record as one prompt for each document.
-
-    Returns:
-        The prompts by the documents' names: ``positive``, ``negative 0`` and so on.
-    """
+    """Read a retrieval record as one prompt for each document, by the document's name."""
     texts = parse_retrieval(record, folder, reading)
     query = texts.pop(QUERY, None)
     if query is None or not texts:
@@ -229,14 +223,9 @@ def is_classification(record: Any) -> bool:
 def parse_classification(
     record: Mapping[str, Any], folder: MediaFolder, reading: Reading, labels: Labels | None
 ) -> Conversation:
-    """Read a classifier's record.
+    """Read a classifier's record, whose target is 1 for each of `labels` that is right and else 0.
 
-    Args:
-        reading: how the data set's records are read; only its system prompt counts.
-        labels: the labels that there are; None: the record needs none.
-
-    Returns:
-        The conversation, with 1 for each of `labels` that is right and 0 for others.
+    Without `labels` the record needs none. Of `reading` only the system prompt counts.
     """
     rest = {key: value for key, value in record.items() if key not in (_LABEL, *_INPUT)}
     messages = record.get("messages")

@@ -20,7 +20,6 @@ from mcore_qwen3vl.data.records.options import MediaOptions
 _SPARSE = 3
 """Seeking is faster than decoding in order if at most one frame in this many is sampled."""
 
-
 LISTED_FPS = 2.0
 """Frames a second of a list of frames that does not say it. Source: ``sample_fps`` of
 ``qwen_vl_utils``."""
@@ -84,11 +83,8 @@ def _probe_frames(frames: tuple[Media, ...], options: MediaOptions) -> VideoMeta
 def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.ndarray:
     """Choose the frames to decode: all of a list, or as HF's processor does in a file's clip.
 
-    Args:
-        metadata: what :func:`probe_video` returned for it.
-
     Returns:
-        (F,) indices among all frames of the file.
+        (F,) indices among all frames of the file, of which :func:`probe_video` gave `metadata`.
     """
     if metadata.frames_indices is not None:
         return np.asarray(metadata.frames_indices)
