@@ -126,10 +126,10 @@ def _scores(folder: Path) -> None:
     facts_of(scores_of(data)).write_text(DEEP)
     scores_of(data).write_text(DEEP)
     with pytest.raises(BadInput, match="nested too deeply"):
-        References.beside(data)
+        References(data)
     facts = {"settings": {"data": file_digest(data), "temperature": 1}}
     facts_of(scores_of(data)).write_text(json.dumps(facts))
-    References.beside(data)
+    References(data)
 
 
 @pytest.mark.parametrize("read", [_json_array, _dataset, _mixture, _scores])

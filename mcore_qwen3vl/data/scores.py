@@ -88,46 +88,57 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     return {"tokens": xxhash.xxh3_64_hexdigest(tokens), "size": vocab_size}
 
 
-@dataclass(frozen=True)
 class References:
-    """The reference's log-probabilities of the pairs in one JSONL file.
+    """The reference's log-probabilities of the pairs in one JSONL file."""
 
-    Args:
-        log_probs: (records, 2) float64: chosen, rejected; NaN if a record has no scores.
-        digests: (records, 2) text: digests of the tokens of the chosen and the rejected sequence.
-        errors: the reason, for each record without scores, by its index.
-    """
-
-    data: Path
-    scores: Path
-    log_probs: np.ndarray
-    digests: np.ndarray
-    errors: dict[int, str]
-
-    @classmethod
-    def beside(cls, data: Path) -> References:
+    def __init__(self, data: Path) -> None:
         """Read the scores beside a data set.
 
         Raises:
             BadInput: there are none, or they were made from other data, with a temperature other
                 than 1, or from records that are not pairs.
         """
-        scores = scores_of(data)
-        how = f"mcore-qwen3vl score REFERENCE {data} --out {scores}"
-        checked_facts(scores, data, how, instead=" or --reference adapter")
-        return _read(data, scores)
+        self._data, self._scores = data, scores_of(data)
+        how = f"mcore-qwen3vl score REFERENCE {data} --out {self._scores}"
+        checked_facts(self._scores, data, how, instead=" or --reference adapter")
+        log_probs: list[list[float]] = []
+        digests: list[list[str]] = []
+        self._errors: dict[int, str] = {}  # the reason, by the index of each record without scores
+        with self._scores.open(encoding="utf-8") as lines:
+            for index, line in enumerate(lines):
+                try:
+                    entry = dict(parse_json(line))
+                except (ValueError, TypeError) as error:
+                    raise BadInput(
+                        f"{self._scores}:{index + 1} cannot be read ({error}): score the data "
+                        "again."
+                    ) from error
+                if "error" in entry:
+                    self._errors[index] = entry["error"]
+                    entry = {side: {"log_prob": np.nan, "digest": ""} for side in SIDES}
+                if not entry.keys() >= set(SIDES):
+                    raise BadInput(
+                        f"{self._scores}:{index + 1} is not a preference record: DPO needs data "
+                        "with chosen and rejected."
+                    )
+                sides = [entry[side] for side in SIDES]
+                log_probs.append([side["log_prob"] for side in sides])
+                digests.append([side["digest"] for side in sides])
+        # Arrays of (records, 2): chosen, rejected.
+        self._log_probs = np.array(log_probs, np.float64).reshape(-1, 2)
+        self._digests = np.array(digests, "U16").reshape(-1, 2)
 
     def of(self, index: int) -> tuple[float, float]:
         """Return the log-probabilities of a record's chosen and rejected answer."""
-        if index in self.errors:
-            raise BadSample(f"it has no reference in {self.scores}: {self.errors[index]}")
-        chosen, rejected = self.log_probs[index].tolist()
+        if index in self._errors:
+            raise BadSample(f"it has no reference in {self._scores}: {self._errors[index]}")
+        chosen, rejected = self._log_probs[index].tolist()
         return chosen, rejected
 
     def check(self, index: int, chosen: np.ndarray, rejected: np.ndarray) -> None:
         """Raise BadInput unless the sequences, (T,) int64 each, have the scored tokens."""
-        if [digest(chosen), digest(rejected)] != self.digests[index].tolist():
-            raise other_tokens(self.data, index, self.scores)
+        if [digest(chosen), digest(rejected)] != self._digests[index].tolist():
+            raise other_tokens(self._data, index, self._scores)
 
 
 def other_tokens(data: Path, index: int, scores: Path) -> BadInput:
@@ -180,38 +191,6 @@ def checked_facts(
             f"{scores} was not made from the current content of {data}: make it again with `{how}`."
         )
     return facts
-
-
-def _read(data: Path, scores: Path) -> References:
-    log_probs: list[list[float]] = []
-    digests: list[list[str]] = []
-    errors: dict[int, str] = {}
-    with scores.open(encoding="utf-8") as lines:
-        for index, line in enumerate(lines):
-            try:
-                entry = dict(parse_json(line))
-            except (ValueError, TypeError) as error:
-                raise BadInput(
-                    f"{scores}:{index + 1} cannot be read ({error}): score the data again."
-                ) from error
-            if "error" in entry:
-                errors[index] = entry["error"]
-                entry = {side: {"log_prob": np.nan, "digest": ""} for side in SIDES}
-            if not entry.keys() >= set(SIDES):
-                raise BadInput(
-                    f"{scores}:{index + 1} is not a preference record: DPO needs data with chosen "
-                    "and rejected."
-                )
-            sides = [entry[side] for side in SIDES]
-            log_probs.append([side["log_prob"] for side in sides])
-            digests.append([side["digest"] for side in sides])
-    return References(
-        data,
-        scores,
-        np.array(log_probs, np.float64).reshape(-1, 2),
-        np.array(digests, "U16").reshape(-1, 2),
-        errors,
-    )
 
 
 def encoded_top(ids: np.ndarray, log_probs: np.ndarray) -> dict[str, str]:

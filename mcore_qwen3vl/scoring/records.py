@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -57,13 +57,7 @@ class Found:
     """The records' places in their files, by the record's number."""
 
     def __or__(self, other: Found) -> Found:
-        return Found(
-            self.scores | other.scores,
-            self.errors | other.errors,
-            self.digests | other.digests,
-            self.sides | other.sides,
-            self.places | other.places,
-        )
+        return Found(*(getattr(self, f.name) | getattr(other, f.name) for f in fields(Found)))
 
 
 class Records:

@@ -425,17 +425,17 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     shared = [{"role": "user", "content": "Which?"}]
     data.write_text(json.dumps({"messages": shared, "chosen": "This.", "rejected": "That!"}) + "\n")
     with pytest.raises(BadInput, match="Let the model score"):
-        References.beside(data)
+        References(data)
     score(Request(dense, data, temperature=0.7), on_cpu=True)
     with pytest.raises(BadInput, match=r"temperature 0\.7, and 1 is needed"):
-        References.beside(data)
+        References(data)
     score(Request(dense, data, force=True), on_cpu=True)
     entry = lines(tmp_path / "pairs.scores.jsonl")[0]
-    found = References.beside(data)
+    found = References(data)
     assert found.of(0) == (entry["chosen"]["log_prob"], entry["rejected"]["log_prob"])
     tokens = torch.arange(5).numpy()
     with pytest.raises(BadInput, match=r"pairs\.jsonl:1 no longer has the tokens"):
         found.check(0, tokens, tokens)
     data.write_text(data.read_text() + "\n")
     with pytest.raises(BadInput, match="was not made from the current content"):
-        References.beside(data)
+        References(data)

@@ -177,9 +177,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
             tokenizer=processor.tokenizer,
             vocab_size=architecture.vocab_size,
         )
-        self._references = [
-            References.beside(source.path) for source in sources if config.references
-        ]
+        self._references = [References(source.path) for source in sources if config.references]
         self._source_names = source_names(sources)
         self.cookers = (Cooker(self.cook),)
         pad_id = processor.tokenizer.pad_token_id

@@ -115,9 +115,9 @@ def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]
                     f"{kind}_{name} needs one list for each of {len(documents)} documents, and "
                     f"has {len(held)}."
                 )
-        for number, document in enumerate(documents):
-            name = kind if kind == POSITIVE else f"{NEGATIVE} {number}"
-            yield name, document, {key: held[number] for key, held in lists.items() if held}
+        for place, document in enumerate(documents):
+            name = kind if kind == POSITIVE else f"{NEGATIVE} {place}"
+            yield name, document, {key: held[place] for key, held in lists.items() if held}
 
 
 def _documents(key: str, value: Any) -> list[Any]:
