@@ -38,7 +38,7 @@ from mcore_qwen3vl.converters.offline import manifest, to_mcore
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit
 from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
 from mcore_qwen3vl.converters.storage.archive import write_archive
-from mcore_qwen3vl.converters.storage.boxes import Box, Shape
+from mcore_qwen3vl.converters.storage.boxes import Box, Selection, Shape
 from mcore_qwen3vl.converters.storage.disk import DirectFile
 from mcore_qwen3vl.converters.storage.tensor_pickle import Described
 from mcore_qwen3vl.errors import BadInput
@@ -77,20 +77,16 @@ class ToLegacy:
     def prepare(self, tree: Path) -> None:
         self.mcore.prepare(tree)
 
-    def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
-        if not isinstance(unit.work[0], Rank):
-            return True
-        file = self._file(unit, tree)
-        return file.is_file() and file.stat().st_size == result["size"]
+    def file(self, unit: Unit, tree: Path) -> Path | None:
+        return tree / RELEASE / unit.name / FILE if isinstance(unit.work[0], Rank) else None
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
-        rank = unit.work[0]
-        if not isinstance(rank, Rank):
+        file = self.file(unit, tree)
+        if file is None:
             # Ranks read parts of tensors, some repeatedly; a checksum needs one whole pass.
             return manifest.summed([self.mcore.checksums(row) for row in unit.work])
-        file = self._file(unit, tree)
         file.parent.mkdir(exist_ok=True)
-        models = list(self.models(rank))
+        models = list(self.models(unit.work[0]))
         with DirectFile(file, create=True) as out:
             write_archive(out, self._content(models), self._storages(models, moved))
             out.sync()
@@ -154,7 +150,7 @@ class ToLegacy:
         """Yield the tensor's values in order, in chunks; views of the source where possible."""
         row, source = tensor.row, self.mcore.source
 
-        def fetch(name: str, box: Box) -> Tensor:
+        def fetch(name: str, box: Selection) -> Tensor:
             return source.read(name, box, tensor.dtype)
 
         for rows, *columns in tensor.boxes:
@@ -162,9 +158,6 @@ class ToLegacy:
             step = height if row.rearrangement.transposed else max_rows(row, tensor.dtype)
             for start in range(rows.start, rows.stop, step):
                 yield row.take(fetch, (slice(start, min(start + step, rows.stop)), *columns))
-
-    def _file(self, unit: Unit, tree: Path) -> Path:
-        return tree / RELEASE / unit.name / FILE
 
 
 def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> ConversionPlan:

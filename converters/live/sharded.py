@@ -282,7 +282,7 @@ def _parts(row: Row, piece: ShardedTensor, parameter: str) -> Iterator[Part]:
         named = row.sources[source]
         yield Part(
             name=named.name,
-            box=box if named.index is None else (named.index, *box),
+            box=named.place(box),
             local=local.T if how.transposed else local,
             main=is_main_replica(piece.replica_id),
             parameter=parameter,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement, identity
-from mcore_qwen3vl.converters.storage.boxes import Box, Shape
+from mcore_qwen3vl.converters.storage.boxes import Box, Selection, Shape
 
 LAYERS = "decoder.layers."
 """Prefix of the keys of all decoder layers."""
@@ -34,6 +34,10 @@ class SourceTensor:
     @property
     def label(self) -> str:
         return self.name if self.index is None else f"{self.name}[{self.index}]"
+
+    def place(self, box: Selection) -> Selection:
+        """Return where a box of the piece lies in the whole HF tensor."""
+        return box if self.index is None else (self.index, *box)
 
 
 @dataclass(frozen=True)
@@ -94,20 +98,14 @@ class Row:
         """Make the HF pieces, one per source, from the whole piece; inverse of `to_mcore`."""
         return self.rearrangement.to_hf(mcore)
 
-    def take(self, fetch: Callable[[str, Box], Tensor], box: Box) -> Tensor:
-        """Make `box` of the piece, fetching only what it covers.
+    def take(self, fetch: Callable[[str, Selection], Tensor], box: Box) -> Tensor:
+        """Make `box` of the piece; ``fetch(name, box)`` returns that box of a whole HF tensor.
 
-        Args:
-            fetch: ``fetch(name, box)`` returns that box of the whole HF tensor `name`; one expert
-                is a box of length 1 on the first axis.
-            box: a slice with explicit start and stop for each axis of `shape`.
+        Only what `box` covers is fetched.
         """
 
-        def piece(source: int, part: Box) -> Tensor:
-            named = self.sources[source]
-            if named.index is None:
-                return fetch(named.name, part)
-            return fetch(named.name, (slice(named.index, named.index + 1), *part))[0]
+        def piece(number: int, part: Box) -> Tensor:
+            return fetch(self.sources[number].name, self.sources[number].place(part))
 
         return self.rearrangement.take(piece, box)
 

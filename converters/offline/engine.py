@@ -151,12 +151,13 @@ def _run_units(
     plan: ConversionPlan, stage: Staging, workers: int, progress: Progress | None
 ) -> int:
     """Run the units that an interrupted run has not finished; return how many it had finished."""
-    kept = {
-        unit.name
-        for unit in plan.units
-        if unit.name in stage.done
-        and plan.conversion.is_done(unit, stage.tree, stage.done[unit.name])
-    }
+    kept = set()
+    for unit in plan.units:
+        file = plan.conversion.file(unit, stage.tree)
+        if (done := stage.done.get(unit.name)) is not None and (
+            file is None or (file.is_file() and file.stat().st_size == done["size"])
+        ):
+            kept.add(unit.name)
     plan.conversion.prepare(stage.tree)
     meter = Meter(plan.nbytes, progress)
     meter.add(sum(unit.nbytes for unit in plan.units if unit.name in kept), "resumed")

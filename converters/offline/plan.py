@@ -45,8 +45,8 @@ class Conversion(Protocol):
     def prepare(self, tree: Path) -> None:
         """Create whatever must exist before units run and does not exist yet."""
 
-    def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
-        """Return whether the journal's record of a finished unit still holds."""
+    def file(self, unit: Unit, tree: Path) -> Path | None:
+        """Return the file whose size a finished unit's result gives; None if it writes none."""
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
         """Do one unit durably, report with `moved(bytes, name)`, return JSON for the journal."""

@@ -105,9 +105,8 @@ class ToHuggingFace:
             if not file.exists() or file.stat().st_size != shard.size:
                 shard.create(tree)
 
-    def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
-        file = tree / unit.work[0].shard.file
-        return file.is_file() and file.stat().st_size == result["size"]
+    def file(self, unit: Unit, tree: Path) -> Path:
+        return tree / unit.work[0].shard.file
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
         shard = unit.work[0].shard

@@ -46,7 +46,7 @@ from mcore_qwen3vl.converters.offline.plan import (
     group_units,
     unit_bytes,
 )
-from mcore_qwen3vl.converters.storage.boxes import Box, Selection
+from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.converters.torch_dist import metadata
@@ -78,12 +78,11 @@ class ToMcore:
     def prepare(self, tree: Path) -> None:
         self.folder(tree).mkdir(exist_ok=True)
 
-    def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
-        file = self.folder(tree) / unit.name
-        return file.is_file() and file.stat().st_size == result["size"]
+    def file(self, unit: Unit, tree: Path) -> Path:
+        return self.folder(tree) / unit.name
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
-        file = self.folder(tree) / unit.name
+        file = self.file(unit, tree)
         found: list[RowChecksums] = []
         with DistcpFile(file) as out:
             for row in unit.work:
@@ -140,7 +139,7 @@ class ToMcore:
 
         def fetch(source: int, box: Box) -> Tensor:
             named = row.sources[source]
-            place: Selection = box if named.index is None else (named.index, *box)
+            place = named.place(box)
             part = self.source.read(named.name, place, dtype)
             same = self.source.entries[named.name].stored == dtype
             stored = part if same else self.source.stored(named.name, place)
