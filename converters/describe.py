@@ -17,8 +17,7 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, is_
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.dialects import recognise
 from mcore_qwen3vl.converters.mapping.forms import Form
-from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
-from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.mcore.formats import (
     is_megatron,

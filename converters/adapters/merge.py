@@ -31,8 +31,7 @@ from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
-from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
-from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, table
 from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, convert
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.config import MODEL_TYPES, ExpertLayout
-from mcore_qwen3vl.converters.hf import fp8
+from mcore_qwen3vl.converters.hf import quantized
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.labels import Labels
 
@@ -45,7 +45,7 @@ class Changes:
 
         None if `config`, which the source weights came with, is right as it is.
         """
-        wanted = fp8.without(config)
+        wanted = quantized.without(config)
         if self.untied:
             wanted |= {"tie_word_embeddings": False}
             if "tie_word_embeddings" in wanted["text_config"]:

@@ -16,12 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mcore_qwen3vl.config import read_config_file, ties_embeddings
-from mcore_qwen3vl.converters.hf.fp8 import declared, dequantize, pair
+from mcore_qwen3vl.converters.hf.quantized import declared, dequantize, fuse, pair
 from mcore_qwen3vl.converters.hf.shards import DTYPES, TensorHeader
-from mcore_qwen3vl.converters.hf.single_experts import fuse
 from mcore_qwen3vl.converters.mapping import forms
-from mcore_qwen3vl.converters.mapping.row import CHUNK_BYTES, Row
-from mcore_qwen3vl.converters.mapping.table import hf_shapes
+from mcore_qwen3vl.converters.mapping.table import CHUNK_BYTES, Row, hf_shapes
 from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
 from mcore_qwen3vl.converters.storage.disk import FirstBytes, bring_in
 from mcore_qwen3vl.converters.storage.dtypes import cast
@@ -60,7 +58,7 @@ class HuggingFaceCheckpoint:
     Raises:
         BadInput: there are no safetensors files; a file is cut short or not safetensors; the index
             names a file that is absent or in another directory, or disagrees with the files; or
-            the quantisation is of a kind that is not understood (see `fp8.declared`).
+            the quantisation is of a kind that is not understood (see `quantized.declared`).
     """
 
     def __init__(self, path: Path) -> None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
 
-from mcore_qwen3vl.converters.mapping.row import Row
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row
 from mcore_qwen3vl.converters.storage.boxes import Box, Shape
 from mcore_qwen3vl.layout import Layout
 

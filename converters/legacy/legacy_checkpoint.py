@@ -25,8 +25,7 @@ from mcore_qwen3vl.converters.legacy.layout import (
     share_out,
     stages,
 )
-from mcore_qwen3vl.converters.mapping.row import Row
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING, table
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, table
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,

@@ -31,8 +31,7 @@ from mcore_qwen3vl.converters.legacy.layout import (
     share_out,
     stages,
 )
-from mcore_qwen3vl.converters.mapping.row import Row, max_rows
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, max_rows
 from mcore_qwen3vl.converters.mcore.paths import RELEASE
 from mcore_qwen3vl.converters.offline import manifest, to_mcore
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit

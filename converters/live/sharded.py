@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.converters.mapping.forms import Head, head_of
-from mcore_qwen3vl.converters.mapping.row import Row
-from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mapping.table import Row, table
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput

@@ -14,8 +14,13 @@ from dataclasses import dataclass, replace
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.converters.mapping import transforms
-from mcore_qwen3vl.converters.mapping.row import Row
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING, extra_state_keys, shard, vision_rows
+from mcore_qwen3vl.converters.mapping.table import (
+    EMBEDDING,
+    Row,
+    extra_state_keys,
+    shard,
+    vision_rows,
+)
 from mcore_qwen3vl.errors import BadInput
 
 LANGUAGE = "language_model."

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import VisionArchitecture
 from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect
-from mcore_qwen3vl.converters.mapping.row import Row
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING, mcore_shapes, vision_rows
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, mcore_shapes, vision_rows
 from mcore_qwen3vl.converters.mcore.paths import require_whole_model
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.disk import bring_in

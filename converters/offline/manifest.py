@@ -24,9 +24,9 @@ from torch import Tensor
 from mcore_qwen3vl import __version__
 from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.converters.hf.companions import digest
-from mcore_qwen3vl.converters.hf.fp8 import SUFFIX
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX, HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
+from mcore_qwen3vl.converters.hf.quantized import SUFFIX
+from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box

@@ -29,8 +29,7 @@ from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.shards import Shard
 from mcore_qwen3vl.converters.mapping.forms import Names, renamed
-from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
-from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
 from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf import fp8
+from mcore_qwen3vl.converters.hf import quantized
 from mcore_qwen3vl.converters.hf.companions import (
     companion_files,
     copy_companions,
@@ -27,8 +27,7 @@ from mcore_qwen3vl.converters.hf.companions import (
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.dialects import Dialect
-from mcore_qwen3vl.converters.mapping.row import Row, max_rows
-from mcore_qwen3vl.converters.mapping.table import extra_state_keys, table
+from mcore_qwen3vl.converters.mapping.table import Row, extra_state_keys, max_rows, table
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
@@ -227,8 +226,8 @@ def reading_notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) 
     if kinds:
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         notes.append(f"No part of a Qwen3-VL, and left out as by transformers: {listed}.")
-    if count := sum(entry.stored == fp8.FP8 for entry in checkpoint.entries.values()):
-        written = dtype_name(dtype or fp8.DEQUANTIZED)
+    if count := sum(entry.stored == quantized.FP8 for entry in checkpoint.entries.values()):
+        written = dtype_name(dtype or quantized.DEQUANTIZED)
         notes.append(f"{count} tensors are FP8 and are written dequantised, as {written}.")
     return tuple(notes)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mapping.table import Row
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,

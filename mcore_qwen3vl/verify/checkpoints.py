@@ -16,12 +16,11 @@ import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters.hf import config_file, fp8
+from mcore_qwen3vl.converters.hf import config_file, quantized
 from mcore_qwen3vl.converters.hf.companions import companion_files, digest, read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import renamed
-from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
-from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
 from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
@@ -141,7 +140,7 @@ class _Side:
     def digest(self, name: str) -> str:
         """Return a companion file's hash; that of a config leaves its quantisation settings out."""
         if name == "config.json" and getattr(self.stored, "quantization", None) is not None:
-            config = fp8.without(read_config_file(self.companions[name]))
+            config = quantized.without(read_config_file(self.companions[name]))
             return sha256(config_file.dumps(config)).hexdigest()
         return digest(self.companions[name])
 

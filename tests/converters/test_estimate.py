@@ -11,8 +11,7 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.describe import estimate, slice_bytes
-from mcore_qwen3vl.converters.mapping.row import max_rows
-from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mapping.table import max_rows, table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.shapes import SHAPES
 from tests.command import exit_code

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import transforms
-from mcore_qwen3vl.converters.mapping.row import Row
-from mcore_qwen3vl.converters.mapping.table import hf_shapes, mcore_shapes, table
+from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, mcore_shapes, table
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput

@@ -13,7 +13,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
-from mcore_qwen3vl.converters.mapping.row import same
+from mcore_qwen3vl.converters.mapping.table import same
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.converters.torch_dist.files import DistcpFile
 from mcore_qwen3vl.errors import BadInput
