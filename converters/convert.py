@@ -56,7 +56,6 @@ def plan_hf_to_mcore(
     """Check a Hugging Face checkpoint and plan its conversion; write nothing.
 
     Args:
-        src: checkpoint directory.
         dtype: "keep", "bf16", "fp16" or "fp32".
         make_vocab_size_divisible_by, tp: the vocabulary is padded as Megatron pads it for these
             flags.

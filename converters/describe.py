@@ -123,9 +123,11 @@ def _megatron(path: Path, hf_config: Path | None) -> Inspection:
     try:
         folder = hf_config or hf_folder(path)
     except BadInput as error:
-        if (maker := _maker(path)) is None:
+        newest = iteration_folder(path)
+        keys = metadata.read(newest).tensors if (newest / metadata.FILE).is_file() else ()
+        if (dialect := recognise(keys)) is None:
             raise
-        raise BadInput(f"Written by {maker}. {error}") from None
+        raise BadInput(f"Written by {dialect.maker}. {error}") from None
     architecture = Architecture.from_hf(folder)
     checkpoint = open_megatron(path, architecture)
     stored = {key: checkpoint.index.tensors[key] for key in sorted(checkpoint.model_keys())}
@@ -143,15 +145,6 @@ def _megatron(path: Path, hf_config: Path | None) -> Inspection:
         padded_vocab_size=checkpoint.vocab_size,
         files=len(checkpoint.data_files),
     )
-
-
-def _maker(path: Path) -> str | None:
-    """Return which other project wrote a torch_dist checkpoint, by the keys of its index."""
-    folder = iteration_folder(path)
-    if not (folder / metadata.FILE).is_file():
-        return None
-    dialect = recognise(metadata.read(folder).tensors)
-    return None if dialect is None else dialect.maker
 
 
 def _huggingface(path: Path) -> Inspection:

@@ -17,9 +17,8 @@ Preset = Literal["language", "language-aligner", "all"]
 """``language``: attention and MLPs (or experts) of the decoder; ``language-aligner``: also the
 mergers between vision and language; ``all``: also the blocks of the vision tower."""
 
-# Each name is long enough to match the same modules under any PEFT: ``proj`` would match the patch
+# Every name is long enough to match the same modules under any PEFT: ``proj`` would match the patch
 # embedding too, and ``linear_fc1`` both the blocks of the vision tower and its mergers.
-
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

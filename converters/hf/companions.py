@@ -127,7 +127,7 @@ _TEMPLATE_INSIDE = ("tokenizer_config.json", "processor_config.json")
 
 
 def lacking_processor(folder: Path) -> str | None:
-    """Return a sentence on what `folder` lacks and the remedy, or None if it lacks nothing."""
+    """Return a sentence on what `folder` lacks to prepare data, and the remedy; None if nothing."""
     lacking: dict[str, tuple[str, ...]] = {}
     for what, choices in _PROCESSOR.items():
         there = any(all((folder / name).is_file() for name in files) for files in choices)
@@ -147,7 +147,7 @@ def lacking_processor(folder: Path) -> str | None:
 
 
 def require_processor(folder: Path) -> None:
-    """Raise BadInput if `folder` lacks one of these files, or holds a special file."""
+    """Raise BadInput if `folder` lacks what prepares data, or holds a special file."""
     refuse_special_files(folder)
     if said := lacking_processor(folder):
         raise BadInput(said)
