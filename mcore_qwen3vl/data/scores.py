@@ -229,14 +229,10 @@ class Top:
     """The likeliest tokens of a teacher at n positions, as tensors.
 
     A live teacher's have (B, s) instead of n: this rank's positions in every row.
-
-    Attributes:
-        ids: (n, k) int32.
-        log_probs: (n, k + 1) float32: the last one is that of all other tokens together.
     """
 
-    ids: Tensor
-    log_probs: Tensor
+    ids: Tensor  # (n, k) int32
+    log_probs: Tensor  # (n, k + 1) float32: the last one is that of all other tokens together
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Top:
         """Return the tokens with each tensor replaced by what `function` makes of it."""

@@ -32,7 +32,6 @@ class Request:
         conversations: conversations in the form of :func:`mcore_qwen3vl.generation.generate`.
         dtype: dtype of weights and computation; ``config``: the dtype of the checkpoint's config.
         hf: directory with config, tokenizer and processor; None: the checkpoint's own.
-        lora: directory of a PEFT adapter to answer with.
         options: keyword arguments of :func:`mcore_qwen3vl.generation.generate`; only the first rank
             uses `stream`.
     """

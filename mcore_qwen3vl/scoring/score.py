@@ -50,11 +50,8 @@ class Request:
         out: file to write; None: the file beside `data` where training looks for its reference.
         dtype: dtype of weights and computation; ``config``: the dtype of the checkpoint's config.
         hf: directory with config, tokenizer and processor; None: the checkpoint's own.
-        packing: whether several sequences share one.
         seq_length: length of the longest record and of a pack; None: :data:`LONGEST`.
         buffer: records of a replica that are packed and written together.
-        preprocess: hook for data sets that name none.
-        trust_data: whether to run code that a metadataset or a WebDataset names.
         task: ``embedding``: write embeddings of retrieval records instead of log-probabilities;
             ``reranker``: write scores of their documents; ``reward``: write rewards of preference
             records and conversations; ``classify``: write labels and their probabilities.

@@ -174,14 +174,9 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
 
     @stateless
     def cook(self, sample: CrudeSample) -> Any:
-        """Return the stub of a sample, with its size."""
-        size = self._data_sets[sample["data_set"]].sizes[sample["index"]]
-        return MeasuredSample(
-            **basic_sample_keys(sample),
-            data_set=sample["data_set"],
-            index=sample["index"],
-            size=size,
-        )
+        """Return the stub of a sample."""
+        own = {name: sample[name] for name in ("data_set", "index", "size")}
+        return MeasuredSample(**basic_sample_keys(sample), **own)
 
     @stateless
     def preencode_sample(self, sample: Any) -> Any:

@@ -27,7 +27,6 @@ def mrope_position_ids(
     """Compute the position ids of a micro-batch, padded or packed.
 
     Args:
-        architecture: the model's shape.
         input_ids: (B, S) integers; (1, S) when packed. All tensors are on the CPU.
         image_grid_thw: (images, 3) frames (always 1), rows and columns in patches, in the order
             of the images in `input_ids`.

@@ -46,28 +46,19 @@ def crude_sample(
 
 @dataclass(eq=False)
 class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
-    """Energon's factory over a reader; its options are those of energon's own factories.
-
-    Attributes:
-        reader: crude samples by their number, and how many there are.
-        counts: number of samples in each run that is best read together, such as a row group.
-        training: whether to shuffle, and to start again at the end.
-        shuffle_over_epochs: energon's number of epochs to shuffle over; None: do not shuffle.
-        parallel_shard_iters: number of runs that a worker reads from in turn.
-        max_samples_per_sequence: length of the pieces into which runs are cut and shuffled.
-    """
+    """Energon's factory over a reader; its options are those of energon's own factories."""
 
     __sample_type__ = CrudeSample
 
     path: Path
-    reader: Any
-    counts: Sequence[int]
-    training: bool
+    reader: Any  # a sequence of crude samples
+    counts: Sequence[int]  # of samples in each run that is best read together: a row group
+    training: bool  # whether to shuffle, and to start again at the end
     worker_config: WorkerConfig
     subflavors: dict[str, Any]
-    shuffle_over_epochs: int | None = 1
-    parallel_shard_iters: int = 16
-    max_samples_per_sequence: int | None = None
+    shuffle_over_epochs: int | None = 1  # None: do not shuffle
+    parallel_shard_iters: int = 16  # runs that a worker reads from in turn
+    max_samples_per_sequence: int | None = None  # of the pieces that runs are cut into to shuffle
     subset: DatasetSubset | None = None
 
     def __post_init__(self) -> None:

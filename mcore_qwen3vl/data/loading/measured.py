@@ -160,8 +160,9 @@ class _Stubs:
             if size.kind == ABSENT:
                 return None
             shard, number = size.shard, size.number
-        place = {"data_set": factory.number, "index": index, "__subflavors__": factory.subflavors}
-        return crude_sample(factory.path, shard, index, number) | place
+        stub = crude_sample(factory.path, shard, index, number)
+        own = {"data_set": factory.number, "index": index, "size": size}
+        return {**stub, **own, "__subflavors__": factory.subflavors}
 
 
 def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, processes: int) -> None:

@@ -13,20 +13,13 @@ from mcore_qwen3vl.data.records.reading import number
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Choices for one image or video; None: those of the data set.
+    """Choices for one image or video; None: those of the data set."""
 
-    Attributes:
-        fps: Frames a second: to sample from a file, or at which a list of frames was taken.
-        start, end: Seconds of a file at which its clip starts and ends.
-        timestamps: Second of each frame of a list.
-        min_pixels, max_pixels: Pixels of the resized image, or of each resized frame.
-    """
-
-    fps: float | None = None
-    start: float | None = None
+    fps: float | None = None  # frames a second to sample from a file, or of a list of frames
+    start: float | None = None  # seconds of a file between which its clip is
     end: float | None = None
-    timestamps: tuple[float, ...] | None = None
-    min_pixels: float | None = None
+    timestamps: tuple[float, ...] | None = None  # seconds, of the frames of a list
+    min_pixels: float | None = None  # of the resized image, or of each resized frame
     max_pixels: float | None = None
 
     def size(self, usual: Mapping[str, int], frames: int = 1) -> dict[str, int] | None:
