@@ -12,9 +12,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mcore_qwen3vl import __version__, console, machine
-from mcore_qwen3vl.cli import convert, data, launch, show, verify
+from mcore_qwen3vl.cli import convert, data, launch, options, show, verify
 from mcore_qwen3vl.cli.generate import generate
-from mcore_qwen3vl.cli.options import Json, Workers, config_option, require, source_argument
 from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.cli.score import score
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
@@ -107,19 +106,19 @@ def root(
 def inspect(
     path: Annotated[
         Path | None,
-        source_argument(
+        options.source(
             "PATH", "A checkpoint of either kind, a LoRA adapter, or a config.json; or a hub id."
         ),
     ] = None,
     hf_config: Annotated[
         Path | None,
-        config_option(
+        options.config(
             "Instead of PATH: estimate the cost of converting a model with this config. "
             "With an adapter as PATH: its base model. With a Megatron-Core checkpoint that has no "
             "hf folder: its config."
         ),
     ] = None,
-    workers: Workers = None,
+    workers: options.Workers = None,
     disk_gb_per_s: Annotated[
         float | None, typer.Option(help="With --hf-config: disk speed, for the time estimate.")
     ] = None,
@@ -127,7 +126,7 @@ def inspect(
         bool, typer.Option("--table", help="Show which tensors are converted into which, and how.")
     ] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
     from mcore_qwen3vl.converters.adapters.adapter import is_adapter
@@ -175,7 +174,7 @@ def tiny(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Write a tiny random Qwen3-VL checkpoint with tokenizer, processor and chat template."""
     console.quiet_libraries()
@@ -200,7 +199,7 @@ def demo(
     keep: Annotated[
         Path | None, typer.Option(help="Keep the checkpoints in this directory.")
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Convert a tiny Qwen3-VL both ways and compare it on four CPU processes."""
     console.quiet_libraries()
@@ -209,7 +208,7 @@ def demo(
     with console.messages.status("starting") as status:
         result = convert_demo(dense=dense, keep=keep, status=status.update)
     console.present(json, {"ok": result.ok, **asdict(result)}, show.demo, result)
-    require(result.ok, "the demo failed: see its results above.")
+    options.require(result.ok, "the demo failed: see its results above.")
 
 
 @app.command(

@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import show
-from mcore_qwen3vl.cli.options import (
-    DryRun,
-    Force,
-    Json,
-    Strict,
-    Workers,
-    config_option,
-    source_argument,
-)
+from mcore_qwen3vl.cli import options, show
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
@@ -77,7 +68,7 @@ def carry_out(
 def hf_to_mcore(
     src: Annotated[
         Path,
-        source_argument(
+        options.source(
             "SRC", "Hugging Face checkpoint directory, or hub id: OWNER/NAME[@REVISION]."
         ),
     ],
@@ -117,11 +108,11 @@ def hf_to_mcore(
         Literal["megatron-bridge", "ms-swift"] | None,
         typer.Option(help="Write the keys of another project, for its own loader."),
     ] = None,
-    workers: Workers = None,
-    force: Force = False,
-    strict: Strict = False,
-    dry_run: DryRun = False,
-    json: Json = False,
+    workers: options.Workers = None,
+    force: options.Force = False,
+    strict: options.Strict = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
 ) -> None:
     """Hugging Face to Megatron-Core ([bold]torch_dist[/], loads under any parallel layout)."""
     from mcore_qwen3vl.converters import convert
@@ -154,7 +145,7 @@ def mcore_to_hf(
     dst: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
     hf_config: Annotated[
         Path | None,
-        config_option("Directory with config and tokenizer, or hub id; the default is SRC/hf."),
+        options.config("Directory with config and tokenizer, or hub id; the default is SRC/hf."),
     ] = None,
     dtype: Dtype = "keep",
     max_shard_size: MaxShardSize = "5GB",
@@ -162,11 +153,11 @@ def mcore_to_hf(
         ExpertLayoutChoice,
         typer.Option(help="source: as the checkpoint came; published: transformers 4.57; v5."),
     ] = "source",
-    workers: Workers = None,
-    force: Force = False,
-    strict: Strict = False,
-    dry_run: DryRun = False,
-    json: Json = False,
+    workers: options.Workers = None,
+    force: options.Force = False,
+    strict: options.Strict = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
 ) -> None:
     """Megatron-Core to Hugging Face (safetensors)."""
     from mcore_qwen3vl.converters import convert
@@ -184,7 +175,7 @@ def mcore_to_hf(
 
 @app.command("hf-to-hf")
 def hf_to_hf(
-    src: Annotated[Path, source_argument("SRC", "Hugging Face checkpoint directory, or hub id.")],
+    src: Annotated[Path, options.source("SRC", "Hugging Face checkpoint directory, or hub id.")],
     dst: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
     expert_layout: Annotated[
         ExpertLayoutChoice,
@@ -192,11 +183,11 @@ def hf_to_hf(
     ] = "source",
     dtype: Dtype = "keep",
     max_shard_size: MaxShardSize = "5GB",
-    workers: Workers = None,
-    force: Force = False,
-    strict: Strict = False,
-    dry_run: DryRun = False,
-    json: Json = False,
+    workers: options.Workers = None,
+    force: options.Force = False,
+    strict: options.Strict = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
 ) -> None:
     """Hugging Face to Hugging Face: the other layout of fused experts, another dtype."""
     from mcore_qwen3vl.converters import convert
@@ -227,8 +218,8 @@ FromRoles = Annotated[
 
 @lora.command("merge")
 def lora_merge(
-    base: Annotated[Path, source_argument("BASE", "Hugging Face checkpoint directory, or hub id.")],
-    adapter: Annotated[Path, source_argument("ADAPTER", "PEFT adapter directory, or hub id.")],
+    base: Annotated[Path, options.source("BASE", "Hugging Face checkpoint directory, or hub id.")],
+    adapter: Annotated[Path, options.source("ADAPTER", "PEFT adapter directory, or hub id.")],
     out: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
     expert_layout: Annotated[
         ExpertLayoutChoice | None,
@@ -239,10 +230,10 @@ def lora_merge(
     dtype: Dtype = "keep",
     max_shard_size: MaxShardSize = "5GB",
     from_roles: FromRoles = None,
-    workers: Workers = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-    json: Json = False,
+    workers: options.Workers = None,
+    force: options.Force = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
 ) -> None:
     """Write BASE with ADAPTER merged into it, as a stream: no model is built."""
     console.quiet_libraries()
@@ -262,7 +253,7 @@ def lora_merge(
 
 @lora.command("convert")
 def lora_convert(
-    adapter: Annotated[Path, source_argument("ADAPTER", "PEFT adapter directory, or hub id.")],
+    adapter: Annotated[Path, options.source("ADAPTER", "PEFT adapter directory, or hub id.")],
     out: Annotated[Path, typer.Argument(help="PEFT adapter directory to write.")],
     roles: Annotated[
         RolesChoice,
@@ -274,10 +265,10 @@ def lora_convert(
     from_roles: FromRoles = None,
     hf_config: Annotated[
         Path | None,
-        config_option("Directory with the model's config, or hub id; default: ADAPTER's own."),
+        options.config("Directory with the model's config, or hub id; default: ADAPTER's own."),
     ] = None,
-    force: Force = False,
-    json: Json = False,
+    force: options.Force = False,
+    json: options.Json = False,
 ) -> None:
     """Turn the factors of fused experts from one of PEFT's two conventions to the other."""
     console.quiet_libraries()

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import show
-from mcore_qwen3vl.cli.options import Json, config_option, data_argument, media_flags, require
+from mcore_qwen3vl.cli import options, show
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput
@@ -21,13 +20,9 @@ DATA_SETS = (
     "dataset on disk, mixture file or energon metadataset."
 )
 
-_BUFFER, _TRUST, _SECONDS, _PIXELS = (
-    data_flags.TEXTS[name]
-    for name in ("packing_buffer", "trust_data", "max_sample_seconds", "max_decoded_pixels")
-)
-DataPath = Annotated[Path, data_argument(DATA_SETS)]
+DataPath = Annotated[Path, options.data_set(DATA_SETS)]
 HfModel = Annotated[
-    Path, config_option("Checkpoint of either kind, or hub id, whose processor is used.")
+    Path, options.config("Checkpoint of either kind, or hub id, whose processor is used.")
 ]
 SeqLength = Annotated[int, typer.Option(help="Longest sample, and length of a pack, in tokens.")]
 Split = Annotated[str, typer.Option(help="Split to read, if the data set has several.")]
@@ -36,7 +31,7 @@ Preprocess = Annotated[
     typer.Option(metavar="MODULE:FUNCTION", help=f"{data_flags.PREPROCESS.capitalize()}."),
 ]
 
-TrustData = Annotated[bool, typer.Option("--trust-data", help=f"{_TRUST[0].upper()}{_TRUST[1:]}.")]
+TrustData = Annotated[bool, typer.Option("--trust-data", help=options.help_of("trust_data"))]
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 
@@ -47,7 +42,7 @@ def group() -> None:
 
 
 @app.command("check")
-@media_flags
+@options.media_flags
 def check(
     path: DataPath,
     hf_model: HfModel,
@@ -59,7 +54,7 @@ def check(
     global_batch_size: Annotated[
         int, typer.Option(min=1, help="Number of packs in a step, for --dp.")
     ] = 512,
-    packing_buffer: Annotated[int, typer.Option(help=f"{_BUFFER.capitalize()}.")] = 128,
+    packing_buffer: Annotated[int, typer.Option(help=options.help_of("packing_buffer"))] = 128,
     split: Split = "train",
     decode: Annotated[bool, typer.Option(help="Decode every image and video.")] = True,
     limit: Annotated[int | None, typer.Option(help="Stop after this many samples.")] = None,
@@ -68,10 +63,10 @@ def check(
     ] = None,
     preprocess: Preprocess = None,
     max_sample_seconds: Annotated[
-        float, typer.Option(help=f"{_SECONDS[0].upper()}{_SECONDS[1:]}.")
+        float, typer.Option(help=options.help_of("max_sample_seconds"))
     ] = DataConfig.max_sample_seconds,
     max_decoded_pixels: Annotated[
-        int, typer.Option(help=f"{_PIXELS[0].upper()}{_PIXELS[1:]}.")
+        int, typer.Option(help=options.help_of("max_decoded_pixels"))
     ] = DataConfig.max_decoded_pixels,
     trust_data: TrustData = False,
     distill_temperature: Annotated[
@@ -89,7 +84,7 @@ def check(
             "exit code is then 0, even if records were left out.",
         ),
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
     *,
     media: MediaLimits,
 ) -> None:
@@ -142,11 +137,11 @@ def check(
             console.say(f"  histograms in {plot}")
         if write_clean is not None and report.tokens:
             console.say(f"  {len(report.tokens):,} usable records in {write_clean}")
-    require(
+    options.require(
         not report.bad or write_clean is not None,
         f"{console.counted(len(report.bad), 'sample')} of {path} cannot be used.",
     )
-    require(
+    options.require(
         bool(report.tokens),
         f"No sample of {path} is usable: all {len(report.overlong)} are longer than {seq_length} "
         "tokens; raise --seq-length.",
@@ -154,7 +149,7 @@ def check(
 
 
 @app.command("show")
-@media_flags
+@options.media_flags
 def show_sample(
     path: DataPath,
     number: Annotated[
@@ -166,7 +161,7 @@ def show_sample(
     split: Split = "train",
     preprocess: Preprocess = None,
     trust_data: TrustData = False,
-    json: Json = False,
+    json: options.Json = False,
     *,
     media: MediaLimits,
 ) -> None:

@@ -11,16 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli.options import (
-    Checkpoint,
-    ConfigSource,
-    Cpu,
-    Dtype,
-    Json,
-    Spec,
-    adapter_option,
-    layout_flags,
-)
+from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.data.records.options import is_missing_file
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -32,9 +23,9 @@ def small_layout(**sizes: Any) -> Layout:
     return Layout(**{"dp": -(-experts // tp), "sp": tp > 1, **sizes})
 
 
-@layout_flags(small_layout, without=("vpp", "cp"))
+@options.layout_flags(small_layout, without=("vpp", "cp"))
 def generate(
-    checkpoint: Checkpoint,
+    checkpoint: options.Checkpoint,
     prompt: Annotated[
         list[str],
         typer.Option(
@@ -57,14 +48,14 @@ def generate(
         int | None, typer.Option(help="Sample from this many of the likeliest tokens.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Sampling seed; default: random.")] = None,
-    dtype: Dtype = "config",
-    spec: Spec = "torch",
-    hf_model: ConfigSource = None,
+    dtype: options.Dtype = "config",
+    spec: options.Spec = "torch",
+    hf_model: options.ConfigSource = None,
     lora: Annotated[
-        Path | None, adapter_option("PEFT adapter directory or hub id to answer with.")
+        Path | None, options.weights("PEFT adapter directory or hub id to answer with.")
     ] = None,
-    cpu: Cpu = False,
-    json: Json = False,
+    cpu: options.Cpu = False,
+    json: options.Json = False,
 ) -> None:
     """Answer prompts about images and videos, and print the answers word by word.
 

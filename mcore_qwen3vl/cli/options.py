@@ -24,55 +24,43 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.verify.report import Report
 
 
-def source_argument(metavar: str, help: str) -> Any:
+def source(metavar: str, help: str) -> Any:
     """Return an argument for a checkpoint, whose weights are downloaded if needed."""
     return typer.Argument(metavar=metavar, help=help, parser=_checkpoint)
 
 
-def config_option(help: str) -> Any:
+def config(help: str) -> Any:
     """Return an option for a checkpoint's config, tokenizer and processor, without its weights."""
     return typer.Option(metavar="DIR", help=help, parser=_config)
 
 
-def weights_option(metavar: str, help: str) -> Any:
-    """Return an option for a checkpoint or an adapter, which is downloaded if needed."""
+def weights(help: str, metavar: str = "ADAPTER") -> Any:
+    """Return an option for an adapter or a checkpoint, which is downloaded if needed."""
     return typer.Option(metavar=metavar, help=help, parser=_checkpoint)
 
 
-def adapter_option(help: str) -> Any:
-    """Return an option for a PEFT adapter."""
-    return weights_option("ADAPTER", help)
-
-
-def data_argument(help: str) -> Any:
+def data_set(help: str) -> Any:
     """Return an argument for a data set of any kind."""
     return typer.Argument(metavar="DATA", help=help, parser=_data_set)
 
 
-def _checkpoint(name: str) -> Path:
-    return _there(_resolved(name, weights=True))
+def _checkpoint(name: str, *, weights: bool = True) -> Path:
+    from mcore_qwen3vl.converters.hf.hub import resolve
+
+    path = resolve(name, weights=weights)
+    if not path.exists():
+        raise BadInput(f"{path} does not exist: check the path, or name a hub id, OWNER/NAME.")
+    return path
 
 
 def _config(name: str) -> Path:
-    return _there(_resolved(name))
+    return _checkpoint(name, weights=False)
 
 
 def _data_set(name: str) -> Path:
     from mcore_qwen3vl.data.loading.sources import require_data_set
 
     return require_data_set(Path(name))
-
-
-def _resolved(name: str, *, weights: bool = False) -> Path:
-    from mcore_qwen3vl.converters.hf.hub import resolve
-
-    return resolve(name, weights=weights)
-
-
-def _there(path: Path) -> Path:
-    if not path.exists():
-        raise BadInput(f"{path} does not exist: check the path, or name a hub id, OWNER/NAME.")
-    return path
 
 
 Force = Annotated[bool, typer.Option("--force", help="Replace the target if it exists.")]
@@ -96,11 +84,10 @@ Spec = Annotated[
     Literal["torch", "te"], typer.Option(help="Layer spec; te needs Transformer Engine and a GPU.")
 ]
 ConfigSource = Annotated[
-    Path | None,
-    config_option("Directory or hub id of config and processor, if the checkpoint has none."),
+    Path | None, config("Directory or hub id of config and processor, if the checkpoint has none.")
 ]
 Checkpoint = Annotated[
-    Path, source_argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
+    Path, source("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
 ]
 Timeout = Annotated[float, typer.Option(help="Time limit for the ranks, in seconds.")]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Run on the CPU, one process for each rank.")]
@@ -149,6 +136,12 @@ def layout_flags(
     return _flags_for("layout", offered, make)
 
 
+def help_of(name: str) -> str:
+    """Return training's help of a flag for data as a sentence."""
+    text = data_flags.TEXTS[name]
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def media_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command training's flags for the budgets of images and videos.
 
@@ -159,7 +152,7 @@ def media_flags(command: Callable[..., None]) -> Callable[..., None]:
         option = typer.Option(
             f"--{field.name.replace('_', '-')}",
             metavar="N",
-            help=f"{data_flags.TEXTS[field.name].capitalize()}.",
+            help=help_of(field.name),
             rich_help_panel="Budgets, as for training",
         )
         kind = float if field.name.endswith("fps") else int

@@ -9,32 +9,19 @@ from typing import Annotated, Literal
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import show
+from mcore_qwen3vl.cli import options, show
 from mcore_qwen3vl.cli.data import DATA_SETS, Preprocess, Split, TrustData
 from mcore_qwen3vl.cli.generate import small_layout
-from mcore_qwen3vl.cli.options import (
-    Checkpoint,
-    ConfigSource,
-    Cpu,
-    Dtype,
-    Json,
-    Spec,
-    adapter_option,
-    data_argument,
-    layout_flags,
-    media_flags,
-    require,
-)
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import ANSWERS
 
 
-@layout_flags(small_layout)
-@media_flags
+@options.layout_flags(small_layout)
+@options.media_flags
 def score(
-    checkpoint: Checkpoint,
-    data: Annotated[Path, data_argument(f"{DATA_SETS} Preference records too.")],
+    checkpoint: options.Checkpoint,
+    data: Annotated[Path, options.data_set(f"{DATA_SETS} Preference records too.")],
     layout: Layout,
     out: Annotated[
         Path | None,
@@ -84,17 +71,17 @@ def score(
     split: Split = "train",
     preprocess: Preprocess = None,
     trust_data: TrustData = False,
-    dtype: Dtype = "config",
-    spec: Spec = "torch",
-    hf_model: ConfigSource = None,
+    dtype: options.Dtype = "config",
+    spec: options.Spec = "torch",
+    hf_model: options.ConfigSource = None,
     lora: Annotated[
-        Path | None, adapter_option("PEFT adapter directory or hub id to score with.")
+        Path | None, options.weights("PEFT adapter directory or hub id to score with.")
     ] = None,
-    cpu: Cpu = False,
+    cpu: options.Cpu = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an output that is finished or begun.")
     ] = False,
-    json: Json = False,
+    json: options.Json = False,
     *,
     media: MediaLimits,
 ) -> None:
@@ -120,4 +107,4 @@ def score(
         return
     written = str(request.written)
     console.present(json, {"out": written, **asdict(found)}, show.scores, found, written)
-    require(bool(found.scored), f"No record of {data} could be scored.")
+    options.require(bool(found.scored), f"No record of {data} could be scored.")

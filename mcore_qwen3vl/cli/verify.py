@@ -10,18 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli.options import (
-    Json,
-    ReportFolder,
-    Strict,
-    Timeout,
-    Workers,
-    adapter_option,
-    conclude,
-    layout_flags,
-    source_argument,
-    weights_option,
-)
+from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
@@ -30,7 +19,7 @@ app = typer.Typer(help="Check that two things are the same.", no_args_is_help=Tr
 
 @app.command("roundtrip")
 def verify_roundtrip(
-    src: Annotated[Path, source_argument("SRC", "Hugging Face checkpoint directory or hub id.")],
+    src: Annotated[Path, options.source("SRC", "Hugging Face checkpoint directory or hub id.")],
     work_dir: Annotated[
         Path | None,
         typer.Option(
@@ -42,44 +31,44 @@ def verify_roundtrip(
     ] = None,
     lora: Annotated[
         Path | None,
-        adapter_option(
+        options.weights(
             "Check a PEFT adapter instead: load it into a model under TP 2 on the CPU "
             "and export it. Only the config of SRC is read."
         ),
     ] = None,
-    workers: Workers = None,
-    strict: Strict = False,
-    report: ReportFolder = None,
-    json: Json = False,
+    workers: options.Workers = None,
+    strict: options.Strict = False,
+    report: options.ReportFolder = None,
+    json: options.Json = False,
 ) -> None:
     """Convert to Megatron-Core and back, and compare every tensor and file bitwise."""
     if lora is not None:
         from mcore_qwen3vl.verify.roundtrip import adapter_roundtrip
 
         console.quiet_libraries()
-        conclude(adapter_roundtrip(src, lora, work_dir), report, json)
+        options.conclude(adapter_roundtrip(src, lora, work_dir), report, json)
         return
     from mcore_qwen3vl.verify.roundtrip import roundtrip
 
     found = roundtrip(src, work_dir, console.byte_progress, workers=workers, strict=strict)
-    conclude(found, report, json)
+    options.conclude(found, report, json)
 
 
 @app.command("tensors")
 def verify_tensors(
     a: Annotated[
-        Path, source_argument("A", "A checkpoint, Hugging Face (or hub id) or Megatron-Core.")
+        Path, options.source("A", "A checkpoint, Hugging Face (or hub id) or Megatron-Core.")
     ],
-    b: Annotated[Path, source_argument("B", "The checkpoint to compare it with.")],
-    report: ReportFolder = None,
-    json: Json = False,
+    b: Annotated[Path, options.source("B", "The checkpoint to compare it with.")],
+    report: options.ReportFolder = None,
+    json: options.Json = False,
 ) -> None:
     """Compare two checkpoints bitwise, as Hugging Face tensors."""
     from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
 
     with console.byte_progress("comparing") as progress:
         comparison = compare_checkpoints(a, b, progress=progress)
-    conclude(comparison, report, json)
+    options.conclude(comparison, report, json)
 
 
 @app.command("manifest")
@@ -87,22 +76,22 @@ def verify_manifest(
     path: Annotated[
         Path, typer.Argument(metavar="DIR", help="Checkpoint that convert hf-to-mcore wrote.")
     ],
-    workers: Workers = None,
-    report: ReportFolder = None,
-    json: Json = False,
+    workers: options.Workers = None,
+    report: options.ReportFolder = None,
+    json: options.Json = False,
 ) -> None:
     """Compare every tensor with the checksums in DIR/manifest.json, without the source."""
     from mcore_qwen3vl.verify.checkpoints import check_manifest
 
     with console.byte_progress("checking") as progress:
         checked = check_manifest(path, workers=workers, progress=progress)
-    conclude(checked, report, json)
+    options.conclude(checked, report, json)
 
 
 @app.command("parity")
-@layout_flags()
+@options.layout_flags()
 def verify_parity(
-    hf: Annotated[Path, source_argument("HF", "Hugging Face checkpoint directory or hub id.")],
+    hf: Annotated[Path, options.source("HF", "Hugging Face checkpoint directory or hub id.")],
     layout: Layout,
     batches: Annotated[
         str | None, typer.Option(help="Comma-separated kinds of batches; default: all of them.")
@@ -126,9 +115,9 @@ def verify_parity(
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        weights_option(
-            "DIR",
+        options.weights(
             "Megatron-Core checkpoint, by any known maker, to load our model from; default: HF.",
+            "DIR",
         ),
     ] = None,
     compile_pointwise: Annotated[
@@ -137,9 +126,9 @@ def verify_parity(
             "--compile-pointwise", help="Compile pointwise operations, as the flag of train does."
         ),
     ] = False,
-    timeout: Timeout = 600.0,
-    report: ReportFolder = None,
-    json: Json = False,
+    timeout: options.Timeout = 600.0,
+    report: options.ReportFolder = None,
+    json: options.Json = False,
 ) -> None:
     """Compare logits, loss and every gradient under a parallel layout with Hugging Face's.
 
@@ -163,14 +152,14 @@ def verify_parity(
         timeout=timeout,
         progress=console.count_progress,
     )
-    conclude(result, report, json)
+    options.conclude(result, report, json)
 
 
 @app.command("trace")
-@layout_flags()
+@options.layout_flags()
 def verify_trace(
     hf: Annotated[
-        Path, source_argument("HF", "Hugging Face checkpoint directory or hub id: the reference.")
+        Path, options.source("HF", "Hugging Face checkpoint directory or hub id: the reference.")
     ],
     layout: Layout,
     mcore: Annotated[
@@ -191,11 +180,11 @@ def verify_trace(
     ] = False,
     lora: Annotated[
         Path | None,
-        adapter_option("A PEFT adapter for both models; PEFT's model is the reference."),
+        options.weights("A PEFT adapter for both models; PEFT's model is the reference."),
     ] = None,
-    timeout: Timeout = 600.0,
-    report: ReportFolder = None,
-    json: Json = False,
+    timeout: options.Timeout = 600.0,
+    report: options.ReportFolder = None,
+    json: options.Json = False,
 ) -> None:
     """Find the first place where the two models differ, and why.
 
@@ -227,4 +216,4 @@ def verify_trace(
         lora=lora,
         timeout=timeout,
     )
-    conclude(result, report, json)
+    options.conclude(result, report, json)

@@ -146,9 +146,7 @@ class OneRankGroup(_ProcessGroup):
     def pg_name(self) -> str:
         return c10d._world.pg_names[self]
 
-    @property
-    def group_name(self) -> str:
-        return self.pg_name
+    group_name = pg_name
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         tensors = tree_leaves(tensors)

@@ -26,12 +26,9 @@ def record() -> None:
 class Moment:
     """One point of the history."""
 
-    seconds: float
-    """Host time since the first allocation."""
-    allocated: int
-    """Bytes."""
-    sizes: dict[str, int]
-    """Bytes by class, largest first."""
+    seconds: float  # host time since the first allocation
+    allocated: int  # bytes
+    sizes: dict[str, int]  # bytes by class, largest first
 
 
 class History:
@@ -62,7 +59,7 @@ class History:
 
     def peak(self) -> Moment:
         """Return the moment when most was allocated; one of zero bytes if nothing was."""
-        return next(iter(self._moments(1)), Moment(0.0, 0, {}))
+        return next(iter(self.over_time(1)), Moment(0.0, 0, {}))
 
     def refused(self) -> Moment | None:
         """Return the moment when an allocation was last refused for good; None if none was."""
@@ -71,10 +68,7 @@ class History:
 
     def over_time(self, points: int = 400) -> list[Moment]:
         """Return the peak of each of `points` stretches with equally many events."""
-        return self._moments(points)
-
-    def _moments(self, stretches: int) -> list[Moment]:
-        size = max(-(-len(self._trace) // stretches), 1)
+        size = max(-(-len(self._trace) // points), 1)
         used = 0
         best: dict[int, tuple[int, int]] = {}
         for i, _, change in self._changes():

@@ -38,8 +38,7 @@ class Command:
     flags: tuple[str, ...]
     gpus: int
     script: str | None = None
-    notes: tuple[str, ...] = ()
-    """Choices that were made for the user."""
+    notes: tuple[str, ...] = ()  # choices that were made for the user
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flags", tuple(take_back(self.flags)))
@@ -126,24 +125,20 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
         command = Command(tuple(words), gpus)
     command.line.checked_args()
     if command.value("--spec", "te") == "te" and find_spec("transformer_engine") is None:
-        command = _of_torch_spec(command, words, gpus)
+        if command.script is not None:  # the script knows the flags that go with a spec
+            command = _of_script(Path(words[0]), [*words[1:], "--spec", "torch"], gpus)
+        else:
+            command = command.plus("--spec", "torch")
+        command = command.noting(
+            "--spec torch, because Transformer Engine is not installed here: docs/rehearse.md has "
+            "the memory and the launches of both specs"
+        )
     if not command.value("--hf-model"):
         raise BadInput(
             "No model is named: give --hf-model DIR, a checkpoint or a directory that holds "
             "only its config.json."
         )
     return command
-
-
-def _of_torch_spec(command: Command, words: Sequence[str], gpus: int | None) -> Command:
-    if command.script is not None:  # the script knows the flags that go with a spec
-        command = _of_script(Path(words[0]), [*words[1:], "--spec", "torch"], gpus)
-    else:
-        command = command.plus("--spec", "torch")
-    return command.noting(
-        "--spec torch, because Transformer Engine is not installed here: docs/rehearse.md has the "
-        "memory and the launches of both specs"
-    )
 
 
 def _of_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:

@@ -311,9 +311,7 @@ class Matrix:
 
 
 def parity_matrix(
-    folder: Path,
-    rows: Iterable[MatrixRow],
-    progress: Callable[[MatrixRow, Report], None],
+    folder: Path, rows: Iterable[MatrixRow], progress: Callable[[MatrixRow, Report], None]
 ) -> list[tuple[MatrixRow, Report]]:
     """Run `rows` with their tiny checkpoints in `folder`; `progress` is called after each row."""
     matrix = Matrix(folder)

@@ -39,13 +39,7 @@ from mcore_qwen3vl.model.lora.adapt import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import tell
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.verify.measurement import (
-    FROZEN,
-    Measurement,
-    Measurements,
-    measure,
-    merge,
-)
+from mcore_qwen3vl.verify.measurement import FROZEN, Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, Expected, Stepped

@@ -16,13 +16,7 @@ from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.verify.measurement import (
-    Finding,
-    Measurement,
-    Measurements,
-    merge,
-    take_frozen,
-)
+from mcore_qwen3vl.verify.measurement import Finding, Measurement, Measurements, merge, take_frozen
 from mcore_qwen3vl.verify.parity.batches import MEDIA, Batch, MicroBatch, Sample, micro_batch
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.report import Report
