@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,25 @@ class Recording:
     calls: dict[str, list[Call]] = field(default_factory=dict)
 
     def assemble(self, point: ProbePoint, outputs: Sequence[Tensor]) -> Tensor:
-        """Join one tensor per call, in the order of :attr:`calls`, into one tensor."""
-        return assemble(point, self.micro, outputs)
+        """Join the values of calls, in the order of :attr:`calls`, into those of the micro-batch.
+
+        Visual rows are those of images first, then of videos, as in :class:`VisualInputs`.
+        """
+        micro = self.micro
+        if point.rows != "tokens":
+            kinds = [kind for span in micro.spans for kind in _kinds(span.sample)]
+            ordered = sorted(range(len(kinds)), key=lambda i: kinds[i])  # stable
+            return torch.cat([outputs[i].flatten(1) for i in ordered])
+        width = outputs[0].numel() // len(micro.spans[0].sample.input_ids)
+        whole = outputs[0].new_zeros(*micro.input_ids.shape, width)
+        for span, output in zip(micro.spans, outputs, strict=True):
+            whole[span.tokens] = output.reshape(-1, width)
+        return whole
 
 
 def record(
     reference: Reference,
-    points: Iterable[ProbePoint],
+    points: Sequence[ProbePoint],
     batch: Batch,
     *,
     gradients: bool,
@@ -64,94 +77,52 @@ def record(
 
     With `keep_calls` every module's arguments are kept, so that a call can be repeated.
     """
-    micro = batch.micro_batches[0]
-    hooks = _RecordingHooks(keep_calls)
-    with hooks.on(reference.network, list(points)):
+    made: dict[str, list[Tensor]] = defaultdict(list)
+    gradients_of: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    calls: dict[str, list[Call]] = defaultdict(list)
+
+    def keep_value(point: ProbePoint, _: Any, args: Any, kwargs: Any, output: Any) -> None:
+        value = input_of(args, kwargs) if point.side == "input" else output
+        tensor = point.pick(value)
+        number = len(made[point.name])
+        made[point.name].append(point.spread(tensor.detach(), value))
+        if tensor.requires_grad:
+
+            def keep_gradient(gradient: Tensor) -> None:
+                gradients_of[point.name][number] = point.spread(gradient, value).detach()
+
+            tensor.register_hook(keep_gradient)
+
+    def keep_call(name: str, _: Any, args: Any, kwargs: Any, output: Any) -> None:
+        calls[name].append((args, kwargs, output))
+
+    hooks = [(point.module, partial(keep_value, point)) for point in points]
+    if keep_calls:
+        modules = dict.fromkeys(point.module for point in points)
+        names = {*modules, *(name.rpartition(".")[0] for name in modules)}
+        hooks += [(name, partial(keep_call, name)) for name in names]
+    with ExitStack() as stack:
+        for name, hook in hooks:
+            module = reference.network.get_submodule(name)
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         expected = reference.run(batch, gradients=gradients)
-    values: dict[str, Tensor] = {}
-    gradients_at: dict[str, Tensor] = {}
-    copies = len(batch.micro_batches)
-    for point in hooks.points:
-        if made := hooks.values.get(point.name, []):
-            first = made[: len(made) // copies]
-            values[point.name] = assemble(point, micro, first)
-            if found := hooks.gradients.get(point.name, {}):
+    micro, copies = batch.micro_batches[0], len(batch.micro_batches)
+    recording = Recording(micro, {}, {}, expected)
+    recording.calls = {name: every[: len(every) // copies] for name, every in calls.items()}
+    for point in points:
+        if every := made.get(point.name):
+            first = every[: len(every) // copies]
+            recording.values[point.name] = recording.assemble(point, first)
+            if found := gradients_of.get(point.name):
                 each = [found.get(i, torch.zeros_like(v)) for i, v in enumerate(first)]
-                gradients_at[point.name] = assemble(point, micro, each)
-    calls = {name: made[: len(made) // copies] for name, made in hooks.calls.items()}
-    return Recording(micro, values, gradients_at, expected, calls)
-
-
-def assemble(point: ProbePoint, micro: MicroBatch, outputs: Sequence[Tensor]) -> Tensor:
-    """Join the values of samples into those of their micro-batch.
-
-    Visual rows are those of images first, then of videos, as in :class:`VisualInputs`.
-    """
-    if point.rows != "tokens":
-        kinds = [kind for span in micro.spans for kind in _kinds(span.sample)]
-        ordered = sorted(range(len(kinds)), key=lambda i: kinds[i])  # stable
-        return torch.cat([outputs[i].flatten(1) for i in ordered])
-    width = outputs[0].numel() // len(micro.spans[0].sample.input_ids)
-    whole = outputs[0].new_zeros(*micro.input_ids.shape, width)
-    for span, output in zip(micro.spans, outputs, strict=True):
-        whole[span.tokens] = output.reshape(-1, width)
-    return whole
+                recording.gradients[point.name] = recording.assemble(point, each)
+    return recording
 
 
 def _kinds(sample: Any) -> list[int]:
     """Return a sample's calls of the vision tower: 0 for its images, 1 for its videos."""
     grids = (sample.image_grid_thw, sample.video_grid_thw)
     return [kind for kind, grid in enumerate(grids) if grid is not None]
-
-
-class _RecordingHooks:
-    """Hooks that keep the values, gradients and calls that pass."""
-
-    def __init__(self, keep_calls: bool) -> None:
-        self.points: list[ProbePoint] = []
-        self.values: dict[str, list[Tensor]] = defaultdict(list)
-        self.gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        self.calls: dict[str, list[Call]] = defaultdict(list)
-        self._keep_calls = keep_calls
-
-    @contextmanager
-    def on(self, model: nn.Module, points: list[ProbePoint]) -> Any:
-        self.points = points
-        modules = dict.fromkeys(point.module for point in points)
-        parents = {name.rpartition(".")[0] for name in modules}
-        with ExitStack() as stack:
-            for point in points:
-                hook = model.get_submodule(point.module).register_forward_hook(
-                    self._keeper(point), with_kwargs=True
-                )
-                stack.callback(hook.remove)
-            for name in {*modules, *parents} if self._keep_calls else ():
-                hook = model.get_submodule(name).register_forward_hook(
-                    self._caller(name), with_kwargs=True
-                )
-                stack.callback(hook.remove)
-            yield
-
-    def _keeper(self, point: ProbePoint) -> Callable[..., None]:
-        def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
-            value = input_of(args, kwargs) if point.side == "input" else output
-            tensor = point.pick(value)
-            number = len(self.values[point.name])
-            self.values[point.name].append(point.spread(tensor.detach(), value))
-            if tensor.requires_grad:
-
-                def keep_gradient(gradient: Tensor) -> None:
-                    self.gradients[point.name][number] = point.spread(gradient, value).detach()
-
-                tensor.register_hook(keep_gradient)
-
-        return keep
-
-    def _caller(self, name: str) -> Callable[..., None]:
-        def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
-            self.calls[name].append((args, kwargs, output))
-
-        return keep
 
 
 @torch.no_grad()
