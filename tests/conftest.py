@@ -105,7 +105,7 @@ LONGEST = (
     "generation/test_equal.py",
     "verify/trace/test_fault_injection.py",
     "verify/trace/test_trace.py",
-    "verify/curves/test_curves.py",
+    "verify/test_curves.py",
     "training/lora/test_run.py",
     "converters/offline/test_resume.py",
     "verify/parity/test_router_losses.py",

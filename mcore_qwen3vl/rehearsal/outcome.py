@@ -177,10 +177,8 @@ class Rehearsal:
     def title(self) -> str:
         """What was rehearsed, and on what."""
         name = "training" if self.script is None else Path(self.script).stem
-        model = f"Qwen3-VL {Path(self.model).name}"
-        return (
-            f"Rehearsal of {name}: {model}, {self.layout} on {self.gpus} x {self.device.gpu.name}"
-        )
+        where = f"{self.layout} on {self.gpus} x {self.device.gpu.name}"
+        return f"Rehearsal of {name}: Qwen3-VL {Path(self.model).name}, {where}"
 
     @property
     def fits(self) -> bool:

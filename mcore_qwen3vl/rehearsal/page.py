@@ -47,12 +47,10 @@ class Plot(NamedTuple):
     """Memory of one role over its allocations, stacked by holder."""
 
     areas: list[Area]
-    limit: float | None
-    """y of the memory usable for tensors; None if it is far above the picture."""
+    limit: float | None  # y of the memory usable for tensors; None: far above the picture
     ticks: list[tuple[float, str]]
     marks: list[Mark]
-    floor: float
-    """y of zero memory."""
+    floor: float  # y of zero memory
     height: float
 
 

@@ -190,10 +190,8 @@ def _host_syncs(outcome: RoleOutcome) -> None:
 
 
 def _traffic(outcome: RoleOutcome) -> None:
-    iteration = outcome.iteration
-    traffic = (
-        [] if iteration is None else [t for t in iteration.traffic if not t.group.endswith("[1]")]
-    )
+    done = [] if outcome.iteration is None else outcome.iteration.traffic
+    traffic = [t for t in done if not t.group.endswith("[1]")]
     if not traffic:
         return
     title = f"Handed to process groups, {outcome.role.name}"
