@@ -64,7 +64,6 @@ class Report:
     """The result of a comparison.
 
     Attributes:
-        title: what was compared with what.
         environment: layout, dtype and whatever else the numbers depend on, besides versions.
         findings: one for each thing compared, in the order of the network.
     """

@@ -42,7 +42,7 @@ def plain_model(job: Job, *, headless: bool = False) -> tuple[nn.Module, dict[st
 
     if job.lora is not None:
         adapted = Reference(job.checkpoint, job.lora)
-        return adapted.network.model if headless else adapted.network, adapted.trained()
+        return adapted.network.model if headless else adapted.network, adapted.trained
     kind = AutoModel if headless else AutoModelForImageTextToText
     model = kind.from_pretrained(job.checkpoint, dtype=torch.float32)
     prefix = "model." if headless else ""

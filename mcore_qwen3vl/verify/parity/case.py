@@ -24,9 +24,6 @@ class Case:
     """The settings under which a model runs.
 
     Attributes:
-        layout: parallel sizes.
-        spec: layer spec.
-        dtype: dtype of weights and computation.
         device: device that the model runs on; ``cuda`` needs one GPU per rank.
         gradients: run the backward pass and compare gradients.
         adamw: optimizer step to take after that, to compare parameters; None: take none.

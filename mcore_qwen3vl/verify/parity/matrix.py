@@ -58,9 +58,7 @@ class MatrixRow:
     Attributes:
         model: a name in `MODELS`.
         layout: the layout in the form that ``Layout.parse`` reads.
-        batches: the batches to run.
         options: further fields of :class:`Case`.
-        note: what is special about the row.
         lora: a name in ``adapters.ADAPTERS``; only this adapter is trained, and compared with PEFT.
     """
 
@@ -265,11 +263,7 @@ LORA_MATRIX: tuple[MatrixRow, ...] = (
 
 
 class Matrix:
-    """A runner of rows, which makes tiny checkpoints and references only once.
-
-    Args:
-        folder: folder for the checkpoints.
-    """
+    """A runner of rows, which makes tiny checkpoints in `folder` and references only once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

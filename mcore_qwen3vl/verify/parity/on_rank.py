@@ -101,9 +101,7 @@ class _Output:
 class Engine:
     """This rank's part of the model, wrapped as Megatron's training loop wraps it.
 
-    Args:
-        path, case, mcore, adapter: see `measure_on_rank`.
-        uneven: whether micro-batches differ in shape.
+    `uneven` says whether micro-batches differ in shape. For the others see `measure_on_rank`.
     """
 
     def __init__(

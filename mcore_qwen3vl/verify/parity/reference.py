@@ -87,6 +87,9 @@ class Stepped:
 class Reference:
     """Hugging Face's model on one process; with an adapter, PEFT's, which alone has gradients.
 
+    `trained` has the parameters with a gradient, by the names used in comparisons: factors are
+    ``PARAMETER.lora_A`` and ``.lora_B``.
+
     Args:
         adapter: PEFT adapter directory; None: the whole model has gradients.
         dtype: dtype of weights and computation; factors stay float32, as in PEFT, unless this is
@@ -112,12 +115,12 @@ class Reference:
         nonfinite = [name for name, weight in weights if not all_finite(weight.detach())]
         for note in nonfinite_notes([{"nonfinite": nonfinite}]):
             raise BadInput(f"{path}: {note} What a model computes with them cannot be compared.")
-        self._trained = dict(self.model.named_parameters())
+        self.trained = dict(self.model.named_parameters())
         if adapter is not None:
             self.model = with_adapter(self.model, adapter)
             if dtype == torch.float64:
                 self.model.double()
-            self._trained = trained_parameters(self.model)
+            self.trained = trained_parameters(self.model)
         self._adapted = adapter is not None
         self.model.eval()
 
@@ -133,7 +136,7 @@ class Reference:
         """Take one ``torch.optim.AdamW`` step with `expected`'s gradients, which are clipped."""
         parameters = {
             name: torch.nn.Parameter(weight.detach().float().clone())
-            for name, weight in self.trained().items()
+            for name, weight in self.trained.items()
         }
         for name, parameter in parameters.items():
             parameter.grad = expected.gradients[name].clone()
@@ -152,7 +155,7 @@ class Reference:
     @contextmanager
     def _weights(self, values: dict[str, Tensor]) -> Iterator[None]:
         """Replace the trained parameters by `values` inside."""
-        trained = self.trained()
+        trained = self.trained
         own = {name: weight.detach().clone() for name, weight in trained.items()}
         try:
             for name, weight in trained.items():
@@ -205,7 +208,7 @@ class Reference:
         """Return all gradients, zero where the loss does not reach (vision in a batch of text)."""
         return {
             name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float()
-            for name, p in self.trained().items()
+            for name, p in self.trained.items()
         }
 
     @property
@@ -215,13 +218,6 @@ class Reference:
         With an adapter, PEFT's wrappers are in place of the adapted modules.
         """
         return self.model.base_model.model if self._adapted else self.model
-
-    def trained(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that have a gradient, by the names used in comparisons.
-
-        Factors are ``PARAMETER.lora_A`` and ``.lora_B``.
-        """
-        return self._trained
 
 
 def with_adapter(model: Any, adapter: Path) -> Any:

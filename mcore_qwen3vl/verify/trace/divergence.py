@@ -71,7 +71,7 @@ class Divergence:
         self.tolerance = run.tolerances.of(*first)
         self.architecture, self.examined = truth.architecture, Architecture.from_hf(config)
         self.case, self.adapter = case, truth.adapter
-        self.model, self.trained = run.reference.network, run.reference.trained()
+        self.model, self.trained = run.reference.network, run.reference.trained
         self.recording = run.exact
         self.hf = HuggingFaceCheckpoint(truth.path)
         self.published = self.architecture.expert_layout == "published"  # experts are (E, in, out)
@@ -83,9 +83,7 @@ class Divergence:
     def test(self, kind: str, explanation: str, candidate: Tensor) -> Cause | None:
         """Return the cause if `candidate` is what mcore computed, up to rounding.
 
-        Args:
-            kind, explanation: see :class:`Cause`.
-            candidate: what Hugging Face's model computes with this mistake, (B, S, W) or (rows, W).
+        It is what Hugging Face's model computes with this mistake, (B, S, W) or (rows, W).
         """
         distance, before = self.distance(candidate), self.distance(self.expected)
         evidence = (
