@@ -13,18 +13,19 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Literal
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import HFConfig, apply
+from mcore_qwen3vl.converters.adapters.peft_model import Slot, apply
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.parameters import Group
+from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
 from mcore_qwen3vl.schedule import order_of_work
@@ -145,7 +146,11 @@ def of_flags(
 
 def trained_of(args: argparse.Namespace, a: Architecture, model: Path) -> TrainedCounts | None:
     """Count the parameters that a LoRA run trains; None for a run without LoRA."""
-    return trained_parameters(adapter_config(args, a), model) if asked(args) else None
+    if not asked(args):
+        return None
+    config = adapter_config(args, a)
+    targets, saved = resolve_targets(config, model), apply(config, model).saved
+    return trained_parameters(targets, saved, tied=a.tie_word_embeddings)
 
 
 def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
@@ -254,17 +259,20 @@ def _vision_activations(
     return ACTIVATION * patches * per_patch
 
 
-def trained_parameters(config: AdapterConfig, hf_config: HFConfig) -> Counter[Group]:
+def trained_parameters(
+    targets: Mapping[str, Slot], saved: Mapping[str, Shape], *, tied: bool
+) -> Counter[Group]:
     """Count the trained values, in LoRA factors and in modules trained whole.
 
     The groups are those of ``mapping.parameters.count``. Factors are counted as if TP did not
-    divide them, which is slightly too many.
+    divide them, which is slightly too many. A head that is `tied` to the embedding counts once.
     """
     counts: Counter[Group] = Counter()
-    for name, spec in resolve_targets(config, hf_config).items():
-        counts[_group(name)] += prod(spec.a_shape) + prod(spec.b_shape)
-    for name, shape in apply(config, hf_config).saved.items():
-        counts[_group(name)] += prod(shape)
+    for name, slot in targets.items():
+        counts[_group(name)] += prod(slot.a_shape) + prod(slot.b_shape)
+    for name, shape in saved.items():
+        if not (tied and name == LM_HEAD and INPUT_EMBEDDING in saved):
+            counts[_group(name)] += prod(shape)
     return counts
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.files import read_adapter
+from mcore_qwen3vl.converters.adapters.peft_model import apply
+from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
@@ -34,5 +36,6 @@ def test_parts_are_those_of_the_mapping_and_the_adapter(
     hf, config = dense if lora == "everything" else moe, ADAPTERS[lora]
     adapter = write_random_adapter(tmp_path / "adapter", config, hf)
     wanted = {part: n for part, n in parameters.by_part(Architecture.from_hf(hf)).items() if n}
-    factors = trained_parameters(config, hf).total()
+    targets, saved = resolve_targets(config, hf), apply(config, hf).saved
+    factors = trained_parameters(targets, saved, tied=False).total()
     assert run_layout(parts, 1, hf, adapter) == [wanted | {"adapter": factors}]
