@@ -303,6 +303,14 @@ def _check_packages(args: argparse.Namespace) -> None:
             f"--optimizer {args.optimizer} with --use-distributed-optimizer needs --bf16: Megatron "
             "cannot build it in float32. Add --bf16, or drop --use-distributed-optimizer."
         )
+    is_deepep = args.moe_token_dispatcher_type == "flex" and (
+        args.moe_flex_dispatcher_backend in ("deepep", "hybridep")
+    )
+    if is_deepep and find_spec("deep_ep") is None:
+        raise BadInput(
+            "--moe-token-dispatcher-type flex needs the package deep_ep: build DeepEP, or use "
+            "--moe-token-dispatcher-type alltoall (and drop --moe-enable-deepep)."
+        )
     if args.use_megatron_fsdp and find_spec("einops") is None:
         raise BadInput(
             "--use-megatron-fsdp needs the package einops: pip install einops, or use "

@@ -217,6 +217,7 @@ def test_rows_fit_the_products_of_quantized_layers(
         (("--data-path", "{here}", "--valid-data-path", "gone"), "gone does not exist"),
         (("--data-path", "0.3", "{here}", "0.7"), "weights and paths in turn"),
         (("--data-path", "{here}", "--wandb-project", "x"), "Add --tensorboard-dir"),
+        (("--data-path", "{here}", "--moe-token-dispatcher-type", "flex"), "the package deep_ep"),
     ],
 )
 def test_what_the_run_will_want_is_looked_for_first(
