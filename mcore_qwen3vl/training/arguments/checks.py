@@ -304,7 +304,7 @@ def _check_packages(args: argparse.Namespace) -> None:
             "cannot build it in float32. Add --bf16, or drop --use-distributed-optimizer."
         )
     is_deepep = args.moe_token_dispatcher_type == "flex" and (
-        args.moe_flex_dispatcher_backend in ("deepep", "hybridep")
+        args.moe_flex_dispatcher_backend != "ncclep"
     )
     if is_deepep and find_spec("deep_ep") is None:
         raise BadInput(

@@ -27,6 +27,7 @@ _TEXTS = (
     *("--load", "--pretrained-checkpoint", "--save", "--tensorboard-dir"),
     *("--wandb-project", "--wandb-exp-name", "--wandb-save-dir", "--optimizer"),
     *("--pipeline-model-parallel-layout", "--recompute-granularity", "--recompute-method"),
+    *("--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend"),
 )
 _LISTS = ("--data-path", "--train-data-path", "--valid-data-path")
 _NUMBERS = (

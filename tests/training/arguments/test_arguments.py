@@ -217,7 +217,6 @@ def test_rows_fit_the_products_of_quantized_layers(
         (("--data-path", "{here}", "--valid-data-path", "gone"), "gone does not exist"),
         (("--data-path", "0.3", "{here}", "0.7"), "weights and paths in turn"),
         (("--data-path", "{here}", "--wandb-project", "x"), "Add --tensorboard-dir"),
-        (("--data-path", "{here}", "--moe-token-dispatcher-type", "flex"), "the package deep_ep"),
     ],
 )
 def test_what_the_run_will_want_is_looked_for_first(
@@ -255,6 +254,12 @@ def test_all_that_is_missing_is_said_at_once(dense: Path) -> None:
         check_early(CommandLine(["--cpu", "--hf-model", str(dense)]))
     with pytest.raises(BadInput, match=r"No model: give --hf-model DIR.* " + wanted):
         check_early(CommandLine(["--cpu"]))
+
+
+def test_a_dispatcher_that_is_not_installed(dense: Path) -> None:
+    argv = ["--cpu", "--hf-model", str(dense), "--data-path", str(dense), "--train-iters", "1"]
+    with pytest.raises(BadInput, match="flex needs the package deep_ep"):
+        check_early(CommandLine([*argv, "--moe-token-dispatcher-type", "flex"]))
 
 
 def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Path) -> None:
