@@ -157,7 +157,7 @@ def pad_rows(rows: int, padded: int) -> Rearrangement:
 
 
 def qkv(heads: int, kv_heads: int, head_dim: int) -> Rearrangement:
-    """Group query, key and value projections by KV head, as mcore's ``linear_qkv`` expects.
+    """Interleave query, key and value projections by KV head, as mcore's ``linear_qkv`` expects.
 
     Group g holds the ``heads / kv_heads`` query heads that share KV head g, then key head g, then
     value head g, so that TP cuts between groups.

@@ -86,6 +86,7 @@ class ToMcore:
         with DistcpFile(file) as out:
             for row in unit.work:
                 dtype, sums = self.tensors[row.key].dtype, RowChecksums(row)
+                # The row is read while it is written: `_read` is a generator.
                 out.write_row(row, dtype, self._read(row, dtype, sums))
                 found.append(sums)
                 moved(row.numel * dtype.itemsize, row.key)

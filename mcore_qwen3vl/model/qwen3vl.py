@@ -61,7 +61,7 @@ class Qwen3VLModel(GPTModel):
     """
 
     head_labels: Labels | None = None
-    """What the output layer gives instead of logits; there is none if there are no labels."""
+    """What the output layer gives. None: logits; empty: there is no output layer."""
 
     def __init__(
         self,

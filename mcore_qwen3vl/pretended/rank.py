@@ -37,7 +37,7 @@ class Rank:
         self._traffic: dict[tuple[str, str], Traffic] = {}
 
     def end_interval(self, name: str) -> Interval:
-        """Record what happened since the last stage ended."""
+        """Record what happened since the last interval ended."""
         counters = self.device.counters()
         change = {n: v if n in _LEVELS else v - self._before[n] for n, v in counters.items()}
         interval = Interval(

@@ -105,9 +105,9 @@ def _owners(model: list[nn.Module], optimizer: Any, second: list[nn.Module]) -> 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
     """Yield the main weights and states of the optimizers that Megatron chains."""
-    from mcore_qwen3vl.training.step.optimizer import parts_of
+    from mcore_qwen3vl.training.step.optimizer import chained_optimizers
 
-    for one in parts_of(optimizer):
+    for one in chained_optimizers(optimizer):
         inner = getattr(one, "optimizer", None)
         for group in getattr(inner, "param_groups", []):
             yield from group["params"]

@@ -200,7 +200,9 @@ class Kept:
     word. And each data worker has its own place in the data, which cannot be cut.
 
     Attributes:
-        workers: data workers of each of them; 0: the ranks read the data themselves.
+        load: the folder that the run resumes.
+        ranks: number of ranks that trained.
+        workers: data workers of each rank; 0: the ranks read the data themselves.
         shared: all ranks take turns in one stream (``--balance``), which any number of them can.
         batch: samples of a step; None where the command line gives a number, or none was stored.
     """

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, flat_range, overlap
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.step.optimizer import parts_of
+from mcore_qwen3vl.training.step.optimizer import chained_optimizers
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def check_state_of_weights(optimizer: Any, directory: str) -> None:
 
 
 def _distributed(optimizer: Any) -> Iterator[DistributedOptimizer]:
-    for part in parts_of(optimizer):
+    for part in chained_optimizers(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             yield part
 

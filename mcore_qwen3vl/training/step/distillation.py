@@ -23,11 +23,11 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.objectives.distillation import divergences
 from mcore_qwen3vl.objectives.settings import Distillation
 from mcore_qwen3vl.training.arguments.losses import DISTILL
-from mcore_qwen3vl.training.step.forward import Run, forward, read_by
+from mcore_qwen3vl.training.step.forward import RunBatch, forward, read_by
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, cross_entropy, of_tokens
 
 
-def compared(settings: Distillation) -> Run:
+def compared(settings: Distillation) -> RunBatch:
     """Return what runs a micro-batch through a pipeline chunk and compares it with the teacher.
 
     On the last stage it returns (2, B, s) float32: divergences, and cross entropies.

@@ -25,7 +25,7 @@ _SHOWN = 8
 _KEPT_STEPS = 2  # the gradient norm is checked a step late
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
-Run = Callable[..., tuple[Tensor, Tensor]]
+RunBatch = Callable[..., tuple[Tensor, Tensor]]
 """A function with the arguments and results of :func:`forward`."""
 
 
@@ -58,7 +58,7 @@ def forward(
     return output, chunk.local_tokens(batch.input_ids.shape[1], packing)
 
 
-def read_by(processor: Callable[..., Tensor]) -> Run:
+def read_by(processor: Callable[..., Tensor]) -> RunBatch:
     """Return what runs a micro-batch, of which the last stage returns what `processor` computes.
 
     It is Megatron's ``output_processor``, with the batch and the chunk before its own arguments.
@@ -120,7 +120,7 @@ class ForwardStep:
     def __init__(
         self,
         objective: Objective,
-        run: Run = forward,
+        run: RunBatch = forward,
         *,
         data_sets: Sequence[str] = (),
         validation_sets: Sequence[str] = (),

@@ -14,7 +14,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
-from mcore_qwen3vl.training.step.optimizer import parts_of
+from mcore_qwen3vl.training.step.optimizer import chained_optimizers
 
 
 def install() -> None:
@@ -50,7 +50,7 @@ def use_fused_adam(optimizer: Any) -> None:
     On a GPU one kernel updates many parameters; on the CPU it takes one pass over the memory
     instead of a dozen.
     """
-    for part in parts_of(optimizer):
+    for part in chained_optimizers(optimizer):
         adam = getattr(part, "optimizer", None)
         if isinstance(adam, torch.optim.Adam):
             _set_fused(adam)

@@ -51,7 +51,7 @@ def forward_step_of(args: argparse.Namespace) -> ForwardStep:
         return step(of_labelled(kto_of(args)))
     if args.loss == DISTILL:
         settings = distillation_of(args)
-        return step(of_divergences(settings), compared(settings))
+        return step(of_divergences(settings), run=compared(settings))
     return step(of_tokens(find_loss(args.loss)))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.model.freeze import part_of
 
 
-def parts_of(optimizer: Any) -> list[Any]:
+def chained_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers that mcore has chained, or the single one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
@@ -46,7 +46,7 @@ def make_resumable(optimizer: Any) -> bool:
         Whether the optimizer was torch's Adam, and was changed.
     """
     found = False
-    for part in parts_of(optimizer):
+    for part in chained_optimizers(optimizer):
         inner = getattr(part, "optimizer", None)
         if isinstance(part, DistributedOptimizer) and isinstance(inner, torch.optim.Adam):
             _start_states(inner)
@@ -58,7 +58,7 @@ def make_resumable(optimizer: Any) -> bool:
 
 def scale_on_host(optimizer: Any) -> None:
     """Keep the constant loss scale of 1 on the host: Megatron reads it in each step for its log."""
-    for part in parts_of(optimizer):
+    for part in chained_optimizers(optimizer):
         if getattr(part, "grad_scaler", None) is None and hasattr(part, "_scale_one"):
             part._scale_one = part._scale_one.cpu().reshape(())  # multiplies any device's tensors
 

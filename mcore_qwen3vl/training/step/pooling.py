@@ -20,7 +20,7 @@ from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.head.score import ScoreHead
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.step.forward import Run, read_by
+from mcore_qwen3vl.training.step.forward import RunBatch, read_by
 
 Read = Callable[[Tensor, Any, Tensor | None], Tensor]
 """``(states, output_layer, output_weight) -> values``.
@@ -99,7 +99,7 @@ def _pool(
     return reduce_from_tensor_model_parallel_region(values, group=group)
 
 
-def pooled(read: Read) -> Run:
+def pooled(read: Read) -> RunBatch:
     """Return what runs a micro-batch through a pipeline chunk and reads its last tokens.
 
     On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.

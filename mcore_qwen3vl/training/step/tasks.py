@@ -29,13 +29,13 @@ from mcore_qwen3vl.objectives.preference import reward_losses
 from mcore_qwen3vl.objectives.ranking import classification_losses, ranking_losses
 from mcore_qwen3vl.objectives.settings import Contrastive, Ranking
 from mcore_qwen3vl.training.arguments.tasks import answers_of, contrastive_of, labels_of, ranking_of
-from mcore_qwen3vl.training.step.forward import Run
+from mcore_qwen3vl.training.step.forward import RunBatch
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
 from mcore_qwen3vl.training.step.pooling import EMBED, SCORES, answers, pooled
 from mcore_qwen3vl.training.step.two_passes import evaluated, two_passes
 
 
-def objective_of(args: argparse.Namespace) -> tuple[Objective, Run]:
+def objective_of(args: argparse.Namespace) -> tuple[Objective, RunBatch]:
     """Return the objective of ``--task``, and what runs a micro-batch for it."""
     if args.task == "embedding":
         return of_queries(contrastive_of(args)), EMBED
@@ -80,7 +80,7 @@ def of_documents(ranking: Ranking, batch: Batch, local: Tensor, logits: Tensor) 
     return of_units(losses.sum(), batch, {"reranker loss": losses, "accuracy": right})
 
 
-def judge(folder: str | Path, words: tuple[str, str]) -> Run:
+def judge(folder: str | Path, words: tuple[str, str]) -> RunBatch:
     """Return what runs a micro-batch, whose values are the logits (N, 2) of two words.
 
     It raises BadInput if a word is not a single token.
