@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
-from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -128,6 +127,7 @@ class SecondModel:
 def fill(chunks: list[Any], path: str) -> None:
     """Read a checkpoint of either kind into the chunks of this rank; a collective of all ranks."""
     from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
+    from mcore_qwen3vl.converters.mcore.formats import is_megatron
 
     folder = resolve(path)
     load = load_checkpoint if is_megatron(folder) else load_hf

@@ -83,8 +83,8 @@ class Batch:
     counts: Counts
     names: tuple[str, ...]  # file and line of each sample
     references: Tensor | None = None
-    """(pairs, 2) or, with labelled records, (samples,) float32 log-probabilities of the reference;
-    see mcore_qwen3vl.data.encoding.encoder."""
+    """float32 log-probabilities of the reference: (pairs, 2) from a file, (2 * pairs,) from a
+    model, or, with labelled records, (samples,); see mcore_qwen3vl.data.encoding.encoder."""
     desirable: Tensor | None = None  # (samples,) bool: the labels of labelled records
     mismatched: Batch | None = None
     """With labelled records: the same prompts with the answers of others. Its `cu_seqlens` stays on
