@@ -42,7 +42,7 @@ class Names:
     read_by_transformers: bool = True
 
     def stored(self, name: str) -> str:
-        """Return the name here of what the table calls `name`."""
+        """Return what this form calls the tensor that the table calls `name`."""
         for current, here in self.parts:
             name = name.replace(current, here)
         for current, here in self.prefixes:
@@ -51,7 +51,7 @@ class Names:
         return name
 
     def current(self, name: str) -> str:
-        """Return the table's name of what is called `name` here."""
+        """Return what the table calls the tensor that this form calls `name`."""
         for current, here in self.parts:
             name = name.replace(here, current)
         for current, here in self.prefixes:

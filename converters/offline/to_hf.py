@@ -173,9 +173,9 @@ def stream_hf(
 def _stated(
     checkpoint: MegatronCheckpoint, names: Names, layout: ExpertLayout | None
 ) -> dict[str, dict[str, Any]]:
-    """Return what the checkpoint's manifest says of tensors; nothing about later iterations.
+    """Return the checksums in the checkpoint's manifest; none for iterations trained since.
 
-    The checksums of experts are those of one layout, and say nothing about another.
+    The checksums of experts hold for the layout that they were made from, and for no other.
     """
     file = manifest.find(checkpoint.folder)
     made = {} if file is None else manifest.read(file)

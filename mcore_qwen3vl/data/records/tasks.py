@@ -67,9 +67,9 @@ _INSTRUCTION = "Given a search query, retrieve relevant candidates that answer t
 def parse_retrieval(
     record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
 ) -> dict[str, Conversation]:
-    """Read the texts of a record, of which only some may be there, as prompts.
+    """Read a record's texts as prompts; some of them may be missing.
 
-    The data set's hook has been applied; of `reading` only the system prompt counts.
+    The data set's hook has been applied. Only the system prompt of `reading` is used.
 
     Returns:
         The texts by name, in this order: ``query``, ``positive``, ``negative 0`` and so on. The
