@@ -94,7 +94,8 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
     Args:
         hf_config: config of the model; without names of labels, a classifier has one label.
         linear_router: whether to accept a router that is named as in transformers 4.57, which
-            existing files may have but PEFT refuses (see `router`).
+            existing files may have but PEFT refuses (see
+            `AdapterConfig.with_router_as_parameter`).
 
     Raises:
         BadInput: PEFT is not installed or refuses the config; the config adapts something that is

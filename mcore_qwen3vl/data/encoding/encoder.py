@@ -1,6 +1,5 @@
 """The pipeline as energon runs it in data workers: cook, plan, choose, decode, batch.
 
-
 Samples are planned (tokenised and measured) before the packing buffer and decoded after it, so
 that the buffer holds tokens and file names, not pixels, and is cheap to rebuild on resume.
 """
