@@ -3,13 +3,18 @@
 Host tensors get the values that follow: a gather returns this rank's values for every member.
 Device tensors are only counted, but small integer ones are filled in too. A broadcast from another
 rank brings nothing, so rehearse ranks that read their own batches.
+
+A program that starts a process for every rank passes ``init_process_group`` the store that they
+share. There, what one rank sends to another arrives: host tensors and small integers, for example
+the shapes that pipeline stages tell each other. Collectives remain as above.
 """
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
+from mcore_qwen3vl.pretended.integers import host_view
 from mcore_qwen3vl.pretended.preload import Unavailable
 from mcore_qwen3vl.pretended.report import Traffic
 
@@ -40,7 +46,7 @@ def install() -> None:
     """Make ``torch.distributed`` create groups of this kind, whatever backend is requested.
 
     The world size is the one passed to ``init_process_group``, else WORLD_SIZE. Groups still report
-    the backend that was requested.
+    the backend that was requested. If a store is passed, a receiver waits for its sender.
 
     Raises:
         Unavailable: the installed PyTorch lacks a function that this one replaces.
@@ -68,7 +74,9 @@ def install() -> None:
     ) -> None:
         world_size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
         rank = rank if rank >= 0 else int(os.environ["RANK"])
-        start("pretended", world_size=world_size, rank=rank, store=dist.HashStore())
+        if store is not None and timeout is not None:
+            store.set_timeout(timeout)
+        start("pretended", world_size=world_size, rank=rank, store=store or dist.HashStore())
         _name(c10d._get_default_group(), "world", backend or "nccl")
 
     def new_group(
@@ -95,7 +103,8 @@ def install() -> None:
 
 
 def _make(store: Any, rank: int, size: int, timeout: Any) -> OneRankGroup:
-    return OneRankGroup(rank, size)
+    alone = isinstance(store._underlying_non_prefix_store, dist.HashStore)
+    return OneRankGroup(rank, size, None if alone else store)
 
 
 def _name(group: Any, description: str, backend: Any) -> None:
@@ -115,14 +124,33 @@ def _done(result: Any) -> Work:
 _ProcessGroup: Any = dist.ProcessGroup  # its type stubs have overloads that Python never calls
 
 
+class _Receipt(Work):
+    """Receives when it is waited for, so that the order of the operations of a batch is free."""
+
+    def __init__(self, receive: Callable[[], None]) -> None:
+        super().__init__()
+        self._receive = receive
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._receive()
+        return True
+
+
 class OneRankGroup(_ProcessGroup):
-    """A group of any size in which this rank is the only process."""
+    """A group of any size in which this rank is the only process, or exchanges messages alone."""
 
     description = "group"
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, store: Any = None) -> None:
+        """
+        Args:
+            store: the group's own part of the store that all its ranks share; None: this rank is
+                the only process.
+        """
         super().__init__(rank, size)
         self._size = size
+        self._store = store
+        self._messages: Counter[str] = Counter()  # number so far, by sender, receiver and tag
         self.span = size  # ranks from the first member to the last one
 
     def _did(self, operation: str, handed: Any, result: Any = ()) -> Work:
@@ -214,16 +242,36 @@ class OneRankGroup(_ProcessGroup):
         return self._did("reduce", tensors, tensors)
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Work:
+        for tensor in tensors if self._store else ():
+            if _has_values(tensor):
+                values = host_view(tensor) if tensor.is_cuda else tensor
+                octets = values.detach().contiguous().view(-1).view(torch.uint8)
+                self._store.set(self._message(self.rank(), to, tag), octets.numpy().tobytes())
         return self._did("send", tensors)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
-        for tensor in tensors:
-            if _has_values(tensor):
-                tensor.zero_()  # nothing was sent, and what was in memory must not count
-        return self._did("recv", tensors, tensors)
+        work = self._did("recv", tensors, tensors)
+        wanted = [tensor for tensor in tensors if _has_values(tensor)]
+        if self._store and source >= 0:
+            keys = [self._message(source, self.rank(), tag) for _ in wanted]
+            return _Receipt(partial(self._fill, wanted, keys))
+        for tensor in wanted:
+            tensor.zero_()  # nothing was sent, and what was in memory must not count
+        return work
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         return self.recv(tensors, -1, tag)
+
+    def _message(self, sender: int, receiver: int, tag: int) -> str:
+        """Return the key of the next message, which both sides count."""
+        way = f"{sender} to {receiver}, tag {tag}"
+        self._messages[way] += 1
+        return f"{way}, number {self._messages[way]}"
+
+    def _fill(self, tensors: list[Tensor], keys: list[str]) -> None:
+        for tensor, key in zip(tensors, keys, strict=True):
+            values = torch.frombuffer(bytearray(self._store.get(key)), dtype=tensor.dtype)
+            (host_view(tensor) if tensor.is_cuda else tensor).copy_(values.view(tensor.shape))
 
     def barrier(self, opts: Any = None) -> Work:
         return self._did("barrier", [])
@@ -247,4 +295,5 @@ def _copy_to_all(outputs: Any, inputs: Any) -> None:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    return not tensor.is_cuda or (not tensor.is_floating_point() and tensor.numel() < _SMALL)
+    known = not tensor.is_cuda or (not tensor.is_floating_point() and tensor.numel() < _SMALL)
+    return known and tensor.numel() > 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +205,40 @@ def received_shape() -> list[int]:
     shape = torch.full((3,), 7, device="cuda")
     dist.recv(shape, 1)
     return shape.tolist()
+
+
+def messages() -> dict[int, list[Any]]:
+    """Exchange two messages between two ranks, which both receive before they send."""
+    shared = tempfile.mkdtemp() + "/store"
+    readable, writable = os.pipe()
+    child = os.fork()
+    rank = int(not child)
+    store, most = dist.FileStore(shared, 2), timedelta(seconds=20)
+    dist.init_process_group("nccl", store=store, timeout=most, rank=rank, world_size=2)
+    peer = 1 - rank
+    for _ in range(3):
+        dist.new_group([rank])  # groups are made in the same order, but not by the same ranks
+    pair = dist.new_group([0, 1])
+    received = []
+    for group in (None, pair):
+        shape, more = torch.empty(3, dtype=torch.long, device="cuda"), torch.empty(2)
+        floats = torch.ones(2, 4, device="cuda")
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, shape, peer, group),
+                dist.P2POp(dist.irecv, more, peer, group),
+                dist.P2POp(dist.irecv, floats, peer, group),
+                dist.P2POp(dist.isend, torch.tensor([7, rank, 9], device="cuda"), peer, group),
+                dist.P2POp(dist.isend, torch.tensor([0.5, rank]), peer, group),
+                dist.P2POp(dist.isend, floats, peer, group),
+            ]
+        )
+        for work in works:
+            work.wait()
+        received += [shape.tolist(), more.tolist()]
+    if not child:
+        os.write(writable, json.dumps(received).encode())
+        os._exit(0)
+    os.close(writable)
+    os.waitpid(child, 0)
+    return {0: received, 1: json.loads(os.read(readable, 4096))}

@@ -119,6 +119,12 @@ def test_what_nobody_sends_is_zeros(workbench: Workbench) -> None:
     assert received == [0, 0, 0]
 
 
+def test_what_a_process_sends_to_another_arrives(workbench: Workbench) -> None:
+    """The store that they share carries it, in any group, whatever the order in a batch."""
+    received, _ = workbench.call(f"{HERE}:messages", world_size=2)
+    assert received == {rank: [[7, 1 - rank, 9], [0.5, 1 - rank]] * 2 for rank in (0, 1)}
+
+
 def test_every_host_sync_is_recorded_with_its_line(workbench: Workbench) -> None:
     _, report = workbench.call(f"{HERE}:host_syncs")
     here = [s for s in report.interval("end").host_syncs if "programs.py" in s.place]
