@@ -51,7 +51,7 @@ def exported(chunks: list[Any], _config: Any) -> Iterator[int]:
 
 def merged(chunks: list[Any], config: dict[str, Any]) -> Iterator[int]:
     from mcore_qwen3vl.converters.adapters.targets import resolve_targets
-    from mcore_qwen3vl.converters.live.adapter import export_merged
+    from mcore_qwen3vl.converters.live.export import export_merged
 
     targets = resolve_targets(adapter_config(chunks[0].architecture), config)
     for _, tensor in export_merged(chunks, targets, expert_layout="published"):

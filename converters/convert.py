@@ -13,8 +13,13 @@ from typing import Any, Unpack
 from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.offline import to_mcore
-from mcore_qwen3vl.converters.offline.engine import ConversionResult, Writing, convert, write
-from mcore_qwen3vl.converters.offline.plan import ConversionPlan
+from mcore_qwen3vl.converters.offline.engine import (
+    ConversionPlan,
+    ConversionResult,
+    Writing,
+    convert,
+    write,
+)
 from mcore_qwen3vl.converters.offline.to_hf import HFOptions, plan_hf_to_hf, plan_mcore_to_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout

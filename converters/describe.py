@@ -25,8 +25,7 @@ from mcore_qwen3vl.converters.mcore.formats import (
     refuse_verl_huggingface,
 )
 from mcore_qwen3vl.converters.mcore.paths import hf_folder, iteration_folder
-from mcore_qwen3vl.converters.offline.engine import default_workers
-from mcore_qwen3vl.converters.offline.plan import group_units, unit_bytes
+from mcore_qwen3vl.converters.offline.engine import default_workers, group_units, unit_bytes
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.torch_dist import metadata

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.adapters import config as config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import PREFIX, Applied, Slot
+from mcore_qwen3vl.converters.adapters.targets import PREFIX, Applied, Slot
 from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.storage.boxes import Shape

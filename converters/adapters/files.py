@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     whole_shape,
 )
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import (
+from mcore_qwen3vl.converters.adapters.targets import (
     PREFIX,
     Applied,
     HFConfig,
@@ -35,8 +35,8 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
     apply,
     config_content,
     labels_of,
+    unused_names,
 )
-from mcore_qwen3vl.converters.adapters.targets import unused_names
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.hf.hf_checkpoint import open_safetensors
 from mcore_qwen3vl.converters.hf.shards import FLOATS

@@ -33,8 +33,7 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, table
 from mcore_qwen3vl.converters.mcore import formats
-from mcore_qwen3vl.converters.offline.engine import ConversionResult, convert
-from mcore_qwen3vl.converters.offline.plan import ConversionPlan
+from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult, convert
 from mcore_qwen3vl.converters.offline.to_hf import (
     HFOptions,
     LayoutChoice,

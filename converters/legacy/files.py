@@ -23,10 +23,15 @@ from torch import Tensor
 from mcore_qwen3vl.converters.legacy.layout import FILE, Rank, model_key
 from mcore_qwen3vl.converters.mcore.formats import require_own_keys
 from mcore_qwen3vl.converters.mcore.paths import RELEASE
-from mcore_qwen3vl.converters.storage.archive import Archive, BadArchive
+from mcore_qwen3vl.converters.storage.archive import (
+    STORAGES,
+    Archive,
+    BadArchive,
+    ReadTensor,
+    TensorUnpickler,
+)
 from mcore_qwen3vl.converters.storage.disk import map_file
 from mcore_qwen3vl.converters.storage.restricted_pickle import FAILURES, Record, Refused, make_set
-from mcore_qwen3vl.converters.storage.tensor_pickle import STORAGES, ReadTensor, TensorUnpickler
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
 from mcore_qwen3vl.layout import Layout

@@ -34,12 +34,11 @@ from mcore_qwen3vl.converters.legacy.layout import (
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, max_rows
 from mcore_qwen3vl.converters.mcore.paths import RELEASE
 from mcore_qwen3vl.converters.offline import manifest, to_mcore
-from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit
+from mcore_qwen3vl.converters.offline.engine import ConversionPlan, Unit
 from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
-from mcore_qwen3vl.converters.storage.archive import write_archive
+from mcore_qwen3vl.converters.storage.archive import Described, write_archive
 from mcore_qwen3vl.converters.storage.boxes import Box, Selection, Shape
 from mcore_qwen3vl.converters.storage.disk import DirectFile
-from mcore_qwen3vl.converters.storage.tensor_pickle import Described
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.megatron_config import architecture_arguments
@@ -65,7 +64,7 @@ _Models = list[tuple[Stage, list[_LocalTensor]]]
 
 @dataclass(frozen=True)
 class ToLegacy:
-    """A conversion to the legacy format; see `plan.Conversion`."""
+    """A conversion to the legacy format; see `engine.Conversion`."""
 
     mcore: ToMcore  # the torch_dist conversion of the same source
     rows: list[Row]

@@ -34,11 +34,11 @@ from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.offline import manifest
-from mcore_qwen3vl.converters.offline.engine import Writing
-from mcore_qwen3vl.converters.offline.plan import (
+from mcore_qwen3vl.converters.offline.engine import (
     ConversionPlan,
     PlannedTensor,
     Unit,
+    Writing,
     file_identity,
     group_units,
     unit_bytes,
@@ -91,7 +91,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class ToHuggingFace:
-    """A conversion to Hugging Face; see `plan.Conversion`."""
+    """A conversion to Hugging Face; see `engine.Conversion`."""
 
     stream: Stream
     shards: tuple[Shard, ...]

@@ -36,8 +36,7 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
 )
 from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, RELEASE, TRACKER, folder_name
 from mcore_qwen3vl.converters.offline import manifest
-from mcore_qwen3vl.converters.offline.manifest import RowChecksums
-from mcore_qwen3vl.converters.offline.plan import (
+from mcore_qwen3vl.converters.offline.engine import (
     ConversionPlan,
     PlannedTensor,
     Unit,
@@ -45,6 +44,7 @@ from mcore_qwen3vl.converters.offline.plan import (
     group_units,
     unit_bytes,
 )
+from mcore_qwen3vl.converters.offline.manifest import RowChecksums
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
@@ -57,7 +57,7 @@ OBJECTS = "__0_objects.distcp"
 
 @dataclass(frozen=True)
 class ToMcore:
-    """A conversion to ``torch_dist``; see `plan.Conversion`."""
+    """A conversion to ``torch_dist``; see `engine.Conversion`."""
 
     source: HuggingFaceCheckpoint
     architecture: Architecture

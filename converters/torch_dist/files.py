@@ -22,10 +22,14 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     MegatronCheckpoint,
 )
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder
-from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor, write_archive
+from mcore_qwen3vl.converters.storage.archive import (
+    BadArchive,
+    Described,
+    read_tensor,
+    write_archive,
+)
 from mcore_qwen3vl.converters.storage.boxes import fill
 from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in, map_file
-from mcore_qwen3vl.converters.storage.tensor_pickle import Described
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json

@@ -13,7 +13,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.offline.plan import ConversionPlan
+    from mcore_qwen3vl.converters.offline.engine import ConversionPlan
 
 
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)

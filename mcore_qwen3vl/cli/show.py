@@ -11,8 +11,7 @@ from mcore_qwen3vl.console import counted, emit_json, output, plain, size, table
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.adapters.inspect import AdapterInspection
     from mcore_qwen3vl.converters.describe import Estimate, Inspection, MappingLine
-    from mcore_qwen3vl.converters.offline.engine import ConversionResult
-    from mcore_qwen3vl.converters.offline.plan import ConversionPlan
+    from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult
     from mcore_qwen3vl.data.check import DataReport
     from mcore_qwen3vl.demos import Demo
     from mcore_qwen3vl.scoring.output import Tally

@@ -18,9 +18,8 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import read_adapter
-from mcore_qwen3vl.converters.adapters.peft_model import Slot, apply
-from mcore_qwen3vl.converters.adapters.targets import resolve_targets
-from mcore_qwen3vl.converters.live.adapter import save_adapter
+from mcore_qwen3vl.converters.adapters.targets import Slot, apply, resolve_targets
+from mcore_qwen3vl.converters.live.export import save_adapter
 from mcore_qwen3vl.converters.live.sharded import hf_parts, initialize_factors, load_factors
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mcore.formats import is_megatron

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.adapters.adapter import Factors
-from mcore_qwen3vl.converters.adapters.peft_model import Slot
+from mcore_qwen3vl.converters.adapters.targets import Slot
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts
 from mcore_qwen3vl.converters.mapping.forms import LM_HEAD
 from mcore_qwen3vl.errors import BadInput

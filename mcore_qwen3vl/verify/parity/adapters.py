@@ -13,12 +13,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import write_adapter
-from mcore_qwen3vl.converters.adapters.peft_model import HFConfig, apply
 from mcore_qwen3vl.converters.adapters.targets import (
     ATTENTION,
     EXPERTS,
     MLP,
     ROUTER,
+    HFConfig,
+    apply,
     preset,
     resolve_targets,
 )

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.files import read_adapter
-from mcore_qwen3vl.converters.adapters.peft_model import PREFIX, lora_layers
+from mcore_qwen3vl.converters.adapters.targets import PREFIX, lora_layers
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import require_huggingface
-from mcore_qwen3vl.converters.offline.plan import nonfinite_notes
+from mcore_qwen3vl.converters.offline.engine import nonfinite_notes
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, build_batch, media

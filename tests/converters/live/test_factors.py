@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
-from mcore_qwen3vl.converters.live.adapter import save_adapter
+from mcore_qwen3vl.converters.live.export import save_adapter
 from mcore_qwen3vl.converters.live.sharded import initialize_factors
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks

@@ -13,8 +13,7 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
-from mcore_qwen3vl.converters.live.adapter import export_merged, save_adapter
-from mcore_qwen3vl.converters.live.export import save_hf
+from mcore_qwen3vl.converters.live.export import export_merged, save_adapter, save_hf
 from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout

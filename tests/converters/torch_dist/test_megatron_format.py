@@ -23,9 +23,15 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     ChunkedTensor,
     FileRange,
 )
-from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor, write_archive
+from mcore_qwen3vl.converters.storage.archive import (
+    STORAGES,
+    BadArchive,
+    Described,
+    dumps,
+    read_tensor,
+    write_archive,
+)
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.tensor_pickle import STORAGES, Described, dumps
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
