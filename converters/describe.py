@@ -15,7 +15,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, is_huggingface
 from mcore_qwen3vl.converters.mapping import parameters
-from mcore_qwen3vl.converters.mapping.dialects import recognise
+from mcore_qwen3vl.converters.mapping.dialects import maker_of
 from mcore_qwen3vl.converters.mapping.forms import Form
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
@@ -124,7 +124,7 @@ def _megatron(path: Path, hf_config: Path | None) -> Inspection:
     except BadInput as error:
         newest = iteration_folder(path)
         keys = metadata.read(newest).tensors if (newest / metadata.FILE).is_file() else ()
-        if (dialect := recognise(keys)) is None:
+        if (dialect := maker_of(newest, keys)) is None:
             raise
         raise BadInput(f"Written by {dialect.maker}. {error}") from None
     architecture = Architecture.from_hf(folder)

@@ -38,11 +38,10 @@ from mcore_qwen3vl.converters.adapters.targets import (
     unused_names,
 )
 from mcore_qwen3vl.converters.hf.config_file import dumps
-from mcore_qwen3vl.converters.hf.hf_checkpoint import open_safetensors
-from mcore_qwen3vl.converters.hf.shards import FLOATS
+from mcore_qwen3vl.converters.hf.shards import FLOATS, SafetensorsFile
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.disk import FirstBytes, bring_in
+from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, dtype_name
 from mcore_qwen3vl.converters.storage.staging import staging, write_durably
 from mcore_qwen3vl.errors import BadInput
@@ -121,25 +120,21 @@ class AdapterFile:
             )
         if not self._file.is_file():
             raise BadInput(f"{path} holds no {WEIGHTS}. Copy the adapter again.")
-        self._open = open_safetensors(self._file)
-        self._first_bytes = FirstBytes(self._file)
+        self._tensors = SafetensorsFile(self._file)
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        for key in self._open.keys():  # noqa: SIM118 (a safe_open is not a mapping)
-            header = self._open.get_slice(key)
-            if header.get_dtype() not in FLOATS:
+        for key, (dtype, shape) in self._tensors.described.items():
+            if dtype not in FLOATS:
                 raise BadInput(
-                    f"{self._file}: tensor {key:.200} has dtype {header.get_dtype()}; "
+                    f"{self._file}: tensor {key:.200} has dtype {dtype}; "
                     f"{', '.join(FLOATS)} are understood."
                 )
-            self.shapes[key] = tuple(header.get_shape())
-            self.dtypes[key] = FLOATS[header.get_dtype()]
+            self.shapes[key], self.dtypes[key] = shape, FLOATS[dtype]
 
     def read(self, key: str) -> Tensor:
         """Return the tensor under `key`, a view of the file."""
         try:
-            self._first_bytes.check(key)
-            tensor = bring_in(self._open.get_tensor(key))
+            tensor = bring_in(self._tensors.tensor(key))
         except OSError as error:
             raise BadInput(f"{self._file} cannot be read: {error}.") from None
         if not all_finite(tensor):

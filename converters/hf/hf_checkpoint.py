@@ -12,16 +12,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mcore_qwen3vl.config import read_config_file, ties_embeddings
 from mcore_qwen3vl.converters.hf.quantized import declared, dequantize, fuse, pair
-from mcore_qwen3vl.converters.hf.shards import DTYPES, TensorHeader
+from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHeader
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import CHUNK_BYTES, Row, hf_shapes
-from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
-from mcore_qwen3vl.converters.storage.disk import FirstBytes, bring_in
+from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
+from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_special_files
@@ -68,12 +67,11 @@ class HuggingFaceCheckpoint:
         self.quantization = declared(config)
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
-        self._files = {file: open_safetensors(path / file) for file in files}
-        self._first_bytes = {file: FirstBytes(path / file) for file in files}
+        self._files = {file: SafetensorsFile(path / file) for file in files}
         self.entries: dict[str, TensorHeader] = {}
-        for file, handle in self._files.items():
-            for name in handle.keys():  # noqa: SIM118 (a safe_open is not a mapping)
-                self._add(file, name, handle.get_slice(name))
+        for file, tensors in self._files.items():
+            for name, (dtype, shape) in tensors.described.items():
+                self._add(file, name, dtype, shape)
         if index is not None:
             self._compare_with(index)
         shapes = {name: entry.shape for name, entry in self.entries.items()}
@@ -97,8 +95,7 @@ class HuggingFaceCheckpoint:
         if (split := self.split.get(name)) is not None:
             return split.take(box, self.stored)
         entry = self._stored.get(name) or self.scales[name]
-        self._first_bytes[entry.file].check(entry.name)
-        return bring_in(self._files[entry.file].get_tensor(entry.name)[box])
+        return bring_in(self._files[entry.file].tensor(entry.name)[box])
 
     def read(self, name: str, box: Selection = (), dtype: torch.dtype | None = None) -> Tensor:
         """Return `box` of a tensor, by default all of it; the result is not to be written to.
@@ -180,20 +177,20 @@ class HuggingFaceCheckpoint:
                 f"{forms.LM_HEAD}."
             )
 
-    def _add(self, file: str, name: str, header: Any) -> None:
+    def _add(self, file: str, name: str, stored: str, shape: Shape) -> None:
         if name in self.entries:
             raise BadInput(
                 f"{self.path}: tensor {name} is in both {self.entries[name].file} and {file}. "
                 "Files of two checkpoints are mixed in this directory."
             )
-        dtype = DTYPES.get(header.get_dtype())
+        dtype = DTYPES.get(stored)
         if dtype is None:
             raise BadInput(
-                f"{self.path}: tensor {name} in {file} has dtype {header.get_dtype()}; "
+                f"{self.path}: tensor {name} in {file} has dtype {stored}; "
                 f"{', '.join(DTYPES)} are understood. If it is a quantised checkpoint, convert the "
                 "model's original one."
             )
-        self.entries[name] = TensorHeader(name, file, dtype, tuple(header.get_shape()), dtype)
+        self.entries[name] = TensorHeader(name, file, dtype, shape, dtype)
 
     def _compare_with(self, index: dict[str, str]) -> None:
         for name, file in index.items():
@@ -278,20 +275,3 @@ def _check_target(index: Path, name: str, target: Any) -> None:
             f"{index} puts tensor {name} in {target}, which does not exist. "
             "The checkpoint is incomplete: fetch the missing file."
         )
-
-
-def open_safetensors(file: Path) -> Any:
-    """Open a file with ``safe_open``.
-
-    Raises:
-        BadInput: the file is not a complete safetensors file, or may not be read.
-    """
-    try:
-        with file.open("rb"):  # safetensors reports a file that it may not open as absent
-            return safe_open(file, framework="pt")
-    except PermissionError as error:
-        raise BadInput(f"{file} cannot be read: {error.strerror}. Check its mode.") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise BadInput(
-            f"{file} is not a complete safetensors file ({error!s:.200}). Fetch it again."
-        ) from None

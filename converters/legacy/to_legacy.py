@@ -33,7 +33,7 @@ from mcore_qwen3vl.converters.legacy.layout import (
 )
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, max_rows
 from mcore_qwen3vl.converters.mcore.paths import RELEASE
-from mcore_qwen3vl.converters.offline import manifest, to_mcore
+from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.converters.offline.engine import ConversionPlan, Unit
 from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
 from mcore_qwen3vl.converters.storage.archive import Described, write_archive
@@ -82,7 +82,11 @@ class ToLegacy:
         file = self.file(unit, tree)
         if file is None:
             # Ranks read parts of tensors, some repeatedly; a checksum needs one whole pass.
-            return manifest.summed([self.mcore.checksums(row) for row in unit.work])
+            readers = self.mcore.readers(unit)
+            for reader in readers:
+                for _ in reader.chunks():
+                    pass
+            return to_mcore.summed(readers)
         file.parent.mkdir(exist_ok=True)
         models = list(self.models(unit.work[0]))
         with DirectFile(file, create=True) as out:

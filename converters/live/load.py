@@ -12,9 +12,10 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.live.sharded import Models, hf_parts, mcore_pieces, table_of, unwrap
+from mcore_qwen3vl.converters.mapping.dialects import maker_of
 from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADLESS, SCORE, TIED_COPY, head_of
 from mcore_qwen3vl.converters.mapping.table import table
-from mcore_qwen3vl.converters.mcore.formats import format_of, maker_of, open_megatron
+from mcore_qwen3vl.converters.mcore.formats import format_of, open_megatron
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import NOT_THE_MODEL
 from mcore_qwen3vl.converters.mcore.paths import (
     iteration_folder,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.converters.mapping import transforms
@@ -145,8 +146,8 @@ def named(key: str) -> Dialect:
     return found
 
 
-def recognise(keys: Iterable[str]) -> Dialect | None:
-    """Tell a checkpoint's dialect from its keys; None for the table's own keys.
+def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
+    """Tell the dialect of the checkpoint in `folder` from its keys; None for the table's own keys.
 
     In a legacy checkpoint, a folder's name may precede a key.
 
@@ -165,7 +166,7 @@ def recognise(keys: Iterable[str]) -> Dialect | None:
         maker = next((REFUSED[sign] for sign in REFUSED if starts(sign)), "an unknown project")
         known = " and of ".join(dialect.maker for dialect in DIALECTS)
         raise BadInput(
-            f"the checkpoint has the keys of {maker}, which are not understood here; those of "
+            f"{folder} has the keys of {maker}, which are not understood here; those of "
             f"{known} are. Convert it to Hugging Face with its own tool."
         )
     return found

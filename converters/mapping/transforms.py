@@ -57,14 +57,10 @@ class Rearrangement:
 
     def to_hf(self, mcore: Tensor) -> tuple[Tensor, ...]:
         """Make the whole HF tensors from the whole mcore tensor; padding rows are dropped."""
-        parts: list[list[tuple[int, Tensor]]] = [[] for _ in range(self.source_count)]
-        row = 0
-        for source, start, stop in self.blocks:
-            parts[source].append((start, mcore[row : row + stop - start]))
-            row += stop - start
-        ordered = ([rows for _, rows in sorted(p, key=lambda at: at[0])] for p in parts)
-        whole = (rows[0] if len(rows) == 1 else torch.cat(rows) for rows in ordered)
-        return tuple((t.T if self.transposed else t).contiguous() for t in whole)
+        columns = tuple(slice(0, n) for n in mcore.shape[1:])
+        sources = range(self.source_count)
+        parts = (self.stream_back(n, mcore.__getitem__, columns, self.rows) for n in sources)
+        return tuple(torch.cat(list(rows)).contiguous() for rows in parts)
 
     def take(self, fetch: Fetch, box: Box) -> Tensor:
         """Make `box` of the mcore tensor, fetching only the parts of HF tensors that it covers.

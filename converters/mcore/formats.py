@@ -15,7 +15,7 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hf_checkpoint import is_huggingface
-from mcore_qwen3vl.converters.mapping.dialects import Dialect, recognise
+from mcore_qwen3vl.converters.mapping.dialects import maker_of
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     MegatronCheckpoint,
     TranslatedCheckpoint,
@@ -116,18 +116,6 @@ def require_own_keys(folder: Path, keys: Iterable[str]) -> None:
             f"{folder} has the keys of {dialect.maker} and is of {format_of(folder).title}, in "
             f"which they are not read. Save it there with --ckpt-format {DEFAULT}."
         )
-
-
-def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
-    """Return the dialect of the checkpoint in `folder`, whose keys are `keys`; None for our own.
-
-    Raises:
-        BadInput: the keys are those of a maker that is not understood here.
-    """
-    try:
-        return recognise(keys)
-    except BadInput as error:
-        raise BadInput(f"{folder}: {error}") from None
 
 
 def is_megatron(path: Path) -> bool:

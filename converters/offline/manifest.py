@@ -11,26 +11,23 @@ from __future__ import annotations
 
 import json
 import platform
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
 import xxhash
-from torch import Tensor
 
 from mcore_qwen3vl import __version__
 from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.converters.hf.companions import digest
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.quantized import SUFFIX
-from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor
+from mcore_qwen3vl.converters.mapping.table import SourceTensor
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.storage.archive import as_bytes
-from mcore_qwen3vl.converters.storage.boxes import Box
-from mcore_qwen3vl.converters.storage.dtypes import all_finite, dtype_name
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 
@@ -41,56 +38,6 @@ SOURCE_CHECKSUM = f"source_{CHECKSUM}"
 
 Checksum = tuple[str, int | None, str, str | None]
 """HF tensor, expert (None: the whole tensor), checksum, and checksum before a cast (or None)."""
-
-
-class RowChecksums:
-    """Checksums of the HF pieces of one table row, computed while the pieces are read.
-
-    Each piece must come in order, in whole tensor rows. Rows that come a second time are ignored:
-    vocabulary padding reads the first row again.
-    """
-
-    def __init__(self, row: Row) -> None:
-        self._row = row
-        self._after = [xxhash.xxh3_128() for _ in row.sources]
-        self._before: defaultdict[int, Any] = defaultdict(xxhash.xxh3_128)  # only before a cast
-        self._seen = [0 for _ in row.sources]
-        self.nonfinite: set[str] = set()
-        """Names of the HF tensors that hold a NaN or infinite value as written."""
-
-    def add(self, source: int, box: Box, stored: Tensor, converted: Tensor) -> None:
-        """Add `box` of piece number `source`, as `stored` in the file and as `converted`."""
-        rows, *columns = box
-        if rows.start < self._seen[source]:
-            return
-        widths = self._row.sources[source].piece_shape[1:]
-        whole = all((c.start, c.stop) == (0, n) for c, n in zip(columns, widths, strict=True))
-        if not whole or rows.start != self._seen[source]:
-            raise AssertionError(f"{self._row.sources[source].name}: {box} comes out of order")
-        self._seen[source] = rows.stop
-        self._after[source].update(as_bytes(converted))
-        if not all_finite(converted):
-            self.nonfinite.add(self._row.sources[source].name)
-        if stored.dtype != converted.dtype:
-            self._before[source].update(as_bytes(stored))
-
-    def finish(self) -> list[Checksum]:
-        """Return the checksums, after checking that every piece was read to its end."""
-        found: list[Checksum] = []
-        for number, source in enumerate(self._row.sources):
-            if self._seen[number] != source.piece_shape[0]:
-                raise AssertionError(f"{source.name} was not read to its end")
-            before = self._before[number].hexdigest() if number in self._before else None
-            found.append((source.name, source.index, self._after[number].hexdigest(), before))
-        return found
-
-
-def summed(sums: Sequence[RowChecksums]) -> dict[str, Any]:
-    """Return a finished unit's checksums and non-finite tensors, in the form of the journal."""
-    return {
-        "checksums": [one for row in sums for one in row.finish()],
-        "nonfinite": sorted({name for row in sums for name in row.nonfinite}),
-    }
 
 
 def dumps(

@@ -7,13 +7,14 @@ import json
 import os
 import re
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
@@ -44,9 +45,9 @@ from mcore_qwen3vl.converters.offline.engine import (
     group_units,
     unit_bytes,
 )
-from mcore_qwen3vl.converters.offline.manifest import RowChecksums
+from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
-from mcore_qwen3vl.converters.storage.dtypes import dtype_name, parse_dtype
+from mcore_qwen3vl.converters.storage.dtypes import all_finite, dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.converters.torch_dist.files import DistcpFile
@@ -82,21 +83,18 @@ class ToMcore:
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
         file = self.file(unit, tree)
-        found: list[RowChecksums] = []
+        readers = self.readers(unit)
         with DistcpFile(file) as out:
-            for row in unit.work:
-                dtype, sums = self.tensors[row.key].dtype, RowChecksums(row)
-                # The row is read while it is written: `_read` is a generator.
-                out.write_row(row, dtype, self._read(row, dtype, sums))
-                found.append(sums)
-                moved(row.numel * dtype.itemsize, row.key)
+            for reader in readers:
+                out.write_row(reader.row, reader.dtype, reader.chunks())
+                moved(reader.row.numel * reader.dtype.itemsize, reader.row.key)
             out.sync()
         chunks = [
             [key, chunk.offsets, chunk.sizes, chunk.data.offset, chunk.data.length]
             for key, tensor in out.index.tensors.items()
             for chunk in tensor.chunks
         ]
-        return {"size": file.stat().st_size, "chunks": chunks, **manifest.summed(found)}
+        return {"size": file.stat().st_size, "chunks": chunks, **summed(readers)}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
         folder = self.folder(tree)
@@ -124,34 +122,75 @@ class ToMcore:
         write_durably(tree / manifest.FILE, content)
         write_durably(tree / TRACKER, str(self.tracker).encode())
 
-    def checksums(self, row: Row) -> RowChecksums:
-        """Read the HF pieces of `row` to their end and return their checksums."""
-        sums = RowChecksums(row)
-        for _ in self._read(row, self.tensors[row.key].dtype, sums):
-            pass  # reading fills the checksums
-        return sums
+    def readers(self, unit: Unit) -> list[RowReader]:
+        """Return a reader for each row of `unit`."""
+        return [RowReader(self.source, row, self.tensors[row.key].dtype) for row in unit.work]
 
-    def _read(self, row: Row, dtype: torch.dtype, sums: RowChecksums) -> Iterator[Tensor]:
-        """Iterate over the chunks of the row's piece in order, views of the source where possible.
 
-        `sums` receives what is read of each HF piece.
-        """
+class RowReader:
+    """Reads what makes one row's mcore tensor, and sums up the HF pieces as they are read.
 
-        def fetch(source: int, box: Box) -> Tensor:
-            named = row.sources[source]
-            place = named.place(box)
-            part = self.source.read(named.name, place, dtype)
-            same = self.source.entries[named.name].stored == dtype
-            stored = part if same else self.source.stored(named.name, place)
-            sums.add(source, box, stored, part)
-            return part
+    Once `chunks` is exhausted, `checksums` and `nonfinite` describe the pieces.
 
-        columns = tuple(slice(0, n) for n in row.shape[1:])
-        if not row.rearrangement.in_order:  # a dialect's; `sums` takes rows in order
+    Attributes:
+        nonfinite: names of the HF tensors that hold a NaN or infinite value as `dtype`.
+    """
+
+    def __init__(self, source: HuggingFaceCheckpoint, row: Row, dtype: torch.dtype) -> None:
+        self._source, self.row, self.dtype = source, row, dtype
+        self._rows_read = [0 for _ in row.sources]
+        self._sums = [xxhash.xxh3_128() for _ in row.sources]
+        self._before_cast: defaultdict[int, Any] = defaultdict(xxhash.xxh3_128)
+        self.nonfinite: set[str] = set()
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield the row's piece in order, in chunks that are views of the source where possible."""
+        row, how = self.row, self.row.rearrangement
+        if not how.in_order:  # a dialect's; a checksum needs the rows in order
             boxes = (tuple(slice(0, n) for n in s.piece_shape) for s in row.sources)
-            return iter([row.to_mcore(*(fetch(n, box) for n, box in enumerate(boxes)))])
-        rows = row.shape[0] if row.rearrangement.transposed else max_rows(row, dtype)
-        return row.rearrangement.stream(fetch, columns, rows)
+            yield row.to_mcore(*(self._read(n, box) for n, box in enumerate(boxes)))
+            return
+        height = row.shape[0] if how.transposed else max_rows(row, self.dtype)
+        yield from how.stream(self._read, tuple(slice(0, n) for n in row.shape[1:]), height)
+
+    def checksums(self) -> list[manifest.Checksum]:
+        """Return the checksum of each HF piece, after checking that it was read to its end."""
+        found: list[manifest.Checksum] = []
+        for number, source in enumerate(self.row.sources):
+            if self._rows_read[number] != source.piece_shape[0]:
+                raise AssertionError(f"{source.name} was not read to its end")
+            before = self._before_cast[number].hexdigest() if number in self._before_cast else None
+            found.append((source.name, source.index, self._sums[number].hexdigest(), before))
+        return found
+
+    def _read(self, number: int, box: Box) -> Tensor:
+        """Read a box of HF piece `number` and add it to the piece's checksum.
+
+        Boxes are whole rows in order. Vocabulary padding reads the first row again.
+        """
+        source, (rows, *columns) = self.row.sources[number], box
+        place = source.place(box)
+        part = self._source.read(source.name, place, self.dtype)
+        if rows.start < self._rows_read[number]:
+            return part
+        whole = columns == [slice(0, n) for n in source.piece_shape[1:]]
+        if not whole or rows.start != self._rows_read[number]:
+            raise AssertionError(f"{source.name}: {box} comes out of order")
+        self._rows_read[number] = rows.stop
+        self._sums[number].update(as_bytes(part))
+        if not all_finite(part):
+            self.nonfinite.add(source.name)
+        if self._source.entries[source.name].stored != self.dtype:
+            self._before_cast[number].update(as_bytes(self._source.stored(source.name, place)))
+        return part
+
+
+def summed(readers: Sequence[RowReader]) -> dict[str, Any]:
+    """Return a finished unit's checksums and non-finite tensors, in the form of the journal."""
+    return {
+        "checksums": [one for reader in readers for one in reader.checksums()],
+        "nonfinite": sorted({name for reader in readers for name in reader.nonfinite}),
+    }
 
 
 def plan(

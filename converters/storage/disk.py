@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import mmap
 import os
 from pathlib import Path
@@ -165,24 +164,3 @@ def bring_in(tensor: Tensor) -> Tensor:
         if failed and ctypes.get_errno() in UNREADABLE:
             raise OSError(errno.EIO, LOST)
     return tensor
-
-
-class FirstBytes:
-    """Reads a tensor's first byte from the file, before `safetensors` reads it from the mapping."""
-
-    def __init__(self, file: Path) -> None:
-        """Read the offsets in `file`, which `safe_open` has accepted."""
-        self._file = file.open("rb", buffering=0)
-        length = int.from_bytes(self._file.read(8), "little")
-        header = json.loads(self._file.read(length))
-        self._at = {
-            name: 8 + length + described["data_offsets"][0]
-            for name, described in header.items()
-            if name != "__metadata__"
-            and described["data_offsets"][0] < described["data_offsets"][1]
-        }
-
-    def check(self, name: str) -> None:
-        """Raise OSError if the first byte of tensor `name` cannot be read."""
-        if name in self._at and not os.pread(self._file.fileno(), 1, self._at[name]):
-            raise OSError(errno.EIO, LOST)

@@ -166,13 +166,9 @@ class _Pickler(pickle.Pickler):
         return copyreg.__newobj__, (dcp.TensorProperties,), state  # type: ignore[attr-defined]
 
 
-class _Enum(Record):
-    """A stand-in for objects that pickle as a call with a value; the value is not needed."""
-
-
 DCP = "torch.distributed.checkpoint"
 RECORDS = {
-    f"{DCP}.metadata": {
+    f"{DCP}.metadata": (
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
@@ -180,27 +176,26 @@ RECORDS = {
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
-    },
+        "_MEM_FORMAT_ENCODING",
+    ),
     # Megatron keeps the ranks' save plans beside the metadata, to reuse them at the next save. With
     # --ckpt-assume-constant-structure it also keeps the prefix of the files that they write.
-    f"{DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    f"{DCP}.planner": {"SavePlan", "TensorWriteData", "WriteItem"},
+    f"{DCP}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    f"{DCP}.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    # The value of these is not needed.
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),
 }
-ENUMS = {f"{DCP}.metadata": {"_MEM_FORMAT_ENCODING"}, f"{DCP}.planner": {"WriteItemType"}}
-PLAIN: dict[tuple[str, str], Any] = {
+STAND_INS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): make_tuple,
     ("collections", "OrderedDict"): make_ordered_dict,
-    ("torch.serialization", "_get_layout"): _Enum,
-    ("pathlib", "PosixPath"): _Enum,
     ("builtins", "set"): make_set,
     ("copyreg", "_reconstructor"): reconstruct,
     ("builtins", "object"): Record,
+    **{(m, name): type(name, (Record,), {}) for m, names in RECORDS.items() for name in names},
 }
 CALLED = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
 """What Python 3.12 calls modules that Python 2's pickles, or Python 3.13, name otherwise."""
-CLASSES = {
-    (module, name): type(name, (Record,), {}) for module, names in RECORDS.items() for name in names
-}
 
 
 class _Unpickler(RestrictedUnpickler):
@@ -214,12 +209,8 @@ def _record_of(module: str, name: str) -> Any:
     Raises:
         Refused: no undamaged file names this class or function.
     """
-    if (module, name) in CLASSES:
-        return CLASSES[module, name]
-    if (found := PLAIN.get((CALLED.get(module, module), name))) is not None:
+    if (found := STAND_INS.get((CALLED.get(module, module), name))) is not None:
         return found
-    if name in ENUMS.get(module, ()):
-        return _Enum
     if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
         return dtype
     raise Refused(f"{module}.{name}")

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions, write_form
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE
+from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, maker_of
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
-from mcore_qwen3vl.converters.mcore.formats import format_of, is_megatron, maker_of
+from mcore_qwen3vl.converters.mcore.formats import format_of, is_megatron
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import FileRange
 from mcore_qwen3vl.converters.mcore.paths import (
     HF_FOLDER,

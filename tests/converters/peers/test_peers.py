@@ -14,7 +14,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.legacy.files import check_run, saved_arguments
 from mcore_qwen3vl.converters.mapping import dialects
-from mcore_qwen3vl.converters.mapping.dialects import MEGATRON_BRIDGE, Module, recognise
+from mcore_qwen3vl.converters.mapping.dialects import MEGATRON_BRIDGE, Module, maker_of
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
@@ -142,7 +142,7 @@ EMBEDDING = "language_model.embedding.word_embeddings.weight"
 )
 def test_keys_of_others_are_refused(key: str, maker: str) -> None:
     with pytest.raises(BadInput, match=f"the keys of {maker}, which are not understood here"):
-        recognise({EMBEDDING, key})
+        maker_of(Path("DIR"), {EMBEDDING, key})
 
 
 LEGACY = [
