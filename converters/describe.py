@@ -17,7 +17,7 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, is_
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.dialects import maker_of
 from mcore_qwen3vl.converters.mapping.forms import Form
-from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
+from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, max_rows, table
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.mcore.formats import (
     is_megatron,
@@ -87,10 +87,9 @@ class Inspection:
         rows = table(
             self.architecture, padded_vocab_size=self.padded_vocab_size, head=self.form.head
         )
-        return [replace(row, sources=tuple(map(self._stored, row.sources))) for row in rows]
-
-    def _stored(self, source: SourceTensor) -> SourceTensor:
-        return replace(source, name=self.form.names.stored(source.name))
+        stored = self.form.names.stored
+        named = ([replace(s, name=stored(s.name)) for s in row.sources] for row in rows)
+        return [replace(row, sources=tuple(n)) for row, n in zip(rows, named, strict=True)]
 
 
 def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:
@@ -129,10 +128,8 @@ def _megatron(path: Path, hf_config: Path | None) -> Inspection:
         raise BadInput(f"Written by {dialect.maker}. {error}") from None
     architecture = Architecture.from_hf(folder)
     checkpoint = open_megatron(path, architecture)
-    stored = {key: checkpoint.index.tensors[key] for key in sorted(checkpoint.model_keys())}
-    tensors = tuple(
-        _info(key, t.shape, dtype_name(t.dtype), t.dtype.itemsize) for key, t in stored.items()
-    )
+    stored = ((key, checkpoint.index.tensors[key]) for key in sorted(checkpoint.model_keys()))
+    tensors = tuple(_info(key, t.shape, t.dtype) for key, t in stored)
     return _inspection(
         path,
         architecture,
@@ -149,8 +146,8 @@ def _megatron(path: Path, hf_config: Path | None) -> Inspection:
 def _huggingface(path: Path) -> Inspection:
     checkpoint = HuggingFaceCheckpoint(path)
     tensors = tuple(
-        _info(checkpoint.form.names.stored(name), e.shape, dtype_name(e.stored), e.stored.itemsize)
-        for name, e in (checkpoint.entries | checkpoint.scales).items()
+        _info(checkpoint.form.names.stored(name), entry.shape, entry.stored)
+        for name, entry in (checkpoint.entries | checkpoint.scales).items()
     )
     facts = {"kind": "huggingface", "files": len(checkpoint.files)}
     return _inspection(path, Architecture.from_hf(path), checkpoint.form, tensors, **facts)
@@ -158,9 +155,9 @@ def _huggingface(path: Path) -> Inspection:
 
 def _config(path: Path) -> Inspection:
     architecture = Architecture.from_hf(path)
+    dtype, itemsize = architecture.dtype, {"float32": 4}.get(architecture.dtype, 2)
     shapes = hf_shapes(table(architecture))
-    itemsize = {"float32": 4}.get(architecture.dtype, 2)
-    tensors = tuple(_info(n, s, architecture.dtype, itemsize) for n, s in shapes.items())
+    tensors = tuple(TensorInfo(n, s, dtype, prod(s) * itemsize) for n, s in shapes.items())
     return _inspection(path, architecture, Form(), tensors, kind="config", files=0)
 
 
@@ -184,8 +181,8 @@ def _inspection(
     )
 
 
-def _info(name: str, shape: Shape, dtype: str, itemsize: int) -> TensorInfo:
-    return TensorInfo(name, shape, dtype, prod(shape) * itemsize)
+def _info(name: str, shape: Shape, dtype: torch.dtype) -> TensorInfo:
+    return TensorInfo(name, shape, dtype_name(dtype), prod(shape) * dtype.itemsize)
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,7 @@ class Factors:
     """The low-rank update of one parameter: ΔW = `scaling` · B · A.
 
     Attributes:
-        a: linear (r, in); fused experts (E*r, in), with the rows of an expert adjacent.
-        b: linear (out, r); fused experts (out, r*E), with the columns of an expert E apart.
+        a, b: (r, in) and (out, r); for fused experts (E*r, in) and (out, r*E), as above.
         r: rank; for fused experts, the rank of each expert.
         scaling: lora_alpha / r, or lora_alpha / sqrt(r) with rsLoRA.
     """
@@ -131,8 +130,7 @@ def some(names: list[str]) -> str:
 def swap(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Convert factors of fused experts to the other roles; exact, and its own inverse.
 
-    `a` is (E*r, n), with the rows of an expert adjacent, and `b` (m, r*E), with the columns of an
-    expert E apart. The results are (E*r, m) and (n, r*E), contiguous.
+    From `a` (E*r, n) and `b` (m, r*E) they are (E*r, m) and (n, r*E), contiguous.
     """
     rank = a.shape[0] // experts
     new_a = b.reshape(len(b), rank, experts).permute(2, 1, 0).reshape(experts * rank, len(b))
@@ -160,11 +158,9 @@ def find_roles(
     for name, slot in fused.items():
         a, b = shapes[slot.a_key], shapes[slot.b_key]
         (rank, into), (out, _) = slot.a_shape, slot.b_shape
-        made: dict[Roles, tuple[Shape, Shape]] = {
-            "canonical": (slot.a_shape, slot.b_shape),
-            "swapped": ((rank, out), (into, rank)),
-        }
-        fits = {role for role, shape in made.items() if shape == (a, b)}
+        fits: set[Roles] = {"canonical"} if (a, b) == (slot.a_shape, slot.b_shape) else set()
+        if (a, b) == ((rank, out), (into, rank)):
+            fits.add("swapped")
         if not fits:
             raise BadInput(
                 f"{where}: the factors of {name} have shapes {list(a)} and {list(b)}; rank "
@@ -178,12 +174,10 @@ def find_roles(
                 f"{where}: the factors of some fused experts have the canonical roles and those of "
                 f"others, such as {name}, the swapped ones. The file was put together from two."
             )
-    if not fused:
+    if wanted is not None and wanted not in possible:
+        raise BadInput(f"{where}: the shapes of its expert factors are not the {wanted} roles.")
+    if not fused or wanted is not None:
         return wanted or "canonical"
-    if wanted is not None:
-        if wanted not in possible:
-            raise BadInput(f"{where}: the shapes of its expert factors are not the {wanted} roles.")
-        return wanted
     if len(possible) > 1:
         raise BadInput(
             f"{where}: an expert's input is as wide as its output, so the shapes do not tell which "
@@ -225,7 +219,7 @@ def add_update(weight: Tensor, factors: Factors, name: str, *, swapped: bool) ->
         BadInput: a sum is too large for the weight's dtype.
     """
     if weight.ndim == 3:
-        experts = (whole.T if swapped else whole for whole in weight)
+        experts = weight.mT if swapped else weight
         parts = [(one, *of_expert(factors, index)) for index, one in enumerate(experts)]
     else:
         chunks = row_chunks(*weight.shape)

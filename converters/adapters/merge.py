@@ -98,7 +98,7 @@ def plan_merge(
     form = checkpoint.form.for_transformers
     if found.labels:
         form = replace(form, head=replace(head_of(found.labels), bias=form.head.bias))
-    tied = architecture.tie_word_embeddings and form.head.kind.is_language_model
+    tied = architecture.tie_word_embeddings and form.head.is_language_model
     untied = tied and _parts_embeddings(found)
     merged = Merged(
         checkpoint,
@@ -172,20 +172,19 @@ class Merged:
         name = self._stored_name(named.name)
         if name not in self.base.entries:  # the head of a classifier whose base has none
             return "adapter", self.adapter.saved[name].dtype
-        parts = [name] if named.name not in self.adapter.saved else ["adapter"]
-        parts += ["B·A"] if named.name in self.adapter.factors else []
-        return " + ".join(parts), self.base.entries[name].dtype
+        whole = "adapter" if named.name in self.adapter.saved else name
+        update = " + B·A" if named.name in self.adapter.factors else ""
+        return whole + update, self.base.entries[name].dtype
 
     def stream(self, row: Row, number: int, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield a merged HF piece; see `to_hf.Stream`."""
         named = row.sources[number]
         factors = self.adapter.factors.get(named.name)
         if factors is None and named.name not in self.adapter.saved:
-            sources = list(row.sources)
-            sources[number] = replace(named, name=self._stored_name(named.name))
+            stored = replace(named, name=self._stored_name(named.name))
             swapped = self.swapped != self.swapped_source
-            row = replace(row, sources=tuple(sources))
-            yield from stream_copy(self.base, row, number, dtype, swapped=swapped)
+            row = replace(row, sources=(stored,))
+            yield from stream_copy(self.base, row, 0, dtype, swapped=swapped)
         elif named.index is not None:
             expert = self._merged(named, (named.index,), factors)
             yield cast(expert.T if self.swapped else expert, dtype, named.name)

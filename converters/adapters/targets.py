@@ -90,8 +90,7 @@ class Slot:
         a_key, b_key: keys of A and B in the file.
         r: rank; for fused experts, the rank of each expert.
         scaling: s in ΔW = s · B · A.
-        a_shape: (r, in), or (E*r, in) for fused experts, with the rows of an expert adjacent.
-        b_shape: (out, r), or (out, r*E) for fused experts, with the columns of an expert E apart.
+        a_shape, b_shape: shapes of A and B in the canonical roles (see `adapter`).
         base: shape of the parameter.
     """
 
@@ -237,7 +236,7 @@ def lora_layers(wrapped: Any) -> Iterator[tuple[str, str, Any]]:
 def _slots(wrapped: Any) -> Iterator[tuple[str, Slot]]:
     for path, name, layer in lora_layers(wrapped):
         if not ADAPTED.fullmatch(name):
-            raise BadInput(_unsupported(name))
+            raise _unsupported(name)
         parameter = hasattr(layer, "parameter_name")  # PEFT's ParamWrapper
         base = layer.get_param() if parameter else layer.get_base_layer().weight
         slot = Slot(
@@ -253,13 +252,13 @@ def _slots(wrapped: Any) -> Iterator[tuple[str, Slot]]:
         yield name, slot
 
 
-def _unsupported(name: str) -> str:
-    text = f"LoRA on {name} is not supported. "
+def _unsupported(name: str) -> BadInput:
+    remedy = "Remove it from the targets."
     if name.endswith("patch_embed.proj.weight"):
-        return text + "It is a convolution, which the target `proj` matches too: use `attn.proj`."
-    if "embed" in name:
-        return text + "To train an embedding, name its module in modules_to_save."
-    return text + "Remove it from the targets."
+        remedy = "It is a convolution, which the target `proj` matches too: use `attn.proj`."
+    elif "embed" in name:
+        remedy = "To train an embedding, name its module in modules_to_save."
+    return BadInput(f"LoRA on {name} is not supported. {remedy}")
 
 
 def _hint(text: str) -> str:

@@ -104,9 +104,10 @@ def read_form(folder: Path) -> Form:
         return Form()
     try:
         content = parse_json(file.read_bytes())
-        kind, labels, bias = HEADS[content["head"]], content["labels"], content["bias"]
-        if (type(labels), type(bias)) != (int, bool) or (labels > 0) != (kind is CLASSIFIER):
-            raise ValueError(f"labels {labels!r:.40}, bias {bias!r:.40}")
+        kind, labels, bias = content["head"], content["labels"], content["bias"]
+        sound = kind in HEADS and type(labels) is int and type(bias) is bool
+        if not sound or (labels > 0) != (kind == CLASSIFIER):
+            raise ValueError(f"head {kind!r:.40}, labels {labels!r:.40}, bias {bias!r:.40}")
         return Form(NAMES[content["names"]], Head(kind, labels, bias))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise BadInput(

@@ -153,7 +153,7 @@ class HuggingFaceCheckpoint:
                     "config.json describes. Dropping it in silence would lose data, so nothing "
                     "was converted."
                 )
-        if self.form.head.kind is forms.TIED_COPY:
+        if self.form.head.kind == forms.TIED_COPY:
             self._compare_tied()
 
     def _compare_tied(self) -> None:

@@ -117,23 +117,20 @@ def pair(
         BadInput: an FP8 tensor has no factors or factors of the wrong shape or dtype, the config
             does not declare it as quantised, or a tensor belongs to another kind of quantisation.
     """
-    quantized = [name for name, entry in stored.items() if entry.stored == FP8]
-    for name in quantized:
-        _check(name, stored[name], stored.get(f"{name}{SUFFIX}"), quantization)
-    scales = {f"{name}{SUFFIX}": stored[f"{name}{SUFFIX}"] for name in quantized}
-    tensors = {}
+    tensors, scales = dict(stored), {}
     for name, entry in stored.items():
-        if name in scales:
-            continue
         if entry.stored == FP8:
-            entry = replace(entry, dtype=DEQUANTIZED, scale=f"{name}{SUFFIX}")
-        elif LEFTOVER.search(name):
+            scale = f"{name}{SUFFIX}"
+            _check(name, entry, stored.get(scale), quantization)
+            tensors[name] = replace(entry, dtype=DEQUANTIZED, scale=scale)
+            scales[scale] = tensors.pop(scale)
+    for name, entry in tensors.items():
+        if entry.scale is None and LEFTOVER.search(name):
             raise BadInput(
                 f"tensor {name} {list(entry.shape)} ({dtype_name(entry.stored)}) belongs to a "
                 "quantised checkpoint of a kind that is not understood. Convert the model's "
                 "original checkpoint."
             )
-        tensors[name] = entry
     return tensors, scales
 
 

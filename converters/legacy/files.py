@@ -107,11 +107,7 @@ class _NamespaceRecord(Record):
     """A stand-in for ``argparse.Namespace``."""
 
     def namespace(self) -> Namespace:
-        if not isinstance(self.state, dict) or not all(isinstance(k, str) for k in self.state):
-            raise pickle.UnpicklingError("arguments that are not names with values")
-        made = Namespace()
-        vars(made).update(self.state)
-        return made
+        return Namespace(**self.state)  # a TypeError, as on other damage, if it is not names
 
 
 _CLASSES = {name: type("StandIn", (Record,), {}) for name in STAND_INS}
@@ -189,10 +185,14 @@ def saved_arguments(folder: Path) -> Namespace:
     Raises:
         BadInput: there is no such checkpoint, or it is damaged or holds no arguments.
     """
-    path = min(folder.glob(f"mp_rank_*/{FILE}"), default=None)
-    if path is None:
-        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is not a legacy checkpoint.")
+    path = _rank_files(folder)[0]
     return _arguments(load(path), path)
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    if not (paths := sorted(folder.glob(f"mp_rank_*/{FILE}"))):
+        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is not a legacy checkpoint.")
+    return paths
 
 
 @dataclass(frozen=True)
@@ -234,14 +234,12 @@ def open_ranks(folder: Path) -> list[RankFile]:
             checkpoints.
     """
     found = []
-    for path in sorted(folder.glob(f"mp_rank_*/{FILE}")):
+    for path in _rank_files(folder):
         refuse_special_files(path.parent)
         content = load(path)
         layout = _layout(content, path)
         models = [_state(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)]
         found.append(RankFile(path, _rank(path, layout), layout, models))
-    if not found:
-        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is not a legacy checkpoint.")
     for file in found:
         if file.layout != found[0].layout:
             raise BadInput(
@@ -284,13 +282,20 @@ def _arguments(content: Any, path: Path) -> Namespace:
 def _layout(content: Any, path: Path) -> Layout:
     args = _arguments(content, path)
     tp = getattr(args, "tensor_model_parallel_size", None)
-    layout = Layout(
-        tp=_size(tp, path),
-        pp=_size(getattr(args, "pipeline_model_parallel_size", None), path),
-        vpp=_size(getattr(args, "virtual_pipeline_model_parallel_size", None) or 1, path),
-        ep=_size(getattr(args, "expert_model_parallel_size", 1), path),
-        etp=_size(getattr(args, "expert_tensor_parallel_size", None) or tp, path),
-    )
+    sizes: dict[str, Any] = {
+        "tp": tp,
+        "pp": getattr(args, "pipeline_model_parallel_size", None),
+        "vpp": getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+        "ep": getattr(args, "expert_model_parallel_size", 1),
+        "etp": getattr(args, "expert_tensor_parallel_size", None) or tp,
+    }
+    for value in sizes.values():
+        if type(value) is not int or value < 1:
+            given = value if type(value) is int else f"a {type(value).__name__}"
+            raise BadInput(
+                f"{path}: the arguments give {given} as a parallel size. Copy the checkpoint again."
+            )
+    layout = Layout(**sizes)
     if not getattr(args, "num_experts", None):
         return replace(layout, ep=1, etp=1)
     if layout.tp % layout.etp:
@@ -299,15 +304,6 @@ def _layout(content: Any, path: Path) -> Layout:
             "and several ranks have written the same file: part of the experts is lost."
         )
     return layout
-
-
-def _size(value: Any, path: Path) -> int:
-    if type(value) is not int or value < 1:
-        given = value if type(value) is int else f"a {type(value).__name__}"
-        raise BadInput(
-            f"{path}: the arguments give {given} as a parallel size. Copy the checkpoint again."
-        )
-    return value
 
 
 def _rank(path: Path, layout: Layout) -> Rank:
@@ -373,7 +369,6 @@ def check_run(folder: Path, args: Namespace) -> None:
 
 def _shown(value: Any) -> str:
     """Shorten a value from a file for a message; only these types are sure to give short text."""
-    plain = value is None or isinstance(value, int | str)
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        plain = True
+    items = value if isinstance(value, list) else [value]
+    plain = all(item is None or isinstance(item, int | str) for item in items)
     return f"{value!s:.80}" if plain else f"a {type(value).__name__}"

@@ -7,7 +7,7 @@ the data of the optimizer and random states in the files is never read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import get_args
 
@@ -66,8 +66,8 @@ class LegacyCheckpoint(MegatronCheckpoint):
     def data_files(self) -> list[Path]:
         return [file.path for file in self._ranks]
 
-    def require(self, rows: Iterable[Row]) -> None:
-        super().require(rows)
+    def require(self, rows: Iterable[Row], unread: Container[str] = ()) -> None:
+        super().require(rows, unread)
         for key, tensor in self.index.tensors.items():
             if not fill(tensor.chunks, tensor.shape):
                 raise self._unfilled(key)
@@ -123,14 +123,17 @@ class LegacyCheckpoint(MegatronCheckpoint):
         for part in range(count):
             file = self._file(row, stage, part)
             local = file.tensor(stage.vp, name)
-            stored = self._entry(row, local, count, f"{file.path}: {name}")
-            for offsets, box in _cut(row, local, part, count):
-                corner = (*row.offset, *offsets)
-                values = box[(None,) * len(row.offset)]
+            size = [n * count if axis == row.tp_axis else n for axis, n in enumerate(local.shape)]
+            stored = self._entry(row, local, tuple(size), f"{file.path}: {name}")
+            found = boxes(row, tuple(size), part, count)
+            cuts = [local] if len(found) == 1 else local.tensor_split(len(found), row.tp_axis or 0)
+            for box, values in zip(found, cuts, strict=True):
+                corner = (*row.offset, *(side.start for side in box))
+                values = values[(None,) * len(row.offset)]
                 stored.chunks.append(Chunk(corner, tuple(values.shape), FileRange(FILE, 0, 0)))
                 self._values[row.key, corner] = values
 
-    def _entry(self, row: Row, local: Tensor, count: int, where: str) -> ChunkedTensor:
+    def _entry(self, row: Row, local: Tensor, shape: Shape, where: str) -> ChunkedTensor:
         """Return the index entry of the row's tensor, with the shape in the files, not the config.
 
         Raises:
@@ -139,7 +142,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
         stacked = list(row.global_shape[: len(row.offset)])
         if len(stacked) > (row.expert is not None):
             stacked[0] = self._layers
-        whole = (*stacked, *_whole(row, local, count))
+        whole = (*stacked, *shape)
         entry = self.index.tensors.setdefault(row.key, ChunkedTensor(local.dtype, whole))
         if (entry.dtype, entry.shape) != (local.dtype, whole):
             raise BadInput(
@@ -158,18 +161,3 @@ class LegacyCheckpoint(MegatronCheckpoint):
                 tensor = file.tensor(stage.vp, name)
                 entry = ChunkedTensor(tensor.dtype, tuple(tensor.shape))
                 self.index.tensors[f"{file.path.parent.name}/{name}"] = entry
-
-
-def _cut(row: Row, local: Tensor, part: int, parts: int) -> Iterator[tuple[Shape, Tensor]]:
-    """Yield corner and values of the boxes of the whole that make up part `part` of `parts`."""
-    found = boxes(row, _whole(row, local, parts), part, parts)
-    cuts: Sequence[Tensor] = [local]
-    if len(found) > 1 and row.tp_axis is not None:
-        cuts = local.tensor_split(len(found), row.tp_axis)
-    for box, values in zip(found, cuts, strict=True):
-        yield tuple(side.start for side in box), values
-
-
-def _whole(row: Row, local: Tensor, parts: int) -> Shape:
-    """Return the shape of the piece of which `local` is one of `parts` equal parts."""
-    return tuple(n * parts if axis == row.tp_axis else n for axis, n in enumerate(local.shape))

@@ -197,7 +197,7 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
 def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
     """Raise BadInput if the layout does not fit the model or the format."""
     a = mcore.architecture
-    if not mcore.source.form.head.kind.is_language_model:
+    if not mcore.source.form.head.is_language_model:
         raise BadInput(
             f"{mcore.source.path} has no language model's head, and Megatron loads the legacy "
             "format only with one: choose --format torch_dist."

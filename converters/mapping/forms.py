@@ -64,21 +64,6 @@ class Names:
         return any(re.search(pattern, name) for pattern in self.left_out)
 
 
-@dataclass(frozen=True)
-class HeadKind:
-    """One kind of head.
-
-    Attributes:
-        key: what a record of a form says.
-        note: what a user should know; empty for nothing.
-        is_language_model: whether the model predicts tokens, as everything that runs it needs.
-    """
-
-    key: str
-    note: str = ""
-    is_language_model: bool = True
-
-
 CURRENT = Names("current")
 BASE = Names(
     "base",
@@ -137,25 +122,18 @@ COSMOS_NEW = replace(
 )
 NAMES = {names.key: names for names in (CURRENT, BASE, OLD, COSMOS, COSMOS_NEW)}
 
-LANGUAGE_MODEL = HeadKind("language model")
-TIED_COPY = HeadKind(
-    "tied copy",
-    f"Embeddings are tied, and {LM_HEAD} is stored too; it equals the embedding and is kept once.",
-)
-HEADLESS = HeadKind(
-    "none",
-    f"This is a headless model, without {LM_HEAD}: it can be converted, and trained and scored "
-    "with --task embedding, but all else needs a language model's head.",
-    is_language_model=False,
-)
-CLASSIFIER = HeadKind(
-    "score",
-    f"This model has a classifier's head ({SCORE}), as reward models and rerankers have: it can be "
-    "converted, and trained and scored with --task reward if it has one label, else with --task "
-    "classify, but all else needs a language model's head.",
-    is_language_model=False,
-)
-HEADS = {kind.key: kind for kind in (LANGUAGE_MODEL, TIED_COPY, HEADLESS, CLASSIFIER)}
+LANGUAGE_MODEL, TIED_COPY, HEADLESS, CLASSIFIER = "language model", "tied copy", "none", "score"
+HEADS = {
+    LANGUAGE_MODEL: "",
+    TIED_COPY: f"Embeddings are tied, and {LM_HEAD} is stored too; it equals the embedding and is "
+    "kept once.",
+    HEADLESS: f"This is a headless model, without {LM_HEAD}: it can be converted, and trained and "
+    "scored with --task embedding, but all else needs a language model's head.",
+    CLASSIFIER: f"This model has a classifier's head ({SCORE}), as reward models and rerankers "
+    "have: it can be converted, and trained and scored with --task reward if it has one label, "
+    "else with --task classify, but all else needs a language model's head.",
+}
+"""The kinds of head, as a record of a form has them, and what a user should know of each."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +146,19 @@ class Head:
         bias: whether a classifier has ``score.bias``.
     """
 
-    kind: HeadKind = LANGUAGE_MODEL
+    kind: str = LANGUAGE_MODEL
     labels: int = 0
     bias: bool = False
 
     @property
+    def is_language_model(self) -> bool:
+        """Whether the model predicts tokens, as everything that runs it needs."""
+        return self.kind in (LANGUAGE_MODEL, TIED_COPY)
+
+    @property
     def in_megatron(self) -> Head:
         """The same head where a tied one is stored once."""
-        return AS_CONFIG if self.kind is TIED_COPY else self
+        return AS_CONFIG if self.kind == TIED_COPY else self
 
 
 AS_CONFIG = Head()
@@ -205,18 +188,19 @@ class Form:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know, one sentence or two each."""
-        return tuple(filter(None, (self.head.kind.note, self.names.note)))
+        return tuple(filter(None, (HEADS[self.head.kind], self.names.note)))
 
     @property
     def record(self) -> dict[str, str | int]:
         """What tells this form from another, for JSON."""
-        kind, labels, bias = self.head.kind, self.head.labels, self.head.bias
-        return {"names": self.names.key, "head": kind.key, "labels": labels, "bias": bias}
+        head = self.head
+        names = {"names": self.names.key}
+        return {**names, "head": head.kind, "labels": head.labels, "bias": head.bias}
 
     def require_language_model(self, path: object) -> None:
         """Raise BadInput if the model at `path` has no head that predicts tokens."""
-        if not self.head.kind.is_language_model:
-            raise BadInput(f"{path}: {self.head.kind.note} Name a checkpoint that has one.")
+        if not self.head.is_language_model:
+            raise BadInput(f"{path}: {HEADS[self.head.kind]} Name a checkpoint that has one.")
 
     def require_transformers(self, path: object) -> None:
         """Raise BadInput if transformers does not load a whole language model from `path`."""

@@ -208,11 +208,11 @@ def shard(place: list[tuple[int, int]]) -> str:
 def _ends(a: Architecture, padded: int, head: forms.Head) -> Iterator[Row]:
     """Yield the rows outside the layers: embedding, head and final norm."""
     vocabulary = [(EMBEDDING, forms.INPUT_EMBEDDING)]
-    if head.kind is forms.TIED_COPY:
+    if head.kind == forms.TIED_COPY:
         vocabulary.append((EMBEDDING, forms.LM_HEAD))
-    elif head.kind is forms.LANGUAGE_MODEL and not a.tie_word_embeddings:
+    elif head.kind == forms.LANGUAGE_MODEL and not a.tie_word_embeddings:
         vocabulary.append(("output_layer.weight", forms.LM_HEAD))
-    elif head.kind is forms.CLASSIFIER:
+    elif head.kind == forms.CLASSIFIER:
         yield same("output_layer.weight", forms.SCORE, (head.labels, a.hidden_size))
         if head.bias:
             yield same("output_layer.bias", forms.SCORE_BIAS, (head.labels,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -105,14 +105,16 @@ class MegatronCheckpoint(ABC):
         """Return the keys of the model's tensors, without optimizer state and the like."""
         return {key for key in self.index.tensors if not NOT_THE_MODEL.match(key)}
 
-    def require(self, rows: Iterable[Row]) -> None:
+    def require(self, rows: Iterable[Row], unread: Container[str] = ()) -> None:
         """Check that the checkpoint's model tensors are exactly those that `rows` make.
+
+        Those in `unread` may be there besides.
 
         Raises:
             BadInput: a tensor is missing, has another shape, or belongs to no row.
         """
         wanted = mcore_shapes(list(rows))
-        found = {key: self.index.tensors[key] for key in self.model_keys()}
+        found = {key: self.index.tensors[key] for key in self.model_keys() if key not in unread}
         for key, shape in wanted.items():
             if key not in found:
                 raise BadInput(

@@ -1,16 +1,14 @@
 """Write large files with direct I/O, and read mapped files without a fatal signal.
 
-A buffered write fills pages that nothing reads again and that evict useful ones. Writing and
-syncing 400 MB costs 0.05 s of processor time with direct I/O and 0.34 s buffered (0.13 to 0.58;
-five interleaved pairs), and takes a third of the time. Converting a cut 2B of 2.1 GB to Megatron
-takes 7.4 s of processor time (10.8 s buffered), and back 5.1 s (8.4 s).
+A buffered write fills pages that nothing reads again and that evict useful ones. With direct I/O,
+writing takes a third of the time, and converting 2.1 GB takes 3 s less of processor time.
 
 Whole blocks are written directly from an aligned buffer. The bytes before the first and after the
 last whole block are written buffered; so is everything where the file system has no direct I/O.
 
 While a file is mapped, the disk may fail or the file may be cut short; the first access to such a
-page then raises SIGBUS. Linux (from 5.14) can load pages on request and report an error instead.
-It costs nothing: converting a cut 2B takes the same processor time without it, within 5 %.
+page then raises SIGBUS. Linux (from 5.14) can load pages on request and report an error instead,
+at no measurable cost.
 """
 
 from __future__ import annotations

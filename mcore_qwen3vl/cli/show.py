@@ -97,7 +97,7 @@ def inspection(inspection: Inspection, tensors: bool) -> None:
 
 
 def _head(inspection: Inspection) -> str | None:
-    if not inspection.form.head.kind.is_language_model:
+    if not inspection.form.head.is_language_model:
         return None  # the form says which head there is
     return "tied" if inspection.architecture.tie_word_embeddings else "separate"
 

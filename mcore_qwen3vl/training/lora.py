@@ -75,7 +75,7 @@ class Base:
         else:
             from mcore_qwen3vl.converters.live.load import load_checkpoint
 
-            load_checkpoint([chunk], self.path, whole=False)
+            load_checkpoint([chunk], self.path)
         self._add(chunk)
 
     def identity(self) -> Identity | None:
