@@ -50,7 +50,6 @@ class Inspection:
 
     Attributes:
         kind: "huggingface", "megatron" or "config" (a config without weights).
-        form: how its Hugging Face tensors are called, and which head it has.
         expert_layout: declared layout of the fused experts; None for a dense model.
         iteration: name of the iteration's folder in a Megatron checkpoint; else None.
         maker: who wrote a Megatron checkpoint in a dialect; else None.
@@ -195,11 +194,8 @@ class MappingLine:
         hf_shapes: shape of each whole HF tensor (fused experts with their first axis).
         mcore: sharded checkpoint key of the mcore tensor, written in the same way.
         shape: shape of one piece: one layer, or one expert.
-        stacked: sizes of the axes on which the pieces are stacked before `shape`: (layers,),
-            (experts,), (layers, experts) or ().
-        transform: how the tensors in `hf` become the piece, in a few words.
-        tp_axis: axis of `shape` that tensor parallelism cuts; None if every rank holds the piece.
-        tp_parts: number of equal parts along `tp_axis` that are each cut (2 for gate and up).
+        stacked: sizes of the axes before `shape`: (layers,), (experts,), (layers, experts) or ().
+        tp_axis, tp_parts: see `table.Row`.
         cut_by: ``TP``, or ``ETP`` for an expert; None where `tp_axis` is None.
     """
 
@@ -345,6 +341,5 @@ def estimate(
 
 def slice_bytes(row: Row, dtype: torch.dtype) -> int:
     """Return the most bytes of one row that a worker holds at a time, in either direction."""
-    whole = row.shape[0]
-    height = whole if row.rearrangement.transposed else min(max_rows(row, dtype), whole)
+    height = min(max_rows(row, dtype), row.shape[0])
     return height * prod(row.shape[1:]) * dtype.itemsize

@@ -22,11 +22,8 @@ from mcore_qwen3vl.errors import BadInput
 class AdapterPart:
     """Parameters with the same rank, scaling and shapes whose names differ only in numbers.
 
-    Attributes:
-        name: name of the parameters with numbers replaced by ``*``; PEFT's key if the model is not
-            known.
-        r: rank; None for a tensor that is stored whole, or if the model is not known.
-        scaling: see `Factors`; None where `r` is None.
+    In `name`, ``*`` stands for a number; it is PEFT's key if the model is not known. `r` and
+    `scaling` are those of `Factors`; None for a tensor that is stored whole or of an unknown model.
     """
 
     name: str
@@ -43,8 +40,7 @@ class AdapterInspection:
     Attributes:
         base: directory of the model that the adapter was checked against; None if it was not
             checked.
-        roles: roles of the factors of fused experts; None if there are none, or if the model is
-            not known.
+        roles: of the factors of fused experts; None without these or without a model.
         parts: the adapted parameters and those stored whole.
         notes: notes of the reader (see `Adapter`), and what vLLM would not serve.
     """

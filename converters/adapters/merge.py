@@ -124,9 +124,8 @@ def plan_merge(
         ),
         max_shard_size=max_shard_size,
         layout=layout,
-        names=form.names,
+        form=form,
         notes=(
-            *form.notes,
             *reading_notes(checkpoint, wanted),
             *layout_notes(layout),
             *found.notes,

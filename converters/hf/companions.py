@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,12 +66,8 @@ def copy_companions(source: Path, target: Path, changes: Changes) -> None:
     for name, file in companion_files(source).items():
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        if name == "config.json" and config is not None:
-            write_durably(copy, config)
-            continue
-        shutil.copyfile(file, copy)
-        with copy.open("rb+") as handle:
-            os.fsync(handle.fileno())
+        changed = config if name == "config.json" else None
+        write_durably(copy, file.read_bytes() if changed is None else changed)
 
 
 def digest(file: Path) -> str:

@@ -136,8 +136,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
     def _entry(self, row: Row, local: Tensor, shape: Shape, where: str) -> ChunkedTensor:
         """Return the index entry of the row's tensor, with the shape in the files, not the config.
 
-        Raises:
-            BadInput: ranks or layers disagree on its dtype or shape.
+        Raise BadInput if ranks or layers disagree on its dtype or shape.
         """
         stacked = list(row.global_shape[: len(row.offset)])
         if len(stacked) > (row.expert is not None):

@@ -155,9 +155,8 @@ class ToLegacy:
         def fetch(name: str, box: Selection) -> Tensor:
             return source.read(name, box, tensor.dtype)
 
+        step = max_rows(row, tensor.dtype)
         for rows, *columns in tensor.boxes:
-            height = rows.stop - rows.start
-            step = height if row.rearrangement.transposed else max_rows(row, tensor.dtype)
             for start in range(rows.start, rows.stop, step):
                 yield row.take(fetch, (slice(start, min(start + step, rows.stop)), *columns))
 

@@ -8,7 +8,7 @@ experts on the next. A row is one piece of such a tensor: one layer, or one expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -122,7 +122,9 @@ class Row:
 
 
 def max_rows(row: Row, dtype: torch.dtype) -> int:
-    """Return the most rows that one chunk of `row` may have."""
+    """Return the most rows that one chunk of `row` may have; a transposed one is one chunk."""
+    if row.rearrangement.transposed:
+        return row.shape[0]
     width = row.numel // row.shape[0] * dtype.itemsize
     return max(CHUNK_BYTES // max(width, 1), 1)
 
@@ -319,42 +321,34 @@ def _experts(a: Architecture, layer: _Layer, *, swapped: bool) -> Iterator[Row]:
 
 def vision_rows(v: VisionArchitecture) -> Iterator[Row]:
     """Yield the vision tower's rows: the same tensors, under ``visual.`` for ``model.visual.``."""
-    for name, shape in _vision_shapes(v).items():
+    for name, shape in _vision_shapes(v):
         yield same(f"visual.{name}", f"model.visual.{name}", shape)
 
 
-def _vision_shapes(v: VisionArchitecture) -> dict[str, Shape]:
-    """Return the names and shapes of the parameters of HF's ``Qwen3VLVisionModel``."""
+def _vision_shapes(v: VisionArchitecture) -> Iterator[tuple[str, Shape]]:
+    """Yield the names and shapes of the parameters of HF's ``Qwen3VLVisionModel``."""
     hidden, merged = v.hidden_size, v.hidden_size * v.spatial_merge_size**2
     patch = (v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
-    shapes: dict[str, Shape] = {
-        "patch_embed.proj.weight": (hidden, *patch),
-        "patch_embed.proj.bias": (hidden,),
-        "pos_embed.weight": (v.num_position_embeddings, hidden),
-    }
-    linears = {
+    yield from _biased("patch_embed.", {"proj": (hidden, *patch)})
+    yield "pos_embed.weight", (v.num_position_embeddings, hidden)
+    block: dict[str, Shape] = {
+        "norm1": (hidden,),
+        "norm2": (hidden,),
         "attn.qkv": (3 * hidden, hidden),
         "attn.proj": (hidden, hidden),
         "mlp.linear_fc1": (v.intermediate_size, hidden),
         "mlp.linear_fc2": (hidden, v.intermediate_size),
     }
-    for block in range(v.depth):
-        norms = {"norm1": hidden, "norm2": hidden}
-        shapes |= _weights_and_biases(f"blocks.{block}.", norms, linears)
+    for number in range(v.depth):
+        yield from _biased(f"blocks.{number}.", block)
+    linears = {"linear_fc1": (merged, merged), "linear_fc2": (v.out_hidden_size, merged)}
     # The first merger's norm precedes the patch merge; the others' follow it.
-    deepstack = [f"deepstack_merger_list.{i}." for i in range(len(v.deepstack_visual_indexes))]
-    for merger, width in {"merger.": hidden, **dict.fromkeys(deepstack, merged)}.items():
-        linears = {"linear_fc1": (merged, merged), "linear_fc2": (v.out_hidden_size, merged)}
-        shapes |= _weights_and_biases(merger, {"norm": width}, linears)
-    return shapes
+    yield from _biased("merger.", {"norm": (hidden,), **linears})
+    for number in range(len(v.deepstack_visual_indexes)):
+        yield from _biased(f"deepstack_merger_list.{number}.", {"norm": (merged,), **linears})
 
 
-def _weights_and_biases(
-    prefix: str, norms: dict[str, int], linears: dict[str, tuple[int, int]]
-) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {}
-    for name, width in norms.items():
-        shapes |= {f"{prefix}{name}.weight": (width,), f"{prefix}{name}.bias": (width,)}
-    for name, (out, into) in linears.items():
-        shapes |= {f"{prefix}{name}.weight": (out, into), f"{prefix}{name}.bias": (out,)}
-    return shapes
+def _biased(prefix: str, weights: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+    for name, shape in weights.items():
+        yield f"{prefix}{name}.weight", shape
+        yield f"{prefix}{name}.bias", shape[:1]

@@ -49,10 +49,9 @@ class Format:
         recognises: tells whether an iteration's folder has this format, by its files' names.
         open: opens the checkpoint at a path (its directory, or the folder of one iteration) of a
             model with the given architecture.
-        plan: ``plan(source, layout, spec, *, dtype, make_vocab_size_divisible_by)`` plans the
-            conversion of a Hugging Face checkpoint to a format that is written for one parallel
-            layout and loads under no other; see `convert.plan_hf_to_mcore`. None if the format
-            loads under any layout.
+        plan: ``plan(source, layout, spec, *, dtype, make_vocab_size_divisible_by)`` plans a
+            conversion to a format that loads under one layout only; see
+            `convert.plan_hf_to_mcore`. None if the format loads under any layout.
         check_run: ``check_run(folder, args)`` raises BadInput if a run with Megatron's arguments
             `args` could not load the checkpoint in `folder`.
     """

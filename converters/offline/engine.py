@@ -178,10 +178,8 @@ class ConversionResult:
     Attributes:
         direction: "hf-to-mcore", "mcore-to-hf", "hf-to-hf" or "lora merge".
         tensors: number of tensors in the target; in mcore, stacked layers are one tensor.
-        nbytes: bytes of tensor data.
-        files: number of files with tensor data.
+        nbytes, files: bytes of tensor data, and number of files with such.
         companion_files: other files that were copied: config, tokenizer, processor.
-        dtypes: dtypes written.
         expert_layout: layout of the fused experts on the HF side; None for a dense model.
         resumed_units: number of units that an interrupted run had finished.
         seconds: wall time.

@@ -28,7 +28,7 @@ from mcore_qwen3vl.converters.hf.companions import (
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.shards import Shard
-from mcore_qwen3vl.converters.mapping.forms import Names, renamed
+from mcore_qwen3vl.converters.mapping.forms import Form, Names, renamed
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
 from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
@@ -232,8 +232,8 @@ def plan_mcore_to_hf(
         changes=Changes(None if expert_layout == "source" else expert_layout, wanted),
         max_shard_size=max_shard_size,
         layout=layout,
-        names=form.names,
-        notes=(*form.notes, left_out) if padding else form.notes,
+        form=form,
+        notes=(left_out,) if padding else (),
     )
 
 
@@ -249,7 +249,7 @@ def lay_out(
     changes: Changes,
     max_shard_size: str,
     layout: ExpertLayout | None,
-    names: Names,
+    form: Form,
     notes: tuple[str, ...],
 ) -> ConversionPlan:
     """Plan a conversion that writes a Hugging Face checkpoint.
@@ -266,7 +266,7 @@ def lay_out(
         BadInput: `max_shard_size` is not a size, or a companion file is a link that leads out of
             its directory.
     """
-    dtype, labels = changes.dtype, changes.labels
+    names, dtype, labels = form.names, changes.dtype, changes.labels
     limit = shards.parse_size(max_shard_size)
     origins = {
         names.stored(named.name): origin(row, named) for row in rows for named in row.sources
@@ -299,7 +299,7 @@ def lay_out(
         },
         conversion=ToHuggingFace(stream, parts, hf_config, changes),
         files=len(parts),
-        notes=(*notes, *processor_notes(hf_config)),
+        notes=(*form.notes, *notes, *processor_notes(hf_config)),
     )
 
 
@@ -364,8 +364,8 @@ def plan_hf_to_hf(
         changes=Changes(None if expert_layout == "source" else expert_layout, wanted),
         max_shard_size=max_shard_size,
         layout=layout,
-        names=form.names,
-        notes=(*form.notes, *reading_notes(checkpoint, wanted), *layout_notes(layout)),
+        form=form,
+        notes=(*reading_notes(checkpoint, wanted), *layout_notes(layout)),
     )
 
 

@@ -150,8 +150,8 @@ class RowReader:
             boxes = (tuple(slice(0, n) for n in s.piece_shape) for s in row.sources)
             yield row.to_mcore(*(self._read(n, box) for n, box in enumerate(boxes)))
             return
-        height = row.shape[0] if how.transposed else max_rows(row, self.dtype)
-        yield from how.stream(self._read, tuple(slice(0, n) for n in row.shape[1:]), height)
+        columns = tuple(slice(0, n) for n in row.shape[1:])
+        yield from how.stream(self._read, columns, max_rows(row, self.dtype))
 
     def checksums(self) -> list[manifest.Checksum]:
         """Return the checksum of each HF piece, after checking that it was read to its end."""
@@ -275,11 +275,7 @@ def reading_notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) 
 def _targets(
     checkpoint: HuggingFaceCheckpoint, rows: list[Row], wanted: torch.dtype | None
 ) -> dict[str, ChunkedTensor]:
-    """Return the dtype and shape of each mcore tensor.
-
-    Raises:
-        BadInput: no dtype is `wanted`, and HF tensors of different dtypes share an mcore tensor.
-    """
+    """Return the dtype and shape of each mcore tensor; raise BadInput if it would have several."""
     tensors: dict[str, ChunkedTensor] = {}
     first: dict[str, str] = {}
     for row in rows:

@@ -204,11 +204,7 @@ class _Unpickler(RestrictedUnpickler):
 
 
 def _record_of(module: str, name: str) -> Any:
-    """Return the stand-in for a class or function that an undamaged file may name.
-
-    Raises:
-        Refused: no undamaged file names this class or function.
-    """
+    """Return the stand-in for a class or function; raise Refused if no sound file names it."""
     if (found := STAND_INS.get((CALLED.get(module, module), name))) is not None:
         return found
     if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mapping import transforms
+from mcore_qwen3vl.converters.mapping import parameters, transforms
 from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, mcore_shapes, table
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.tiny import tiny_config
 
 TEXT = {
     "vocab_size": 101,
@@ -311,3 +313,42 @@ def test_an_expert_slice_reads_only_that_expert() -> None:
 def test_undeclared_expert_layout_is_refused() -> None:
     with pytest.raises(BadInput, match="how the fused experts are laid out"):
         table(replace(architecture(moe=True), expert_layout=None))
+
+
+@pytest.mark.parametrize("size", ["2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b"])
+def test_parameters_are_those_of_the_hf_model(size: str) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(SHAPES / f"{size}.json")
+        model = AutoModelForImageTextToText.from_config(config)
+    a = Architecture.from_hf(SHAPES / f"{size}.json")
+    assert parameters.total(a) == sum(p.numel() for p in model.parameters())
+    assert parameters.by_part(a)["vision"] == sum(
+        p.numel() for p in model.model.visual.parameters()
+    )
+
+
+def test_active_parameters_are_those_of_the_experts_that_are_asked() -> None:
+    a = Architecture.from_hf(SHAPES / "30b_a3b.json")
+    idle = (a.num_experts - a.num_experts_per_tok) * 3 * a.hidden_size * a.moe_intermediate_size
+    assert parameters.active(a) == parameters.total(a) - a.num_hidden_layers * idle
+    dense = Architecture.from_hf(tiny_config())
+    assert parameters.active(dense) == parameters.total(dense)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_every_layer_has_its_own(mixed: bool) -> None:
+    text = {"mlp_only_layers": [1]} if mixed else {}
+    a = Architecture.from_hf(tiny_config(moe=True, text=text))
+    held = parameters.count(a)
+    for layer, moe in enumerate(a.moe_layers):
+        parts = {group.part for group in held if group.layer == layer}
+        assert parts == {"attention", "norms", *(("router", "experts") if moe else ("mlp",))}
+    assert {group.part for group in held if group.layer is None} == {
+        "vision", "embedding", "output layer", "norms",
+    }  # fmt: skip
+    divided = {group.part for group in held if group.divided}
+    assert not divided & {"vision", "norms", "router"}
+    whole = {group.part for group in held if not group.divided}
+    assert not divided & whole

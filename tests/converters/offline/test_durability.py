@@ -16,11 +16,11 @@ from tests.converters.disk import Disk, NotDurable
 Tiny = Callable[[str], Path]
 Convert = Callable[[Path], object]
 
-EVERYWHERE = {"DirectFile.sync", "Staging.finish", "copy_companions", "sync_folder"}
+EVERYWHERE = {"DirectFile.sync", "Staging.finish", "sync_folder", "write_durably"}
 PLACES = {
-    "hf-to-mcore": {*EVERYWHERE, "write_durably"},
-    "hf-to-legacy": {*EVERYWHERE, "write_durably"},
-    "mcore-to-hf": {*EVERYWHERE, "write_durably", "Shard.create"},
+    "hf-to-mcore": EVERYWHERE,
+    "hf-to-legacy": EVERYWHERE,
+    "mcore-to-hf": {*EVERYWHERE, "Shard.create"},
 }
 """All functions that sync, by direction."""
 

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.table import same
+from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.converters.torch_dist.files import DistcpFile
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
@@ -28,7 +31,7 @@ from mcore_qwen3vl.verify.job import Job, train
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 from mcore_qwen3vl.verify.trace.probe_points import WEIGHTS
 from mcore_qwen3vl.verify.trace.tracing import trace
-from tests.converters.checkpoints import copy, load, save
+from tests.converters.checkpoints import assert_same_tensors, copy, load, save
 from tests.converters.peers.make_peers import MOE, TEXT, VISION
 from tests.converters.peers.test_peers import HERE, MAKERS, PEERS, source_of
 from tests.converters.ranks import build_empty
@@ -178,3 +181,40 @@ def test_parity_and_trace_find_what_was_converted_wrongly(tmp_path: Path) -> Non
 def test_parity_refuses_a_checkpoint_of_the_other_kind() -> None:
     with pytest.raises(BadInput, match="one is needed here: compare it with `verify tensors`"):
         verify_parity(HERE / "hf-dense", checkpoint=HERE / "hf-dense")
+
+
+SOURCE = HERE / "hf-dense"
+
+
+def saved_by_verl(root: Path, model: str) -> Path:
+    actor = root / "global_step_20" / "actor"
+    copy(HERE / "verl-dense" / "model", actor / model)
+    (root / TRACKER).write_text("20")
+    return actor
+
+
+@pytest.mark.parametrize("model", ["", "model"])
+def test_every_folder_is_understood(tmp_path: Path, model: str) -> None:
+    actor = saved_by_verl(tmp_path / "run", model)
+    folders = {tmp_path / "run", actor.parent, actor, actor / model, actor / model / "dist_ckpt"}
+    for number, folder in enumerate(folders):
+        mcore_to_hf(folder, out := tmp_path / f"out{number}")
+        assert_same_tensors(SOURCE, out)
+        assert inspect_path(folder).maker == MAKERS["verl"]
+        assert hf_folder_of(folder, None, "generate") == actor / model / "huggingface"
+        found = from_other_maker(arguments(SOURCE, "--load", str(folder)).args)
+        assert found is not None
+        assert found.folder == actor / model / "dist_ckpt"
+
+
+@pytest.mark.parametrize("model", ["", "model"])
+def test_hugging_face_weights_are_named(tmp_path: Path, model: str) -> None:
+    actor = saved_by_verl(tmp_path / "run", model)
+    for file in (actor / model / "dist_ckpt").iterdir():
+        file.unlink()  # VERL makes the folder all the same
+    named = rf"saved by VERL.*: name {actor / model / 'huggingface'}\.$"
+    for folder in (tmp_path / "run", actor.parent, actor, actor / model):
+        with pytest.raises(BadInput, match=named):
+            mcore_to_hf(folder, tmp_path / "out")
+        with pytest.raises(BadInput, match=named):
+            inspect_path(folder)
