@@ -1,11 +1,12 @@
-"""Loading a checkpoint of either kind on all ranks, for commands that do not train."""
+"""A checkpoint of either kind on all ranks of a layout, for commands that do not train."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,66 @@ from mcore_qwen3vl.runtime.parallel import initialize
 _WEEK = 7 * 86400.0  # seconds: a command may take long, and the user can interrupt it
 
 
+@dataclass(frozen=True)
+class ModelRequest:
+    """The checkpoint that a command runs, and how.
+
+    Attributes:
+        dtype: dtype of weights and computation; ``config``: the dtype of the checkpoint's config.
+        hf: directory with config, tokenizer and processor; None: the checkpoint's own.
+        lora: PEFT adapter to run it with.
+    """
+
+    checkpoint: Path
+    layout: Layout = field(default_factory=Layout, kw_only=True)
+    spec: Any = field(default="torch", kw_only=True)
+    dtype: Literal["config", "bf16", "fp16", "fp32"] = field(default="config", kw_only=True)
+    hf: Path | None = field(default=None, kw_only=True)
+    lora: Path | None = field(default=None, kw_only=True)
+
+
+class CheckedModel:
+    """A model that can be loaded under the requested layout; no weight has been read yet.
+
+    Attributes:
+        folder: folder with config, tokenizer and processor.
+    """
+
+    def __init__(self, request: ModelRequest, command: str, *, task: str | None = None) -> None:
+        """Check a request; the task is that of :func:`adapter_for`.
+
+        Raises:
+            BadInput: the causes in :func:`hf_folder_of` and :func:`adapter_for`, or the layout does
+                not fit the model.
+        """
+        self._request = request
+        self.folder = hf_folder_of(request.checkpoint, request.hf, command)
+        self.architecture = Architecture.from_hf(self.folder)
+        request.layout.validate(self.architecture, training=False)
+        self.adapter = adapter_for(request.lora, request.checkpoint, self.folder, task=task)
+
+    def load(self, kind: type[Qwen3VLModel] = Qwen3VLModel, **overrides: Any) -> list[Qwen3VLModel]:
+        """Build and load this rank's part; all ranks call it, with ``torch.distributed`` set up.
+
+        A classifier's head may be in the adapter alone.
+        """
+        request = self._request
+        initialize(request.layout)
+        if request.dtype != "config":
+            overrides["params_dtype"] = DTYPES[request.dtype]
+        chunks = build_chunks(
+            self.architecture, request.layout, spec=request.spec, kind=kind, **overrides
+        )
+        if is_megatron(request.checkpoint):
+            load_checkpoint(chunks, request.checkpoint)
+        else:
+            held = () if self.adapter is None else self.adapter.saved
+            load_hf(chunks, request.checkpoint, spare_value_head=SCORE in held)
+        if self.adapter is not None:
+            adapt(chunks, self.adapter)
+        return chunks
+
+
 def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
     """Return the folder with the config, tokenizer and processor of `checkpoint`.
 
@@ -48,36 +109,6 @@ def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
         remedy = f"did you mean {below[-1]}?" if below else "name a checkpoint directory."
         raise BadInput(f"{folder} has no config.json: {remedy}")
     return folder
-
-
-def load_chunks(
-    checkpoint: Path,
-    architecture: Architecture,
-    layout: Layout,
-    *,
-    spec: Any = "torch",
-    dtype: str = "config",
-    adapter: Adapter | None = None,
-    kind: type[Qwen3VLModel] = Qwen3VLModel,
-    **overrides: Any,
-) -> list[Qwen3VLModel]:
-    """Build and load this rank's part of the model; every rank must call it.
-
-    ``torch.distributed`` must be initialised. The dtype is a name of ``DTYPES``, or ``config`` for
-    that of the checkpoint's config. A classifier's head may be in the adapter alone.
-    """
-    initialize(layout)
-    if dtype != "config":
-        overrides["params_dtype"] = DTYPES[dtype]
-    chunks = build_chunks(architecture, layout, spec=spec, kind=kind, **overrides)
-    if is_megatron(checkpoint):
-        load_checkpoint(chunks, checkpoint)
-    else:
-        held = () if adapter is None else adapter.saved
-        load_hf(chunks, checkpoint, spare_value_head=SCORE in held)
-    if adapter is not None:
-        adapt(chunks, adapter)
-    return chunks
 
 
 def adapter_for(

@@ -73,14 +73,14 @@ def generate(
         from mcore_qwen3vl.runtime import cpu as backend
 
         backend.install()  # before megatron is imported
-    from mcore_qwen3vl.generation.from_checkpoint import Request, run
+    from mcore_qwen3vl.generation.generate import Request, run
     from mcore_qwen3vl.generation.prompts import user_turns
 
     streams = len(prompt) == 1 and not json
     request = Request(
         checkpoint,
         user_turns(prompt, image or [], videos),
-        layout,
+        layout=layout,
         spec=spec,
         dtype=dtype,
         hf=hf_model,

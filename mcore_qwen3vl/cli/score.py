@@ -98,9 +98,11 @@ def score(
     from mcore_qwen3vl.scoring.score import score as run
 
     request = Request(
-        checkpoint, data, out, layout, spec, dtype, hf_model, lora, temperature, entropy, packing,
-        seq_length, media, packing_buffer, max_bad_fraction, force, split,
-        preprocess, trust_data, task, answers, top_k,
+        checkpoint, data, out, layout=layout, spec=spec, dtype=dtype, hf=hf_model, lora=lora,
+        temperature=temperature, entropy=entropy, packing=packing, seq_length=seq_length,
+        media=media, buffer=packing_buffer, max_bad_fraction=max_bad_fraction, force=force,
+        split=split, preprocess=preprocess, trust_data=trust_data, task=task, answers=answers,
+        top_k=top_k,
     )  # fmt: skip
     found = run(request, on_cpu=cpu)
     if found is None:  # a rank of torchrun other than the first

@@ -1,22 +1,31 @@
-"""Answers to conversations, from a model on any layout without CP and VPP."""
+"""Answers to conversations, from a model or a checkpoint on any layout without CP and VPP."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
+import torch.distributed as dist
 from transformers import GenerationConfig, TextStreamer
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation.decoding import Sampler, decode, pad_token, stop_tokens
+from mcore_qwen3vl.generation.decoding import (
+    Sampler,
+    decode,
+    load_generation_config,
+    pad_token,
+    stop_tokens,
+)
 from mcore_qwen3vl.generation.prompts import Conversation, Prompts, encode_prompts
+from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Stream = Callable[[int, str], None]
 """A function that gets the number of a conversation and the text that was added to its answer."""
-
 
 MAX_NEW_TOKENS = 128
 
@@ -133,3 +142,52 @@ def check_lengths(architecture: Architecture, prompts: Prompts, max_new_tokens: 
             f"The longest prompt has {longest} tokens; with {max_new_tokens} new ones it exceeds "
             f"the model's {limit} positions. Lower max_new_tokens or shrink the images."
         )
+
+
+@dataclass(frozen=True)
+class Request(ModelRequest):
+    """The conversations to answer, and the checkpoint.
+
+    Attributes:
+        conversations: conversations in the form of :func:`generate`.
+        options: keyword arguments of :func:`generate`; only the first rank uses `stream`.
+    """
+
+    conversations: Sequence[Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
+    """Generate on all ranks: torchrun's if torchrun started us, otherwise ranks started here.
+
+    Prompts are read and checked before a process starts or a weight is loaded.
+
+    Raises:
+        BadInput: the causes in :func:`generate`, no GPU, or a layout that does not fit the model.
+    """
+    layout, model = request.layout, CheckedModel(request, "generate")
+    for name, size in (("VPP", layout.vpp), ("CP", layout.cp)):
+        if size > 1:
+            raise BadInput(f"{name} is {size}, but generation does not use it: drop {name}.")
+    config = load_generation_config(model.folder)
+    options = {"generation_config": config, **request.options}
+    processor = load_processor(model.folder)
+    multiple = layout.tp if layout.sp else 1
+    prompts = encode_prompts(
+        model.architecture, processor, request.conversations, multiple_of=multiple
+    )
+    check_lengths(model.architecture, prompts, options.get("max_new_tokens", MAX_NEW_TOKENS))
+    sampling: Any = {name: options.get(name) for name in ("temperature", "top_p", "top_k")}
+    Sampler(options["generation_config"], **sampling)  # raises if a value cannot be used
+    job = partial(_on_rank, model, processor, prompts, options)
+    answers: list[Generation] = on_all_ranks(job, layout, on_cpu=on_cpu, purpose="generate")
+    return answers
+
+
+def _on_rank(
+    model: CheckedModel, processor: Any, prompts: Prompts, options: dict[str, Any]
+) -> list[Generation]:
+    """Load this rank's part of the model and answer, with ``torch.distributed`` initialised."""
+    if dist.get_rank():
+        options = {**options, "stream": None}
+    return generate(model.load(), processor, prompts, **options)

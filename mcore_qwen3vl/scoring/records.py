@@ -32,14 +32,6 @@ class Planned:
     plan: Plan
     source: int  # number of its data set
 
-    @property
-    def name(self) -> str:
-        return f"{self.record} {self.side}"
-
-
-Micro = Sequence[Planned]
-"""The sequences that one micro-batch will hold."""
-
 
 @dataclass
 class Found:
@@ -49,15 +41,28 @@ class Found:
     """Log-probabilities and other results of each sequence, by its name."""
     errors: dict[int, str] = field(default_factory=dict)
     """The reasons why records cannot be scored, by the record's number."""
-    digests: dict[str, str] = field(default_factory=dict)
-    """Hashes of the tokens of each sequence, by its name."""
-    sides: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """The names of each record's sequences, in order, by the record's number."""
+    digests: dict[int, dict[str, str]] = field(default_factory=dict)
+    """By the record's number, hashes of the tokens of its sequences, by their sides, in order."""
     places: dict[int, Place] = field(default_factory=dict)
     """The records' places in their files, by the record's number."""
 
     def __or__(self, other: Found) -> Found:
         return Found(*(getattr(self, f.name) | getattr(other, f.name) for f in fields(Found)))
+
+    def entry(self, record: int) -> dict[str, Any]:
+        """Return what is written for a record, besides its place."""
+        if record in self.errors:
+            return {"error": self.errors[record]}
+        sides = {
+            side: {**self.scores[_name(record, side)], "digest": digest}
+            for side, digest in self.digests[record].items()
+        }
+        return sides.get("") or sides
+
+
+def _name(record: int, side: str) -> str:
+    """Return the name of a sequence in its batch."""
+    return f"{record} {side}"
 
 
 class Records:
@@ -92,7 +97,7 @@ class Records:
         found, self._found = self._found, Found()
         return found
 
-    def plan(self, records: Sequence[int]) -> list[Micro]:
+    def plan(self, records: Sequence[int]) -> list[list[Planned]]:
         """Choose which sequences of `records` share a micro-batch."""
         planned = [one for record in records for one in self._plan(record)]
         if not self._config.packing:
@@ -101,7 +106,7 @@ class Records:
         packs = best_fit(lengths, self._config.seq_length)
         return [[planned[i] for i in pack] for pack in packs]
 
-    def batches(self, micros: Sequence[Micro], count: int) -> Iterator[Batch]:
+    def batches(self, micros: Sequence[Sequence[Planned]], count: int) -> Iterator[Batch]:
         """Yield the micro-batches with their pixels, then empty ones up to `count` in all."""
         for micro in [*micros, *[()] * (count - len(micros))]:
             yield self._batch(micro)
@@ -121,12 +126,10 @@ class Records:
         except Exception as error:  # as in the loader, any exception makes the record bad
             self._found.errors[record] = reason_of(error)
             return []
-        self._found.sides[record] = tuple(plans)
-        found = [Planned(record, side, plan, raw.source) for side, plan in plans.items()]
-        self._found.digests |= {one.name: digest(one.plan.input_ids) for one in found}
-        return found
+        self._found.digests[record] = {side: digest(plan.input_ids) for side, plan in plans.items()}
+        return [Planned(record, side, plan, raw.source) for side, plan in plans.items()]
 
-    def _batch(self, micro: Micro) -> Batch:
+    def _batch(self, micro: Sequence[Planned]) -> Batch:
         samples = [found for one in micro if (found := self._encoded(one)) is not None]
         samples = samples or [self._nothing()]
         lengths = [self._config.padded(len(sample.input_ids)) for sample in samples]
@@ -145,7 +148,7 @@ class Records:
         except Exception as error:
             self._found.errors[one.record] = reason_of(error)
             return None
-        return EncodedSample.of(one.plan, pixels, one.name)
+        return EncodedSample.of(one.plan, pixels, _name(one.record, one.side))
 
     def _nothing(self) -> EncodedSample:
         """Make an empty sample, for a rank that has no records left while others have."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,18 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
 from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.loading.index import Place, fingerprint
+from mcore_qwen3vl.data.loading.index import fingerprint
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of, teacher_of, vocabulary_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import only_writer
-from mcore_qwen3vl.inference import adapter_for, hf_folder_of, load_chunks, on_all_ranks
+from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
 from mcore_qwen3vl.labels import SINGLE, Labels
-from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS, check_top_k
@@ -41,15 +40,13 @@ LONGEST = 8192
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(ModelRequest):
     """The data to score, the checkpoint and the settings.
 
     Attributes:
         data: any data set of training, or a mixture file, whose data sets are scored one after the
             other, each once.
         out: file to write; None: the file beside `data` where training looks for its reference.
-        dtype: dtype of weights and computation; ``config``: the dtype of the checkpoint's config.
-        hf: directory with config, tokenizer and processor; None: the checkpoint's own.
         seq_length: length of the longest record and of a pack; None: :data:`LONGEST`.
         buffer: records of a replica that are packed and written together.
         task: ``embedding``: write embeddings of retrieval records instead of log-probabilities;
@@ -60,14 +57,8 @@ class Request:
             write log-probabilities of the trained tokens alone.
     """
 
-    checkpoint: Path
     data: Path
     out: Path | None = None
-    layout: Layout = field(default_factory=Layout)
-    spec: Any = "torch"
-    dtype: Literal["config", "bf16", "fp16", "fp32"] = "config"
-    hf: Path | None = None
-    lora: Path | None = None
     temperature: float = 1.0
     entropy: bool = False
     packing: bool = True
@@ -121,72 +112,49 @@ def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
             begun with other settings, or is being written by another process; too many records
             are bad; or there is no GPU.
     """
-    job = _Job.of(request)
-    first = int(os.environ.get("RANK", "0")) == 0
-    if not first:
+    job = _Job(request)
+    first = os.environ.get("RANK", "0") == "0"
+    with only_writer(job.output.path) if first else nullcontext():
+        if first:
+            job.output.check(force=request.force)
         on_all_ranks(job.on_rank, request.layout, on_cpu=on_cpu, purpose="score")
-        return None
-    with only_writer(job.output.path):
-        job.output.check(force=request.force)
-        on_all_ranks(job.on_rank, request.layout, on_cpu=on_cpu, purpose="score")
-        return job.output.finish()
+        return job.output.finish() if first else None
 
 
-@dataclass(frozen=True)
 class _Job:
     """A request that has been checked; all ranks get the same one."""
 
-    request: Request
-    architecture: Architecture
-    folder: Path
-    config: DataConfig
-    multiple: int
-    total: int
-    adapter: Adapter | None
-    output: Output
-    block: int
+    def __init__(self, request: Request) -> None:
+        """Check the request, before a rank starts.
 
-    @classmethod
-    def of(cls, request: Request) -> _Job:
-        folder = hf_folder_of(request.checkpoint, request.hf, "score")
-        architecture, layout = Architecture.from_hf(folder), request.layout
-        layout.validate(architecture, training=False)
+        Raises:
+            BadInput: see :func:`score`.
+        """
         if not request.temperature > 0:
             raise BadInput(f"The temperature is {request.temperature:g}: it must be above 0.")
         if request.buffer < 1:
             raise BadInput(f"--packing-buffer is {request.buffer}; it must be at least 1.")
-        _check_top_k(request, architecture)
-        samples = request.samples()
-        adapter = adapter_for(request.lora, request.checkpoint, folder, task=request.data_task)
-        if request.task == "classify":
-            _labels(adapter, folder)  # raises before a rank starts
-        multiple = length_multiple(layout.cp, layout.tp, layout.sp)
-        config = _data_config(request, architecture, multiple)
-        block = request.buffer * layout.dp
-        out, suffix = request.written, request.usual.suffix
-        endings = {suffix, ".npy"} if request.task == "embedding" else {suffix}
-        if facts_of(out) in (out, request.data) or out == request.data:
-            raise BadInput(f"--out {out}: name a file that ends with {suffix} and is not the data.")
-        if out.suffix not in endings and {out.suffix, *endings} & {".parquet", ".npy", ".arrow"}:
-            raise BadInput(
-                f"--out {out}: embeddings are written as Parquet (or .npy), likeliest "
-                f"tokens (--top-k) as Arrow, and all else as JSONL; end it with {suffix}."
-            )
-        if out.suffix in (".parquet", ".arrow"):
-            require_extra("pyarrow", str(out))
-        task = request.data_task
-        if task and (request.entropy or request.temperature != 1):
+        if request.data_task and (request.entropy or request.temperature != 1):
             raise BadInput(
                 f"--entropy and --temperature are not for --task {request.task}: drop them."
             )
-        settings = _settings(request, samples.paths, config, block)
+        _check_out(request)
+        self._request = request
+        self._model = CheckedModel(request, "score", task=request.data_task)
+        architecture, layout = self._model.architecture, request.layout
+        _check_top_k(request, architecture)
+        if request.task == "classify":
+            _labels(self._model)
+        samples = request.samples()
+        self._total = len(samples)
+        self._multiple = length_multiple(layout.cp, layout.tp, layout.sp)
+        self._config = _data_config(request, architecture, self._multiple)
+        self._block = request.buffer * layout.dp
+        settings = _settings(request, samples.paths, self._config, self._block)
         if request.top_k:  # hashed only then: it takes seconds
-            tokenizer = load_processor(folder).tokenizer
+            tokenizer = load_processor(self._model.folder).tokenizer
             settings["vocabulary"] = vocabulary_of(tokenizer, architecture.vocab_size)
-        output = Output(out, settings, block)
-        return cls(
-            request, architecture, folder, config, multiple, len(samples), adapter, output, block
-        )
+        self.output = Output(request.written, settings, self._block)
 
     def on_rank(self) -> None:
         """Load this rank's part of the model and score; needs ``torch.distributed`` initialised."""
@@ -194,63 +162,52 @@ class _Job:
 
         from mcore_qwen3vl.scoring.on_rank import Scorer
 
-        request = self.request
-        readout = self._readout()
-        chunks = load_chunks(
-            request.checkpoint,
-            self.architecture,
-            request.layout,
-            spec=request.spec,
-            dtype=request.dtype,
-            adapter=self.adapter,
-            kind=readout.kind,
-            # Otherwise stages expect equal lengths, but the last pack of a block is shorter.
-            **({"variable_seq_lengths": True} if request.layout.pp > 1 else {}),
-        )
-        scorer = Scorer(chunks, self._records, readout)
+        request, readout = self._request, self._readout()
+        # Otherwise stages expect equal lengths, but the last pack of a block is shorter.
+        overrides = {"variable_seq_lengths": True} if request.layout.pp > 1 else {}
+        scorer = Scorer(self._model.load(readout.kind, **overrides), self._records, readout)
         first = dist.get_rank() == 0
         message = [self.output.open(force=request.force) if first else 0]
         dist.broadcast_object_list(message)
-        total = self.total
+        begin, total = message[0] * self._block, self._total
         progress = console.count_progress if first else console.no_progress
         with progress(f"scoring {request.data.name}", total, "records") as advance:
-            advance(min(message[0] * self.block, total))
+            advance(min(begin, total))
             bad = self.output.tally().bad if first else 0
-            for start in range(message[0] * self.block, total, self.block):
-                records = range(start, min(start + self.block, total))
+            for start in range(begin, total, self._block):
+                records = range(start, min(start + self._block, total))
                 found = scorer.block(records)
                 if found is not None:
-                    places = (_named(found.places[one], request.data) for one in records)
-                    lines = zip(places, (_entry(one, found) for one in records), strict=True)
-                    self.output.append([place | entry for place, entry in lines])
+                    self.output.append([_line(found, one, request.data) for one in records])
                     bad = self._report(found, bad)
                 advance(records.stop)
 
     def _readout(self) -> Readout:
         from mcore_qwen3vl.scoring import on_rank as readouts
 
-        request = self.request
-        if request.task == "embedding":
-            return readouts.Embeddings()
-        if request.task == "reranker":
-            return readouts.Relevance(self.folder, request.answers)
-        if request.task == "reward":
-            return readouts.Rewards()
-        if request.task == "classify":
-            return readouts.Classes(_labels(self.adapter, self.folder))
+        request = self._request
+        match request.task:
+            case "embedding":
+                return readouts.Embeddings()
+            case "reranker":
+                return readouts.Relevance(self._model.folder, request.answers)
+            case "reward":
+                return readouts.Rewards()
+            case "classify":
+                return readouts.Classes(_labels(self._model))
         if request.top_k:
             return readouts.TopK(temperature=request.temperature, k=request.top_k)
         return readouts.LogProbs(temperature=request.temperature, entropy=request.entropy)
 
     def _records(self) -> Records:
         return Records(
-            self.request.samples(),
-            self.request.sources(),
-            self.architecture,
-            load_processor(self.folder),
-            self.config,
-            self.multiple,
-            alone=self.request.top_k is not None,
+            self._request.samples(),
+            self._request.sources(),
+            self._model.architecture,
+            load_processor(self._model.folder),
+            self._config,
+            self._multiple,
+            alone=self._request.top_k is not None,
         )
 
     def _report(self, found: Found, bad: int) -> int:
@@ -259,13 +216,28 @@ class _Job:
             say = console.plain(f"record {found.places[record]} left out: {error}")
             console.messages.print(f"warning: {say}", soft_wrap=True)
             bad += not error.startswith(OVERLONG)
-        if bad > self.request.max_bad_fraction * self.total:
+        if bad > self._request.max_bad_fraction * self._total:
             raise BadInput(
-                f"{bad} of {self.total} records are bad, more than the accepted share of "
-                f"{self.request.max_bad_fraction:g}. Run `mcore-qwen3vl data check` on the data "
+                f"{bad} of {self._total} records are bad, more than the accepted share of "
+                f"{self._request.max_bad_fraction:g}. Run `mcore-qwen3vl data check` on the data "
                 "set to list them all, or raise --max-bad-fraction."
             )
         return bad
+
+
+def _check_out(request: Request) -> None:
+    """Raise BadInput if the file to write is the data, or its suffix is that of another format."""
+    out, suffix = request.written, request.usual.suffix
+    if facts_of(out) in (out, request.data) or out == request.data:
+        raise BadInput(f"--out {out}: name a file that ends with {suffix} and is not the data.")
+    endings = {suffix, ".npy"} if request.task == "embedding" else {suffix}
+    if out.suffix not in endings and {out.suffix, *endings} & {".parquet", ".npy", ".arrow"}:
+        raise BadInput(
+            f"--out {out}: embeddings are written as Parquet (or .npy), likeliest "
+            f"tokens (--top-k) as Arrow, and all else as JSONL; end it with {suffix}."
+        )
+    if out.suffix in (".parquet", ".arrow"):
+        require_extra("pyarrow", str(out))
 
 
 def _check_top_k(request: Request, architecture: Architecture) -> None:
@@ -278,14 +250,14 @@ def _check_top_k(request: Request, architecture: Architecture) -> None:
         raise BadInput(f"--top-k with {other}: score twice, or drop one of them.")
 
 
-def _labels(adapter: Adapter | None, folder: Path) -> Labels:
+def _labels(model: CheckedModel) -> Labels:
     """Return a classifier's labels, which are the adapter's if it has a head."""
-    own = None if adapter is None else adapter.labels
-    labels = own or Labels.of_config(read_config_file(folder))
+    own = None if model.adapter is None else model.adapter.labels
+    labels = own or Labels.of_config(read_config_file(model.folder))
     if labels is None or len(labels) < 2:
         raise BadInput(
-            f"{folder} names no labels (id2label in config.json), nor does an adapter: --task "
-            "classify scores with a classifier, such as the export of train --task classify."
+            f"{model.folder} names no labels (id2label in config.json), nor does an adapter: "
+            "--task classify scores with a classifier, such as the export of train --task classify."
         )
     return labels if labels.problem_type else replace(labels, problem_type=SINGLE)
 
@@ -350,21 +322,11 @@ def _identity(folder: Path) -> dict[str, Any]:
     return {"path": str(folder.absolute()), "bytes": size, "newest": newest}
 
 
-def _named(place: Place, data: Path) -> dict[str, Any]:
-    """Return the record's number, and its file if the data have several."""
-    number = {"line" if place.is_line else "record": place.number}
+def _line(found: Found, record: int, data: Path) -> dict[str, Any]:
+    """Return what is written for a record: its number, its file if there are several, results."""
+    place = found.places[record]
+    line = {"line" if place.is_line else "record": place.number, **found.entry(record)}
     if data.is_file() and data.suffix not in (".yaml", ".yml"):
-        return number
+        return line
     base = data if data.is_dir() else data.parent
-    return {"file": os.path.relpath(place.file, base), **number}
-
-
-def _entry(record: int, found: Found) -> dict[str, Any]:
-    if record in found.errors:
-        return {"error": found.errors[record]}
-    sides = {
-        side: {**found.scores[name], "digest": found.digests[name]}
-        for side in found.sides[record]
-        if (name := f"{record} {side}") in found.scores
-    }
-    return sides.get("") or sides
+    return {"file": os.path.relpath(place.file, base), **line}

@@ -11,7 +11,7 @@ import pytest
 from mcore_qwen3vl.converters.adapters.config import FILE
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.generation.from_checkpoint import Request, run
+from mcore_qwen3vl.generation.generate import Request, run
 from mcore_qwen3vl.inference import adapter_for
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
@@ -34,7 +34,9 @@ def test_an_adapter_answers_like_the_merged_checkpoint(
     options = {"max_new_tokens": 12, "temperature": 0.0}
 
     def answer(checkpoint: Path, layout: str, lora: Path | None = None) -> list[int]:
-        asked = Request(checkpoint, [prompt], Layout.parse(layout), lora=lora, options=options)
+        asked = Request(
+            checkpoint, [prompt], layout=Layout.parse(layout), lora=lora, options=options
+        )
         (generation,) = run(asked, on_cpu=True)
         return generation.token_ids
 

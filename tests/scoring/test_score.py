@@ -172,8 +172,8 @@ def test_scores_are_hugging_faces(
     checkpoint, out = request.getfixturevalue(model), tmp_path / "out.jsonl"
     temperature = 1.3 if packing else 1.0
     asked = Request(
-        checkpoint, folder / "data.jsonl", out, Layout.parse(layout), dtype="fp32", entropy=True,
-        temperature=temperature, packing=packing, seq_length=512, buffer=2,
+        checkpoint, folder / "data.jsonl", out, layout=Layout.parse(layout), dtype="fp32",
+        entropy=True, temperature=temperature, packing=packing, seq_length=512, buffer=2,
     )  # fmt: skip
     tally = score(asked, on_cpu=True)
     right = hugging_face(checkpoint, folder, temperature)
@@ -200,8 +200,8 @@ def test_the_likeliest_tokens_and_the_rest_are_hugging_faces(
 ) -> None:
     data, k, temperature = folder / "data.jsonl", 6, 1.3
     asked = Request(
-        dense, data, tmp_path / "out.arrow", Layout.parse(layout), dtype="fp32", seq_length=512,
-        temperature=temperature, packing=packing, buffer=2, top_k=k,
+        dense, data, tmp_path / "out.arrow", layout=Layout.parse(layout), dtype="fp32",
+        seq_length=512, temperature=temperature, packing=packing, buffer=2, top_k=k,
     )  # fmt: skip
     tally = score(asked, on_cpu=True)
     right = hugging_face(dense, folder, temperature)
@@ -225,7 +225,7 @@ def test_the_vocabulary_is_hashed_for_distillation_alone(dense: Path, folder: Pa
     from mcore_qwen3vl.scoring.score import _Job
 
     def settings(**options: Any) -> dict[str, Any]:
-        return _Job.of(Request(dense, folder / "data.jsonl", **options)).output._settings
+        return _Job(Request(dense, folder / "data.jsonl", **options)).output._settings
 
     tokenizer, size = load_processor(dense).tokenizer, 352
     assert settings(top_k=2)["vocabulary"] == vocabulary_of(tokenizer, size)
@@ -409,7 +409,7 @@ def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) 
     begun = Request(dense, data, tmp_path / "begun.jsonl", seq_length=512)
     from mcore_qwen3vl.scoring.score import _Job
 
-    _Job.of(begun).output.open()
+    _Job(begun).output.open()
     message = said(data, "--out", tmp_path / "begun.jsonl", "--seq-length", 256)
     assert "begun with other settings (seq_length)" in message
     bad = tmp_path / "bad.jsonl"

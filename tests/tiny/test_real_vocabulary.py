@@ -80,7 +80,8 @@ def test_special_tokens_and_rows_are_the_published_ones(checkpoint: Path) -> Non
 def test_scores_are_hugging_faces(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     asked = Request(
-        checkpoint, folder / "data.jsonl", out, Layout(tp=2, sp=True), dtype="fp32", entropy=True,
+        checkpoint, folder / "data.jsonl", out, layout=Layout(tp=2, sp=True), dtype="fp32",
+        entropy=True,
         packing=True, seq_length=512,
     )  # fmt: skip
     score(asked, on_cpu=True)

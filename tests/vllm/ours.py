@@ -9,9 +9,8 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import load_processor
-from mcore_qwen3vl.generation.from_checkpoint import Request as Asked
-from mcore_qwen3vl.generation.from_checkpoint import run
-from mcore_qwen3vl.generation.generate import Generation
+from mcore_qwen3vl.generation.generate import Generation, run
+from mcore_qwen3vl.generation.generate import Request as Asked
 from mcore_qwen3vl.generation.prompts import encode_prompts
 from mcore_qwen3vl.scoring.score import Request, score
 from tests.vllm.conftest import Prompt

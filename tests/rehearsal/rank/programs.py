@@ -37,7 +37,7 @@ def verify_parity(checkpoint: Path) -> dict[str, int]:
 
 def generate(checkpoint: Path, under_torchrun: bool) -> list[int]:
     """Return how many tokens each answer has."""
-    from mcore_qwen3vl.generation.from_checkpoint import Request, run
+    from mcore_qwen3vl.generation.generate import Request, run
     from mcore_qwen3vl.generation.prompts import user_turns
 
     if not under_torchrun:

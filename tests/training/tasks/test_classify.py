@@ -18,7 +18,8 @@ from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.adapters.files import convert_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import from_checkpoint as generation
+from mcore_qwen3vl.generation.generate import Request as Asked
+from mcore_qwen3vl.generation.generate import run as generate
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
@@ -213,7 +214,9 @@ def compare_scores(
     """Compare the labels and probabilities that `score` writes with those of `logits`."""
     options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5, "lora": lora}
     out = folder / f"{layout}.jsonl"
-    request = Request(checkpoint, data, out, Layout.parse(layout), task="classify", **options)
+    request = Request(
+        checkpoint, data, out, layout=Layout.parse(layout), task="classify", **options
+    )
     found = score(request, on_cpu=True)
     assert found is not None
     assert found.scored == 16
@@ -280,4 +283,4 @@ def test_commands_that_would_ignore_an_adapters_head_name_the_one_that_uses_it(
                 score(Request(dense, numbers, lora=adapter, task=other), on_cpu=True)
     prompt = [{"role": "user", "content": "What is this?"}]
     with pytest.raises(BadInput, match=refusal):
-        generation.run(generation.Request(dense, [prompt], lora=adapter), on_cpu=True)
+        generate(Asked(dense, [prompt], lora=adapter), on_cpu=True)

@@ -134,7 +134,7 @@ def test_a_reranker_is_trained_exported_and_scored(
         out = tmp_path / f"{layout}.jsonl"
         options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5, "answers": ANSWERS}
         request = Request(
-            checkpoint, retrieval, out, Layout.parse(layout), task="reranker", **options
+            checkpoint, retrieval, out, layout=Layout.parse(layout), task="reranker", **options
         )
         found = score(request, on_cpu=True)
         assert found is not None

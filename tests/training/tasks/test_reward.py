@@ -154,7 +154,7 @@ def compare_scores(
 ) -> None:
     """Compare what `score` writes with `expected`."""
     options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5, "lora": lora}
-    request = Request(checkpoint, pairs, out, Layout.parse(layout), task="reward", **options)
+    request = Request(checkpoint, pairs, out, layout=Layout.parse(layout), task="reward", **options)
     found = score(request, on_cpu=True)
     assert found is not None
     assert (found.rewards, found.pairs) == (32, 16)

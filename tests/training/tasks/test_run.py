@@ -221,7 +221,9 @@ def embeddings_of(checkpoint: Path, data: Path) -> Tensor:
 def compare_scores(checkpoint: Path, layout: str, data: Path, out: Path, expected: Tensor) -> None:
     """Compare what `score` writes with `expected`."""
     options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5}
-    request = Request(checkpoint, data, out, Layout.parse(layout), task="embedding", **options)
+    request = Request(
+        checkpoint, data, out, layout=Layout.parse(layout), task="embedding", **options
+    )
     found = score(request, on_cpu=True)
     assert found is not None
     assert found.embeddings == len(expected)
@@ -260,6 +262,6 @@ def test_only_parquet_needs_pyarrow(
 ) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     request = Request(headless, retrieval, tmp_path / "out.npy", task="embedding")
-    _Job.of(request)
+    _Job(request)
     with pytest.raises(BadInput, match=r"out\.parquet needs the package pyarrow"):
-        _Job.of(replace(request, out=tmp_path / "out.parquet"))
+        _Job(replace(request, out=tmp_path / "out.parquet"))
