@@ -105,15 +105,12 @@ def tiny_config(
     vision_config = {**VISION, "out_hidden_size": text_config["hidden_size"], **(vision or {})}
     config = {
         "architectures": [f"Qwen3VL{'Moe' if moe else ''}ForConditionalGeneration"],
-        "image_token_id": special["<|image_pad|>"],
         "model_type": model_type,
         "text_config": text_config,
         "tie_word_embeddings": tie,
         "transformers_version": "4.57.0.dev0",
-        "video_token_id": special["<|video_pad|>"],
         "vision_config": {**vision_config, "model_type": model_type},
-        "vision_end_token_id": special["<|vision_end|>"],
-        "vision_start_token_id": special["<|vision_start|>"],
+        **{name: special[token] for name, token in _TOKENS.items()},
     }
     # transformers adds to the rope_scaling that it gets, so the dict above must be copied.
     return deepcopy(config)

@@ -28,7 +28,7 @@ from pyarrow import parquet
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mcore_qwen3vl.tiny import SERVABLE, write_tiny_checkpoint
-from mcore_qwen3vl.tiny.colours import TASK, write_colour_task
+from mcore_qwen3vl.tiny.records import TASK, write_colour_task
 
 ROOT = Path(__file__).parents[2]
 WARM_UP = (
