@@ -14,14 +14,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.errors import CheckFailed
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
@@ -70,8 +68,7 @@ def convert_demo(
     """Convert, load on four processes, compare logits and convert back, without a download."""
     cpu.install()
     # Imported once, for every rank, since the ranks are forked from this process.
-    import mcore_qwen3vl.converters.live.load
-    import mcore_qwen3vl.model.qwen3vl  # noqa: F401
+    import mcore_qwen3vl.inference  # noqa: F401
 
     with nullcontext(keep) if keep else scratch_folder() as folder:
         return _convert(folder, dense, status)
@@ -152,22 +149,19 @@ def hugging_face_logits(hf: Path, inputs: dict[str, torch.Tensor]) -> torch.Tens
 @torch.no_grad()
 def _mcore_logits(mcore: Path, layout: Layout, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the (1, S, V) logits of this rank's data-parallel replica, gathered over TP."""
-    from mcore_qwen3vl.converters.live.load import load_checkpoint
     from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+    from mcore_qwen3vl.inference import CheckedModel, ModelRequest
     from mcore_qwen3vl.model.inputs import visual_inputs
-    from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
-    initialize(layout)
-    architecture = Architecture.from_hf(mcore / "hf")
-    model = Qwen3VLModel.from_hf_config(architecture, **layout.config_overrides()).eval()
-    load_checkpoint([model], mcore)
+    checked = CheckedModel(ModelRequest(mcore, layout=layout), "demo")
+    (model,), architecture = checked.load(), checked.architecture
     # Sequence parallelism divides the sequence over TP, so it is padded on the right, which changes
     # no logit before the padding.
     ids = inputs["input_ids"]
     padded = torch.nn.functional.pad(ids, (0, -ids.shape[1] % layout.tp))
     visual = visual_inputs(architecture, padded, inputs["pixel_values"], inputs["image_grid_thw"])
     positions, _ = mrope_position_ids(architecture, padded, inputs["image_grid_thw"])
-    logits = model(padded, positions, visual=visual, runtime_gather_output=True)
+    logits = model.eval()(padded, positions, visual=visual, runtime_gather_output=True)
     return logits[:, : ids.shape[1]]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.cli import main
-from mcore_qwen3vl.data.loading import json_file
+from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, only_writer
@@ -117,7 +117,7 @@ def test_an_index_of_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with full_disk(1000), pytest.raises(BadInput, match=r"cannot be written in .*File too large"):
         ensure_index(tmp_path / "a.json")
     assert not [*tmp_path.rglob("*.idx"), *tmp_path.rglob("*.tmp")]
-    assert json_file.is_indexed(ensure_index(tmp_path / "a.json"))
+    assert readers.is_indexed(ensure_index(tmp_path / "a.json"))
 
 
 def test_a_lock_is_held_though_its_holder_cannot_be_written(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import options
-from mcore_qwen3vl.data.records.options import is_missing_file
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+
+_NO_PATH = ("http://", "https://", "data:")
+_LONGEST_PATH = 1000  # longer text is base64
 
 
 def small_layout(**sizes: Any) -> Layout:
@@ -65,7 +67,7 @@ def generate(
     prompt = [console.as_utf8(one) for one in prompt]
     videos = [str(path) for path in video or []]
     for kind, references in (("Image", image or []), ("Video", videos)):
-        for reference in filter(is_missing_file, references):
+        for reference in filter(_is_missing_file, references):
             raise BadInput(f"{kind} {reference!r}: no such file.")
     start = time.monotonic()  # a small model takes most of its time for the imports
     console.quiet_libraries()
@@ -118,3 +120,9 @@ def generate(
 def _print_text(_: int, text: str) -> None:
     """Print a piece of the answer; a module's function, because ranks on GPUs get it pickled."""
     print(console.visible(text), end="", flush=True)
+
+
+def _is_missing_file(reference: str) -> bool:
+    """Return whether `reference` is a path, not a URL or base64, at which there is nothing."""
+    is_path = not reference.startswith(_NO_PATH) and len(reference) < _LONGEST_PATH
+    return is_path and not os.path.exists(reference)

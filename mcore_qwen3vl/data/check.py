@@ -188,8 +188,7 @@ def check_data(
             plans = [preparation.plan(raw, part) for part in parts]
             check_length(config, plans)
             if teachers:
-                teachers[raw.source].of(number_of(crude))
-                teachers[raw.source].check(number_of(crude), plans[0])
+                teachers[raw.source].of(number_of(crude), plans[0])
             if decode:
                 for plan in plans:
                     preparation.pixels(plan, raw.source)
@@ -216,7 +215,7 @@ def _record(report: DataReport, sample: str, plans: Sequence[Plan], unread: Sequ
     tokens, patches, squared_frames = (sum(part) for part in zip(*map(astuple, sizes), strict=True))
     report.sizes.append(Size(tokens, patches, squared_frames))
     report.tokens.append(tokens)
-    report.trained_tokens.append(sum(int((plan.loss_weights[1:] > 0).sum()) for plan in plans))
+    report.trained_tokens.append(sum(plan.trained_tokens for plan in plans))
     report.patches.append(patches)
     for what in [found for one in images for found in peculiarities(one)]:
         report.peculiar.setdefault(what, []).append(sample)

@@ -170,6 +170,6 @@ class DataConfig:
                 f"most {_PIL_DECODES:,}, since PIL decodes no larger image."
             )
 
-    def padded(self, length: int) -> int:
-        """Round `length` up to a multiple of `length_multiple`."""
-        return -(-length // self.length_multiple) * self.length_multiple
+    def padded(self, *lengths: int) -> int:
+        """Return the sum of the lengths, each rounded up to a multiple of `length_multiple`."""
+        return sum(-(-length // self.length_multiple) for length in lengths) * self.length_multiple

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +27,6 @@ from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import (
     GroupTaskEncoder,
     LabelledTaskEncoder,
-    PairTaskEncoder,
     Qwen3VLTaskEncoder,
 )
 from mcore_qwen3vl.data.loader_state import from_plain, to_plain
@@ -77,12 +75,8 @@ def load_processor(checkpoint: str | Path) -> Any:
     return processor
 
 
-@dataclass(frozen=True)
-class Position:
-    """How many batches each data worker of a loader has delivered, and which worker is next."""
-
-    counters: tuple[int, ...]
-    next_worker: int
+Position = tuple[tuple[int, ...], int]
+"""How many batches each data worker of a loader has delivered, and which worker is next."""
 
 
 class Loader(Iterator[Batch]):
@@ -238,7 +232,7 @@ class Loader(Iterator[Batch]):
         """
         if self._place["num_workers"] == 0:
             return None
-        return Position(tuple(self._loader._worker_sample_counters), self._loader._next_worker_id)
+        return tuple(self._loader._worker_sample_counters), self._loader._next_worker_id
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
         """Return the state of this rank's stream as plain data; resuming gives the next batch.
@@ -248,8 +242,8 @@ class Loader(Iterator[Batch]):
         energon = self._loader
         now = list(energon._worker_sample_counters), energon._next_worker_id
         if position is not None:
-            energon._worker_sample_counters = list(position.counters)
-            energon._next_worker_id = position.next_worker
+            energon._worker_sample_counters = list(position[0])
+            energon._next_worker_id = position[1]
         try:
             state = to_plain(energon.save_state_rank())
         finally:
@@ -302,20 +296,19 @@ def _encoder(
     **balancing: Any,
 ) -> Any:
     """Make the encoder of single sequences, balanced or not, or of records of several ones."""
-    if (config.pairs or config.labelled or config.task) and config.balance:
+    kind = Qwen3VLTaskEncoder
+    if config.task or config.pairs:
+        kind = GroupTaskEncoder
+    elif config.labelled:
+        kind = LabelledTaskEncoder
+    if not config.balance:
+        return kind(architecture, processor, config, sources)
+    if kind is not Qwen3VLTaskEncoder:
         raise BadInput(
             "--balance supports neither preference losses (--loss dpo, simpo, orpo, kto) nor "
             "--task: leave it out."
         )
-    if config.balance:
-        return BalancedTaskEncoder(architecture, processor, config, sources, **balancing)
-    kinds = (
-        (config.task, GroupTaskEncoder),
-        (config.labelled, LabelledTaskEncoder),
-        (config.pairs, PairTaskEncoder),
-    )
-    kind = next((kind for wanted, kind in kinds if wanted), Qwen3VLTaskEncoder)
-    return kind(architecture, processor, config, sources)
+    return BalancedTaskEncoder(architecture, processor, config, sources, **balancing)
 
 
 def start_worker(start: Callable[[int], None], temporary: Path, worker: int) -> None:

@@ -8,7 +8,7 @@ turns it into dictionaries, lists, numbers, bytes and tensors, so that
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron.energon.savable_loader import (
 from megatron.energon.state import FlexState
 
 from mcore_qwen3vl.console import counted
-from mcore_qwen3vl.data.encoding.balanced import go_on_with, is_state
+from mcore_qwen3vl.data.encoding.balanced import SharedPacking
 from mcore_qwen3vl.errors import BadInput
 
 _CLASSES: dict[str, type] = {
@@ -134,20 +134,22 @@ def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
     state = copy.deepcopy(state)
     workers = state["loader"]["worker_states"] if state["loader"] else []
     for worker in workers:
-        for packing in _find(worker, is_state):
-            go_on_with(packing, worker.get("offset", 0), state["world_size"])
+        for packing in _shared_packings(worker):
+            SharedPacking.go_on(packing, worker.get("offset", 0), state["world_size"])
         if "offset" in worker:  # a state without data workers has none
             worker["offset"] = 0
     return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
 
 
-def _find(plain: Any, wanted: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield every part of plain data, at any depth, for which `wanted` is true."""
-    if wanted(plain):
-        yield plain
-    inner = plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ()
-    for value in inner:
-        yield from _find(value, wanted)
+def _shared_packings(plain: Any) -> Iterator[dict[str, Any]]:
+    """Yield the state of every :class:`SharedPacking` in plain data, at any depth."""
+    if isinstance(plain, dict):
+        if plain.get("__class__") == SharedPacking.__name__:
+            yield plain
+        plain = list(plain.values())
+    if isinstance(plain, list):
+        for value in plain:
+            yield from _shared_packings(value)
 
 
 def _loader_state(state: dict[str, Any], workers: int) -> dict[str, Any]:

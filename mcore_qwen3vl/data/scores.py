@@ -1,29 +1,14 @@
 """Files of scores, which ``mcore-qwen3vl score`` writes and training reads.
 
-``NAME.scores.jsonl`` beside ``NAME.jsonl``, or ``NAME.parquet.scores.jsonl`` beside
-``NAME.parquet``, has one line for each record, in order. It names the record by its ``line`` in a
-JSONL file, from 1, or by ``record`` in another file, and by ``file`` if there are several. A
-record's line is:
-
-    {"line": 1, "log_prob": -7.1, "tokens": 3, "token_ids": [...], "token_log_probs": [...],
-     "digest": "..."}
-
-and, if entropies were asked for, ``entropy``, their mean, and ``token_entropies``. All values are
-of the trained tokens, except ``digest``, which is of all tokens of the sequence. A preference
-record has such an object under each of ``chosen`` and ``rejected``. A record that cannot be used
-has ``error``. ``NAME.scores.json`` holds the summary, the settings and the digest of the data.
-
-A teacher's likeliest tokens, of ``score --top-k``, are in ``NAME.topk.arrow``, an Arrow IPC file
-with one row for each record, in order. A row has the number of the record's trained tokens, n, and
-for each of them, one after the other, the ids of the teacher's k likeliest tokens (int32, n x k
-values) and k + 1 log-probabilities (float32, n x (k + 1) values): theirs, and that of all other
-tokens together. It is not compressed, so it is read through a memory map. ``NAME.topk.json`` also
-names the teacher and holds the digest of its vocabulary.
+docs/preference.md describes ``NAME.scores.jsonl``, and docs/distillation.md a teacher's likeliest
+tokens, ``NAME.topk.arrow``. That file is not compressed, so it is read through a memory map. Beside
+each is a ``.json`` file with the summary, the settings and the digest of the data.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,7 +31,6 @@ from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K
 
-_CHUNK = 1 << 22
 _ROWS = 64
 """Rows of a record batch, by which a row is found."""
 _ENCODED = {"top_ids": "<i4", "top_log_probs": "<f4"}
@@ -75,11 +59,8 @@ def digest(input_ids: np.ndarray) -> str:
 
 def file_digest(path: Path) -> str:
     """Hash a file's bytes."""
-    found = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
@@ -128,21 +109,22 @@ class References:
         self._log_probs = np.array(log_probs, np.float64).reshape(-1, 2)
         self._digests = np.array(digests, "U16").reshape(-1, 2)
 
-    def of(self, index: int) -> tuple[float, float]:
-        """Return the log-probabilities of a record's chosen and rejected answer."""
+    def of(self, index: int, plans: Sequence[Plan]) -> tuple[float, float]:
+        """Return the log-probabilities of a record's chosen and rejected answer.
+
+        Raises:
+            BadSample: the record has none.
+            BadInput: the answers do not have the tokens that were scored.
+        """
         if index in self._errors:
             raise BadSample(f"it has no reference in {self._scores}: {self._errors[index]}")
+        if [digest(plan.input_ids) for plan in plans] != self._digests[index].tolist():
+            raise _other_tokens(self._data, index, self._scores)
         chosen, rejected = self._log_probs[index].tolist()
         return chosen, rejected
 
-    def check(self, index: int, chosen: np.ndarray, rejected: np.ndarray) -> None:
-        """Raise BadInput unless the sequences, (T,) int64 each, have the scored tokens."""
-        if [digest(chosen), digest(rejected)] != self._digests[index].tolist():
-            raise other_tokens(self._data, index, self._scores)
 
-
-def other_tokens(data: Path, index: int, scores: Path) -> BadInput:
-    """Return the error of a record, by its number from 0, that has other tokens than scored."""
+def _other_tokens(data: Path, index: int, scores: Path) -> BadInput:
     line = line_of(ensure_index(data), index)
     return BadInput(
         f"{data}:{line} no longer has the tokens that it had when {scores} was made: the "
@@ -290,24 +272,22 @@ class Teacher:
                 f"`{how}`."
             ) from error
 
-    def of(self, index: int) -> Top:
-        """Return the teacher's tokens for the trained tokens of a record."""
-        row = self._row(index)
+    def of(self, index: int, plan: Plan) -> Top:
+        """Return the teacher's tokens for the trained tokens of a record.
+
+        Raises:
+            BadSample: the record has none.
+            BadInput: the record does not have the tokens that the teacher saw.
+        """
+        batch, place = divmod(index, _ROWS)
+        row = self._rows.get_batch(batch).slice(place, 1)
         if error := row["error"][0].as_py():
             raise BadSample(f"it has no scores in {self._file}: {error}")
+        seen = row["digest"][0].as_py(), row["tokens"][0].as_py()
+        if seen != (digest(plan.input_ids), plan.trained_tokens):
+            raise _other_tokens(self._data, index, self._file)
         # A copy, since a tensor on the memory map could be written to.
         ids, log_probs = (
             torch.from_numpy(row[name][0].values.to_numpy().copy()) for name in _ENCODED
         )
         return Top(ids.view(-1, self._k), log_probs.view(-1, self._k + 1))
-
-    def check(self, index: int, plan: Plan) -> None:
-        """Raise BadInput unless a record has the tokens that the teacher saw."""
-        row = self._row(index)
-        seen = row["digest"][0].as_py(), row["tokens"][0].as_py()
-        if seen != (digest(plan.input_ids), int((plan.loss_weights[1:] > 0).sum())):
-            raise other_tokens(self._data, index, self._file)
-
-    def _row(self, index: int) -> Any:
-        number, row = divmod(index, _ROWS)
-        return self._rows.get_batch(number).slice(row, 1)

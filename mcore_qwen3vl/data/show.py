@@ -105,7 +105,7 @@ def read_sample(
         name=sample_id(crude),
         format=parsed.format,
         tokens=len(plan.input_ids),
-        trained=int((plan.loss_weights[1:] > 0).sum()),
+        trained=plan.trained_tokens,
         runs=_runs(plan, processor),
         media=_media(plan, pixels, processor),
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,6 @@ from mcore_qwen3vl.model.decoder.attention import TorchAttention
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 
-@dataclass
-class Answer:
-    """The tokens of an answer so far, and whether the last one is a stop token."""
-
-    token_ids: list[int]
-    stopped: bool = False
-
-
 def decode(
     model: Qwen3VLModel,
     prompts: Prompts,
@@ -52,12 +43,16 @@ def decode(
     stop: set[int],
     pad: int,
     streamers: Sequence[TextStreamer] = (),
-) -> list[Answer]:
+) -> list[list[int]]:
     """Prefill, then decode one token a step until every answer has stopped.
 
     `stop` are the ids that end an answer, and `pad` follows an answer that has ended.
+
+    Returns:
+        The ids of each answer, up to and including the one that ends it.
     """
-    answers = [Answer([]) for _ in prompts.lengths]
+    answers: list[list[int]] = [[] for _ in prompts.lengths]
+    stopped = [False for _ in answers]
     with inference(model):
         cache = CachedModel(model, prompts, max_new_tokens)
         source = _choosing_rank(model, cache.device)
@@ -65,23 +60,22 @@ def decode(
         logits = cache.prefill()
         for step in range(max_new_tokens):
             tokens = _agree(sampler, sequences, logits, source, cache.device)
-            active = torch.tensor([not answer.stopped for answer in answers], device=cache.device)
-            tokens = torch.where(active, tokens, pad)
+            tokens = tokens.where(~torch.tensor(stopped, device=cache.device), pad)
             sequences = torch.cat([sequences, tokens[:, None]], dim=1)
-            for i, (answer, token) in enumerate(zip(answers, tokens.tolist(), strict=True)):
-                if answer.stopped:
+            for i, token in enumerate(tokens.tolist()):
+                if stopped[i]:
                     continue
-                answer.token_ids.append(token)
-                answer.stopped = token in stop
+                answers[i].append(token)
+                stopped[i] = token in stop
                 if streamers:
                     streamers[i].put(torch.tensor([token]))
-                    if answer.stopped:
+                    if stopped[i]:
                         streamers[i].end()
-            if all(answer.stopped for answer in answers) or step == max_new_tokens - 1:
+            if all(stopped) or step == max_new_tokens - 1:
                 break
             logits = cache.decode(tokens)
-    for streamer, answer in zip(streamers, answers, strict=False):
-        if not answer.stopped:
+    for streamer, ended in zip(streamers, stopped, strict=False):
+        if not ended:
             streamer.end()
     return answers
 

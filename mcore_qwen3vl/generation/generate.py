@@ -20,7 +20,7 @@ from mcore_qwen3vl.generation.decoding import (
     pad_token,
     stop_tokens,
 )
-from mcore_qwen3vl.generation.prompts import Conversation, Prompts, encode_prompts
+from mcore_qwen3vl.generation.prompts import Messages, Prompts, encode_prompts
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
@@ -43,7 +43,7 @@ class Generation:
 def generate(
     models: Qwen3VLModel | Sequence[Qwen3VLModel],
     processor: Any,
-    conversations: Sequence[Conversation] | Prompts,
+    conversations: Sequence[Messages] | Prompts,
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
     temperature: float | None = None,
@@ -88,23 +88,24 @@ def generate(
     )
     check_lengths(model.architecture, prompts, max_new_tokens)
     streamers = [_Streamer(processor.tokenizer, i, stream) for i in range(len(prompts.lengths))]
+    stop = stop_tokens(config, processor.tokenizer)
     answers = decode(
         model,
         prompts,
         sampler,
         max_new_tokens=max_new_tokens,
-        stop=stop_tokens(config, processor.tokenizer),
+        stop=stop,
         pad=pad_token(config, processor.tokenizer),
         streamers=streamers if stream else [],
     )
     return [
         Generation(
-            processor.tokenizer.decode(answer.token_ids, skip_special_tokens=True),
-            answer.token_ids,
+            processor.tokenizer.decode(ids, skip_special_tokens=True),
+            ids,
             length,
-            "stop" if answer.stopped else "length",
+            "stop" if ids[-1] in stop else "length",
         )
-        for answer, length in zip(answers, prompts.lengths, strict=True)
+        for ids, length in zip(answers, prompts.lengths, strict=True)
     ]
 
 
@@ -166,9 +167,8 @@ def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
         BadInput: the causes in :func:`generate`, no GPU, or a layout that does not fit the model.
     """
     layout, model = request.layout, CheckedModel(request, "generate")
-    for name, size in (("VPP", layout.vpp), ("CP", layout.cp)):
-        if size > 1:
-            raise BadInput(f"{name} is {size}, but generation does not use it: drop {name}.")
+    if layout.vpp > 1 or layout.cp > 1:
+        raise BadInput(f"Generation does not use VPP and CP: drop them from {layout}.")
     config = load_generation_config(model.folder)
     options = {"generation_config": config, **request.options}
     processor = load_processor(model.folder)

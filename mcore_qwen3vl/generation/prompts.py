@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +16,15 @@ from transformers.video_utils import VideoMetadata
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.media import Media, load_image, to_rgb
-from mcore_qwen3vl.data.records.options import is_missing_file
+from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rgb
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
 
-Conversation = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, Any]]
 
 _URL_SECONDS = 60.0
-_TAG = re.compile("<(image|video)>")
+_HERE = MediaFolder(Path(), {})  # paths are relative to the working directory
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Prompts:
 
 def user_turns(
     texts: Sequence[str], images: Sequence[Any] = (), videos: Sequence[Any] = ()
-) -> list[Conversation]:
+) -> list[Messages]:
     """Make a conversation of one user turn for each text.
 
     Without tags, all the images and videos come before every text. If texts have ``<image>`` and
@@ -58,7 +55,7 @@ def user_turns(
         BadInput: there are more or fewer tags than images or videos.
     """
     media = {"image": list(images), "video": list(videos)}
-    tags = [tag for text in texts for tag in _TAG.findall(text)]
+    tags = [tag for text in texts for tag in TAG.findall(text)]
     if not tags:
         first = [{"type": kind, kind: one} for kind, many in media.items() for one in many]
         contents = [[*first, {"type": "text", "text": text}] for text in texts]
@@ -76,7 +73,7 @@ def user_turns(
 
 
 def _tagged(text: str, left: Mapping[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
-    for number, piece in enumerate(_TAG.split(text)):
+    for number, piece in enumerate(TAG.split(text)):
         if number % 2:
             yield {"type": piece, piece: next(left[piece])}
         elif piece:
@@ -86,7 +83,7 @@ def _tagged(text: str, left: Mapping[str, Iterator[Any]]) -> Iterator[dict[str, 
 def encode_prompts(
     architecture: Architecture,
     processor: Any,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[Messages],
     *,
     multiple_of: int = 1,
 ) -> Prompts:
@@ -96,7 +93,7 @@ def encode_prompts(
 
 
 def process(
-    processor: Any, conversations: Sequence[Conversation], *, multiple_of: int = 1
+    processor: Any, conversations: Sequence[Messages], *, multiple_of: int = 1
 ) -> Mapping[str, Tensor]:
     """Process conversations with the checkpoint's processor, padded on the left.
 
@@ -175,7 +172,7 @@ def prompts_from_inputs(architecture: Architecture, inputs: Mapping[str, Tensor]
     )
 
 
-def _parts(conversations: Sequence[Conversation], kind: str) -> Iterator[Any]:
+def _parts(conversations: Sequence[Messages], kind: str) -> Iterator[Any]:
     """Yield the references of all images or videos in the conversations, in order."""
     for conversation in conversations:
         for message in conversation:
@@ -188,26 +185,16 @@ def _parts(conversations: Sequence[Conversation], kind: str) -> Iterator[Any]:
                     yield str(reference) if isinstance(reference, Path) else reference
 
 
-def _unreadable(kind: str, reference: Any, error: Exception) -> BadInput:
-    """Make the error for media that cannot be read.
-
-    An image may also be base64, so for a wrong path the decoder would complain about base64.
-    """
-    if is_missing_file(str(reference)):
-        return BadInput(f"{kind} {str(reference)!r}: no such file.")
-    return BadInput(f"{kind} {reference!r:.120} cannot be read: {error}")
-
-
 def _image(reference: Any) -> Any:
     try:
         if isinstance(reference, Image.Image):
             return to_rgb(ImageOps.exif_transpose(reference))
-        if isinstance(reference, str) and os.path.isfile(reference):
-            return load_image(Media("image", Path(reference), reference))
-        return image_utils.load_image(reference, timeout=_URL_SECONDS)  # or decoded from base64
+        if isinstance(reference, str) and reference.startswith(("http://", "https://")):
+            return image_utils.load_image(reference, timeout=_URL_SECONDS)
+        return load_image(_HERE.resolve("image", reference))
     # PIL and transformers' HTTP library raise many types, not all of them OSError.
     except Exception as error:
-        raise _unreadable("Image", reference, error) from error
+        raise BadInput(f"Image {reference!r:.120} cannot be read: {error}") from error
 
 
 def _video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
@@ -218,10 +205,10 @@ def _video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
             metadata.frames_indices = list(range(len(frames)))
         return frames, metadata
 
-    media = Media("video", Path(reference), str(reference))
     try:
+        media = _HERE.resolve("video", reference)
         metadata = probe_video(media)
         metadata.frames_indices = processor.video_processor.sample_frames(metadata)
         return load_frames(media, metadata.frames_indices), metadata
     except (BadSample, ValueError) as error:  # ValueError: too short to sample from
-        raise _unreadable("Video", str(reference), error) from error
+        raise BadInput(f"Video {reference!r:.120} cannot be read: {error}") from error

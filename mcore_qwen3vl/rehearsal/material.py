@@ -162,7 +162,7 @@ def write_made_up(data: Path, model: Path, args: argparse.Namespace) -> None:
     lines = []
     for micro in records.plan(range(len(samples))):
         plan = micro[0].plan
-        count = int((plan.loss_weights[1:] > 0).sum())
+        count = plan.trained_tokens
         ids, scores = np.tile(np.arange(K), (count, 1)), np.full((count, K + 1), -math.log(K + 1))
         entry = {"digest": digest(plan.input_ids), "tokens": count}
         lines.append(json.dumps(entry | encoded_top(ids, scores)))

@@ -29,7 +29,7 @@ from mcore_qwen3vl.model.head.score import TaskModel
 from mcore_qwen3vl.model.head.top_k import likeliest
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.scoring.records import Found, Records
+from mcore_qwen3vl.scoring.records import BlockResults, Records
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches
 from mcore_qwen3vl.training.broadcast.groups import StageFeed, host_group, reads, stages_group
 from mcore_qwen3vl.training.step.forward import forward
@@ -52,10 +52,7 @@ class Readout:
     values: Callable[[Tensor], list[dict[str, Any]]]
 
     def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
-        """Return the results on the last stage, where all ranks call this; empty on all but one
-        rank of a TP x CP group."""
-        if mpu.get_tensor_and_context_parallel_rank() != 0:
-            return {}
+        """Return the results on the last stage, where all ranks call this."""
         return {name: v for name, v in zip(batch.names, self.values(output), strict=True) if name}
 
 
@@ -89,8 +86,6 @@ class LogProbs(Readout):
         whole = output.new_zeros((len(output), *batch.input_ids.shape))
         whole[..., to_device(local, whole.device)] = output
         dist.all_reduce(whole, group=mpu.get_context_parallel_group())
-        if mpu.get_tensor_and_context_parallel_rank() != 0:
-            return {}
         return {name: self._of(*one) for name, *one in _trained(batch, whole.cpu())}
 
     def _of(self, labels: Tensor, values: Tensor) -> dict[str, Any]:
@@ -222,7 +217,7 @@ class Scorer:
         self._device = next(self._chunks[0].parameters()).device
 
     @torch.no_grad()
-    def block(self, records: Sequence[int]) -> Found | None:
+    def block(self, records: Sequence[int]) -> BlockResults | None:
         """Score `records` on all ranks; return all results on the first rank, None on others."""
         rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         mine = records[rank::ranks]
@@ -230,9 +225,11 @@ class Scorer:
         count = self._agree(len(micros))
         read = None if self._records is None else self._records.batches(micros, count)
         outputs = self._forward(read, count)
-        found = Found() if self._records is None else self._records.take_found()
+        found = BlockResults() if self._records is None else self._records.take_results()
         for batch, local, output in outputs:  # only the last stage has any
-            found.scores |= self._readout.results(batch, local, output)
+            results = self._readout.results(batch, local, output)
+            if mpu.get_tensor_and_context_parallel_rank() == 0:  # all of a TP x CP group are equal
+                found.scores |= results
         everyone: list[Any] | None = [None] * dist.get_world_size() if not dist.get_rank() else None
         dist.gather_object(found, everyone)
         return None if everyone is None else reduce(or_, everyone)

@@ -53,9 +53,11 @@ class Tally:
 
 
 def values_in(entry: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the values `key` of a line's texts, by the texts' names; empty if it has none."""
+    """Return the values `key` in a line, by the names of its texts; one alone has no name."""
     return {
-        name: part[key] for name, part in entry.items() if isinstance(part, Mapping) and key in part
+        name: part[key]
+        for name, part in {"": entry, **entry}.items()
+        if isinstance(part, Mapping) and key in part
     }
 
 
@@ -208,8 +210,7 @@ def tally(scores: Path) -> Tally:
     counted: Counter[str] = Counter()
     first: list[bool] = []  # of each query with negatives: whether the positive is
     with scores.open(encoding="utf-8") as lines:
-        for line in lines:
-            entry = json.loads(line)
+        for entry in map(json.loads, lines):
             found.records += 1
             if "error" in entry:
                 overlong = entry["error"].startswith(OVERLONG)
@@ -217,31 +218,25 @@ def tally(scores: Path) -> Tally:
                 found.bad += not overlong
                 continue
             found.scored += 1
-            if texts := values_in(entry, "embedding"):
-                found.embeddings += len(texts)
+            if "probabilities" in entry:
+                given = entry["label"]
+                counted.update(given if isinstance(given, list) else [given])
                 continue
+            found.embeddings += len(values_in(entry, "embedding"))
             if logits := values_in(entry, "logit"):
                 found.documents += len(logits)
                 positive = logits.pop(POSITIVE, None)
                 if logits and positive is not None:
                     first.append(positive > max(logits.values()))
-                continue
-            if "probabilities" in entry:
-                given = entry["label"]
-                counted.update(given if isinstance(given, list) else [given])
-                continue
-            is_pair = SIDES[0] in entry
-            parts = {side: entry[side] for side in SIDES} if is_pair else {"": entry}
-            measure = "reward" if any("reward" in part for part in parts.values()) else "log_prob"
-            if is_pair:
+            rewards, log_probs = (values_in(entry, key) for key in ("reward", "log_prob"))
+            found.rewards += len(rewards)
+            compared = rewards or log_probs
+            if SIDES[0] in compared:
                 found.pairs += 1
-                preferred += entry[SIDES[0]][measure] > entry[SIDES[1]][measure]
-            if measure == "reward":
-                found.rewards += len(parts)
-                continue
-            for name, part in parts.items():
-                tokens, log_prob = totals[name]
-                totals[name] = tokens + part["tokens"], log_prob + part["log_prob"]
+                preferred += compared[SIDES[0]] > compared[SIDES[1]]
+            for name, log_prob in log_probs.items():
+                part = entry[name] if name else entry
+                totals[name] = totals[name][0] + part["tokens"], totals[name][1] + log_prob
                 entropies += part["tokens"] * part.get("entropy", math.nan)
     found.tokens = sum(tokens for tokens, _ in totals.values())
     found.log_prob = math.fsum(log_prob for _, log_prob in totals.values())

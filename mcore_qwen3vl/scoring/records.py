@@ -34,7 +34,7 @@ class Planned:
 
 
 @dataclass
-class Found:
+class BlockResults:
     """The results for a block of records, from one rank or several."""
 
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -46,8 +46,10 @@ class Found:
     places: dict[int, Place] = field(default_factory=dict)
     """The records' places in their files, by the record's number."""
 
-    def __or__(self, other: Found) -> Found:
-        return Found(*(getattr(self, f.name) | getattr(other, f.name) for f in fields(Found)))
+    def __or__(self, other: BlockResults) -> BlockResults:
+        return BlockResults(
+            *(getattr(self, f.name) | getattr(other, f.name) for f in fields(BlockResults))
+        )
 
     def entry(self, record: int) -> dict[str, Any]:
         """Return what is written for a record, besides its place."""
@@ -90,12 +92,12 @@ class Records:
         self._multiple, self._alone = width_multiple, alone
         self._preparation = Preparation(processor, config, sources)
         self._pad_id = processor.tokenizer.pad_token_id
-        self._found = Found()
+        self._results = BlockResults()
 
-    def take_found(self) -> Found:
+    def take_results(self) -> BlockResults:
         """Return the results, except scores, for the records that were read since the last call."""
-        found, self._found = self._found, Found()
-        return found
+        results, self._results = self._results, BlockResults()
+        return results
 
     def plan(self, records: Sequence[int]) -> list[list[Planned]]:
         """Choose which sequences of `records` share a micro-batch."""
@@ -114,19 +116,21 @@ class Records:
     def _plan(self, record: int) -> list[Planned]:
         """Tokenise the sequences of a record; return none if the record cannot be used."""
         crude = self._samples[record]
-        self._found.places[record] = place_of(crude["__sources__"][0])
+        self._results.places[record] = place_of(crude["__sources__"][0])
         try:
             raw = self._preparation.raw(crude)
             plans = self._preparation.plan_each(raw, task=self._config.task)
             if self._alone and len(plans) > 1:
                 raise BadSample("--top-k is for records of one sequence; it has several.")
         except OverlongSample as error:
-            self._found.errors[record] = f"{OVERLONG}{error}"
+            self._results.errors[record] = f"{OVERLONG}{error}"
             return []
         except Exception as error:  # as in the loader, any exception makes the record bad
-            self._found.errors[record] = reason_of(error)
+            self._results.errors[record] = reason_of(error)
             return []
-        self._found.digests[record] = {side: digest(plan.input_ids) for side, plan in plans.items()}
+        self._results.digests[record] = {
+            side: digest(plan.input_ids) for side, plan in plans.items()
+        }
         return [Planned(record, side, plan, raw.source) for side, plan in plans.items()]
 
     def _batch(self, micro: Sequence[Planned]) -> Batch:
@@ -146,7 +150,7 @@ class Records:
         try:
             pixels = self._preparation.pixels(one.plan, one.source)
         except Exception as error:
-            self._found.errors[one.record] = reason_of(error)
+            self._results.errors[one.record] = reason_of(error)
             return None
         return EncodedSample.of(one.plan, pixels, _name(one.record, one.side))
 

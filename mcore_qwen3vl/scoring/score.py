@@ -27,7 +27,7 @@ from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS, check_top_k
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
-from mcore_qwen3vl.scoring.records import Found, Records
+from mcore_qwen3vl.scoring.records import BlockResults, Records
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.scoring.on_rank import Readout
@@ -210,7 +210,7 @@ class _Job:
             alone=self._request.top_k is not None,
         )
 
-    def _report(self, found: Found, bad: int) -> int:
+    def _report(self, found: BlockResults, bad: int) -> int:
         """Print which records could not be scored; return how many are bad so far."""
         for record, error in sorted(found.errors.items()):
             say = console.plain(f"record {found.places[record]} left out: {error}")
@@ -322,7 +322,7 @@ def _identity(folder: Path) -> dict[str, Any]:
     return {"path": str(folder.absolute()), "bytes": size, "newest": newest}
 
 
-def _line(found: Found, record: int, data: Path) -> dict[str, Any]:
+def _line(found: BlockResults, record: int, data: Path) -> dict[str, Any]:
     """Return what is written for a record: its number, its file if there are several, results."""
     place = found.places[record]
     line = {"line" if place.is_line else "record": place.number, **found.entry(record)}

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data import DataConfig, load_processor
+from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.check import DataReport, check_data, plot_report
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
@@ -302,3 +302,15 @@ def test_a_teachers_tokens_are_checked_too(dense: Path, tmp_path: Path) -> None:
     assert f"{file}:1 no longer has the tokens" in other[0]
     with pytest.raises(BadInput, match="made with temperature 1, and 2 is needed"):
         checked(2.0, MediaLimits())
+
+
+def test_other_tokens_than_a_teachers_stop_the_run(dense: Path, tmp_path: Path) -> None:
+    """The records are not at fault, so they are no bad samples."""
+    file = write_half_images(tmp_path / "data", 4, tokens=200, image_side=4, token_pixels=8)
+    flags = ["--hf-model", str(dense), "--loss", "distill", "--seq-length", "512"]
+    write_made_up(file, dense, CommandLine(flags).args)
+    config = DataConfig(512, teacher_temperature=1.0, media=MediaLimits(image_max_tokens=4))
+    shape = Architecture.from_hf(dense)
+    loader = Loader([Source(file)], shape, load_processor(dense), config, num_workers=0)
+    with pytest.raises(BadInput, match=r"^\S+train\.jsonl:\d no longer has the tokens"):
+        next(loader)

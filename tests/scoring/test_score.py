@@ -19,7 +19,9 @@ import transformers
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.data import DataConfig, load_processor
+from mcore_qwen3vl.data import DataConfig, Source, load_processor
+from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.scores import References, facts_of, vocabulary_of
 from mcore_qwen3vl.data.show import read_sample
 from mcore_qwen3vl.errors import BadInput
@@ -432,10 +434,12 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     score(Request(dense, data, force=True), on_cpu=True)
     entry = lines(tmp_path / "pairs.scores.jsonl")[0]
     found = References(data)
-    assert found.of(0) == (entry["chosen"]["log_prob"], entry["rejected"]["log_prob"])
-    tokens = torch.arange(5).numpy()
+    preparation = Preparation(load_processor(dense), DataConfig(512), [Source(data)])
+    (crude,) = CrudeSamples([Source(data)], split="train", trust=False)
+    plans = list(preparation.plan_each(preparation.raw(crude)).values())
+    assert found.of(0, plans) == (entry["chosen"]["log_prob"], entry["rejected"]["log_prob"])
     with pytest.raises(BadInput, match=r"pairs\.jsonl:1 no longer has the tokens"):
-        found.check(0, tokens, tokens)
+        found.of(0, plans[::-1])
     data.write_text(data.read_text() + "\n")
     with pytest.raises(BadInput, match="was not made from the current content"):
         References(data)

@@ -14,7 +14,7 @@ from megatron.energon.wrappers import PackingDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.encoder import PlannedRecord, Qwen3VLTaskEncoder
+from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, Record
 from mcore_qwen3vl.data.encoding.packing import Division, Measure, divide, extra_work
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.loading.datasets import SOURCE
@@ -113,17 +113,15 @@ class SharedPacking(PackingDataset):
         self._giving = dropped < waiting
         return dropped
 
+    @staticmethod
+    def go_on(state: dict[str, Any], offset: int, ranks: int) -> None:
+        """Change a state, of `offset` delivered packs ago, so that any number of ranks can go on.
 
-def go_on_with(state: dict[str, Any], offset: int, ranks: int) -> None:
-    """Change a state, of `offset` delivered packs ago, so that any number of ranks can go on."""
-    state["_place"] += state["_giving"]
-    state["_base"] += (state["_taken"] + state["_giving"] + offset) * ranks
-    state["_taken"], state["_giving"] = 0, False
-
-
-def is_state(plain: Any) -> bool:
-    """Return whether a part of a loader's plain state is that of :class:`SharedPacking`."""
-    return isinstance(plain, dict) and plain.get("__class__") == SharedPacking.__name__
+        `ranks` is the number that saved it.
+        """
+        state["_place"] += state["_giving"]
+        state["_base"] += (state["_taken"] + state["_giving"] + offset) * ranks
+        state["_taken"], state["_giving"] = 0, False
 
 
 class BalancedTaskEncoder(Qwen3VLTaskEncoder):
@@ -212,7 +210,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             raw = self.preparation.raw(crude)
             plans = [self.preparation.plan(raw)]
         return super().postencode_sample(
-            PlannedRecord.derive_from(sample, plans=plans, source=raw.source, name=sample_id(crude))
+            Record.derive_from(sample, plans=plans, source=raw.source, name=sample_id(crude))
         )
 
 

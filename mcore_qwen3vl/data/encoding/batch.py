@@ -251,14 +251,9 @@ class Batcher:
             return visual_inputs(self._architecture, input_ids)
         images = 0 if image_grid is None else int(image_grid.prod(1).sum())
         shapes = torch.empty_like(patches, dtype=torch.float32, device="meta")
-        visual = visual_inputs(
-            self._architecture,
-            input_ids,
-            None if image_grid is None else shapes[:images],
-            image_grid,
-            None if video_grid is None else shapes[images:],
-            video_grid,
-        )
+        of_images = (None, None) if image_grid is None else (shapes[:images], image_grid)
+        of_videos = (None, None) if video_grid is None else (shapes[images:], video_grid)
+        visual = visual_inputs(self._architecture, input_ids, *of_images, *of_videos)
         assert visual is not None
         return replace(visual, pixel_values=patches, pixel_scale=self._pixel_scale)
 

@@ -30,7 +30,7 @@ from mcore_qwen3vl.data.config import DataConfig, Task
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, EncodedSample, without_pixels
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import Pixels
-from mcore_qwen3vl.data.encoding.planning import Plan, check_length, padded
+from mcore_qwen3vl.data.encoding.planning import Plan, check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
 from mcore_qwen3vl.data.loading.sources import Source, source_names
@@ -76,19 +76,20 @@ class BadSampleGuard:
 
     @contextmanager
     def skipping(self, sample: Any, *, counted: bool = True) -> Iterator[None]:
-        """Skip the sample if the code in the block raises anything.
+        """Skip the sample if the code in the block raises anything but BadInput.
 
         Args:
             counted: False if another rank meets the same sample and counts it.
 
         Raises:
             SkipSample: the sample is skipped; energon then takes the next one.
-            BadInput: too many samples were bad, or too many in a row over-long.
+            BadInput: the block raised it; or too many samples were bad, or too many in a row
+                over-long.
         """
         try:
             yield
             self._overlong_in_a_row = 0
-        except (SkipSample, *SYSTEM_EXCEPTIONS):
+        except (SkipSample, BadInput, *SYSTEM_EXCEPTIONS):
             raise
         except OverlongSample as error:
             self._dropped += counted
@@ -134,8 +135,8 @@ class BadSampleGuard:
 
 
 @edataclass
-class PlannedRecord(Sample):
-    """A tokenised record in the packing buffer; its media are measured but not decoded."""
+class Record(Sample):
+    """A tokenised record, whose media are measured; they are decoded once it has been chosen."""
 
     plans: list[Plan]  # one for each sequence
     source: int
@@ -143,19 +144,10 @@ class PlannedRecord(Sample):
     reference: tuple[float, float] | None = None
     target: float | tuple[float, ...] | None = None
     label: bool | None = None
+    sequences: tuple[EncodedSample, ...] = ()  # decoded, in place of the plans
 
 
-@edataclass
-class EncodedRecord(Sample):
-    """A record that is ready to be batched."""
-
-    sequences: list[EncodedSample]
-    reference: tuple[float, float] | None
-    target: float | tuple[float, ...] | None
-    label: bool | None
-
-
-class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
+class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
     """Energon's hooks; each is deterministic, so that energon can repeat it on resume."""
 
     decoder = None  # WebDataset parts stay bytes
@@ -192,10 +184,11 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
         """Tokenise the sequences of a record and measure their media."""
         with self.guard.skipping(sample):
             planned = self._planned(sample)
-            check_length(self.config, planned["plans"])
-        return PlannedRecord.derive_from(
-            sample, **planned, source=sample.source, name=sample_id(sample)
-        )
+            check_length(self.config, planned["plans"])  # an over-long pair may have no reference
+            if self._references:
+                references = self._references[sample.source]
+                planned["reference"] = references.of(number_of(sample), planned["plans"])
+        return Record.derive_from(sample, **planned, source=sample.source, name=sample_id(sample))
 
     def _planned(self, sample: RawSample) -> dict[str, Any]:
         """Return the fields of the planned record that depend on its kind."""
@@ -206,8 +199,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
         lengths = [self._length(sample) for sample in samples]
         return [[samples[i] for i in pack] for pack in best_fit(lengths, self.config.seq_length)]
 
-    def _length(self, sample: PlannedRecord) -> int:
-        return padded(self.config, sample.plans)
+    def _length(self, sample: Record) -> int:
+        """Return how many tokens of a pack the sequences of a record take."""
+        return self.config.padded(*(len(plan.input_ids) for plan in sample.plans))
 
     @stateless
     def postencode_sample(self, sample: Any) -> Any:
@@ -217,25 +211,24 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
             for number, plan in enumerate(sample.plans):
                 again = number and _shown(plan) == _shown(sample.plans[number - 1])
                 pixels.append(pixels[-1] if again else self.preparation.pixels(plan, sample.source))
-            top = self._teachers[sample.source].of(number_of(sample)) if self._teachers else None
-        if self._teachers:  # outside of the guard's block, so that the error stops the run
-            self._teachers[sample.source].check(number_of(sample), sample.plans[0])
-        sequences = [
+            top = None
+            if self._teachers:
+                top = self._teachers[sample.source].of(number_of(sample), sample.plans[0])
+        sequences = (
             EncodedSample.of(plan, seen, sample.name, source=sample.source, teacher=top)
             for plan, seen in zip(sample.plans, pixels, strict=True)
-        ]
-        kept = {name: getattr(sample, name) for name in ("reference", "target", "label")}
-        return EncodedRecord.derive_from(sample, sequences=sequences, **kept)
+        )
+        return replace(sample, plans=[], sequences=tuple(sequences))
 
     @stateless
-    def pack_selected_samples(self, samples: list[EncodedRecord]) -> Batch:
+    def pack_selected_samples(self, samples: list[Record]) -> Batch:
         return self._batch(self._batcher.pack, samples)
 
     @stateless
-    def batch(self, samples: list[EncodedRecord]) -> Batch:
+    def batch(self, samples: list[Record]) -> Batch:
         return self._batch(self._batcher.pad, samples)
 
-    def _batch(self, assemble: Callable[..., Batch], records: list[EncodedRecord]) -> Batch:
+    def _batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
         if not records:  # all samples had bad pixels
             raise SkipSample
         samples = [one for record in records for one in record.sequences]
@@ -244,6 +237,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
         batch = replace(batch, counts=replace(batch.counts, skipped=skipped, dropped=dropped))
         if self._teachers:
             batch = replace(batch, teacher=joined([one.teacher for one in samples if one.teacher]))
+        if self._references:
+            references = torch.tensor([record.reference for record in records])
+            batch = replace(batch, references=references)
         if not self._source_names:
             return batch
         return replace(batch, data_sets=tuple(self._source_names[one.source] for one in samples))
@@ -263,18 +259,20 @@ _NEEDED: dict[Task | None, tuple[str, ...]] = {
 
 
 class GroupTaskEncoder(Qwen3VLTaskEncoder):
-    """Energon's hooks for records of several sequences; this class reads those of a task.
+    """Energon's hooks for records of several sequences: those of a task, or preference records.
 
     A batch holds the sequences of one record after the other: chosen and rejected of a preference
     record; query, positive and negatives of a retrieval record.
     """
 
     def _planned(self, sample: RawSample) -> dict[str, Any]:
+        if self.config.pairs:
+            return {"plans": list(self.preparation.plan_each(sample, task="pairs").values())}
         plans = self.preparation.plan_each(sample, task=self.config.task)
         _require(plans, self.config)
         return {"plans": list(plans.values()), "target": next(iter(plans.values())).target}
 
-    def _batch(self, assemble: Callable[..., Batch], records: list[EncodedRecord]) -> Batch:
+    def _batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
         batch = super()._batch(assemble, records)
         targets = [record.target for record in records]
         return replace(
@@ -282,33 +280,6 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
             groups=tuple(len(record.sequences) for record in records),
             targets=None if None in targets else torch.tensor(targets, dtype=torch.float32),
         )
-
-
-class PairTaskEncoder(GroupTaskEncoder):
-    """Energon's hooks for preference records."""
-
-    @stateless
-    def preencode_sample(self, sample: RawSample) -> Any:
-        """Tokenise a pair, and check that its reference is of these tokens."""
-        planned = super().preencode_sample(sample)
-        if self._references:  # outside of the guard, so that the error stops the run
-            tokens = [plan.input_ids for plan in planned.plans]
-            self._references[sample.source].check(number_of(sample), *tokens)
-        return planned
-
-    def _planned(self, sample: RawSample) -> dict[str, Any]:
-        plans = self.preparation.plan_each(sample, task="pairs")
-        sides = [plans[side] for side in SIDES]
-        check_length(self.config, sides)  # an over-long pair may have no reference
-        if not self._references:
-            return {"plans": sides}
-        return {"plans": sides, "reference": self._references[sample.source].of(number_of(sample))}
-
-    def _batch(self, assemble: Callable[..., Batch], records: list[EncodedRecord]) -> Batch:
-        batch = super()._batch(assemble, records)
-        if not self._references:
-            return batch
-        return replace(batch, references=torch.tensor([pair.reference for pair in records]))
 
 
 class LabelledTaskEncoder(GroupTaskEncoder):
@@ -327,7 +298,7 @@ class LabelledTaskEncoder(GroupTaskEncoder):
             )
         return {"plans": [self.preparation.plan(sample, parsed)], "label": parsed.label}
 
-    def _length(self, sample: PlannedRecord) -> int:
+    def _length(self, sample: Record) -> int:
         """Return the tokens that a record may take with the answer of another.
 
         The tokens of a pack remain the same, but each sequence may need more padding.
@@ -336,7 +307,7 @@ class LabelledTaskEncoder(GroupTaskEncoder):
         length = self.config.padded(len(sample.plans[0].input_ids) + more)
         return min(length, self.config.seq_length)
 
-    def _batch(self, assemble: Callable[..., Batch], records: list[EncodedRecord]) -> Batch:
+    def _batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
         batch = super()._batch(assemble, records)
         sequences = [record.sequences[0] for record in records]
         answers = [sequences[-1], *sequences[:-1]]

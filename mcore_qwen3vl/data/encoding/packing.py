@@ -15,7 +15,7 @@ are assigned so that the ranks' totals are even.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -53,8 +53,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         else:
             room, index = rooms.pop(place)
             bins[index].append(item)
-        left = (room - length, index)
-        rooms.insert(bisect_left(rooms, left), left)
+        insort(rooms, (room - length, index))
     return sorted(sorted(items) for items in bins)
 
 

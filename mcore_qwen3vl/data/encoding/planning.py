@@ -45,6 +45,11 @@ class Plan:
     media: list[PlannedMedia]
     target: float | tuple[float, ...] | None = None  # see Conversation
 
+    @property
+    def trained_tokens(self) -> int:
+        """The number of tokens that are trained; the first one is never predicted."""
+        return int((self.loss_weights[1:] > 0).sum())
+
 
 class Planner:
     """A tokeniser of rendered records, with the same result as HF's processor."""
@@ -172,8 +177,7 @@ class Planner:
             if self._config.overlong == "drop":
                 raise OverlongSample(f"{length} tokens, more than seq_length {limit}.")
             plan = truncate(plan, limit)
-        # The first token is never predicted.
-        if trains and not plan.loss_weights[1:].any():
+        if trains and not plan.trained_tokens:
             raise BadSample(
                 f"no trained token is left in the first {limit} of its {length} tokens."
                 if length > limit
@@ -189,14 +193,9 @@ def truncate(plan: Plan, limit: int) -> Plan:
     return Plan(plan.input_ids[:cut], plan.loss_weights[:cut], media)
 
 
-def padded(config: DataConfig, plans: Sequence[Plan]) -> int:
-    """Return how many tokens of a pack the sequences of a record take."""
-    return sum(config.padded(len(plan.input_ids)) for plan in plans)
-
-
 def check_length(config: DataConfig, plans: Sequence[Plan]) -> None:
     """Raise if a pack cannot hold all sequences; the planner checked that each fits a row."""
-    length = padded(config, plans)
+    length = config.padded(*(len(plan.input_ids) for plan in plans))
     if config.packing and length > config.seq_length:
         which = "both" if len(plans) == 2 else f"all {len(plans)}"
         raise OverlongSample(

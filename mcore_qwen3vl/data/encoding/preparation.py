@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron.energon import CrudeSample, Sample, basic_sample_keys, edataclass
@@ -12,7 +13,8 @@ from megatron.energon import CrudeSample, Sample, basic_sample_keys, edataclass
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
 from mcore_qwen3vl.data.encoding.pixels import PixelLoader, Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, Planner
-from mcore_qwen3vl.data.loading.datasets import SOURCE, dataset_path
+from mcore_qwen3vl.data.loading.datasets import SOURCE
+from mcore_qwen3vl.data.loading.index import origin
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.flaws import time_limit
 from mcore_qwen3vl.data.records.media import MediaFolder
@@ -73,7 +75,7 @@ class Preparation:
         source = crude["__subflavors__"][SOURCE]
         root = self._sources[source].media_root
         if root is None:
-            root = dataset_path(crude)
+            root = origin(Path(str(crude["__sources__"][0].dataset_path)))
             root = root.parent if root.suffix in _FILES and not root.is_dir() else root
         parts = {name: part for name, part in crude.items() if not name.startswith("__")}
         record = parts.pop("json", None)

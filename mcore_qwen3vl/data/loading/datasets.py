@@ -17,9 +17,8 @@ from megatron.energon.metadataset import load_dataset, traverse_metadataset
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
 from torch.utils.data import ConcatDataset, Dataset
 
-from mcore_qwen3vl.data.loading import json_file
-from mcore_qwen3vl.data.loading.crude import CrudeFactory
 from mcore_qwen3vl.data.loading.index import ensure_index, index_beside, origin
+from mcore_qwen3vl.data.loading.readers import CrudeFactory, JsonReader, index_of
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.loading.tables import TableReader, is_table
 from mcore_qwen3vl.data.records.reading import preprocessed
@@ -86,68 +85,52 @@ def load_sources(
 def _load(
     number: int, source: Source, split: str, training: bool, shuffle: bool, workers: WorkerConfig
 ) -> tuple[list[LoadedDataset], DatasetBlendMode]:
+    path = source.path.absolute()
+    place = ensure_index(path)
+    is_metadataset = place.suffix in (".yaml", ".yml")
+    limited = source.max_samples is not None and not is_metadataset
     options: dict[str, Any] = {
         "training": training,
         "worker_config": workers,
         "subflavors": {SOURCE: number},
-        "subset": None,
+        "subset": DatasetSubset(absolute_range=(0, source.max_samples)) if limited else None,
     }
     if shuffle:
         options["max_samples_per_sequence"] = _RUN_LENGTH
     elif training:
         options["parallel_shard_iters"] = 1
-    path = source.path.absolute()
-    place = ensure_index(path)
-    own = _own_reader(path, place, split)
-    if own is not None:
-        reader, counts = own
-        if isinstance(reader, TableReader):
-            options |= {"max_samples_per_sequence": None}  # a row group is read in one go
-            options.setdefault("parallel_shard_iters", _OPEN_GROUPS)
-        options["subset"] = _subset(source, len(reader))
-        over = 1 if training and shuffle else None
-        factory = CrudeFactory(path, reader, counts, shuffle_over_epochs=over, **options)
-        return [LoadedDataset(dataset=factory)], DatasetBlendMode.NONE
-    if place.suffix in (".yaml", ".yml"):
-        _check_leaves(path)
-    elif source.max_samples is not None:
-        options["subset"] = DatasetSubset(absolute_range=(0, source.max_samples))
-    part = _split_of(place, split)
-    found = load_dataset(place).get_datasets(
-        split_part=part,
-        shuffle_over_epochs_multiplier=1 if shuffle else None,
-        # WebDataset parts stay bytes; JSONL has no decoder
-        **({} if place.suffix == ".jsonl" else {"decoder": None}),
-        **options,
-    )
-    for leaf in found.datasets:
-        _limit(leaf.dataset, source)
-    return found.datasets, found.blend_mode
-
-
-def _own_reader(path: Path, place: Path, split: str) -> tuple[Any, list[int]] | None:
-    """Return our reader and its parts' numbers of samples; None if energon can read the data."""
+    reader: Any = None  # of ours, if energon cannot read the data
     if path.suffix == ".json":
-        records = json_file.JsonReader(path, json_file.index_of(place))
-        return records, [len(records)]
-    if is_table(path):
-        table = TableReader(path, split)
-        return table, [group.rows for group in table.groups]
-    return None
+        reader = JsonReader(path, index_of(place))
+    elif is_table(path):
+        reader = TableReader(path, split)
+        options |= {"max_samples_per_sequence": None}  # a row group is read in one go
+        options.setdefault("parallel_shard_iters", _OPEN_GROUPS)
+    if reader is not None:
+        factory = CrudeFactory(path, reader, shuffle_over_epochs=1 if shuffle else None, **options)
+        datasets, mode = [LoadedDataset(dataset=factory)], DatasetBlendMode.NONE
+    else:
+        if is_metadataset:
+            _check_leaves(path)
+        loaded = load_dataset(place).get_datasets(
+            split_part=_split_of(place, split),
+            shuffle_over_epochs_multiplier=1 if shuffle else None,
+            # WebDataset parts stay bytes; JSONL has no decoder
+            **({} if place.suffix == ".jsonl" else {"decoder": None}),
+            **options,
+        )
+        datasets, mode = loaded.datasets, loaded.blend_mode
+    for one in datasets:
+        _drop_long_subset(one.dataset, source.max_samples)
+    return datasets, mode
 
 
-def _subset(source: Source, count: int) -> DatasetSubset | None:
-    if source.max_samples is None or source.max_samples >= count:
-        return None
-    return DatasetSubset(absolute_range=(0, source.max_samples))
-
-
-def _limit(factory: Any, source: Source) -> None:
+def _drop_long_subset(factory: Any, max_samples: int | None) -> None:
     """Drop a subset that is longer than the data set, which energon refuses."""
-    subset = factory.subset
-    if subset is not None and subset.absolute_range and source.max_samples is not None:
-        factory.subset = None
-        factory.subset = _subset(source, len(factory))
+    subset, factory.subset = factory.subset, None
+    longer = max_samples is not None and max_samples >= len(factory)
+    if not (longer and subset is not None and subset.absolute_range == (0, max_samples)):
+        factory.subset = subset
 
 
 def _check_leaves(path: Path) -> None:
@@ -262,11 +245,6 @@ def found_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
             "--num-labels."
         )
     return Labels(tuple(names)) if names else Labels.numbered(max(numbers) + 1)
-
-
-def dataset_path(sample: Any) -> Path:
-    """Return the path of a crude sample's data set: the data's own path, not the stand-in's."""
-    return origin(Path(str(sample["__sources__"][0].dataset_path)))
 
 
 @contextmanager

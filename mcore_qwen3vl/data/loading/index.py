@@ -24,7 +24,7 @@ from megatron.energon.flavors import BaseWebdatasetFactory
 from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexWriter
 from megatron.energon.source_info import SourceInfo, get_source_info
 
-from mcore_qwen3vl.data.loading import json_file
+from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.sources import require_data_set
 from mcore_qwen3vl.data.loading.tables import is_table
 from mcore_qwen3vl.errors import BadInput
@@ -90,7 +90,7 @@ def _needs_index(path: Path) -> bool:
 def _is_indexed(path: Path) -> bool:
     if path.is_dir():
         return (path / ".nv-meta" / "dataset.yaml").exists()
-    return json_file.is_indexed(path)
+    return readers.is_indexed(path)
 
 
 def _index_once(path: Path) -> None:
@@ -103,7 +103,7 @@ def _index_once(path: Path) -> None:
             if path.is_dir():
                 _index_tars(path)
             elif path.suffix == ".json":
-                json_file.write_index(path, origin(path))
+                readers.write_index(path, origin(path))
             else:
                 _index_jsonl(path)
     except Timeout:

@@ -26,8 +26,8 @@ from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.data.loading.crude import crude_sample
 from mcore_qwen3vl.data.loading.index import cache_of, fingerprint, origin
+from mcore_qwen3vl.data.loading.readers import crude_sample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import replacing
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
@@ -107,7 +107,6 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
     def __init__(self, inner: Any, number: int) -> None:
         self._inner = inner
         self.number = number
-        self.paths = getattr(inner, "paths", [inner.path])
         self.subflavors = inner.subflavors
         self.path = Path(str(inner.path))
         self.sizes: Sequence[Size | Unusable] = ()
@@ -136,7 +135,6 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
             built.dataset,
             lambda raw: CrudeSample(raw.data[0]),
             stateless_map_fn=True,
-            map_fn_config=self._inner.config,
             worker_config=built.worker_config,
         )
 

@@ -1,19 +1,6 @@
-"""The data sets that a command line or a mixture file names. Imports nothing heavy.
+"""The data sets that a command line or a mixture file names; docs/data.md shows such a file.
 
-A mixture file gives the data sets, each with its weight and how its records are read:
-
-.. code-block:: yaml
-
-    datasets:
-      - path: llava/train.json        # relative to this file
-        name: llava                   # in the log; else the path as it is written here
-        weight: 0.7                   # or epochs: 2, for all data sets
-        media: /data/images           # where relative paths of media start
-        preprocess: my_hooks:convert  # or format: conversations
-        system: You are brief.
-        train_on: last                # all, last, or a regular expression
-        max_samples: 100000
-        image_max_tokens: 512         # any budget of training
+Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -67,24 +54,21 @@ def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[S
     Raises:
         BadInput: numbers and paths do not alternate, or a mixture file is malformed.
     """
-    if len(words) == 1:
-        sources = _expanded(Path(words[0]), 1.0)
-    else:
-        weights, paths = words[0::2], words[1::2]
-        try:
-            numbers = [float(weight) for weight in weights]
-        except ValueError:
-            numbers = []
-        if not words or len(numbers) != len(paths) or min(numbers) <= 0:
-            raise BadInput(
-                f"The data path {' '.join(words)!r} is neither one path nor positive weights and "
-                "paths in turn, like '0.3 a.jsonl 0.7 b.jsonl'."
-            )
-        sources = [
-            source
-            for path, number in zip(paths, numbers, strict=True)
-            for source in _expanded(Path(path), number)
-        ]
+    weights, paths = (["1"], words) if len(words) == 1 else (words[0::2], words[1::2])
+    try:
+        numbers = [float(weight) for weight in weights]
+    except ValueError:
+        numbers = []
+    if not words or len(numbers) != len(paths) or min(numbers) <= 0:
+        raise BadInput(
+            f"The data path {' '.join(words)!r} is neither one path nor positive weights and "
+            "paths in turn, like '0.3 a.jsonl 0.7 b.jsonl'."
+        )
+    sources = [
+        source
+        for path, number in zip(paths, numbers, strict=True)
+        for source in _expanded(Path(path), number)
+    ]
     if len({source.epochs is None for source in sources}) > 1:
         raise BadInput(
             "Some data sets have epochs and some have weights. Give all of them epochs, or all "

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.data.loading.crude import crude_sample
+from mcore_qwen3vl.data.loading.readers import crude_sample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.machine import require_extra
@@ -76,7 +76,8 @@ class TableReader:
         require_extra("pyarrow", str(path))
         self.path = path
         self.groups = [group for file in _files(path, split) for group in _row_groups(file)]
-        self._bounds = [0, *accumulate(group.rows for group in self.groups)]
+        self.counts = [group.rows for group in self.groups]
+        self._bounds = [0, *accumulate(self.counts)]
         if self._bounds[-1] == 0:
             raise BadInput(f"The data set {path} is empty.")
         self._batches: OrderedDict[tuple[int, int], Any] = OrderedDict()

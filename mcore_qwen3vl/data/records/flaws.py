@@ -23,8 +23,8 @@ class OverlongSample(Exception):
 
 def reason_of(error: Exception) -> str:
     """Return why a sample is bad: the message, after the type of an error that is not ours."""
-    told = isinstance(error, BadSample | OverlongSample | BadInput)
-    return str(error) if told else f"{type(error).__name__}: {error}"
+    ours = isinstance(error, BadSample | OverlongSample | BadInput)
+    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 @contextmanager

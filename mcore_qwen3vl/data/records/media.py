@@ -22,7 +22,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.options import USUAL, MediaOptions, read_options
+from mcore_qwen3vl.data.records.reading import number
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -41,7 +41,82 @@ _SHORTEST_BASE64 = 64
 _LONGEST_PATH = 4095
 _OF_RECORD = ("fps", "sample_fps", "min_pixels", "max_pixels")
 """Keys of a record that hold for all of its media; they have no other meaning there."""
-_TAG = re.compile("<(image|video)>")
+TAG = re.compile("<(image|video)>")
+"""The place of an image or a video in a text."""
+
+
+@dataclass(frozen=True)
+class MediaOptions:
+    """Choices for one image or video; None: those of the data set."""
+
+    fps: float | None = None  # frames a second to sample from a file, or of a list of frames
+    start: float | None = None  # seconds of a file between which its clip is
+    end: float | None = None
+    timestamps: tuple[float, ...] | None = None  # seconds, of the frames of a list
+    min_pixels: float | None = None  # of the resized image, or of each resized frame
+    max_pixels: float | None = None
+
+    def size(self, usual: Mapping[str, int], frames: int = 1) -> dict[str, int] | None:
+        """Return the ``size`` for HF's processor if it differs from `usual`, else None.
+
+        Args:
+            usual: the processor's own ``size``, in pixels of the image or of all frames.
+        """
+        if self.min_pixels is None and self.max_pixels is None:
+            return None
+        low, high = (
+            usual[edge] if given is None else int(given) * frames
+            for edge, given in (
+                ("shortest_edge", self.min_pixels),
+                ("longest_edge", self.max_pixels),
+            )
+        )
+        if self.min_pixels is None:
+            low = min(low, high)
+        if self.max_pixels is None:
+            high = max(low, high)
+        if low > high:
+            raise BadSample(f"min_pixels {low // frames} is above max_pixels {high // frames}.")
+        return {"shortest_edge": low, "longest_edge": high}
+
+
+USUAL = MediaOptions()
+_PIXELS: dict[str, tuple[str, ...]] = {"min_pixels": ("min_pixels",), "max_pixels": ("max_pixels",)}
+_OPTION_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
+    "image": _PIXELS,
+    "video": {
+        **_PIXELS,
+        "fps": ("fps", "sample_fps"),
+        "start": ("video_start", "start"),
+        "end": ("video_end", "end"),
+    },
+}
+"""Keys of a record for each option; the names are those of ``qwen_vl_utils``, and shorter ones."""
+
+
+def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
+    """Read the options of an image or video.
+
+    Args:
+        fields: the keys of its part or reference; other keys are left alone.
+    """
+    found: dict[str, Any] = {}
+    for option, keys in _OPTION_KEYS[kind].items():
+        if (key := next((key for key in keys if fields.get(key) is not None), None)) is not None:
+            limit = {"least" if option in ("start", "end") else "above": 0}
+            found[option] = number(f"{kind}'s {key}", fields[key], **limit)
+    if kind == "video" and fields.get("timestamps") is not None:
+        found["timestamps"] = _timestamps(fields["timestamps"])
+    return MediaOptions(**found)
+
+
+def _timestamps(values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list | tuple):
+        raise BadSample(f"timestamps is {values!r:.40}; a list with the second of each frame.")
+    seconds = tuple(number("a timestamp", value, least=0) for value in values)
+    if list(seconds) != sorted(seconds):
+        raise BadSample("timestamps do not ascend.")
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -74,22 +149,22 @@ class MediaFolder:
     root: Path
     parts: Mapping[str, bytes]
 
-    def resolve(self, kind: Kind, reference: Any, said: Mapping[str, Any] | None = None) -> Media:
+    def resolve(self, kind: Kind, reference: Any, fields: Mapping[str, Any] | None = None) -> Media:
         """Return the image or video that a record refers to.
 
         Args:
             reference: a path relative to the data file, a part name, a data URI, base64 text, raw
                 bytes, or a mapping with ``bytes``, ``base64``, ``path`` or ``url``. A video may be
                 a list of images, or a mapping with ``frames``.
-            said: keys beside the reference, see :func:`read_options`; a mapping's own take
+            fields: keys beside the reference, see :func:`read_options`; a mapping's own take
                 precedence.
         """
-        said = said or {}
+        fields = fields or {}
         if isinstance(reference, Mapping):
-            said = {**said, **reference}
+            fields = {**fields, **reference}
             keys = ("bytes", "base64", "path", "url", "frames")
             reference = next((reference[key] for key in keys if reference.get(key)), None)
-        options = read_options(kind, said)
+        options = read_options(kind, fields)
         if kind == "video" and isinstance(reference, list | tuple) and reference:
             return self._frames(reference, options)
         if options.timestamps is not None:
@@ -109,14 +184,14 @@ class MediaFolder:
         if isinstance(reference, bytes | bytearray):
             return Media(kind, bytes(reference), f"{len(reference)} bytes")
         if not isinstance(reference, str) or not reference:
-            raise BadSample(f"{kind} reference is {_shown(reference)}; a path or base64 is needed.")
+            raise BadSample(f"{kind} reference is {reference!r:.80}; a path or base64 is needed.")
         if reference in self.parts:
             return Media(kind, self.parts[reference], reference)
         if reference.startswith("data:"):
             _, _, encoded = reference.partition("base64,")
             return Media(kind, _decoded(kind, encoded), "data URI")
         if reference.startswith(("http://", "https://")):
-            raise BadSample(f"{kind} {_shown(reference)} is remote; download it beside the data.")
+            raise BadSample(f"{kind} {reference!r:.80} is remote; download it beside the data.")
         if len(reference) > _LONGEST_PATH:
             return Media(kind, _decoded(kind, reference), "base64")
         path = self.root / reference.removeprefix("file://")
@@ -131,21 +206,16 @@ def _decoded(kind: Kind, encoded: str) -> bytes:
     except (binascii.Error, ValueError):
         content = b""
     if not content:
-        raise BadSample(f"{kind} {_shown(encoded)} is not valid base64.")
+        raise BadSample(f"{kind} {encoded!r:.80} is not valid base64.")
     return content
 
 
-def _shown(reference: Any) -> str:
-    text = repr(reference)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-class Shelf:
+class RecordMedia:
     """A record's images and videos: a list or a single one, under the plural or singular key."""
 
     def __init__(self, record: Mapping[str, Any], folder: MediaFolder) -> None:
         self._folder = folder
-        self._said = said_of_all(record)
+        self._options = options_of_all(record)
         self._left = {kind: media_list(record, kind) for kind in KINDS}
         self._given = {kind: len(left) for kind, left in self._left.items()}
         self.media: list[Media] = []
@@ -154,13 +224,13 @@ class Shelf:
                 raise BadSample(f"{key} is given, and Qwen3-VL takes images and videos only.")
 
     def take(
-        self, kind: Kind, reference: Any = None, said: Mapping[str, Any] | None = None
+        self, kind: Kind, reference: Any = None, fields: Mapping[str, Any] | None = None
     ) -> None:
         """Add an image or video to the sample.
 
         Args:
             reference: its location; None: the next unused entry of the record's list.
-            said: keys of its part of the message, such as ``fps``. They override the record's keys.
+            fields: keys of its part of the message, such as ``fps``; they override the record's.
         """
         if reference is None:
             if not self._left[kind]:
@@ -169,20 +239,19 @@ class Shelf:
                     f"{kind}s."
                 )
             reference = self._left[kind].pop(0)
-        self.media.append(self._folder.resolve(kind, reference, {**self._said, **(said or {})}))
+        self.media.append(
+            self._folder.resolve(kind, reference, {**self._options, **(fields or {})})
+        )
 
     def split_tags(self, text: str) -> Iterator[dict[str, Any]]:
         """Yield parts for the template: ``<image>`` and ``<video>`` tags, and the text between."""
-        end = 0
-        for tag in _TAG.finditer(text):
-            if tag.start() > end:
-                yield {"type": "text", "text": text[end : tag.start()]}
-            kind: Kind = "image" if tag.group(1) == "image" else "video"
-            self.take(kind)
-            yield {"type": kind}
-            end = tag.end()
-        if end < len(text):
-            yield {"type": "text", "text": text[end:]}
+        for place, piece in enumerate(TAG.split(text)):
+            if place % 2:  # what the group of TAG matched
+                kind: Kind = "image" if piece == "image" else "video"
+                self.take(kind)
+                yield {"type": kind}
+            elif piece:
+                yield {"type": "text", "text": piece}
 
     def check_empty(self) -> None:
         """Raise if media are left over."""
@@ -194,7 +263,7 @@ class Shelf:
                 )
 
 
-def said_of_all(record: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_all(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a record says of all its media: keys that have no other meaning in a record."""
     return {key: record[key] for key in _OF_RECORD if record.get(key) is not None}
 

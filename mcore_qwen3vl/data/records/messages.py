@@ -7,14 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.media import Media, MediaFolder, Shelf
+from mcore_qwen3vl.data.records.media import KINDS, Media, MediaFolder, RecordMedia
 from mcore_qwen3vl.data.records.reading import weight_of
 from mcore_qwen3vl.files import parse_json
 
-_REFERENCE_KEYS = {
-    "image": ("image", "path", "url", "image_url", "bytes", "base64"),
-    "video": ("video", "path", "url", "video_url", "bytes", "base64"),
-}
 _CALL = "a call of a tool"  # internal: an assistant turn whose text is the call as JSON
 _ROLES = {
     "messages": {
@@ -104,7 +100,7 @@ def _conversation(
     *,
     prompt: bool = False,
 ) -> Conversation:
-    shelf = Shelf(record, folder)
+    media = RecordMedia(record, folder)
     sample_weight = weight_of(record)
     rendered: list[dict[str, Any]] = []
     weights: list[float] = []
@@ -126,7 +122,7 @@ def _conversation(
                 f"message {index}: the role {turn['role']!r:.40} is not known; use one "
                 f"of {', '.join(_ROLES[key])}."
             )
-        message = _message(turn, role, index, shelf)
+        message = _message(turn, role, index, media)
         # A zero in either of them masks a turn.
         weight = weight_of(turn) * weight_of(turn, "loss") * sample_weight
         if role == previous == _CALL:  # consecutive calls are one assistant turn
@@ -139,17 +135,17 @@ def _conversation(
             rendered.append(message)
             weights.append(weight if message["role"] == "assistant" else 0.0)
         previous = role
-    shelf.check_empty()
+    media.check_empty()
     if not (prompt or any(weights)):
         raise BadSample("no assistant turn has a weight above 0, so nothing would be trained.")
     unread = {str(name): None for turn in turns for name in turn if name not in _READ}
     return Conversation(
-        rendered, shelf.media, weights, _tools(record), prompt,
+        rendered, media.media, weights, _tools(record), prompt,
         unread=tuple(f"{name} of a message" for name in unread),
     )  # fmt: skip
 
 
-def _message(turn: Mapping[str, Any], role: str, index: int, shelf: Shelf) -> dict[str, Any]:
+def _message(turn: Mapping[str, Any], role: str, index: int, media: RecordMedia) -> dict[str, Any]:
     kept = {name: value for name, value in turn.items() if name not in _OWN}
     if role == _CALL:
         return {**kept, "role": "assistant", "content": "", "tool_calls": _calls(turn, index)}
@@ -157,7 +153,7 @@ def _message(turn: Mapping[str, Any], role: str, index: int, shelf: Shelf) -> di
         raise BadSample(
             f"message {index} has no content; its keys are {', '.join(map(str, turn))}."
         )
-    content = _content(turn.get("content"), index, shelf)
+    content = _content(turn.get("content"), index, media)
     if role == "assistant" and _is_empty(content) and not turn.get("tool_calls"):
         raise BadSample(f"message {index}, an assistant turn, is empty.")
     return {**kept, "role": role, "content": content}
@@ -202,7 +198,7 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
     return [unpacked(tool, "a tool") for tool in tools] or None
 
 
-def _content(content: Any, index: int, shelf: Shelf) -> str | list[dict[str, Any]]:
+def _content(content: Any, index: int, media: RecordMedia) -> str | list[dict[str, Any]]:
     """Return content for the template; strings stay strings unless they hold media tags."""
     if content is None:
         return ""
@@ -211,14 +207,14 @@ def _content(content: Any, index: int, shelf: Shelf) -> str | list[dict[str, Any
             raise BadSample(
                 f"message {index}: {found} is not replaced from objects; write its text out."
             )
-        parts = list(shelf.split_tags(content))
+        parts = list(media.split_tags(content))
         return content if all(part["type"] == "text" for part in parts) else parts
     if not isinstance(content, list):
         raise BadSample(f"message {index}: content is {type(content).__name__}, not text or parts.")
-    return [_part(part, index, shelf) for part in content]
+    return [_part(part, index, media) for part in content]
 
 
-def _part(part: Any, index: int, shelf: Shelf) -> dict[str, Any]:
+def _part(part: Any, index: int, media: RecordMedia) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     declared = part.get("type") if isinstance(part, Mapping) else None
@@ -229,11 +225,11 @@ def _part(part: Any, index: int, shelf: Shelf) -> dict[str, Any]:
                 f"{', '.join(map(str, part))}."
             )
         return {"type": "text", "text": part["text"]}
-    kind = str(declared).removesuffix("_url")
-    if kind not in _REFERENCE_KEYS:
+    kind = next((kind for kind in KINDS if declared in (kind, f"{kind}_url")), None)
+    if kind is None:
         raise BadSample(f"message {index}: a part must be text, image or video, not {declared!r}.")
-    reference = next((part[k] for k in _REFERENCE_KEYS[kind] if part.get(k) is not None), None)
-    shelf.take("image" if kind == "image" else "video", reference, part)
+    keys = (kind, "path", "url", f"{kind}_url", "bytes", "base64")
+    media.take(kind, next((part[key] for key in keys if part.get(key) is not None), None), part)
     return {"type": kind}
 
 

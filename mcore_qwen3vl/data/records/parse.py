@@ -14,7 +14,7 @@ from mcore_qwen3vl.data.records.media import (
     Media,
     MediaFolder,
     media_list,
-    said_of_all,
+    options_of_all,
 )
 from mcore_qwen3vl.data.records.messages import Conversation, read_conversations, read_messages
 from mcore_qwen3vl.data.records.reading import PLAIN, Reading, observed, preprocessed, weight_of
@@ -66,10 +66,10 @@ def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
     if not isinstance(text, str):
         raise BadSample(f"{' or '.join(CAPTION_KEYS)} must be text.")
     parts: list[str | Media] = []
-    said = said_of_all(record)
+    options = options_of_all(record)
     for kind in KINDS:
         for reference in media_list(record, kind):
-            parts.append(folder.resolve(kind, reference, said))
+            parts.append(folder.resolve(kind, reference, options))
     return _document([*parts, text], record)
 
 

@@ -1,19 +1,7 @@
 """Records with answers that are compared, or of which it is said whether they are wanted.
 
-A preference record has ``chosen`` and ``rejected``, each in one of two forms:
-
-- with ``messages``, which both share: the text of the last turn, a message, or a list of messages;
-- without ``messages``: a whole conversation each. The messages that both begin with are shared.
-
-A ``margin`` says by how much the chosen answer is better; reward models are trained with it.
-
-A labelled record, for KTO, has ``label``, which is true or false, and one of these forms:
-
-- ``prompt`` and ``completion``, as in TRL: each is a text, a message or a list of messages;
-- ``messages``, as in ms-swift: the last of them is the answer.
-
-A record's images, videos and tools belong to both answers, or to the prompt. Only assistant turns
-after the shared messages, or of the answer, count in the loss.
+docs/preference.md shows their forms. Answers share the record's media, tools and first messages,
+and only assistant turns after the shared messages count in the loss.
 """
 
 from __future__ import annotations
@@ -38,14 +26,7 @@ def is_pair(record: Any) -> bool:
 
 
 def require_pair(record: Any, owner: str) -> None:
-    """
-    Args:
-        record: a JSON record.
-        owner: the flags that need a preference record, with their verb.
-
-    Raises:
-        BadSample: `record` is no preference record, but has, for example, ms-swift's keys.
-    """
+    """Raise BadSample unless it is a preference record; `owner` is who needs one, with the verb."""
     if is_pair(record):
         return
     needs = f"{owner} chosen and rejected"

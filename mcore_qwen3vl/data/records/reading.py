@@ -99,15 +99,20 @@ def find_hook(name: str) -> Hook:
     return found
 
 
-class _Observed(Mapping[str, Any]):
+class Observed(Mapping[str, Any]):
     """A record that remembers which of its keys were read."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self._record = record
-        self.read: set[str] = set()
+        self._read: set[str] = set()
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The keys that were not read."""
+        return tuple(str(key) for key in self._record if key not in self._read)
 
     def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
+        self._read.add(key)
         return self._record[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -121,10 +126,9 @@ def observed[P](
     record: Mapping[str, Any], format: str, read: Callable[[Mapping[str, Any]], P]
 ) -> P:
     """Return what `read` makes of a record, with the format's name and the keys not read."""
-    seen = _Observed(record)
+    seen = Observed(record)
     parsed: Any = read(seen)
-    unread = (str(key) for key in record if key not in seen.read)
-    made: P = replace(parsed, format=format, unread=(*unread, *parsed.unread))
+    made: P = replace(parsed, format=format, unread=(*seen.unread, *parsed.unread))
     return made
 
 

@@ -1,29 +1,8 @@
 """Records for ``--task embedding``, ``reranker`` and ``classify``.
 
-A retrieval record has ``query``, ``positive``, a document that answers it, and optionally
-``negatives``, documents that do not. Each text is one of these:
-
-- a text, with or without ``<image>`` and ``<video>`` tags;
-- an object with ``text``, ``image`` and ``video``, as Qwen3-VL-Embedding takes them;
-- a message, or a list of messages.
-
-In ms-swift's form, ``messages`` is the query, and ``positive_messages`` and ``negative_messages``
-hold a list of messages for each document. Tags take the entries of ``images``; those of documents
-take ``positive_images`` and ``negative_images``, one list for each document (``videos`` likewise).
-
-A pair may have a ``score``, or ``label`` in ms-swift's form, that says how similar its texts are.
-
-Every text is rendered as a prompt, at whose last token its embedding is taken.
-
-A reranker judges one document at a time. Its prompt is that of Qwen3-VL-Reranker: a system message
-asks for a judgement, and a user message holds the instruction, the query and the document. The
-instruction is the query's system message.
-
-A classifier's record has ``label``: a number from 0, a name, or, if several labels may be right, a
-list of either. ms-swift's records for ``seq_cls`` are of this form. The input is one of these:
-
-- ``messages``; if the last one is not an answer, the generation prompt follows it;
-- ``text``, ``image`` and ``video``, of which one is enough.
+docs/embedding.md and docs/scores.md show their forms. Texts that are compared are rendered as
+prompts, at whose last token the embedding is taken. A reranker judges one document at a time; its
+prompt is that of Qwen3-VL-Reranker, and the instruction is the query's system message.
 """
 
 from __future__ import annotations
@@ -37,7 +16,7 @@ from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation, read_messages, unpacked
 from mcore_qwen3vl.data.records.parse import FORMATS, RETRIEVED
-from mcore_qwen3vl.data.records.reading import PLAIN, Reading, number, observed
+from mcore_qwen3vl.data.records.reading import PLAIN, Observed, Reading, number, observed
 from mcore_qwen3vl.labels import Labels
 
 QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
@@ -48,12 +27,6 @@ _DOCUMENTS = {
 }
 _MEDIA = ("images", "videos")
 _SCORE = ("score", "label")
-_READ = {
-    *_SCORE,
-    *(QUERY, "messages", "image", "video"),
-    *(key for keys in _DOCUMENTS.values() for key in keys),
-    *(f"{prefix}{kind}" for prefix in ("", "positive_", "negative_") for kind in _MEDIA),
-}
 _LABEL = "label"
 _INPUT = ("text", "image", "video")
 
@@ -75,24 +48,25 @@ def parse_retrieval(
         The texts by name, in this order: ``query``, ``positive``, ``negative 0`` and so on. The
         query has the score as its target.
     """
-    unread = tuple(str(key) for key in record if key not in _READ)
-    found = {}
-    for name, text, media in _texts(record):
+    seen, found = Observed(record), {}
+    for name, text, media in _texts(seen):
         if isinstance(text, str) and not text.strip() and not any(media.values()):
             raise BadSample(f"{name} is empty.")
         try:
             messages = reading.instructed(messages_of(text))
-            parsed = read_messages({**media, "messages": messages}, folder, prompt=True)
+            found[name] = read_messages({**media, "messages": messages}, folder, prompt=True)
         except BadSample as error:
             raise BadSample(f"{name}: {error}") from error
-        found[name] = replace(parsed, format="retrieval", unread=(*unread, *parsed.unread))
     if not found:
         raise BadSample("a retrieval record has query, or messages, and positive.")
     if QUERY in found:
-        key = next((key for key in _SCORE if record.get(key) is not None), None)
+        key = next((key for key in _SCORE if seen.get(key) is not None), None)
         score = None if key is None else number(key, record[key])
         found[QUERY] = replace(found[QUERY], target=score)
-    return found
+    return {
+        name: replace(one, format="retrieval", unread=(*seen.unread, *one.unread))
+        for name, one in found.items()
+    }
 
 
 def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:

@@ -21,7 +21,7 @@ from datasets.utils.logging import disable_progress_bar
 
 from mcore_qwen3vl.data import DataConfig, parse_sources
 from mcore_qwen3vl.data.check import check_data
-from mcore_qwen3vl.data.loading import json_file, tables
+from mcore_qwen3vl.data.loading import readers, tables
 from mcore_qwen3vl.data.loading.tables import TableReader
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import question
@@ -258,12 +258,12 @@ def _union(rows: list[dict[str, Any]]) -> pa.Schema:
 def test_an_array_is_indexed_whatever_its_strings_hold(
     window: int, indent: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_file, "_WINDOW", window)
+    monkeypatch.setattr(readers, "_WINDOW", window)
     records = [{"id": i, "text": 'é]}[{",\\ 語' * (i % 7)} for i in range(60)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps(records, indent=indent, ensure_ascii=False), encoding="utf-8")
-    json_file.write_index(path, path)
-    reader = json_file.JsonReader(path, json_file.index_of(path))
+    readers.write_index(path, path)
+    reader = readers.JsonReader(path, readers.index_of(path))
     assert [json.loads(reader[i]["json"]) for i in range(len(reader))] == records
 
 
@@ -285,7 +285,7 @@ def test_a_broken_array_is_refused_with_its_place(
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(BadInput, match=said):
         make(tmp_path / "a.json")
-    assert not json_file.index_of(tmp_path / "a.json").exists()
+    assert not readers.index_of(tmp_path / "a.json").exists()
 
 
 def test_broken_files_and_missing_splits_are_refused(

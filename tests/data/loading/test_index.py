@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from mcore_qwen3vl.data.loading import json_file
+from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.index import ensure_index, index_beside
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question
@@ -26,7 +26,7 @@ from tests.data.loading.conftest import PACKED, MakeLoader, lines, same
 def index_at_once(path: str, barrier: Any, results: Any) -> None:
     """Index as a rank does; all ranks start at the same moment."""
     barrier.wait()
-    index = json_file.index_of(ensure_index(Path(path)))
+    index = readers.index_of(ensure_index(Path(path)))
     results.put((index, index.stat().st_ino, index.stat().st_size))
 
 
@@ -155,7 +155,7 @@ def test_an_index_beside_the_data_is_read_and_kept(
     next(make(path))
     assert not (tmp_path / "cache").exists()
     if name != "tars":
-        index = json_file.index_of(path)
+        index = readers.index_of(path)
         stale = index.read_bytes()
         path.write_text(json.dumps(question(0, image=False, words=50)))
         next(make(path))
