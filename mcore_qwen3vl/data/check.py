@@ -188,7 +188,8 @@ def check_data(
             plans = [preparation.plan(raw, part) for part in parts]
             check_length(config, plans)
             if teachers:
-                teachers[raw.source].of(number_of(crude), plans[0])
+                teacher = teachers[raw.source]
+                teacher.of(number_of(crude), plans[0].input_ids, plans[0].trained_tokens)
             if decode:
                 for plan in plans:
                     preparation.pixels(plan, raw.source)

@@ -21,7 +21,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.loading.index import ensure_index, line_of
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.flaws import BadSample
@@ -109,8 +108,10 @@ class References:
         self._log_probs = np.array(log_probs, np.float64).reshape(-1, 2)
         self._digests = np.array(digests, "U16").reshape(-1, 2)
 
-    def of(self, index: int, plans: Sequence[Plan]) -> tuple[float, float]:
+    def of(self, index: int, sides: Sequence[np.ndarray]) -> tuple[float, float]:
         """Return the log-probabilities of a record's chosen and rejected answer.
+
+        `sides` are the tokens of both sequences, (T,) int64 each.
 
         Raises:
             BadSample: the record has none.
@@ -118,7 +119,7 @@ class References:
         """
         if index in self._errors:
             raise BadSample(f"it has no reference in {self._scores}: {self._errors[index]}")
-        if [digest(plan.input_ids) for plan in plans] != self._digests[index].tolist():
+        if [digest(tokens) for tokens in sides] != self._digests[index].tolist():
             raise _other_tokens(self._data, index, self._scores)
         chosen, rejected = self._log_probs[index].tolist()
         return chosen, rejected
@@ -272,8 +273,8 @@ class Teacher:
                 f"`{how}`."
             ) from error
 
-    def of(self, index: int, plan: Plan) -> Top:
-        """Return the teacher's tokens for the trained tokens of a record.
+    def of(self, index: int, input_ids: np.ndarray, trained_tokens: int) -> Top:
+        """Return the teacher's tokens for the trained tokens of a record of (T,) int64 tokens.
 
         Raises:
             BadSample: the record has none.
@@ -284,7 +285,7 @@ class Teacher:
         if error := row["error"][0].as_py():
             raise BadSample(f"it has no scores in {self._file}: {error}")
         seen = row["digest"][0].as_py(), row["tokens"][0].as_py()
-        if seen != (digest(plan.input_ids), plan.trained_tokens):
+        if seen != (digest(input_ids), trained_tokens):
             raise _other_tokens(self._data, index, self._file)
         # A copy, since a tensor on the memory map could be written to.
         ids, log_probs = (

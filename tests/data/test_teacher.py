@@ -81,14 +81,18 @@ def opened(data: Path, **changes: Any) -> Teacher:
     return Teacher(data, vocabulary, options["temperature"])
 
 
+def look_up(teacher: Teacher, index: int, plan: Plan) -> Top:
+    return teacher.of(index, plan.input_ids, plan.trained_tokens)
+
+
 def test_each_record_has_its_own_tokens(tmp_path: Path) -> None:
     teacher = opened(write(tmp_path))
     for index in (0, 63, 64, 149):
-        found = teacher.of(index, plan_of(index))
+        found = look_up(teacher, index, plan_of(index))
         assert torch.equal(found.ids, top_of(index).ids)
         assert torch.equal(found.log_probs, top_of(index).log_probs)
     with pytest.raises(BadSample, match=r"no scores in .*data\.topk\.arrow: it is broken"):
-        teacher.of(70, plan_of(70))
+        look_up(teacher, 70, plan_of(70))
 
 
 def test_the_last_row_is_for_positions_that_are_not_trained() -> None:
@@ -110,7 +114,7 @@ def test_other_tokens_or_other_trained_ones_stop_the_run(tmp_path: Path) -> None
         replace(plan, loss_weights=weights),
     ):
         with pytest.raises(BadInput, match=r"data\.jsonl:7 no longer has the tokens"):
-            teacher.of(6, other)
+            look_up(teacher, 6, other)
 
 
 def cut(data: Path) -> None:

@@ -436,10 +436,11 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     found = References(data)
     preparation = Preparation(load_processor(dense), DataConfig(512), [Source(data)])
     (crude,) = CrudeSamples([Source(data)], split="train", trust=False)
-    plans = list(preparation.plan_each(preparation.raw(crude)).values())
-    assert found.of(0, plans) == (entry["chosen"]["log_prob"], entry["rejected"]["log_prob"])
+    plans = preparation.plan_each(preparation.raw(crude)).values()
+    sides = [plan.input_ids for plan in plans]
+    assert found.of(0, sides) == (entry["chosen"]["log_prob"], entry["rejected"]["log_prob"])
     with pytest.raises(BadInput, match=r"pairs\.jsonl:1 no longer has the tokens"):
-        found.of(0, plans[::-1])
+        found.of(0, sides[::-1])
     data.write_text(data.read_text() + "\n")
     with pytest.raises(BadInput, match="was not made from the current content"):
         References(data)

@@ -187,7 +187,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
             check_length(self.config, planned["plans"])  # an over-long pair may have no reference
             if self._references:
                 references = self._references[sample.source]
-                planned["reference"] = references.of(number_of(sample), planned["plans"])
+                planned["reference"] = references.of(
+                    number_of(sample), [plan.input_ids for plan in planned["plans"]]
+                )
         return Record.derive_from(sample, **planned, source=sample.source, name=sample_id(sample))
 
     def _planned(self, sample: RawSample) -> dict[str, Any]:
@@ -213,7 +215,8 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
                 pixels.append(pixels[-1] if again else self.preparation.pixels(plan, sample.source))
             top = None
             if self._teachers:
-                top = self._teachers[sample.source].of(number_of(sample), sample.plans[0])
+                plan, teacher = sample.plans[0], self._teachers[sample.source]
+                top = teacher.of(number_of(sample), plan.input_ids, plan.trained_tokens)
         sequences = (
             EncodedSample.of(plan, seen, sample.name, source=sample.source, teacher=top)
             for plan, seen in zip(sample.plans, pixels, strict=True)
