@@ -83,8 +83,12 @@ class CountWork(TorchDispatchMode):
             self.counts["attention"] += _dense(packet.__name__, args)
         elif packet.__name__ == "_grouped_mm":
             self.counts["gemm"] += _grouped(*args[:2])
+        elif packet.__name__ in _GEMMS:  # PyTorch's formulas take no output dtype
+            operands = [a for a in args if isinstance(a, Tensor)]
+            self.counts["gemm"] += formula(*operands, out_val=result)
         elif formula is not None:
-            self.counts[_kind(packet.__name__)] += formula(*args, **(kwargs or {}), out_val=result)
+            kind = "convolution" if "conv" in packet.__name__ else "attention"
+            self.counts[kind] += formula(*args, **(kwargs or {}), out_val=result)
         elif not self._within_one and self._launched() > before:  # unlike a view
             self.counts[BYTES] += _moved(func, args, result)
         return result
@@ -138,12 +142,6 @@ def count_compiled() -> None:
 def flops_of(work: Mapping[str, float]) -> float:
     """Return the FLOPs of all :data:`KINDS` in counted work."""
     return sum(work.get(kind, 0) for kind in KINDS)
-
-
-def _kind(name: str) -> str:
-    if name in _GEMMS:
-        return "gemm"
-    return "convolution" if "conv" in name else "attention"
 
 
 def _grouped(a: Tensor, b: Tensor) -> int:

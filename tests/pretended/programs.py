@@ -190,6 +190,9 @@ def flops() -> None:
     layer = torch.nn.Linear(30, 50, **BF16)  # 2 * 30 * 50 a row, and twice that backwards
     layer(torch.randn(7, 30, **BF16, requires_grad=True)).sum().backward()
     torch.randn(3, 11, 13, **BF16).bmm(torch.randn(3, 13, 17, **BF16))
+    total = torch.zeros(23, 19, device="cuda")  # float32, and what is added to it is bf16
+    a, b = torch.randn(23, 7, **BF16), torch.randn(7, 19, **BF16)
+    torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     t = torch.randn(30, 4, 16, **BF16, requires_grad=True)
     bounds = torch.tensor([0, 10, 30], dtype=torch.int32, device="cuda")
     varlen_attn(t, t, t, bounds, bounds, 20, 20, window_size=(-1, 0)).sum().backward()

@@ -248,7 +248,7 @@ class TermGradient:
         if self._of_hidden is not None:
             torch.mm(of_logits, self._weight[:columns], out=self._of_hidden[rows])
         if self._of_weight is not None:
-            self._of_weight[:columns] += of_logits.t() @ self._hidden[rows]
+            _add_product(self._of_weight[:columns], of_logits.t(), self._hidden[rows])
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients for autograd."""
@@ -262,3 +262,16 @@ class TermGradient:
             return self._of_hidden, None
         # DDP's hook runs when a gradient arrives, and ignores the value of this one.
         return self._of_hidden, torch.empty_like(self._weight)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to `total` in one kernel, which does not round the product to `a`'s dtype.
+
+    Only CUDA has that kernel where the dtypes differ.
+    """
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b

@@ -94,3 +94,28 @@ def processes_after_training(flags: list[str]) -> list[str]:
 def _without_torchrun() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
+
+
+def head_gradient(tokens: int, width: int, columns: int) -> list[str]:
+    """Return the operators of a bf16 head's backward pass that write a gradient of the weight."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+
+    class Writers(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape == (columns, width):
+                names.append(str(func))
+            return result
+
+    names: list[str] = []
+    weight = torch.randn(columns, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.zeros(columns, width, device="cuda")  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    hidden = torch.randn(tokens, 1, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
+    log_probs, _ = token_log_probs(hidden, weight, targets, Columns(0, columns, tokens // 2))
+    with Writers():
+        log_probs.sum().backward()
+    return [name for name in names if "empty" not in name]
