@@ -83,7 +83,8 @@ class CountWork(TorchDispatchMode):
             self.counts["attention"] += _dense(packet.__name__, args)
         elif packet.__name__ == "_grouped_mm":
             self.counts["gemm"] += _grouped(*args[:2])
-        elif packet.__name__ in _GEMMS:  # PyTorch's formulas take no output dtype
+        elif formula is not None and packet.__name__ in _GEMMS:
+            # PyTorch's formulas do not take the output's dtype.
             operands = [a for a in args if isinstance(a, Tensor)]
             self.counts["gemm"] += formula(*operands, out_val=result)
         elif formula is not None:

@@ -30,6 +30,7 @@ from mcore_qwen3vl.model.decoder.norm import RMSNorm, StandaloneRMSNorm
 from mcore_qwen3vl.model.decoder.rope import RotarySelfAttention
 from mcore_qwen3vl.model.recompute import remember_fused_norms
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk
+from mcore_qwen3vl.model.weight_gradients import accumulate_in_products
 
 
 def block_spec(
@@ -57,6 +58,8 @@ def block_spec(
         Norm = StandaloneRMSNorm
     if config.num_moe_experts is not None:
         _keep_local_counts()
+    if config.gradient_accumulation_fusion:
+        accumulate_in_products()
     moe_layers = [_is_moe(config, number) for number in range(config.num_layers)]
     make = _te_layer if spec == "te" else _torch_layer
     kinds = {moe: make(config, moe) for moe in set(moe_layers)}

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_qwen3vl.model.pointwise import Pointwise
+from mcore_qwen3vl.model.weight_gradients import add_product, stand_in
 
 CHUNK_LOGITS = 2**27
 """Number of logits in one chunk: 0.5 GiB in float32."""
@@ -248,7 +249,7 @@ class TermGradient:
         if self._of_hidden is not None:
             torch.mm(of_logits, self._weight[:columns], out=self._of_hidden[rows])
         if self._of_weight is not None:
-            _add_product(self._of_weight[:columns], of_logits.t(), self._hidden[rows])
+            add_product(self._of_weight[:columns], of_logits.t(), self._hidden[rows])
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients for autograd."""
@@ -256,22 +257,4 @@ class TermGradient:
             return self._of_hidden, None
         if not self._direct:
             return self._of_hidden, self._of_weight.to(self._weight.dtype)
-        self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        if getattr(self._weight, "zero_out_wgrad", False):
-            # Tied: the embedding's gradient reaches the same hook, and is added there.
-            return self._of_hidden, None
-        # DDP's hook runs when a gradient arrives, and ignores the value of this one.
-        return self._of_hidden, torch.empty_like(self._weight)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to `total` in one kernel, which does not round the product to `a`'s dtype.
-
-    Only CUDA has that kernel where the dtypes differ.
-    """
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a @ b
+        return self._of_hidden, stand_in(self._weight)

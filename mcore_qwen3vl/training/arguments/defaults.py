@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
-from importlib.util import find_spec
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
@@ -37,7 +36,6 @@ LOOP = {
 
 _TORCH_SPEC = {
     "transformer_impl": "local",
-    "gradient_accumulation_fusion": False,
     "no_persist_layer_norm": True,
     "masked_softmax_fusion": False,
 }
@@ -54,10 +52,7 @@ _CPU = {
 
 def kernel_defaults(spec: str, *, cpu: bool) -> dict[str, Any]:
     """Return the defaults of flags that choose kernels, by ``dest`` name, for a layer spec."""
-    # The output layer is Megatron's own linear layer, which takes this kernel from Apex.
-    apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
-    of_spec = _TORCH_SPEC if spec == "torch" else {"gradient_accumulation_fusion": apex}
-    return {**of_spec, **(_CPU if cpu else {})}
+    return {**(_TORCH_SPEC if spec == "torch" else {}), **(_CPU if cpu else {})}
 
 
 def run_defaults(

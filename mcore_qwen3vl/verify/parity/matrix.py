@@ -104,6 +104,7 @@ SELECTIVE_MOE = noted(
 )
 ALLGATHER = noted("allgather", moe_token_dispatcher_type="allgather")
 ONE_EXPERT = noted("one expert after another", moe_grouped_gemm=False)
+ACCUMULATED = noted("fused gradients", gradient_accumulation_fusion=True)
 MEGATRONS_LOSS = noted("Megatron's loss", head_chunk=0)
 
 
@@ -189,6 +190,10 @@ MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow.of("dense", "tp2xcp2+sp", "packed", **MEGATRONS_LOSS),
     MatrixRow.of("tied", "dp2", "imageless", **OVERLAPPED, **MEGATRONS_LOSS),
     MatrixRow.of("moe", "ep2xdp2", "packed", **ONE_EXPERT),
+    MatrixRow.of("dense", "tp2xpp2+sp", "mixed", "packed", **ACCUMULATED),
+    MatrixRow.of("tied", "pp2xvpp2xdp2", "imageless", **OVERLAPPED, **ACCUMULATED),
+    MatrixRow.of("moe", "tp2xep2+sp", "mixed", "packed", **ACCUMULATED),
+    MatrixRow.of("moe", "ep2xdp2", "packed", **EXPERTS, **ACCUMULATED),
     MatrixRow.of(
         "dense", "tp2xcp2+sp", "packed", "padded-left", note="compiled", compile_pointwise=True
     ),
@@ -232,6 +237,7 @@ LORA_MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow.of("dense", "single", lora="whole"),
     MatrixRow.of("dense", "tp2xpp2+sp", lora="whole"),
     MatrixRow.of("dense", "tp2xcp2+sp", "images", lora="whole vision"),
+    MatrixRow.of("dense", "tp2xpp2+sp", lora="whole", **ACCUMULATED),
     MatrixRow.of("few-kv", "tp4", "mixed", "packed", lora="everything"),
     MatrixRow.of("few-kv", "tp4+sp", "image", lora="mixed ranks"),
     MatrixRow.of("tied", "single", lora="everything"),

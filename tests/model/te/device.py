@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as tp_random
 
 from mcore_qwen3vl.runtime import cpu
@@ -61,11 +60,6 @@ def install() -> None:
         _replace_kernels(tex, kernels)
     _replace_everywhere(tex.multi_tensor_scale_tensor, optimizer.multi_tensor_scale)
     _replace_kernels(triton_permutation, permutation)
-    # Megatron's own linears add to main_grad with this kernel of Apex.
-    layers._grad_accum_fusion_available = True
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
-        wgrad_gemm_accum_fp32=gemm.fused_weight_gradient
-    )
     _answer(tex)
 
 

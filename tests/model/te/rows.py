@@ -37,9 +37,5 @@ ROWS = (
         for layout in ("cp2", "cp4")
         for way in ("a2a", "all_gather")
     ),
-    *(
-        _own(*place, "mixed", "packed", note="fused gradients", gradient_accumulation_fusion=True)
-        for place in (("dense", "tp2xpp2+sp"), ("tied", "single"), ("moe", "tp2xep2+sp"))
-    ),
 )
 LORA_ROWS = tuple(map(with_te, LORA_MATRIX))

@@ -49,7 +49,7 @@ def test_a_model_built_without_cuda_lands_on_the_device(workbench: Workbench, ti
 
 
 def test_the_heads_gradient_is_added_to_the_buffer_by_the_product(workbench: Workbench) -> None:
-    """One kernel for each of two chunks; a product on its own would be rounded to bf16 and added."""
+    """One kernel for each of two chunks: a separate product would be rounded to bf16 first."""
     written, _ = workbench.call(f"{HERE}:head_gradient", 12, 32, 40)
     assert set(written) <= {"aten.addmm.dtype_out", "aten.slice.Tensor", "aten.detach.default"}
     assert written.count("aten.addmm.dtype_out") == 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformer_engine.pytorch.constants import TE_DType
 
@@ -107,8 +106,3 @@ def te_general_grouped_gemm(
             result = result + bias[number]
         _written(result.to(target.dtype), target, accumulate)
     return bias
-
-
-def fused_weight_gradient(inputs: Tensor, gradient: Tensor, main_grad: Tensor) -> None:
-    """Add a weight gradient, as Apex's ``wgrad_gemm_accum_fp32`` does for Megatron's linears."""
-    main_grad.add_(torch.mm(gradient.T, inputs))

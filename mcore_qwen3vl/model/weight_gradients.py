@@ -1,0 +1,81 @@
+"""Weight gradients that the product itself adds to Megatron's float32 buffer.
+
+Without this, a product is rounded to the weight's dtype, written, read again, and added by another
+kernel. Megatron takes the fused product for its own linear layers from Apex. PyTorch has one too.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.layers import (
+    LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
+)
+from torch import Tensor
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product of `a` (m, k) and `b` (k, n), of one dtype, to `total` (m, n), in place.
+
+    If `total` has another dtype, a GPU adds before it rounds; the CPU has no such kernel.
+    """
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+def stand_in(weight: Tensor) -> Tensor | None:
+    """Tell DDP that `weight`'s gradient is in ``main_grad``, and return what autograd must pass on.
+
+    DDP's hook runs when a gradient arrives, and ignores its values. A tied head needs none: the
+    embedding's gradient reaches the same hook, which adds it.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+def accumulate_in_products() -> None:
+    """Let ``gradient_accumulation_fusion`` work in Megatron's linear layers.
+
+    It needs Apex there, and fails under :mod:`mcore_qwen3vl.model.recompute`.
+    """
+    layers.LinearWithGradAccumulationAndAsyncCommunication = _Linear
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate
+        )
+        layers._grad_accum_fusion_available = True
+
+
+def _accumulate(inputs: Tensor, gradient: Tensor, main_grad: Tensor) -> None:
+    """Do what Apex's ``wgrad_gemm_accum_fp32`` does."""
+    add_product(main_grad, gradient.t(), inputs)
+
+
+class _Linear(MegatronLinear):
+    """Keeps the parameter, so that its attributes are known in the backward pass.
+
+    Where a hook packs saved tensors, autograd unpacks a parameter as another object, without the
+    attributes that DDP has set. Megatron then returns no gradient, and DDP's hook refuses that if
+    it overlaps reductions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        ctx.parameter = weight
+        output: Tensor = MegatronLinear.forward(ctx, inputs, weight, *others)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_inputs, of_weight, *others = MegatronLinear.backward(ctx, gradient)
+        added = ctx.gradient_accumulation_fusion and ctx.main_grad is not None
+        if added and of_weight is None and hasattr(ctx.parameter, "grad_added_to_main_grad"):
+            of_weight = stand_in(ctx.parameter)
+        return of_inputs, of_weight, *others
