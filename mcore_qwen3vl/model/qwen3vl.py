@@ -27,7 +27,7 @@ from mcore_qwen3vl.model.decoder.specs import block_spec
 from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
-from mcore_qwen3vl.model.lora.adapter_module import Adapter
+from mcore_qwen3vl.model.lora.adapter_module import AdapterModule
 from mcore_qwen3vl.model.schedule_plan import SchedulePlan
 from mcore_qwen3vl.model.sequence import check_shapes, local_positions, require_right_padding
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
@@ -102,7 +102,7 @@ class Qwen3VLModel(GPTModel):
             **kwargs,
         )
         self.architecture, self.spec = architecture, spec
-        self.adapter: Adapter | None = None
+        self.adapter: AdapterModule | None = None
         self.rotary_pos_emb = InterleavedMRoPE(architecture)
         # An empty range has a place too: a chunk without layers lies between its neighbours.
         held = layers_of_chunk(config, vp_stage, groups.pp.rank())

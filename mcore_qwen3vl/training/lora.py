@@ -28,14 +28,14 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.adapt import (
+from mcore_qwen3vl.model.lora.attach import (
+    attach,
     freezing,
     load_saved,
     trained_names,
     whole,
     whole_tensors,
 )
-from mcore_qwen3vl.model.lora.attach import attach
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.arguments.lora import adapter_config, asked
 from mcore_qwen3vl.training.arguments.tasks import hf_config_of

@@ -103,7 +103,7 @@ def adapter_roundtrip(
     adapter = read_adapter(lora, hf)
     architecture = Architecture.from_hf(hf)
     layout.validate(architecture)
-    from mcore_qwen3vl.model.lora.adapt import whole_tensors
+    from mcore_qwen3vl.model.lora.attach import whole_tensors
 
     with scratch_folder("roundtrip-", work_dir) as folder:
         back = folder / "adapter"
@@ -126,7 +126,7 @@ def _through(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
     """Build the model, adapt it and save the adapter; every rank calls this."""
     from mcore_qwen3vl.converters.live.export import save_adapter
     from mcore_qwen3vl.model.build import build_chunks
-    from mcore_qwen3vl.model.lora.adapt import adapt
+    from mcore_qwen3vl.model.lora.attach import adapt
     from mcore_qwen3vl.runtime.parallel import initialize
 
     initialize(layout)

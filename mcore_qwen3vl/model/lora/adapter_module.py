@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.converters.storage.boxes import Selection
 
 FactorName = Literal["lora_A", "lora_B"]
-
-
-class Span(NamedTuple):
-    """Consecutive indices on the axis that tensor parallelism divides."""
-
-    local: int  # first index in this rank's part
-    whole: int  # first index in the whole factor
-    length: int
+Box = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
@@ -32,29 +25,35 @@ class Place:
 
     shape: tuple[int, int]  # of the whole factor, (r, in) or (out, r); for an expert, of its own
     axis: int | None  # the axis that is divided; None: every rank of the group holds all of it
-    spans: tuple[Span, ...] = ()  # the indices that this rank holds along `axis`
-    grain: int = 0  # a length that divides the lengths and starts of all spans, on every rank
+    runs: tuple[range, ...] = ()  # the indices along `axis` that this rank holds, in its order
+    grain: int = 0  # a length that divides the lengths and starts of all runs, on every rank
 
     @property
     def local_shape(self) -> tuple[int, int]:
-        rows, columns = self.shape
         if self.axis is None:
-            return rows, columns
-        held = sum(span.length for span in self.spans)
-        return (held, columns) if self.axis == 0 else (rows, held)
+            return self.shape
+        held = sum(map(len, self.runs))
+        return (held, self.shape[1]) if self.axis == 0 else (self.shape[0], held)
 
-    def boxes(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-        """Yield boxes that cover this rank's part: in the part, and in the whole factor."""
-        rows, columns = (slice(0, size) for size in self.shape)
+    def boxes(self, length: int | None = None) -> Iterator[tuple[Box, Box]]:
+        """Yield boxes that cover this rank's part: in the part, and in the whole factor.
+
+        A divided factor has a box for each run, or for each `length` of a run.
+        """
         if self.axis is None:
-            yield (rows, columns), (rows, columns)
-        for span in self.spans:
-            local = slice(span.local, span.local + span.length)
-            whole = slice(span.whole, span.whole + span.length)
-            if self.axis == 0:
-                yield (local, columns), (whole, columns)
-            else:
-                yield (rows, local), (rows, whole)
+            everything = slice(0, self.shape[0]), slice(0, self.shape[1])
+            yield everything, everything
+        local = 0
+        for run in self.runs:
+            step = length or len(run)
+            for start in run[::step]:
+                yield self._box(local, step), self._box(start, step)
+                local += step
+
+    def _box(self, start: int, length: int) -> Box:
+        rows, columns = (slice(0, size) for size in self.shape)
+        along = slice(start, start + length)
+        return (along, columns) if self.axis == 0 else (rows, along)
 
 
 class Pair(nn.Module):
@@ -116,7 +115,7 @@ class Pair(nn.Module):
             yield (rows, columns), tensor[local]
 
 
-class Adapter(nn.Module):
+class AdapterModule(nn.Module):
     """All pairs of a chunk under their Hugging Face names, as in PEFT's ``base_model.model``.
 
     A pair is ``model.language_model.layers.3.self_attn.q_proj`` with ``lora_A`` and ``lora_B``.
@@ -178,7 +177,7 @@ class Adapter(nn.Module):
 
 
 @contextmanager
-def switched_off(adapters: Sequence[Adapter]) -> Iterator[None]:
+def switched_off(adapters: Sequence[AdapterModule]) -> Iterator[None]:
     """Let the chunks of these adapters compute as if they had no factors.
 
     A tensor that an adapter trains whole, in place of a base weight, stays in use.
@@ -202,19 +201,18 @@ def _pieces(
     flattened_range: None = None,
 ) -> list[ShardedTensor]:
     """Divide a factor into parts of one regular grid, which is all that a checkpoint can hold."""
-    stacked = 1 if expert else 0
-    first = [(0, *expert)] if expert else []
-    kept = {"replica_id": replica, "prepend_axis_num": stacked}
-    if place.axis is None:
-        return [ShardedTensor.from_rank_offsets(key, tensor, *first, **kept)]
-    count = place.shape[place.axis] // place.grain
+    stacked = [(0, *expert)] if expert else []
     pieces = []
-    for span in place.spans:
-        for step in range(0, span.length, place.grain):
-            part = tensor.narrow(place.axis, span.local + step, place.grain)
-            whole = tensor if part.shape == tensor.shape else part
-            offset = (place.axis + stacked, (span.whole + step) // place.grain, count)
-            pieces.append(ShardedTensor.from_rank_offsets(key, whole, *first, offset, **kept))
+    for local, whole in place.boxes(place.grain):
+        offsets = list(stacked)
+        if place.axis is not None:
+            start, count = whole[place.axis].start, place.shape[place.axis] // place.grain
+            offsets.append((place.axis + len(stacked), start // place.grain, count))
+        part = tensor if tensor[local].shape == tensor.shape else tensor[local]
+        piece = ShardedTensor.from_rank_offsets(
+            key, part, *offsets, replica_id=replica, prepend_axis_num=len(stacked)
+        )
+        pieces.append(piece)
     return pieces
 
 

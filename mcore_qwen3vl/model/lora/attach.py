@@ -1,4 +1,4 @@
-"""Attach adapters to the linears of a built model, divided over ranks and marked for Megatron.
+"""Put adapters into a built model: attach them to its linears, fill them, and say what trains.
 
 The model itself says which part of each Hugging Face tensor a rank holds
 (:func:`mcore_qwen3vl.converters.live.sharded.hf_parts`). So nothing here knows how TP, PP, EP or
@@ -7,20 +7,25 @@ ETP divide it: B has the rows of the weight and A its columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from math import gcd
 
+import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from mcore_qwen3vl.converters.adapters.adapter import Factors
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import Adapter, Factors
 from mcore_qwen3vl.converters.adapters.targets import Slot
-from mcore_qwen3vl.converters.live.sharded import Part, hf_parts
-from mcore_qwen3vl.converters.mapping.forms import LM_HEAD
+from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, load_factors
+from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.lora.adapter_module import Adapter, Pair, Place, Span
+from mcore_qwen3vl.model.freeze import Freezing, global_name
+from mcore_qwen3vl.model.lora.adapter_module import AdapterModule, Pair, Place
 from mcore_qwen3vl.model.lora.kinds import Kind, kind_of, weight_shapes
-from mcore_qwen3vl.model.lora.site import Blocks, GroupedSite, Site, adapt_router
+from mcore_qwen3vl.model.lora.site import GroupedSite, Site, adapt_router
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Target = Factors | Slot
@@ -29,7 +34,7 @@ Targets = Mapping[str, Target]
 """Targets by Hugging Face parameter name."""
 
 
-def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Adapter:
+def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> AdapterModule:
     """Attach adapters, filled with zeros, to the linears of one pipeline chunk, as its child.
 
     Call this once, before Megatron wraps the chunk. :class:`mcore_qwen3vl.model.freeze.Freezing`
@@ -41,7 +46,7 @@ def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Ad
     """
     if chunk.adapter is not None:
         raise BadInput("The model has an adapter already: merge it, or build the model again.")
-    adapter = Adapter(chunk.pg_collection)
+    adapter = AdapterModule(chunk.pg_collection)
     parts = list(hf_parts(chunk, expert_layout="v5"))
     for path, of_module in groupby(parts, key=lambda part: part.parameter.rpartition(".")[0]):
         for pair in _adapt(chunk, path, list(of_module), targets, dropout):
@@ -53,6 +58,90 @@ def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Ad
             adapt_router(module)
     chunk.adapter = adapter
     return adapter
+
+
+def adapt(chunks: Sequence[Qwen3VLModel], adapter: Adapter) -> Freezing:
+    """Put `adapter` into the chunks of this rank: its factors, and the tensors that it holds whole.
+
+    The chunks hold the adapter's base weights, and Megatron has not wrapped them. Apply the choice
+    that is returned to every chunk, to train only what `adapter` holds.
+
+    Raises:
+        BadInput: see :func:`attach` and :func:`whole`.
+    """
+    choice = freezing()
+    saved = whole_tensors(adapter)
+    for chunk in chunks:
+        attach(chunk, adapter.factors, dropout=adapter.config.lora_dropout)
+        choice.train(whole(chunk, saved))
+    load_factors(chunks, adapter.factors)
+    load_saved(chunks, saved)
+    return choice
+
+
+def whole_tensors(adapter: Adapter) -> dict[str, Tensor]:
+    """Return the tensors that `adapter` trains whole.
+
+    The head's base weight, which PEFT stores beside its factors, is not one of them.
+    """
+    return {name: value for name, value in adapter.saved.items() if name not in adapter.factors}
+
+
+def with_tied(architecture: Architecture, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return `saved`, with the embedding added if it is tied to a head in `saved`."""
+    saved = dict(saved)
+    if architecture.tie_word_embeddings and LM_HEAD in saved:
+        saved.setdefault(INPUT_EMBEDDING, saved[LM_HEAD])
+    return saved
+
+
+@torch.no_grad()
+def load_saved(chunks: Sequence[Qwen3VLModel], saved: Mapping[str, Tensor]) -> None:
+    """Overwrite base weights with the tensors in `saved`, by Hugging Face's names.
+
+    Experts are laid out as in transformers 5. One name is enough for tied embeddings.
+    """
+    saved = with_tied(chunks[0].architecture, saved)
+    for part in hf_parts(chunks, expert_layout="v5"):
+        if part.name in saved:
+            part.local.copy_(saved[part.name][part.box])
+
+
+def freezing() -> Freezing:
+    """Return a choice in which only adapters train; :func:`whole` gives patterns to add."""
+    return Freezing(trainable=[r"adapter\."])
+
+
+def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
+    """Yield patterns for ``Freezing.train``: the parameters of `chunk` that hold `saved`.
+
+    Those are Hugging Face's names of what trains whole. A tied head means the embedding too.
+
+    Raises:
+        BadInput: Megatron holds one of `saved` in one weight with others that do not train.
+    """
+    names = set(saved)
+    if names & {LM_HEAD, INPUT_EMBEDDING} and chunk.architecture.tie_word_embeddings:
+        names |= {LM_HEAD, INPUT_EMBEDDING}
+    held: dict[str, set[str]] = {}
+    for part in hf_parts(chunk):
+        held.setdefault(part.parameter, set()).add(part.name)
+    for parameter, sources in held.items():
+        if not sources & names:
+            continue
+        if alone := sorted(sources - names):
+            raise BadInput(
+                f"Megatron stores {', '.join(sorted(sources & names))} in one weight with "
+                f"{', '.join(alone)}, so modules_to_save must name all of them or none: add the "
+                "others, or train them with an adapter."
+            )
+        yield re.escape(global_name(chunk, parameter)) + "$"
+
+
+def trained_names(chunk: Qwen3VLModel) -> set[str]:
+    """Return the local names of the parameters that train, a tied one under all its names."""
+    named = chunk.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if parameter.requires_grad}
 
 
 def _adapt(
@@ -71,7 +160,7 @@ def _adapt(
             raise BadInput(f"LoRA on {names[0]} is not supported: leave it out of the targets.")
         weight = chunk.get_parameter(parameter)
         pairs = [_pair(name, kind, targets[name], weight, held, shapes[name]) for name in names]
-        sites.append(Site(pairs, _blocks(held, pairs), kind, module, dropout))
+        sites.append(Site(pairs, _rows(held, pairs), kind, module, dropout))
     if kind is not None:
         _install(module, kind, sites)
     return [pair for site in sites for pair in site.pairs]
@@ -122,48 +211,40 @@ def _pair(
     a, b = Place((target.r, into), None), Place((out, target.r), None)
     boxes = [part.matrix for part in parts]
     if kind.cut == 0:
-        spans = _joined([rows for rows, _ in boxes])
-        b = Place((out, target.r), 0, spans, kind.grain([len(part.local) for part in parts]))
+        grain = gcd(kind.head_rows, *(len(part.local) for part in parts))
+        b = Place(b.shape, 0, _joined([rows for rows, _ in boxes]), grain)
     elif kind.cut == 1:
         (_, columns), *_ = boxes
-        width = columns.stop - columns.start
-        a = Place((target.r, into), 1, (Span(0, columns.start, width),), width)
+        a = Place(a.shape, 1, (range(columns.start, columns.stop),), columns.stop - columns.start)
     expert = (parts[0].expert, shape[0]) if kind.expert else None
     pair = Pair(name, a, b, scaling=target.scaling, like=weight, expert=expert)
     kind.mark(pair, weight)
     return pair
 
 
-def _joined(rows: Sequence[slice]) -> tuple[Span, ...]:
+def _joined(rows: Sequence[slice]) -> tuple[range, ...]:
     """Join rows into runs that are consecutive in the whole tensor; B holds them in this order."""
-    spans: list[Span] = []
-    held = 0
+    runs: list[range] = []
     for run in rows:
-        length = run.stop - run.start
-        if spans and spans[-1].whole + spans[-1].length == run.start:
-            spans[-1] = spans[-1]._replace(length=spans[-1].length + length)
+        joins = bool(runs) and runs[-1].stop == run.start
+        start = runs.pop().start if joins else run.start
+        runs.append(range(start, run.stop))
+    return tuple(runs)
+
+
+def _rows(parts: Sequence[Part], pairs: Sequence[Pair]) -> Tensor:
+    """Return each of the weight's rows' place in the B factors below one another; -1: none."""
+    starts = accumulate((len(pair.lora_B) for pair in pairs), initial=0)
+    following = dict(zip((pair.name for pair in pairs), starts, strict=False))
+    rows = []
+    for part in parts:
+        first = following.get(part.name)
+        if first is None:
+            rows.append(torch.full((len(part.local),), -1, device="cpu"))
         else:
-            spans.append(Span(held, run.start, length))
-        held += length
-    return tuple(spans)
-
-
-def _blocks(parts: Sequence[Part], pairs: Sequence[Pair]) -> Blocks:
-    """Return the place of each B factor's rows among the rows of the weight.
-
-    Adjacent blocks of one pair, such as the gate and up rows of an expert, are merged.
-    """
-    numbers = {pair.name: number for number, pair in enumerate(pairs)}
-    row, taken = 0, [0] * len(pairs)
-    placed: list[tuple[int, int, int, int]] = []
-    for name, adjacent in groupby(parts, key=lambda part: part.name):
-        length, number = sum(len(part.local) for part in adjacent), numbers.get(name)
-        if number is not None:
-            placed.append((row, number, taken[number], length))
-            taken[number] += length
-        row += length
-    shapes = tuple(pair.places["lora_B"].local_shape for pair in pairs)
-    return Blocks(row, shapes, tuple(placed))
+            following[part.name] = first + len(part.local)
+            rows.append(torch.arange(first, following[part.name], device="cpu"))
+    return torch.cat(rows)
 
 
 def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
@@ -178,10 +259,10 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     hidden = chunk.architecture.hidden_size
     a, b = Place((target.r, hidden), None), Place((vocabulary, target.r), None)
     if kind.cut == 0:
-        spans = (Span(0, first, own),) if own else ()
-        b = Place(b.shape, 0, spans, kind.grain([rows, vocabulary]))
+        b = Place(b.shape, 0, (range(first, first + own),) if own else (), gcd(rows, vocabulary))
     pair = Pair(LM_HEAD, a, b, scaling=target.scaling, like=weight)
     kind.mark(pair, weight)
-    blocks = Blocks(rows, ((own, target.r),), ((0, 0, 0, own),))
-    head.adapter = Site([pair], blocks, kind, head, dropout)
+    places = torch.arange(rows, device="cpu")
+    places[own:] = -1
+    head.adapter = Site([pair], places, kind, head, dropout)
     return pair

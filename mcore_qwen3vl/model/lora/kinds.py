@@ -24,11 +24,10 @@ factor from its part of the other factor: :func:`summed_over` adds these gradien
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from math import gcd
 from typing import Any, Literal
 
 from megatron.core import tensor_parallel
@@ -93,10 +92,9 @@ class Kind:
     expert: bool = False
     grouped: bool = False  # one module holds all experts of the rank
     router: bool = False  # no module computes its product
-    # Every rank has the same number of rows of each Hugging Face tensor. Not so if TP divides the
-    # query heads of one KV head.
-    rows_divide: bool = True
-    head_dim: int = 1  # rows per attention head
+    # Rows that no rank divides; 0: ranks have equal numbers of rows of each Hugging Face tensor.
+    # They have not if TP divides the query heads of one KV head.
+    head_rows: int = 0
 
     def region(self, linear: Any) -> Region:
         """Return the region between A and B for `linear`."""
@@ -113,13 +111,6 @@ class Kind:
     def distinct(self) -> bool:
         """Whether the ranks of the group see different values of the input."""
         return self.cut == 1 or (self.cut == 0 and self.sequence_parallel)
-
-    def grain(self, lengths: Sequence[int]) -> int:
-        """Return a length that divides all runs of a tensor's rows, on every rank.
-
-        `lengths` are those of the runs on this rank.
-        """
-        return gcd(*lengths) if self.rows_divide else gcd(self.head_dim, *lengths)
 
     def mark(self, pair: Pair, weight: Tensor) -> None:
         """Mark both factors, so that Megatron reduces and counts their gradients correctly."""
@@ -145,13 +136,12 @@ def kind_of(chunk: Any, parameter: str) -> Kind | None:
     if rows_are_cut or re.fullmatch(_ROW, parameter):
         if groups.tp.size() == 1:
             return Kind(None, groups.tp)
+        uneven = "linear_qkv" in parameter and config.num_query_groups % groups.tp.size()
         return Kind(
             0 if rows_are_cut else 1,
             groups.tp,
             config.sequence_parallel,
-            rows_divide="linear_qkv" not in parameter
-            or config.num_query_groups % groups.tp.size() == 0,
-            head_dim=config.kv_channels,
+            head_rows=config.kv_channels if uneven else 0,
         )
     if expert := re.fullmatch(_EXPERT, parameter):
         axis: Literal[0, 1] = 0 if expert[2] == "1" else 1

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from torch import Tensor
 
 from mcore_qwen3vl.model.decoder.experts import Groups, grouped_product
+from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.lora.adapter_module import Pair
 from mcore_qwen3vl.model.lora.kinds import Kind
 
@@ -28,20 +28,25 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Site:
     """Adds ``scaling * B A x`` for all pairs of one linear to its output.
 
-    The A factors of a fused linear read the same input, so they make one product. So do the B
-    factors, see :class:`Blocks`. With dropout each pair has a mask of its own, as in PEFT, and so a
-    product of its own for A.
+    There is one pair per Hugging Face tensor. The A factors of a fused linear read the same input,
+    so they make one product; so do the B factors, see :meth:`matrix`. With dropout each pair has a
+    mask of its own, as in PEFT, and so a product of its own for A.
 
-    There is one pair per Hugging Face tensor, and `blocks` are the places of their rows in the
-    output. Dropout is a probability, which counts while the pairs are in training mode.
+    Args:
+        rows: (rows,) int64, host: each row's place in the B factors below one another; -1: none.
+        dropout: a probability, which counts while the pairs are in training mode.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], blocks: Blocks, kind: Kind, linear: Any, dropout: float = 0.0
+        self, pairs: Sequence[Pair], rows: Tensor, kind: Kind, linear: Any, dropout: float = 0.0
     ) -> None:
-        self.pairs, self.blocks, self._kind = list(pairs), blocks, kind
+        self.pairs, self._kind, self._rows = list(pairs), kind, len(rows)
         self._region, self._whole = kind.region(linear), kind.whole
         self._dropout = dropout
+        in_order = torch.arange(len(rows), device="cpu")
+        filled = sum(len(pair.lora_B) for pair in pairs)
+        order = rows.masked_scatter(rows < 0, in_order[filled:])  # rows of zeros come last
+        self._order = None if torch.equal(order, in_order) else order
         scalings = [pair.scaling for pair in self.pairs]
         self._scaling = scalings[0] if len(set(scalings)) == 1 else None
         self._scalings: Tensor | None = None
@@ -68,11 +73,11 @@ class Site:
         if not self.on:
             return output
         a, matrix, scaling = self._product(x, output.dtype)
-        if output.shape[-1] != self.blocks.rows:  # the linear gathered it
+        if output.shape[-1] != self._rows:  # the linear gathered it
             part = F.linear(a, matrix) * scaling
             return output + gather_from_tensor_model_parallel_region(part, group=self._kind.group)
         if output._is_view():  # autograd forbids in-place changes of a Function's views
-            flat = output.reshape(-1, self.blocks.rows)
+            flat = output.reshape(-1, self._rows)
             flat = torch.addmm(flat, a.reshape(-1, a.shape[-1]), matrix.t(), alpha=scaling)
             return flat.view(output.shape)
         return _AddProduct.apply(output, a, matrix, scaling)
@@ -92,10 +97,27 @@ class Site:
         down, up = ([one.to(dtype) for one in side] for side in zip(*factors, strict=True))
         a = self._down(x.to(dtype), down)
         if self._scaling is not None:
-            return a, self.blocks.matrix(up), self._scaling
+            return a, self.matrix(up), self._scaling
         assert self._scalings is not None
         self._scalings = self._scalings.to(a.device, a.dtype)
-        return a * self._scalings, self.blocks.matrix(up), 1.0
+        return a * self._scalings, self.matrix(up), 1.0
+
+    def matrix(self, factors: Sequence[Tensor]) -> Tensor:
+        """Place the B factors (out_i, r_i) in one matrix (rows, sum of r_i), zero elsewhere.
+
+        ``linear_qkv`` interleaves q, k and v by KV group. One product with this matrix gives its
+        interleaved output, and nothing as large as an activation is rearranged.
+        """
+        empty = self._rows - sum(map(len, factors))
+        if len(factors) == 1 and not empty:
+            return factors[0]
+        # The last rows are of nothing. Each of the others is read once, so that their gradients are
+        # exact and need no sum.
+        matrix = torch.block_diag(*factors, factors[0].new_empty(empty, 0))
+        if self._order is None:
+            return matrix
+        self._order = to_device(self._order, matrix.device)
+        return matrix.index_select(0, self._order)
 
     def whole(self, a: Tensor, b: Tensor, *, of: Pair) -> tuple[Tensor, Tensor]:
         """Apply `Kind.whole` to the undivided factors of a pair, or of stacked pairs like it."""
@@ -195,65 +217,3 @@ class _AddProduct(torch.autograd.Function):
         of_a = (flat @ matrix).mul_(ctx.scaling).view(a.shape)
         of_matrix = (flat.t() @ a.reshape(-1, a.shape[-1])).mul_(ctx.scaling)
         return gradient, of_a, of_matrix, None
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The B factors of fused tensors as one matrix, whose rows are those of the fused linear.
-
-    ``linear_qkv`` interleaves q, k and v by KV group. We put their B factors, of shapes (out_i,
-    r_i), into one (rows, r_1 + r_2 + r_3) matrix that is zero outside of its blocks. One product
-    then gives the interleaved output, and nothing as large as an activation is rearranged.
-    """
-
-    rows: int  # of the fused linear, on this rank
-    shapes: tuple[tuple[int, int], ...]  # (out_i, r_i) of each factor, on this rank
-    # For each run of rows: its first row in the fused linear, the number of the factor, its first
-    # row in the factor, and its length.
-    placed: tuple[tuple[int, int, int, int], ...]
-
-    def matrix(self, factors: Sequence[Tensor]) -> Tensor:
-        """Assemble the (rows, sum of r_i) matrix; differentiable."""
-        if len(self.shapes) == 1 and self.placed == ((0, 0, 0, self.rows),):
-            return factors[0]
-        return _Assemble.apply(self, *factors)
-
-
-@lru_cache(maxsize=64)  # all layers are alike
-def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Map each value of the matrix to its place among the factors' values, and back.
-
-    The factors' values lie one factor after another, followed by a zero for all other places.
-    """
-    sizes, ranks = [rows * rank for rows, rank in blocks.shapes], [r for _, r in blocks.shapes]
-    values = torch.arange(sum(sizes), dtype=torch.int32).split(sizes)
-    forward = torch.full((blocks.rows, sum(ranks)), sum(sizes), dtype=torch.int32)
-    columns = forward.split(ranks, 1)
-    for row, number, first, count in blocks.placed:
-        of_factor = values[number].view(blocks.shapes[number])
-        columns[number][row : row + count] = of_factor[first : first + count]
-    inverse = torch.empty(sum(sizes) + 1, dtype=torch.int32)
-    inverse[forward.flatten().long()] = torch.arange(forward.numel(), dtype=torch.int32)
-    return forward.flatten().to(device), inverse[:-1].to(device)
-
-
-class _Assemble(torch.autograd.Function):
-    """Assembles the matrix with two kernels in each direction.
-
-    The backward of plain indexing would add up the gradients of all zeros one by one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, blocks: Blocks, *factors: Tensor) -> Tensor:
-        ctx.blocks = blocks
-        forward, _ = _indices(blocks, factors[0].device)
-        values = torch.cat([*(f.flatten() for f in factors), factors[0].new_zeros(1)])
-        return values.index_select(0, forward).view(blocks.rows, -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        blocks = ctx.blocks
-        _, inverse = _indices(blocks, gradient.device)
-        values = gradient.reshape(-1).index_select(0, inverse)
-        parts = values.split([rows * rank for rows, rank in blocks.shapes])
-        return None, *(p.view(s) for p, s in zip(parts, blocks.shapes, strict=True))

@@ -35,7 +35,7 @@ from mcore_qwen3vl.converters.live.sharded import Values, factor_parts, gradient
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.adapt import adapt
+from mcore_qwen3vl.model.lora.attach import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import tell
 from mcore_qwen3vl.runtime.parallel import initialize

@@ -24,7 +24,7 @@ from mcore_qwen3vl.converters.live.sharded import (
     weight,
 )
 from mcore_qwen3vl.converters.storage.dtypes import cast
-from mcore_qwen3vl.model.lora.adapt import whole_tensors, with_tied
+from mcore_qwen3vl.model.lora.attach import whole_tensors, with_tied
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.vision import share_frames

@@ -21,11 +21,10 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.lora import attach as attaching
-from mcore_qwen3vl.model.lora.adapt import freezing, whole
 from mcore_qwen3vl.model.lora.adapter_module import Pair, Place
-from mcore_qwen3vl.model.lora.attach import attach
+from mcore_qwen3vl.model.lora.attach import attach, freezing, whole
 from mcore_qwen3vl.model.lora.kinds import Kind
-from mcore_qwen3vl.model.lora.site import Blocks, GroupedSite, Site
+from mcore_qwen3vl.model.lora.site import GroupedSite, Site
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
@@ -231,8 +230,7 @@ def pair(into: int, out: int, name: str = "x.weight") -> Pair:
 
 
 def site(into: int, out: int) -> Site:
-    blocks = Blocks(out, ((out, 2),), ((0, 0, 0, out),))
-    return Site([pair(into, out)], blocks, Kind(None, None), None)
+    return Site([pair(into, out)], torch.arange(out), Kind(None, None), None)
 
 
 class FusedNorm(nn.Module):

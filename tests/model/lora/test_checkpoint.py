@@ -17,8 +17,8 @@ from mcore_qwen3vl.converters.live.sharded import factor_parts, hf_parts
 from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
-from mcore_qwen3vl.model.lora.adapt import adapt, trained_names, whole_tensors
-from mcore_qwen3vl.model.lora.adapter_module import Adapter
+from mcore_qwen3vl.model.lora.adapter_module import AdapterModule
+from mcore_qwen3vl.model.lora.attach import adapt, trained_names, whole_tensors
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
@@ -117,7 +117,7 @@ def test_another_layout_loads_the_same_bits(
 
 
 def as_copies(
-    self: Adapter, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    self: AdapterModule, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
 ) -> dict[str, ShardedTensor]:
     """Describe factors as mcore describes the children of its linears: as copies on each rank."""
     replica = (0, self._groups.tp.rank(), self._groups.dp_cp.rank())
@@ -135,7 +135,7 @@ def test_factors_described_as_copies_would_be_seen(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Rank 1 would load the factors of rank 0, without an error from mcore."""
-    monkeypatch.setattr(Adapter, "sharded_state_dict", as_copies)
+    monkeypatch.setattr(AdapterModule, "sharded_state_dict", as_copies)
     wrong = round_trip(matrix, "dense", "mixed ranks", "tp2", "tp2", tmp_path)
     print("observed:", len(wrong), "factors differ, as", wrong[:2])
     assert {name.rpartition(".")[2] for name in wrong} == {"lora_A", "lora_B"}

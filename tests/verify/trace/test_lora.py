@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mcore_qwen3vl.cli.verify import verify_trace
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.lora import adapt
+from mcore_qwen3vl.model.lora import attach
 from mcore_qwen3vl.model.lora.site import GroupedSite, Site
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.trace.probe_points import GRADIENTS, TEXT, WEIGHTS
@@ -101,7 +101,7 @@ def test_an_adapter_left_out(
 
 
 def test_a_factor_of_another_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = adapt.load_factors
+    load = attach.load_factors
     names = [f"{TEXT}.layers.{i}.self_attn.v_proj.weight" for i in (1, 2)]
 
     def exchanged(chunks, factors):
@@ -109,7 +109,7 @@ def test_a_factor_of_another_layer(adapted: Adapted, monkeypatch: pytest.MonkeyP
         factors[names[0]] = factors[names[1]]
         load(chunks, factors)
 
-    monkeypatch.setattr(adapt, "load_factors", exchanged)
+    monkeypatch.setattr(attach, "load_factors", exchanged)
     result = trace(adapted("mixed ranks", False), layout=Layout(tp=2, sp=True))
     assert result.first.name == names[0].removesuffix(".weight")
     assert result.cause.confirmed
