@@ -77,7 +77,7 @@ if [[ ${TP_OVERLAP:-0} == 1 ]]; then # hides TP collectives behind GEMMs; needs 
     OPTIONAL+=(--tp-comm-overlap)
 fi
 if [[ ${DEEPEP:-0} == 1 ]]; then # dispatches MoE tokens with DeepEP, which must be installed
-    OPTIONAL+=(--moe-token-dispatcher-type flex --moe-enable-deepep)
+    OPTIONAL+=(--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep)
 fi
 
 # value_of NAME DEFAULT FLAGS...: print the last value of the flag NAME in FLAGS, or DEFAULT.

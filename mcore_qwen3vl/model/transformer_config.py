@@ -57,6 +57,9 @@ def transformer_config(
     if any(architecture.moe_layers):
         fields |= {"moe_grouped_gemm": True, "expert_tensor_parallel_size": 1}  # mcore's is TP
     fields |= overrides
+    if fields.get("variable_seq_lengths"):
+        # HybridEP takes the same number of tokens from every rank.
+        fields["moe_hybridep_pad_uneven_dispatch_inputs"] = True
     _, factor = rope_frequencies(architecture)
     if fields.get("softmax_scale") is None and factor != 1:  # Megatron's flags give None
         # Under a scaled rope HF multiplies the rotated queries and keys by a factor, which scales

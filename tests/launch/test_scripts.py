@@ -106,7 +106,8 @@ def test_optional_flags_are_accepted(tmp_path: Path) -> None:
     assert args.fp8 == "e4m3"
     assert args.moe_router_padding_for_quantization
     assert args.tp_comm_overlap
-    assert args.moe_enable_deepep
+    assert args.moe_token_dispatcher_type == "flex"
+    assert args.moe_flex_dispatcher_backend == "deepep"
     architecture = Architecture.from_hf(config_of(LAUNCH / "sft_30b_a3b.sh"))
     assert transformer_config(architecture, spec="te", **fields_from_flags(args)).fp8 == "e4m3"
 

@@ -54,6 +54,8 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
             "sequence parallelism only: add --sequence-parallel."
         )
     _check_expert_overlap(args)
+    if architecture.is_moe and args.moe_token_dispatcher_type == "flex":
+        _check_flex(args)
     _check_graphs(args)
     if not args.cpu and c_compiler() is None:
         _check_uncompiled(args)
@@ -118,6 +120,16 @@ def _check_expert_overlap(args: argparse.Namespace) -> None:
     for reason, wrong in reasons.items():
         if wrong:
             raise BadInput(f"--overlap-moe-expert-parallel-comm: {reason}.")
+
+
+def _check_flex(args: argparse.Namespace) -> None:
+    """Refuse what would end with an assertion of Megatron's or of DeepEP's kernels."""
+    flag = "--moe-token-dispatcher-type flex"
+    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    if args.expert_model_parallel_size * etp == 1:
+        raise BadInput(f"{flag}: nothing is exchanged: add --expert-model-parallel-size N.")
+    if not args.bf16:
+        raise BadInput(f"{flag}: DeepEP's kernels add up experts' outputs in bf16: add --bf16.")
 
 
 def _check_graphs(args: argparse.Namespace) -> None:
@@ -303,18 +315,38 @@ def _check_packages(args: argparse.Namespace) -> None:
             f"--optimizer {args.optimizer} with --use-distributed-optimizer needs --bf16: Megatron "
             "cannot build it in float32. Add --bf16, or drop --use-distributed-optimizer."
         )
-    is_deepep = args.moe_token_dispatcher_type == "flex" and (
-        args.moe_flex_dispatcher_backend != "ncclep"
-    )
-    if is_deepep and find_spec("deep_ep") is None:
-        raise BadInput(
-            "--moe-token-dispatcher-type flex needs the package deep_ep: build DeepEP, or use "
-            "--moe-token-dispatcher-type alltoall (and drop --moe-enable-deepep)."
-        )
+    if args.moe_token_dispatcher_type == "flex":
+        _check_deep_ep(args.moe_flex_dispatcher_backend)
     if args.use_megatron_fsdp and find_spec("einops") is None:
         raise BadInput(
             "--use-megatron-fsdp needs the package einops: pip install einops, or use "
             "--use-distributed-optimizer, which shards the optimizer's state over the same ranks."
+        )
+
+
+def _check_deep_ep(backend: str) -> None:
+    """Check that Megatron will find this backend of the flex dispatcher in the package deep_ep.
+
+    The package is not imported, which would need a GPU.
+    """
+    if backend == "ncclep":
+        return
+    package = find_spec("deep_ep")
+    if package is None or package.origin is None:
+        raise BadInput(
+            "--moe-token-dispatcher-type flex needs the package deep_ep: build DeepEP, or use "
+            "--moe-token-dispatcher-type alltoall (and drop --moe-enable-deepep)."
+        )
+    folder = Path(package.origin).parent
+    if backend == "hybridep" and not (folder / "hybrid_ep_buffer.py").exists():
+        raise BadInput(
+            f"--moe-flex-dispatcher-backend hybridep: {folder} has no HybridEPBuffer. Build DeepEP "
+            "from its branch hybrid-ep."
+        )
+    if not (folder / "utils.py").exists():
+        raise BadInput(
+            f"--moe-token-dispatcher-type flex: {folder} is DeepEP 2, in which Megatron-Core does "
+            "not find what it needs. Build DeepEP 1.2.1, or its branch hybrid-ep."
         )
 
 

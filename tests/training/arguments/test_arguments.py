@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,48 @@ def test_a_dispatcher_that_is_not_installed(dense: Path) -> None:
     argv = ["--cpu", "--hf-model", str(dense), "--data-path", str(dense), "--train-iters", "1"]
     with pytest.raises(BadInput, match="flex needs the package deep_ep"):
         check_early(CommandLine([*argv, "--moe-token-dispatcher-type", "flex"]))
+
+
+FLEX = ("--moe-token-dispatcher-type", "flex", "--expert-model-parallel-size", "2", "--bf16")
+
+
+@pytest.mark.parametrize(
+    ("backend", "files", "message"),
+    [
+        ("deepep", ("utils.py",), None),
+        ("hybridep", ("utils.py", "hybrid_ep_buffer.py"), None),
+        ("hybridep", ("utils.py",), "no HybridEPBuffer. Build DeepEP from its branch hybrid-ep"),
+        ("deepep", ("utils/__init__.py",), "is DeepEP 2, .* Build DeepEP 1.2.1"),
+    ],
+)
+def test_a_deepep_without_what_megatron_needs(
+    backend: str,
+    files: tuple[str, ...],
+    message: str | None,
+    moe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("__init__.py", *files):
+        file = tmp_path / "deep_ep" / name
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text("raise RuntimeError('there is no GPU')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    args = parsed(
+        moe, "--data-path", str(moe), "--train-iters", "1", *FLEX,
+        "--moe-flex-dispatcher-backend", backend, world_size=2,
+    )  # fmt: skip
+    with nullcontext() if message is None else pytest.raises(BadInput, match=message):
+        check_surroundings(args)
+
+
+def test_what_deepeps_kernels_cannot_do(moe: Path) -> None:
+    flex, ep = FLEX[:2], FLEX[2:4]
+    assert parsed(moe, *FLEX, world_size=2).moe_token_dispatcher_type == "flex"
+    with pytest.raises(BadInput, match="nothing is exchanged: add --expert-model-parallel-size"):
+        parsed(moe, *flex, "--bf16", world_size=2)
+    with pytest.raises(BadInput, match="in bf16: add --bf16"):
+        parsed(moe, *flex, *ep, world_size=2)
 
 
 def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Path) -> None:
