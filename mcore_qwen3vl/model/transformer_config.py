@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -100,12 +101,17 @@ def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
     if spec == "te":
         return
     # Megatron-Core would silently ignore most of these.
-    for name in ("moe_apply_probs_on_input", "fp8", "fp4", "moe_permute_fusion", "tp_comm_overlap"):
+    for name in ("moe_apply_probs_on_input", "fp8", "fp4", "tp_comm_overlap"):
         if overrides.get(name):
             raise BadInput(
                 f"{name} needs Transformer Engine, which the torch spec does not use: use the te "
                 f"spec, or drop {name}."
             )
+    if overrides.get("moe_permute_fusion") and not HAVE_TE:
+        raise BadInput(
+            "moe_permute_fusion needs Triton kernels of Transformer Engine, which is not "
+            "installed: install mcore-qwen3vl[te], or drop moe_permute_fusion."
+        )
     fused = {"layernorm", "moe_act"} & set(overrides.get("recompute_modules") or ())
     if fused:
         raise BadInput(

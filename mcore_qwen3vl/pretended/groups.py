@@ -160,6 +160,10 @@ class OneRankGroup(_ProcessGroup):
         entry[2] = self.span
         return _done(result)
 
+    def count(self, operation: str, handed: Any) -> None:
+        """Count an operation of a library that exchanges tensors without this group's methods."""
+        self._did(operation, [t for t in handed if t is not None])
+
     def size(self) -> int:
         return self._size
 

@@ -69,6 +69,11 @@ def prepare(command: Command, folder: Path) -> Command:
         )
     elif source := source_of(command.args):  # no flag names what training starts from any more
         prepared = prepared.plus(*source)
+    if command.args.moe_token_dispatcher_type == "flex":
+        prepared = prepared.noting(
+            "DeepEP is a stub here, with its launches, host syncs and sizes, whether or not it is "
+            "installed"
+        )
     count = rehearsed_micro_batches(command)
     batch = count * command.args.micro_batch_size * command.layout.dp
     if count < command.micro_batches:

@@ -140,7 +140,8 @@ class Rehearser:
         return rehearsal
 
     def _step(self, rehearsal: Rehearsal, command: Command) -> StepTime:
-        model = Model(self.options.gpu, self.options.constants, command.flags)
+        top = command.line.architecture.num_experts_per_tok
+        model = Model(self.options.gpu, self.options.constants, command.flags, top)
         ranks = [
             RankWork(
                 outcome.role.name,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pretended.flops import BYTES, KINDS
 from mcore_qwen3vl.pretended.report import Interval, Traffic
-from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
+from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, COMBINE, DISPATCH, FORWARD
 from mcore_qwen3vl.runtime.gpus import Gpu
 from mcore_qwen3vl.schedule import Durations, order_of_work, simulate
 
@@ -171,12 +171,18 @@ class _Parts(NamedTuple):
 
 
 class Model:
-    """A model that turns counted work into seconds on one kind of GPU."""
+    """A model that turns counted work into seconds on one kind of GPU.
 
-    def __init__(self, gpu: Gpu, constants: Constants, flags: Iterable[str]) -> None:
+    `top` is the number of experts that take a token, at random.
+    """
+
+    def __init__(
+        self, gpu: Gpu, constants: Constants, flags: Iterable[str], top: int | None = None
+    ) -> None:
         self._gpu = gpu
         self._constants = constants
         self._flags = set(flags)
+        self._top = top or 1
 
     def step(
         self, ranks: Sequence[RankWork], micro_batches: int, group: int, gpus: int, dp: int
@@ -280,6 +286,11 @@ class Model:
         network = c.link * c.network_gb_per_s * 1e9
         if t.operation == "all_to_all":  # each GPU sends over its own network card
             return size / ranks * ((near - 1) / nvlink + (ranks - near) / network)
+        if t.operation in (DISPATCH, COMBINE):  # a token once to each node, and there to each GPU
+            nodes = ranks // near
+            to_gpu, to_node = (1 - (1 - 1 / n) ** self._top for n in (ranks, nodes))
+            inside = size * to_gpu * (near - 1) * nodes / nvlink  # those from other nodes too
+            return max(inside, size * to_node * (nodes - 1) / network)  # at the same time
         copies = _COPIES[t.operation] * (ranks - 1) / ranks if t.operation in _COPIES else 1.0
         # Rings leave a node by as many network cards as it has members.
         bandwidth = nvlink if near == ranks else min(nvlink, near * network)

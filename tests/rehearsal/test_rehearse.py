@@ -76,6 +76,29 @@ def test_two_stages_of_a_model_that_is_only_a_config(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_deepep_without_the_package(command: Command, config: Path, backend: str) -> None:
+    """A stub takes its place; the experts get as many tokens as with the alltoall dispatcher."""
+    flex = ("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", backend)
+    _, plain = command("--gpus", 4, "--hf-model", config, *FLAGS)
+    code, found = command("--gpus", 4, "--hf-model", config, *FLAGS, *flex)
+    assert code == 0
+    assert any("DeepEP is a stub here" in note for note in found["notes"])
+    for one, other in zip(found["roles"], plain["roles"], strict=True):
+        assert one["faults"] == {}
+        assert one["flops"] == other["flops"]
+        sent = {(t["group"].partition("[")[0], t["operation"]): t["size"] for t in one["traffic"]}
+        group = "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
+        assert sent[group, "dispatch"] > 0
+        assert sent[group, "combine"] > 0
+        assert ("EXPERT_MODEL_PARALLEL_GROUP", "all_to_all") not in sent
+        # Both wait once for the counts, in each layer's forward pass.
+        assert sum(sync["count"] for sync in one["host syncs"]) == sum(
+            sync["count"] for sync in other["host syncs"]
+        )
+
+
+@pytest.mark.slow
 def test_an_overlapped_exchange_of_experts_is_the_same_work(command: Command, config: Path) -> None:
     """Features travel between its chunks, whose gradients arrive without a shape."""
     flags = (*FLAGS, "--num-virtual-stages-per-pipeline-rank", 2)

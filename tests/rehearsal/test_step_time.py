@@ -40,10 +40,12 @@ def modelled(
     forward: dict[str, float] = FORWARD,
     stages: int = 1,
     constants: Constants = PLAIN,
+    top: int = 8,
 ) -> StepTime:
     chunks = [{"forward": forward, "backward": BACKWARD}]
     rank = RankWork("rank", stages, chunks, found or interval(), 2, 16_000, 8e14)
-    return Model(GPU, constants, flags).step([rank], micro_batches=6, group=0, gpus=4, dp=4)
+    model = Model(GPU, constants, flags, top)
+    return model.step([rank], micro_batches=6, group=0, gpus=4, dp=4)
 
 
 def test_work_takes_what_the_gpu_needs() -> None:
@@ -76,6 +78,22 @@ def test_exchanges_by_link() -> None:
     assert spent["EP exchange"] == pytest.approx(6 * 1e9 * (7 / 200e9 + 8 / 20e9))
     hidden = modelled("--tp-comm-overlap", found=found, forward=forward).roles[0].seconds
     assert hidden["TP exchange"] == pytest.approx(0.3 * spent["TP exchange"])
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+def test_deepep_sends_a_token_once_to_each_node_and_gpu(operation: str) -> None:
+    def seconds(ranks: int, top: int) -> float:
+        group = f"EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP[{ranks}]"
+        forward = {**FORWARD, f"{group}\n{operation}": 1e9}
+        found = interval(Traffic(group, operation, 2, 2 * 10**9, ranks))
+        return modelled(found=found, forward=forward, top=top).roles[0].seconds["EP exchange"] / 6
+
+    # With one expert, a token has one of eight GPUs, and stays on its own in an eighth of cases.
+    assert seconds(8, 1) == pytest.approx(1e9 * 7 / 8 / 200e9)
+    assert seconds(8, 2) == pytest.approx(1e9 * 7 * (1 - (7 / 8) ** 2) / 200e9)
+    # Over two nodes the network is slower than the eight links inside.
+    assert seconds(16, 1) == pytest.approx(1e9 / 2 / 20e9)
+    assert seconds(16, 8) == pytest.approx(1e9 * (1 - (1 / 2) ** 8) / 20e9)
 
 
 def test_the_experts_exchange_hides_behind_another_micro_batch() -> None:

@@ -10,12 +10,13 @@ import os
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -58,6 +59,7 @@ def block_spec(
         Norm = StandaloneRMSNorm
     if config.num_moe_experts is not None:
         _keep_local_counts()
+        token_dispatcher._DeepepManager._indices_to_multihot = _indices_to_multihot
     if config.gradient_accumulation_fusion:
         accumulate_in_products()
     moe_layers = [_is_moe(config, number) for number in range(config.num_layers)]
@@ -141,3 +143,24 @@ def _keep_local_counts() -> None:
 
     reduce_copy.keeps = True  # type: ignore[attr-defined]
     moe_utils.reduce_from_tensor_model_parallel_region = reduce_copy
+
+
+def _indices_to_multihot(self: Any, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Spread DeepEP's lists of chosen experts over this rank's experts without a host sync.
+
+    Megatron selects the valid entries by a mask, for whose number the host waits four times in
+    every layer. The arguments and results are those of the method of this name that it replaces.
+
+    Args:
+        indices: (T, k) int64 experts of this rank, -1 for those of other ranks.
+        probs: (T, k) float32.
+
+    Returns:
+        (T, E) bool, whether an expert takes a token, and (T, E) float32, with which weight.
+    """
+    held = self.num_local_experts
+    columns = indices.where(indices >= 0, held)  # one more column, for experts of other ranks
+    chosen = torch.zeros(len(indices), held + 1, dtype=torch.bool, device=indices.device)
+    weights = torch.zeros(chosen.shape, dtype=probs.dtype, device=probs.device)
+    chosen = chosen.scatter_(1, columns, True)[:, :held]
+    return chosen.contiguous(), weights.scatter(1, columns, probs)[:, :held].contiguous()

@@ -12,6 +12,9 @@ FORWARD_BACKWARD, FINALIZE, LOG = "forward and backward", "finalize gradients", 
 """Phases by which host syncs are counted; all others are ``other``. Logging counts towards the next
 iteration: after the first one and every --log-interval."""
 
+DISPATCH, COMBINE = "dispatch", "combine"
+"""What DeepEP does with tokens for the experts of a group: send each once, and add up results."""
+
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 FROZEN = "weights, second model"
 BUFFERS = "buffers"

@@ -23,6 +23,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.pretended import rank as this_rank
 from mcore_qwen3vl.pretended.rank import Rank
+from mcore_qwen3vl.rehearsal.rank import deep_ep
 from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.logs import metrics
@@ -64,7 +65,12 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         shapes_from_neighbours,
     )
     from mcore_qwen3vl.training import run, second_model
+    from mcore_qwen3vl.training.arguments import checks
     from mcore_qwen3vl.training.broadcast import provider
+
+    command = CommandLine(argv)
+    if command.args.moe_token_dispatcher_type == "flex":
+        deep_ep.install()
 
     watch = _Watch(rank, on_setup)
     work, log = watch.work, partial(watch.in_phase, LOG)
@@ -79,6 +85,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         (combined_1f1b, "combined_forward_backward_step", work.combined),
         (ScheduleNode, "_backward", work.node),
         (second_model, "fill", lambda original: watch.keep_second),
+        (checks, "check_deep_ep", lambda original: lambda backend: None),  # a stub is used
     )
     with ExitStack() as stack:
         for owner, name, wrap in wrapped:
@@ -86,7 +93,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         stack.enter_context(count_transformer_engine(rank.work.counts))
         stack.enter_context(shapes_from_neighbours())
         stack.enter_context(patterns_of_other_stages())
-        run.main(CommandLine(argv))
+        run.main(command)
 
 
 class _Watch:

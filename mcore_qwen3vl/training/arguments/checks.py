@@ -316,7 +316,7 @@ def _check_packages(args: argparse.Namespace) -> None:
             "cannot build it in float32. Add --bf16, or drop --use-distributed-optimizer."
         )
     if args.moe_token_dispatcher_type == "flex":
-        _check_deep_ep(args.moe_flex_dispatcher_backend)
+        check_deep_ep(args.moe_flex_dispatcher_backend)
     if args.use_megatron_fsdp and find_spec("einops") is None:
         raise BadInput(
             "--use-megatron-fsdp needs the package einops: pip install einops, or use "
@@ -324,7 +324,7 @@ def _check_packages(args: argparse.Namespace) -> None:
         )
 
 
-def _check_deep_ep(backend: str) -> None:
+def check_deep_ep(backend: str) -> None:
     """Check that Megatron will find this backend of the flex dispatcher in the package deep_ep.
 
     The package is not imported, which would need a GPU.

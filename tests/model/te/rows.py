@@ -29,6 +29,13 @@ def _own(model: str, layout: str, *batches: str, note: str, **config: Any) -> Ma
     return with_te(MatrixRow(model, layout, batches, {"config": config}, note))
 
 
+TORCH_ROWS = tuple(
+    MatrixRow(
+        "moe", layout, ("mixed", "packed"), {"config": TRAINED_EXPERTS}, "torch, fused permutation"
+    )
+    for layout in ("ep2xdp2", "tp2xep2+sp")
+)
+"""The torch spec with Transformer Engine's permutation, which is the dispatcher's in both specs."""
 ROWS = (
     *map(with_te, MATRIX),
     _own("moe", "ep2xdp2", "mixed", note="unfused permutation", moe_permute_fusion=False),

@@ -26,7 +26,7 @@ from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, MicroBatch  # no
 from mcore_qwen3vl.verify.parity.comparison import verify_parity  # noqa: E402
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from tests.model.te.kernels import gemm  # noqa: E402
-from tests.model.te.rows import LORA_ROWS, ROWS, with_te  # noqa: E402
+from tests.model.te.rows import LORA_ROWS, ROWS, TORCH_ROWS, with_te  # noqa: E402
 from tests.verify.parity.tf32 import rounded  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -39,6 +39,20 @@ def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
     parts = {part for _, part in report.parts()}
     assert parts >= {"logits", "loss", "gradients"}
     assert ("parameters" in parts) == ("freeze" not in row.options and "dtype" not in row.options)
+
+
+@pytest.mark.parametrize("row", TORCH_ROWS, ids=str)
+def test_the_torch_spec_permutes_with_transformer_engine(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch, row: MatrixRow
+) -> None:
+    matrix.run(row).require()
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("its permutation")
+
+    monkeypatch.setattr("transformer_engine.pytorch.triton.permutation.make_row_id_map", refuse)
+    with pytest.raises(Exception, match="its permutation"):
+        matrix.run(row)
 
 
 @pytest.mark.parametrize("layout", ["single", "cp2", "tp2xcp2+sp"])
