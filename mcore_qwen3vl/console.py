@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -223,7 +223,7 @@ def quiet_libraries() -> None:
     hf_logging.disable_progress_bar()
 
 
-def table(title: str, *columns: str) -> Table:
+def table(title: str, *columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
     """Make a plain table; a column whose name starts with ``>`` is right-aligned.
 
     The title is plain text. Cells are rich markup: pass text from files and data to `plain` first.
@@ -233,6 +233,8 @@ def table(title: str, *columns: str) -> Table:
     )
     for column in columns:
         made.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
@@ -253,6 +255,11 @@ def present(as_json: bool, data: Any, show: Callable[..., None], *shown: Any) ->
 def say(text: str) -> None:
     """Print plain text to standard output, without wrapping it."""
     output.print(plain(text), soft_wrap=True)
+
+
+def dimensions(shape: Iterable[int]) -> str:
+    """Format a tensor's shape: ``64x32``."""
+    return "x".join(map(str, shape))
 
 
 def counted(number: int, what: str) -> str:

@@ -15,7 +15,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from mcore_qwen3vl.cli import show
+from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import data
 from mcore_qwen3vl.console import byte_progress, plain, quiet_libraries, table
 from mcore_qwen3vl.data.check import DataReport, Flaw
 from mcore_qwen3vl.training.logs.summary import show_summary
@@ -23,7 +24,7 @@ from mcore_qwen3vl.verify.measurement import Finding
 from mcore_qwen3vl.verify.report import Report, render
 from mcore_qwen3vl.verify.report_page import html, junit
 
-PACKAGE = Path(show.__file__).parents[1]
+PACKAGE = Path(data.__file__).parents[1]
 
 
 def test_notes_of_libraries_are_not_shown_and_warnings_are(
@@ -62,9 +63,9 @@ def test_titles_of_tables() -> None:
 
 def test_data_check(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr(show.output, "print", lambda one, **_: shown.append(one))
+    monkeypatch.setattr(console.output, "print", lambda one, **_: shown.append(one))
     bad = [Flaw(HOSTILE, HOSTILE)]
-    show.data_report(DataReport(Path("a"), 1, peculiar={HOSTILE: [HOSTILE]}, bad=bad))
+    data.show_report(DataReport(Path("a"), 1, peculiar={HOSTILE: [HOSTILE]}, bad=bad))
     assert len(shown) == 2
     for one in shown:
         print_hostile(one)

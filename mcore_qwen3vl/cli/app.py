@@ -7,22 +7,24 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from mcore_qwen3vl import __version__, console, machine
-from mcore_qwen3vl.cli import convert, data, launch, options, show, verify
-from mcore_qwen3vl.cli.generate import generate
+from mcore_qwen3vl.cli import convert, data, launch, options, verify
+from mcore_qwen3vl.cli.inference import generate, score
+from mcore_qwen3vl.cli.inspect import inspect
 from mcore_qwen3vl.cli.rehearse import rehearse
-from mcore_qwen3vl.cli.score import score
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.files import new_folder
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.demos import Demo
 
 _UsageError: Any = typer.BadParameter.__base__  # Typer has its own click, but not all its names
 
 app = typer.Typer(
-    help="Qwen3-VL on Megatron-Core: convert, verify, train.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -33,6 +35,7 @@ app.add_typer(convert.lora, name="lora")
 app.add_typer(verify.app, name="verify")
 app.add_typer(data.app, name="data")
 app.add_typer(launch.app, name="launch")
+app.command("inspect")(inspect)
 app.command("generate")(generate)
 app.command("score")(score)
 app.command(
@@ -102,61 +105,6 @@ def root(
     """Qwen3-VL on Megatron-Core: convert, verify, train."""
 
 
-@app.command("inspect")
-def inspect(
-    path: Annotated[
-        Path | None,
-        options.source(
-            "PATH", "A checkpoint of either kind, a LoRA adapter, or a config.json; or a hub id."
-        ),
-    ] = None,
-    hf_config: Annotated[
-        Path | None,
-        options.config(
-            "Instead of PATH: estimate the cost of converting a model with this config. "
-            "With an adapter as PATH: its base model. With a Megatron-Core checkpoint that has no "
-            "hf folder: its config."
-        ),
-    ] = None,
-    workers: options.Workers = None,
-    disk_gb_per_s: Annotated[
-        float | None, typer.Option(help="With --hf-config: disk speed, for the time estimate.")
-    ] = None,
-    table: Annotated[
-        bool, typer.Option("--table", help="Show which tensors are converted into which, and how.")
-    ] = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
-    json: options.Json = False,
-) -> None:
-    """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
-    from mcore_qwen3vl.converters.adapters.adapter import is_adapter
-    from mcore_qwen3vl.converters.adapters.inspect import inspect_adapter
-    from mcore_qwen3vl.converters.describe import estimate, inspect_path, mapping_lines
-
-    if path is not None and is_adapter(path) and not table:
-        console.quiet_libraries()
-        adapter = inspect_adapter(path, hf_config)
-        console.present(json, asdict(adapter), show.adapter, adapter)
-    elif path is None:
-        if hf_config is None:
-            raise BadInput("name one thing to inspect: PATH, or --hf-config DIR.")
-        if table:
-            raise BadInput("--table takes PATH, which may be a config.json, not --hf-config.")
-        expected = estimate(hf_config, workers=workers, disk_gb_per_s=disk_gb_per_s)
-        console.present(json, asdict(expected), show.estimate, expected)
-    elif table:
-        inspection = inspect_path(path, hf_config=hf_config)
-        lines = mapping_lines(inspection.mapping())
-        found = {"path": inspection.path, "kind": inspection.kind}
-        mapping = {**found, "mapping": [asdict(line) for line in lines]}
-        console.present(json, mapping, show.mapping, lines)
-    else:
-        inspection = inspect_path(path, hf_config=hf_config)
-        total = {"total_parameters": inspection.total_parameters}
-        facts = {**total, **asdict(inspection), "form": inspection.form.record}
-        console.present(json, facts, show.inspection, inspection, tensors)
-
-
 @app.command("tiny")
 def tiny(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
@@ -207,7 +155,7 @@ def demo(
 
     with console.messages.status("starting") as status:
         result = convert_demo(dense=dense, keep=keep, status=status.update)
-    console.present(json, {"ok": result.ok, **asdict(result)}, show.demo, result)
+    console.present(json, {"ok": result.ok, **asdict(result)}, _show_demo, result)
     options.require(result.ok, "the demo failed: see its results above.")
 
 
@@ -250,3 +198,12 @@ def train_demo(
         f"{result.resumed_at}, {result.answered} of {result.asked} questions answered, "
         f"{result.seconds:.0f} s"
     )
+
+
+def _show_demo(demo: Demo) -> None:
+    marks = {None: "", True: "[green]ok[/]", False: "[bold red]WRONG[/]"}
+    rows = [
+        (s.name, console.plain(s.result), marks[s.ok], f"{s.seconds:.1f} s") for s in demo.steps
+    ]
+    title = "Qwen3-VL: Hugging Face to Megatron-Core and back"
+    console.output.print(console.table(title, "step", "result", "", ">time", rows=rows))

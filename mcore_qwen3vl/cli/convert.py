@@ -1,148 +1,159 @@
 """``mcore-qwen3vl convert`` and ``lora``: checkpoints, and PEFT's adapters, in other forms."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import options, show
+from mcore_qwen3vl.cli import options
+from mcore_qwen3vl.console import counted, dimensions, output, plain, size, table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.offline.engine import ConversionPlan
-
+    from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult
 
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)
+lora = typer.Typer(help="LoRA adapters, as PEFT stores them.", no_args_is_help=True)
 
-
+HFSource = Annotated[
+    Path,
+    options.source(
+        "SRC", "Hugging Face checkpoint directory, or hub id: OWNER/NAME or OWNER/NAME@REVISION."
+    ),
+]
 Dtype = Annotated[Literal["keep", "bf16", "fp16", "fp32"], typer.Option(help="Dtype to write.")]
 MaxShardSize = Annotated[str, typer.Option(help="Largest safetensors file.")]
 ExpertLayoutChoice = Literal["source", "published", "v5"]
 """Layout of fused experts and config in an exported checkpoint."""
+RolesChoice = Literal["canonical", "swapped"]
+"""The conventions for which factor of a fused expert takes its input."""
+FromRoles = Annotated[
+    RolesChoice | None,
+    typer.Option(
+        help="Roles of the experts' factors in ADAPTER, if their shapes do not show them."
+    ),
+]
 
 
-def _legacy_size(flag: str, what: str, default: str = "1") -> Any:
-    """Return an option for a size of the layout that `--format torch` writes; None: not given."""
-    return typer.Option(
-        f"--{flag}",
-        min=1,
-        help=f"{what} (--format torch; default: {default}).",
-        rich_help_panel="Legacy format",
-    )
-
-
-def carry_out(
+def convert(
     plan: "Callable[[], ConversionPlan]",
-    dst: Path,
+    dst: Annotated[Path, typer.Argument(help="Checkpoint directory to write.")],
     *,
-    force: bool,
-    workers: int | None,
-    dry_run: bool,
-    json: bool,
-    strict: bool = False,
-    doing: str = "converting",
-) -> None:
-    """Show the plan of a conversion, or convert and show the result.
-
-    After Ctrl-C, the next run continues with what is done.
-    """
-    from mcore_qwen3vl.converters.convert import write
-
-    if dry_run:
-        show.plan(plan(), json)
-        return
-    try:
-        with console.byte_progress(doing, quiet=json) as report:
-            summary = write(plan, dst, force=force, workers=workers, progress=report, strict=strict)
-    except KeyboardInterrupt:
-        console.messages.print("interrupted: run the same command to continue")
-        raise typer.Exit(130) from None
-    show.summary(summary, json)
-
-
-@app.command("hf-to-mcore")
-def hf_to_mcore(
-    src: Annotated[
-        Path,
-        options.source(
-            "SRC", "Hugging Face checkpoint directory, or hub id: OWNER/NAME[@REVISION]."
-        ),
-    ],
-    dst: Annotated[Path, typer.Argument(help="Megatron-Core checkpoint directory to write.")],
-    dtype: Dtype = "keep",
-    make_vocab_size_divisible_by: Annotated[
-        int, typer.Option(help="Pad the vocabulary to a multiple of this times --tp.")
-    ] = 1,
-    tp: Annotated[
-        int, typer.Option(min=1, help="Tensor-parallel size for padding and for --format torch.")
-    ] = 1,
-    format: Annotated[
-        Literal["torch_dist", "torch"],
-        typer.Option(help="torch_dist loads under any layout; torch (legacy) only under its own."),
-    ] = "torch_dist",
-    pp: Annotated[int | None, _legacy_size("pp", "Pipeline parallel size")] = None,
-    vpp: Annotated[int | None, _legacy_size("vpp", "Virtual stages per pipeline rank")] = None,
-    ep: Annotated[int | None, _legacy_size("ep", "Expert parallel size")] = None,
-    etp: Annotated[
-        int | None, _legacy_size("etp", "Expert tensor parallel size", "--tp, as in Megatron")
-    ] = None,
-    first: Annotated[
-        int | None,
-        _legacy_size("decoder-first-pipeline-num-layers", "Layers of the first rank", "equal"),
-    ] = None,
-    last: Annotated[
-        int | None,
-        _legacy_size("decoder-last-pipeline-num-layers", "Layers of the last rank", "equal"),
-    ] = None,
-    spec: Annotated[
-        Literal["te", "torch"] | None,
-        typer.Option(
-            help="Layer spec (--format torch; default: te).", rich_help_panel="Legacy format"
-        ),
-    ] = None,
-    dialect: Annotated[
-        Literal["megatron-bridge", "ms-swift"] | None,
-        typer.Option(help="Write the keys of another project, for its own loader."),
-    ] = None,
     workers: options.Workers = None,
     force: options.Force = False,
     strict: options.Strict = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
-    """Hugging Face to Megatron-Core ([bold]torch_dist[/], loads under any parallel layout)."""
-    from mcore_qwen3vl.converters import convert
+    """Show a planned conversion, or carry it out and show the result.
 
-    layout = None
-    if format == "torch":
-        layout = Layout(tp, pp or 1, vpp or 1, ep or 1, etp or tp, first=first, last=last)
-    elif any((pp, vpp, ep, etp, first, last, spec)):
+    After Ctrl-C, the next run continues with what is done.
+    """
+    from mcore_qwen3vl.converters.convert import write
+
+    if dry_run:
+        planned = plan()
+        steps = [asdict(tensor) for tensor in planned.planned]
+        facts = {"direction": planned.direction, "bytes": planned.nbytes, "steps": steps}
+        console.present(json, facts, _show_plan, planned)
+        return
+    try:
+        with console.byte_progress("converting", quiet=json) as report:
+            summary = write(plan, dst, force=force, workers=workers, progress=report, strict=strict)
+    except KeyboardInterrupt:
+        console.messages.print("interrupted: run the same command to continue")
+        raise typer.Exit(130) from None
+    console.present(json, asdict(summary), _show_summary, summary)
+
+
+def _show_plan(plan: "ConversionPlan") -> None:
+    """Print a dry run: one line for each tensor, then the totals."""
+    lines = table(f"{plan.direction}: {plan.source}", "from", "to", "shape", "dtype", ">size")
+    for tensor in plan.planned:
+        sources, target = plain(", ".join(tensor.sources)), plain(tensor.target)
+        lines.add_row(sources, target, dimensions(tensor.shape), tensor.dtype, size(tensor.nbytes))
+    output.print(lines)
+    for note in plan.notes:
+        output.print(plain(note))
+    output.print(
+        f"{plan.counted} in {counted(len(plan.planned), 'piece')}, "
+        f"{size(plan.nbytes)} in {counted(len(plan.units), 'unit')} of work; "
+        f"{counted(len(plan.companion_files), 'other file')}. Nothing was written."
+    )
+
+
+def _show_summary(summary: "ConversionResult") -> None:
+    """Print what a conversion did."""
+    rate = size(summary.nbytes / max(summary.seconds, 1e-9))
+    output.print(f"[bold green]done[/] {plain(summary.target)}")
+    output.print(
+        f"{summary.counted}, {size(summary.nbytes)} of "
+        f"{'/'.join(summary.dtypes)} in {counted(summary.files, 'file')} and "
+        f"{counted(len(summary.companion_files), 'other file')}, "
+        f"{summary.seconds:.1f} s ({rate}/s)"
+    )
+    if summary.resumed_units:
+        output.print(f"continued an interrupted run: {summary.resumed_units} units were done")
+    for note in summary.notes:
+        output.print(plain(note))
+
+
+@app.command("hf-to-mcore")
+@options.then(convert)
+@options.layout_flags(dict, without=("cp", "dp", "sp"))
+def hf_to_mcore(
+    src: HFSource,
+    layout: dict[str, Any],
+    *,
+    dtype: Dtype = "keep",
+    make_vocab_size_divisible_by: Annotated[
+        int, typer.Option(help="Pad the vocabulary to a multiple of this times --tp.")
+    ] = 1,
+    format: Annotated[
+        Literal["torch_dist", "torch"],
+        typer.Option(
+            help="torch_dist loads under any layout; torch (legacy) only under the one that flags "
+            "give, in which ETP is TP by default."
+        ),
+    ] = "torch_dist",
+    spec: Annotated[
+        Literal["te", "torch"] | None,
+        typer.Option(help="Layer spec of --format torch; default: te."),
+    ] = None,
+    dialect: Annotated[
+        Literal["megatron-bridge", "ms-swift"] | None,
+        typer.Option(help="Write the keys of another project, for its own loader."),
+    ] = None,
+) -> "ConversionPlan":
+    """Hugging Face to Megatron-Core ([bold]torch_dist[/], loads under any parallel layout)."""
+    from mcore_qwen3vl.converters.convert import plan_hf_to_mcore
+
+    tp = layout.get("tp", 1)
+    if format != "torch" and (layout.keys() - {"tp"} or spec):
         raise BadInput(
             "--format torch_dist loads under any layout and layer spec: leave the flags of the "
             "legacy format out, or add --format torch."
         )
-    plan = partial(
-        convert.plan_hf_to_mcore,
+    return plan_hf_to_mcore(
         src,
         dtype=dtype,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         tp=tp,
         format=format,
-        layout=layout,
+        layout=Layout(**{"etp": tp, **layout}) if format == "torch" else None,
         spec=spec,
         dialect=dialect,
     )
-    carry_out(plan, dst, force=force, workers=workers, dry_run=dry_run, json=json, strict=strict)
 
 
 @app.command("mcore-to-hf")
+@options.then(convert)
 def mcore_to_hf(
     src: Annotated[Path, typer.Argument(help="Megatron-Core checkpoint directory.")],
-    dst: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
     hf_config: Annotated[
         Path | None,
         options.config("Directory with config and tokenizer, or hub id; the default is SRC/hf."),
@@ -153,74 +164,43 @@ def mcore_to_hf(
         ExpertLayoutChoice,
         typer.Option(help="source: as the checkpoint came; published: transformers 4.57; v5."),
     ] = "source",
-    workers: options.Workers = None,
-    force: options.Force = False,
-    strict: options.Strict = False,
-    dry_run: options.DryRun = False,
-    json: options.Json = False,
-) -> None:
+) -> "ConversionPlan":
     """Megatron-Core to Hugging Face (safetensors)."""
-    from mcore_qwen3vl.converters import convert
+    from mcore_qwen3vl.converters.convert import plan_mcore_to_hf
 
-    plan = partial(
-        convert.plan_mcore_to_hf,
+    return plan_mcore_to_hf(
         src,
         hf_config=hf_config,
         dtype=dtype,
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
     )
-    carry_out(plan, dst, force=force, workers=workers, dry_run=dry_run, json=json, strict=strict)
 
 
 @app.command("hf-to-hf")
+@options.then(convert)
 def hf_to_hf(
-    src: Annotated[Path, options.source("SRC", "Hugging Face checkpoint directory, or hub id.")],
-    dst: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
+    src: HFSource,
     expert_layout: Annotated[
         ExpertLayoutChoice,
         typer.Option(help="published: vLLM, transformers 4.57 and 5; v5: transformers 5; source."),
     ] = "source",
     dtype: Dtype = "keep",
     max_shard_size: MaxShardSize = "5GB",
-    workers: options.Workers = None,
-    force: options.Force = False,
-    strict: options.Strict = False,
-    dry_run: options.DryRun = False,
-    json: options.Json = False,
-) -> None:
+) -> "ConversionPlan":
     """Hugging Face to Hugging Face: the other layout of fused experts, another dtype."""
-    from mcore_qwen3vl.converters import convert
+    from mcore_qwen3vl.converters.convert import plan_hf_to_hf
 
-    plan = partial(
-        convert.plan_hf_to_hf,
-        src,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        expert_layout=expert_layout,
+    return plan_hf_to_hf(
+        src, dtype=dtype, max_shard_size=max_shard_size, expert_layout=expert_layout
     )
-    carry_out(plan, dst, force=force, workers=workers, dry_run=dry_run, json=json, strict=strict)
-
-
-lora = typer.Typer(help="LoRA adapters, as PEFT stores them.", no_args_is_help=True)
-
-
-RolesChoice = Literal["canonical", "swapped"]
-"""The conventions for which factor of a fused expert takes its input."""
-
-FromRoles = Annotated[
-    RolesChoice | None,
-    typer.Option(
-        help="Roles of the experts' factors in ADAPTER, if their shapes do not show them."
-    ),
-]
 
 
 @lora.command("merge")
+@options.then(convert)
 def lora_merge(
     base: Annotated[Path, options.source("BASE", "Hugging Face checkpoint directory, or hub id.")],
     adapter: Annotated[Path, options.source("ADAPTER", "PEFT adapter directory, or hub id.")],
-    out: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
     expert_layout: Annotated[
         ExpertLayoutChoice | None,
         typer.Option(
@@ -230,17 +210,12 @@ def lora_merge(
     dtype: Dtype = "keep",
     max_shard_size: MaxShardSize = "5GB",
     from_roles: FromRoles = None,
-    workers: options.Workers = None,
-    force: options.Force = False,
-    dry_run: options.DryRun = False,
-    json: options.Json = False,
-) -> None:
+) -> "ConversionPlan":
     """Write BASE with ADAPTER merged into it, as a stream: no model is built."""
     console.quiet_libraries()
-    from mcore_qwen3vl.converters.adapters import merge as merging
+    from mcore_qwen3vl.converters.adapters.merge import plan_merge
 
-    plan = partial(
-        merging.plan_merge,
+    return plan_merge(
         base,
         adapter,
         dtype=dtype,
@@ -248,7 +223,6 @@ def lora_merge(
         expert_layout=expert_layout,
         roles=from_roles,
     )
-    carry_out(plan, out, force=force, workers=workers, dry_run=dry_run, json=json, doing="merging")
 
 
 @lora.command("convert")
@@ -281,10 +255,5 @@ def lora_convert(
     read = convert_adapter(adapter, out, base, roles=roles, from_roles=from_roles, force=force)
     notes = vllm_notes(read, Architecture.from_hf(base), roles)
     result = {"target": str(out), "from": read.roles, "to": roles, "notes": notes}
-    if json:
-        console.emit_json(result)
-    else:
-        console.output.print(f"[bold green]done[/] {console.plain(str(out))}")
-        console.output.print(f"fused experts: {read.roles} roles to {roles} roles")
-        for note in notes:
-            console.output.print(console.plain(note))
+    said = [str(out), f"fused experts: {read.roles} roles to {roles} roles", *notes]
+    console.present(json, result, output.print, f"[bold green]done[/] {plain('\n'.join(said))}")

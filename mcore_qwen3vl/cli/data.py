@@ -4,17 +4,21 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import options, show
+from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments import data_flags
+from mcore_qwen3vl.training.arguments.data_flags import PREPROCESS
 
+if TYPE_CHECKING:
+    from mcore_qwen3vl.data.check import DataReport
+
+PROBLEMS_SHOWN = 20
 DATA_SETS = (
     "JSONL, JSON or Parquet file, folder of WebDataset tars or Parquet shards, Hugging Face "
     "dataset on disk, mixture file or energon metadataset."
@@ -28,24 +32,19 @@ SeqLength = Annotated[int, typer.Option(help="Longest sample, and length of a pa
 Split = Annotated[str, typer.Option(help="Split to read, if the data set has several.")]
 Preprocess = Annotated[
     str | None,
-    typer.Option(metavar="MODULE:FUNCTION", help=f"{data_flags.PREPROCESS.capitalize()}."),
+    typer.Option(metavar="MODULE:FUNCTION", help=f"{PREPROCESS.capitalize()}."),
 ]
-
-TrustData = Annotated[bool, typer.Option("--trust-data", help=options.help_of("trust_data"))]
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 
 
-@app.callback()
-def group() -> None:
-    """Look at training data."""
-
-
 @app.command("check")
-@options.media_flags
+@options.data_flags("packing_buffer", "max_sample_seconds", "max_decoded_pixels", "trust_data")
 def check(
     path: DataPath,
     hf_model: HfModel,
+    reading: dict[str, Any],
+    *,
     seq_length: SeqLength = 8192,
     dp: Annotated[
         int,
@@ -54,7 +53,6 @@ def check(
     global_batch_size: Annotated[
         int, typer.Option(min=1, help="Number of packs in a step, for --dp.")
     ] = 512,
-    packing_buffer: Annotated[int, typer.Option(help=options.help_of("packing_buffer"))] = 128,
     split: Split = "train",
     decode: Annotated[bool, typer.Option(help="Decode every image and video.")] = True,
     limit: Annotated[int | None, typer.Option(help="Stop after this many samples.")] = None,
@@ -62,13 +60,6 @@ def check(
         Path | None, typer.Option(help="Write histograms to this PNG (extra: plots).")
     ] = None,
     preprocess: Preprocess = None,
-    max_sample_seconds: Annotated[
-        float, typer.Option(help=options.help_of("max_sample_seconds"))
-    ] = DataConfig.max_sample_seconds,
-    max_decoded_pixels: Annotated[
-        int, typer.Option(help=options.help_of("max_decoded_pixels"))
-    ] = DataConfig.max_decoded_pixels,
-    trust_data: TrustData = False,
     distill_temperature: Annotated[
         float | None,
         typer.Option(
@@ -85,8 +76,6 @@ def check(
         ),
     ] = None,
     json: options.Json = False,
-    *,
-    media: MediaLimits,
 ) -> None:
     """Read every sample as training would: formats, flaws, lengths, packing, balance of work."""
     console.quiet_libraries()
@@ -102,14 +91,7 @@ def check(
             "--write-clean with --limit would leave out all records after the limit: drop one."
         )
     config = DataConfig(
-        seq_length,
-        packing=True,
-        packing_buffer=packing_buffer,
-        max_sample_seconds=max_sample_seconds,
-        max_decoded_pixels=max_decoded_pixels,
-        trust_data=trust_data,
-        teacher_temperature=distill_temperature,
-        media=media,
+        seq_length, packing=True, teacher_temperature=distill_temperature, **reading
     )
     folder = config_folder(hf_model)
     with nullcontext() if write_clean is None else clean_file(write_clean, path) as write:
@@ -132,7 +114,7 @@ def check(
         found = {"samples": report.samples, "summary": report.totals(), **asdict(report)}
         console.emit_json(found)
     else:
-        show.data_report(report)
+        show_report(report)
         if plot is not None:
             console.say(f"  histograms in {plot}")
         if write_clean is not None and report.tokens:
@@ -149,21 +131,20 @@ def check(
 
 
 @app.command("show")
-@options.media_flags
+@options.data_flags("trust_data")
 def show_sample(
     path: DataPath,
     number: Annotated[
         int, typer.Argument(min=1, help="Number of the record, from 1; in JSONL, of its line.")
     ],
     hf_model: HfModel,
+    reading: dict[str, Any],
+    *,
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("sample.html"),
     seq_length: SeqLength = 8192,
     split: Split = "train",
     preprocess: Preprocess = None,
-    trust_data: TrustData = False,
     json: options.Json = False,
-    *,
-    media: MediaLimits,
 ) -> None:
     """Write one sample as the model will see it: tokens, what is trained, images after resizing."""
     console.quiet_libraries()
@@ -172,7 +153,7 @@ def show_sample(
     from mcore_qwen3vl.data.show import read_sample, write_page
 
     processor = load_processor(config_folder(hf_model))
-    config = DataConfig(seq_length, trust_data=trust_data, media=media)
+    config = DataConfig(seq_length, **reading)
     seen = read_sample(path, number, processor, config, split=split, preprocess=preprocess)
     write_page(seen, out)
     kinds = Counter(one.kind for one in seen.media)
@@ -184,3 +165,16 @@ def show_sample(
         f"them trained, {shown}: {out}"
     )
     console.present(json, found, console.say, said)
+
+
+def show_report(report: "DataReport") -> None:
+    """Print what a data set holds, and the first of its flaws."""
+    rows = [(console.plain(name), console.plain(amount)) for name, amount in report.summary()]
+    console.output.print(console.table(str(report.path), "what", ">how much", rows=rows))
+    for advice in report.advice():
+        console.say(f"  {advice}")
+    for flaws in (report.bad, report.overlong):
+        for flaw in flaws[:PROBLEMS_SHOWN]:
+            console.say(f"  {flaw.sample}: {flaw.reason}")
+        if len(flaws) > PROBLEMS_SHOWN:
+            console.say(f"  and {len(flaws) - PROBLEMS_SHOWN} more; --json lists them all")

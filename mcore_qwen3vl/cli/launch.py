@@ -27,15 +27,11 @@ def scripts() -> dict[str, Path]:
 @app.command("list")
 def list_scripts(json: Json = False) -> None:
     """Name every script, and what it is for."""
-    if json:
-        found = scripts().items()
-        console.emit_json([{"name": n, "file": s.name, "what": _title(s)} for n, s in found])
-        return
-    lines = console.table("", "name", "what")
-    for name, script in scripts().items():
-        lines.add_row(name, console.plain(_title(script)))
-    console.output.print(lines)
-    console.output.print("launch show NAME prints one; launch copy DIR writes all of them to DIR.")
+    found = [{"name": n, "file": s.name, "what": _title(s)} for n, s in scripts().items()]
+    rows = [(one["name"], console.plain(one["what"])) for one in found]
+    console.present(json, found, console.output.print, console.table("", "name", "what", rows=rows))
+    if not json:
+        console.say("launch show NAME prints one; launch copy DIR writes all of them to DIR.")
 
 
 @app.command("show")

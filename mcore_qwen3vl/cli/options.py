@@ -3,25 +3,19 @@
 A path that does not exist is refused while the command line is read, before torch is imported.
 """
 
-from __future__ import annotations
-
-import functools
-import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from mcore_qwen3vl import console
-from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.arguments import data_flags
-
-if TYPE_CHECKING:
-    from mcore_qwen3vl.verify.report import Report
+from mcore_qwen3vl.training.arguments.data_flags import TEXTS
 
 
 def source(metavar: str, help: str) -> Any:
@@ -72,30 +66,14 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and writ
 Json = Annotated[
     bool, typer.Option("--json", help="Print the result, or the error, as JSON and nothing else.")
 ]
-ReportFolder = Annotated[
-    Path | None,
-    typer.Option("--report", help="Write report.html, report.json and junit.xml to this folder."),
-]
-Dtype = Annotated[
-    Literal["config", "bf16", "fp16", "fp32"],
-    typer.Option(help="Dtype of weights and computation; config: as the checkpoint's config says."),
-]
 Spec = Annotated[
     Literal["torch", "te"], typer.Option(help="Layer spec; te needs Transformer Engine and a GPU.")
 ]
-ConfigSource = Annotated[
-    Path | None, config("Directory or hub id of config and processor, if the checkpoint has none.")
-]
-Checkpoint = Annotated[
-    Path, source("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
-]
-Timeout = Annotated[float, typer.Option(help="Time limit for the ranks, in seconds.")]
-Cpu = Annotated[bool, typer.Option("--cpu", help="Run on the CPU, one process for each rank.")]
 Workers = Annotated[
     int | None, typer.Option(help="Parallel workers; the default suits the machine.")
 ]
 
-_PANEL = "Layout, all sizes 1 unless given"
+_LAYOUT = "Layout, all sizes 1 unless given"
 _SIZES = {
     "tp": "tensor parallel",
     "pp": "pipeline parallel",
@@ -105,86 +83,94 @@ _SIZES = {
     "cp": "context parallel",
     "dp": "data parallel",
 }
-_LAYOUT_FLAGS: dict[str, Any] = {
-    name: Annotated[
-        int | None,
-        typer.Option(
-            f"--{name}",
-            min=1,
-            metavar="N",
-            help=f"{what.capitalize()} size.",
-            rich_help_panel=_PANEL,
-        ),
-    ]
-    for name, what in _SIZES.items()
-} | {
-    "sp": Annotated[
-        bool | None,
-        typer.Option("--sp/--no-sp", help="Sequence parallelism.", rich_help_panel=_PANEL),
-    ]
-}
 
 
 def layout_flags(
-    make: Callable[..., Layout] = Layout, *, without: Collection[str] = ()
+    make: Callable[..., Any] = Layout, *, without: Collection[str] = ()
 ) -> Callable[[Any], Any]:
-    """Give a command the flags ``--tp --pp --vpp --ep --etp --cp --dp --sp``.
+    """Give a command the flags ``--tp --pp --vpp --ep --etp --cp --dp --sp``, and uneven stages.
 
-    The command itself takes a keyword argument `layout` instead: what `make` returns.
+    The command itself takes an argument `layout` instead: what `make` returns.
     """
-    offered = {name: flag for name, flag in _LAYOUT_FLAGS.items() if name not in without}
-    return _flags_for("layout", offered, make)
+    panel: Any = {"rich_help_panel": _LAYOUT, "metavar": "N", "min": 1}
+    flags = [
+        _flag(name, int | None, f"{what.capitalize()} size.", **panel)
+        for name, what in _SIZES.items()
+    ]
+    for end in ("first", "last"):
+        spelt = f"--decoder-{end}-pipeline-num-layers"
+        flags.append(_flag(end, int | None, f"Layers of the {end} pipeline stage.", spelt, **panel))
+    sp = _flag("sp", bool | None, "Sequence parallelism.", "--sp/--no-sp", rich_help_panel=_LAYOUT)
+    return _with_flags(
+        [flag for flag in [*flags, sp] if flag.name not in without],
+        lambda command, own, given: command(**own, layout=make(**given)),
+        filled="layout",
+    )
+
+
+def data_flags(*names: str) -> Callable[[Any], Any]:
+    """Give a command training's flags for these fields of the data config, and for media budgets.
+
+    The command itself takes an argument `reading` instead: the fields, with `media` among them.
+    """
+    defaults = {field.name: field.default for field in fields(DataConfig)}
+    kinds = get_type_hints(DataConfig) | get_type_hints(MediaLimits)
+    budgets = [field.name for field in fields(MediaLimits)]
+    panel: Any = {"rich_help_panel": "Budgets, as for training", "metavar": "N"}
+    flags = [_flag(name, kinds[name], help_of(name), default=defaults[name]) for name in names]
+    flags += [_flag(name, kinds[name], help_of(name), **panel) for name in budgets]
+
+    def call(command: Callable[..., Any], own: dict[str, Any], given: dict[str, Any]) -> Any:
+        media = MediaLimits(**{name: given.pop(name) for name in budgets if name in given})
+        return command(**own, reading={**given, "media": media})
+
+    return _with_flags(flags, call, filled="reading")
+
+
+def then(use: Callable[..., None]) -> Callable[[Any], Any]:
+    """Make a command of a function that returns something, and of `use`, which calls it.
+
+    The command has the arguments and the flags of both, except for the first argument of `use`: a
+    call of the function, without arguments.
+    """
+    flags = list(signature(use).parameters.values())[1:]
+    return _with_flags(flags, lambda command, own, given: use(partial(command, **own), **given))
 
 
 def help_of(name: str) -> str:
     """Return training's help of a flag for data as a sentence."""
-    text = data_flags.TEXTS[name]
-    return f"{text[0].upper()}{text[1:]}."
+    return f"{TEXTS[name][0].upper()}{TEXTS[name][1:]}."
 
 
-def media_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command training's flags for the budgets of images and videos.
-
-    The command itself takes a keyword argument `media`.
-    """
-    flags: dict[str, Any] = {}
-    for field in fields(MediaLimits):
-        option = typer.Option(
-            f"--{field.name.replace('_', '-')}",
-            metavar="N",
-            help=help_of(field.name),
-            rich_help_panel="Budgets, as for training",
-        )
-        kind = float if field.name.endswith("fps") else int
-        flags[field.name] = Annotated[kind | None, option]
-    return _flags_for("media", flags, MediaLimits)(command)
+def _flag(
+    name: str, kind: Any, help: str, spelt: str = "", *, default: Any = None, **option: Any
+) -> Parameter:
+    declared = typer.Option(spelt or f"--{name.replace('_', '-')}", help=help, **option)
+    annotation = Annotated[kind, declared]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _flags_for(
-    argument: str, offered: dict[str, Any], make: Callable[..., Any]
+def _with_flags(
+    flags: Sequence[Parameter], call: Callable[..., Any], *, filled: str = ""
 ) -> Callable[[Any], Any]:
-    """Return a decorator that offers flags for `argument`, which is `make` of those given."""
+    """Return a decorator that adds flags to a function.
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def with_flags(**options: Any) -> None:
-            values = {name: options.pop(name) for name in offered}
-            given = {name: value for name, value in values.items() if value is not None}
-            command(**options, **{argument: make(**given)})
+    The result calls ``call(function, own, given)`` with the function's own arguments, and with
+    those of `flags` that have a value. Its argument `filled` is not read from the command line.
+    """
 
-        own = inspect.signature(command, eval_str=True)
-        flags = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
-            for name, flag in offered.items()
-        ]
-        kept = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, parameter in own.parameters.items()
-            if name != argument
-        ]
-        signature = own.replace(parameters=[*kept, *flags])
-        with_flags.__signature__ = signature  # type: ignore[attr-defined]
-        with_flags.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def with_flags(**own: Any) -> Any:
+            given = {flag.name: own.pop(flag.name) for flag in flags}
+            return call(
+                command, own, {name: value for name, value in given.items() if value is not None}
+            )
+
+        named = [p for p in signature(command).parameters.values() if p.name != filled]
+        keywords = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*named, *flags)]
+        with_flags.__signature__ = Signature(keywords)  # type: ignore[attr-defined]
+        with_flags.__annotations__ = {p.name: p.annotation for p in keywords}
         return with_flags
 
     return decorate
@@ -194,15 +180,3 @@ def require(held: bool, otherwise: str) -> None:
     """Exit with code 1 and a message unless a check held."""
     if not held:
         raise CheckFailed(otherwise)
-
-
-def conclude(report: Report, folder: Path | None, json: bool) -> None:
-    """End a ``verify`` command: write the files, show the report, and exit by its verdict."""
-    from mcore_qwen3vl.verify.report import render
-    from mcore_qwen3vl.verify.report_page import write_report
-
-    if folder is not None:
-        write_report(report, folder)
-    console.present(json, report.to_dict(), lambda: console.output.print(render(report)))
-    if not report.ok:
-        raise typer.Exit(CheckFailed.exit_code)

@@ -4,20 +4,48 @@ Every command ends with the same kind of report. The exit code is 0 if everythin
 and 3 if the command could not be finished.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import options
-from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.verify.report import Report
 
 app = typer.Typer(help="Check that two things are the same.", no_args_is_help=True)
 
+HFSource = Annotated[Path, options.source("HF", "Hugging Face checkpoint directory or hub id.")]
+Timeout = Annotated[float, typer.Option(help="Time limit for the ranks, in seconds.")]
+
+
+def conclude(
+    check: "Callable[[], Report]",
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write report.html, report.json and junit.xml to this folder."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Make a check, write the files, show its report, and exit by the verdict."""
+    from mcore_qwen3vl.verify.report import render
+    from mcore_qwen3vl.verify.report_page import write_report
+
+    result = check()
+    if report is not None:
+        write_report(result, report)
+    console.present(json, result.to_dict(), lambda: console.output.print(render(result)))
+    if not result.ok:
+        raise typer.Exit(CheckFailed.exit_code)
+
 
 @app.command("roundtrip")
+@options.then(conclude)
 def verify_roundtrip(
     src: Annotated[Path, options.source("SRC", "Hugging Face checkpoint directory or hub id.")],
     work_dir: Annotated[
@@ -38,60 +66,53 @@ def verify_roundtrip(
     ] = None,
     workers: options.Workers = None,
     strict: options.Strict = False,
-    report: options.ReportFolder = None,
-    json: options.Json = False,
-) -> None:
+) -> "Report":
     """Convert to Megatron-Core and back, and compare every tensor and file bitwise."""
     if lora is not None:
         from mcore_qwen3vl.verify.roundtrip import adapter_roundtrip
 
         console.quiet_libraries()
-        options.conclude(adapter_roundtrip(src, lora, work_dir), report, json)
-        return
+        return adapter_roundtrip(src, lora, work_dir)
     from mcore_qwen3vl.verify.roundtrip import roundtrip
 
-    found = roundtrip(src, work_dir, console.byte_progress, workers=workers, strict=strict)
-    options.conclude(found, report, json)
+    return roundtrip(src, work_dir, console.byte_progress, workers=workers, strict=strict)
 
 
 @app.command("tensors")
+@options.then(conclude)
 def verify_tensors(
     a: Annotated[
         Path, options.source("A", "A checkpoint, Hugging Face (or hub id) or Megatron-Core.")
     ],
     b: Annotated[Path, options.source("B", "The checkpoint to compare it with.")],
-    report: options.ReportFolder = None,
-    json: options.Json = False,
-) -> None:
+) -> "Report":
     """Compare two checkpoints bitwise, as Hugging Face tensors."""
     from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
 
     with console.byte_progress("comparing") as progress:
-        comparison = compare_checkpoints(a, b, progress=progress)
-    options.conclude(comparison, report, json)
+        return compare_checkpoints(a, b, progress=progress)
 
 
 @app.command("manifest")
+@options.then(conclude)
 def verify_manifest(
     path: Annotated[
         Path, typer.Argument(metavar="DIR", help="Checkpoint that convert hf-to-mcore wrote.")
     ],
     workers: options.Workers = None,
-    report: options.ReportFolder = None,
-    json: options.Json = False,
-) -> None:
+) -> "Report":
     """Compare every tensor with the checksums in DIR/manifest.json, without the source."""
     from mcore_qwen3vl.verify.checkpoints import check_manifest
 
     with console.byte_progress("checking") as progress:
-        checked = check_manifest(path, workers=workers, progress=progress)
-    options.conclude(checked, report, json)
+        return check_manifest(path, workers=workers, progress=progress)
 
 
 @app.command("parity")
+@options.then(conclude)
 @options.layout_flags()
 def verify_parity(
-    hf: Annotated[Path, options.source("HF", "Hugging Face checkpoint directory or hub id.")],
+    hf: HFSource,
     layout: Layout,
     batches: Annotated[
         str | None, typer.Option(help="Comma-separated kinds of batches; default: all of them.")
@@ -101,10 +122,7 @@ def verify_parity(
     device: Annotated[
         Literal["cpu", "cuda"], typer.Option(help="Device of the Megatron-Core model.")
     ] = "cpu",
-    spec: Annotated[
-        Literal["torch", "te"],
-        typer.Option(help="Layer spec; te needs Transformer Engine and CUDA."),
-    ] = "torch",
+    spec: options.Spec = "torch",
     lora: Annotated[
         str | None,
         typer.Option(
@@ -126,10 +144,8 @@ def verify_parity(
             "--compile-pointwise", help="Compile pointwise operations, as the flag of train does."
         ),
     ] = False,
-    timeout: options.Timeout = 600.0,
-    report: options.ReportFolder = None,
-    json: options.Json = False,
-) -> None:
+    timeout: Timeout = 600.0,
+) -> "Report":
     """Compare logits, loss and every gradient under a parallel layout with Hugging Face's.
 
     With --lora the reference is PEFT's model, and only the adapter is trained. With --checkpoint
@@ -138,7 +154,7 @@ def verify_parity(
     console.quiet_libraries()
     from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
 
-    result = verify(
+    return verify(
         hf,
         layout,
         None if batches is None else batches.split(","),
@@ -152,15 +168,13 @@ def verify_parity(
         timeout=timeout,
         progress=console.count_progress,
     )
-    options.conclude(result, report, json)
 
 
 @app.command("trace")
+@options.then(conclude)
 @options.layout_flags()
 def verify_trace(
-    hf: Annotated[
-        Path, options.source("HF", "Hugging Face checkpoint directory or hub id: the reference.")
-    ],
+    hf: HFSource,
     layout: Layout,
     mcore: Annotated[
         Path | None,
@@ -182,10 +196,8 @@ def verify_trace(
         Path | None,
         options.weights("A PEFT adapter for both models; PEFT's model is the reference."),
     ] = None,
-    timeout: options.Timeout = 600.0,
-    report: options.ReportFolder = None,
-    json: options.Json = False,
-) -> None:
+    timeout: Timeout = 600.0,
+) -> "Report":
     """Find the first place where the two models differ, and why.
 
     Hugging Face's model runs on this machine in float32 and float64, which takes 12 bytes a
@@ -206,7 +218,7 @@ def verify_trace(
         micro = from_prompt(
             hf, prompt, image or [], video or [], multiple=Case(layout=layout).multiple
         )
-    result = trace(
+    return trace(
         hf,
         mcore,
         layout=layout,
@@ -216,4 +228,3 @@ def verify_trace(
         lora=lora,
         timeout=timeout,
     )
-    options.conclude(result, report, json)

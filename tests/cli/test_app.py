@@ -296,6 +296,9 @@ def test_a_layout_that_does_not_fit_starts_no_rank(checkpoint, capsys, monkeypat
     command = ("train", "--cpu", *given)
     assert exit_code("verify", "parity", checkpoint, "--tp", "3") == 2
     wanted = capsys.readouterr().err
+    uneven = ("--pp", 2, "--decoder-first-pipeline-num-layers", 9)
+    assert exit_code("verify", "parity", checkpoint, *uneven) == 2
+    assert "pp2+first9: 4 decoder layers leave -5" in capsys.readouterr().err
     assert exit_code(*command, "--tensor-model-parallel-size", "3") == 2
     assert capsys.readouterr().err == wanted
     assert exit_code(*command, "--processes", "3", "--context-parallel-size", "2") == 2

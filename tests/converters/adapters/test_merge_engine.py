@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.files import read_adapter
@@ -198,3 +199,17 @@ def test_what_vllm_would_refuse_is_said(
         adapter = read_adapter(folder, tiny("dense"))
         found = vllm_notes(adapter, Architecture.from_hf(tiny("dense")))
         assert [said in note for note in found] == ([True] if said else [])
+
+
+def test_strict_writes_nothing(
+    made: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, base = made("vision"), tmp_path / "base"
+    shutil.copytree(source.base, base)
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.visual.merger.norm.weight"][0] = torch.inf
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    target = tmp_path / "merged"
+    assert exit_code("lora", "merge", base, source.folder, target, "--strict") == 1
+    assert "1 tensor has NaN or infinite values" in capsys.readouterr().err
+    assert not target.exists()

@@ -1,0 +1,265 @@
+"""``mcore-qwen3vl generate`` and ``score``: the commands that run a checkpoint without training."""
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import options
+from mcore_qwen3vl.cli.data import DATA_SETS, Preprocess, Split
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.objectives.settings import ANSWERS
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.scoring.output import Tally
+
+_NO_PATH = ("http://", "https://", "data:")
+_LONGEST_PATH = 1000  # longer text is base64
+
+Dtype = Annotated[
+    Literal["config", "bf16", "fp16", "fp32"],
+    typer.Option(help="Dtype of weights and computation; config: as the checkpoint's config says."),
+]
+ConfigSource = Annotated[
+    Path | None,
+    options.config("Directory or hub id of config and processor, if the checkpoint has none."),
+]
+Checkpoint = Annotated[
+    Path, options.source("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
+]
+Adapter = Annotated[Path | None, options.weights("PEFT adapter directory or hub id to use.")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Run on the CPU, one process for each rank.")]
+
+
+def small_layout(**sizes: Any) -> Layout:
+    """Return a layout: by default as many replicas as the experts need, and SP wherever TP is."""
+    tp, experts = sizes.get("tp", 1), sizes.get("ep", 1) * sizes.get("etp", 1)
+    return Layout(**{"dp": -(-experts // tp), "sp": tp > 1, **sizes})
+
+
+@options.layout_flags(small_layout, without=("vpp", "cp"))
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[
+        list[str],
+        typer.Option(
+            help="What to ask; repeatable. Every prompt gets all images and videos, unless the "
+            "prompts place them one by one with <image> and <video>."
+        ),
+    ],
+    layout: Layout,
+    image: Annotated[list[str] | None, typer.Option(help="Path or URL; repeatable.")] = None,
+    video: Annotated[list[Path] | None, typer.Option(help="Path; repeatable.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; default: the checkpoint's.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the likeliest tokens that make up this probability."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from this many of the likeliest tokens.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Sampling seed; default: random.")] = None,
+    dtype: Dtype = "config",
+    spec: options.Spec = "torch",
+    hf_model: ConfigSource = None,
+    lora: Adapter = None,
+    cpu: Cpu = False,
+    json: options.Json = False,
+) -> None:
+    """Answer prompts about images and videos, and print the answers word by word.
+
+    Unless --dp and --sp are given, there are as many replicas as the experts need, and SP is on
+    wherever TP is.
+    """
+    prompt = [console.as_utf8(one) for one in prompt]
+    videos = [str(path) for path in video or []]
+    for kind, references in (("Image", image or []), ("Video", videos)):
+        for reference in filter(_is_missing_file, references):
+            raise BadInput(f"{kind} {reference!r}: no such file.")
+    start = time.monotonic()  # a small model takes most of its time for the imports
+    _prepare(cpu)
+    from mcore_qwen3vl.generation.generate import Request, run
+    from mcore_qwen3vl.generation.prompts import user_turns
+
+    streams = len(prompt) == 1 and not json
+    request = Request(
+        checkpoint,
+        user_turns(prompt, image or [], videos),
+        layout=layout,
+        spec=spec,
+        dtype=dtype,
+        hf=hf_model,
+        lora=lora,
+        options={
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "seed": seed,
+            "stream": _print_text if streams else None,
+        },
+    )
+    answers = run(request, on_cpu=cpu)
+    seconds = time.monotonic() - start
+    if int(os.environ.get("RANK", "0")):
+        return
+    if json:
+        found = [{"prompt": p, **asdict(a)} for p, a in zip(prompt, answers, strict=True)]
+        console.emit_json({"layout": str(layout), "seconds": seconds, "answers": found})
+        return
+    if streams:
+        print()
+    for asked, answer in zip(prompt, answers, strict=True):
+        if not streams:
+            console.output.print(f"[bold]{console.plain(asked)}[/]\n{console.plain(answer.text)}\n")
+    for answer in answers:
+        console.messages.print(
+            f"{answer.prompt_tokens} prompt tokens, {len(answer.token_ids)} new ones, ended by "
+            f"{answer.finish_reason}"
+        )
+    console.messages.print(f"{seconds:.1f} s with loading, layout {layout}")
+
+
+def _print_text(_: int, text: str) -> None:
+    """Print a piece of the answer; a module's function, because ranks on GPUs get it pickled."""
+    print(console.visible(text), end="", flush=True)
+
+
+def _is_missing_file(reference: str) -> bool:
+    """Return whether `reference` is a path, not a URL or base64, at which there is nothing."""
+    is_path = not reference.startswith(_NO_PATH) and len(reference) < _LONGEST_PATH
+    return is_path and not os.path.exists(reference)
+
+
+@options.layout_flags(small_layout)
+@options.data_flags("max_bad_fraction", "trust_data")
+def score(
+    checkpoint: Checkpoint,
+    data: Annotated[Path, options.data_set(f"{DATA_SETS} Preference records too.")],
+    layout: Layout,
+    reading: dict[str, Any],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write; default: NAME.scores.jsonl beside NAME.jsonl, and likewise; with "
+            "--task embedding NAME.embeddings.parquet, with --top-k NAME.topk.arrow, otherwise "
+            "NAME.TASK.jsonl."
+        ),
+    ] = None,
+    entropy: Annotated[
+        bool, typer.Option("--entropy", help="Also write the entropy at each trained token.")
+    ] = False,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Write this many likeliest tokens at each trained token, with their "
+            "log-probabilities and that of all others together, for train --loss distill."
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Divide the logits by this.")] = 1.0,
+    task: Annotated[
+        Literal["log-probabilities", "embedding", "reranker", "reward", "classify"],
+        typer.Option(
+            help="embedding: write the normalised embedding of each text of retrieval records, or "
+            "of conversations, as Parquet, or as an array if --out ends with .npy. "
+            "reranker: write how relevant each document of retrieval "
+            "records is, from 0 to 1. reward: write a reward model's scores of preference records "
+            "or conversations. classify: write a classifier's label of each record, and the "
+            "probabilities of all labels."
+        ),
+    ] = "log-probabilities",
+    answers: Annotated[
+        tuple[str, str],
+        typer.Option(help="With --task reranker: its words for relevant and irrelevant."),
+    ] = ANSWERS,
+    packing: Annotated[bool, typer.Option(help="Put several records into one sequence.")] = True,
+    seq_length: Annotated[
+        int | None,
+        typer.Option(help="Longest record, and length of a pack; default: 8192, or the model's."),
+    ] = None,
+    packing_buffer: Annotated[
+        int, typer.Option(help="Number of records that a replica packs and writes together.")
+    ] = 128,
+    split: Split = "train",
+    preprocess: Preprocess = None,
+    dtype: Dtype = "config",
+    spec: options.Spec = "torch",
+    hf_model: ConfigSource = None,
+    lora: Adapter = None,
+    cpu: Cpu = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an output that is finished or begun.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Write log-probabilities of the trained tokens, one line of JSON a record; or see --task.
+
+    An interrupted command continues when it is run again. The summary is the perplexity.
+    """
+    _prepare(cpu)
+    from mcore_qwen3vl.scoring.score import Request
+    from mcore_qwen3vl.scoring.score import score as run
+
+    request = Request(
+        checkpoint=checkpoint, data=data, out=out, layout=layout, spec=spec, dtype=dtype,
+        hf=hf_model, lora=lora, temperature=temperature, entropy=entropy, packing=packing,
+        seq_length=seq_length, buffer=packing_buffer,
+        force=force, split=split, preprocess=preprocess, task=task, answers=answers, top_k=top_k,
+        **reading,
+    )  # fmt: skip
+    found = run(request, on_cpu=cpu)
+    if found is None:  # a rank of torchrun other than the first
+        return
+    written = str(request.written)
+    console.present(json, {"out": written, **asdict(found)}, _show_scores, found, written)
+    options.require(bool(found.scored), f"No record of {data} could be scored.")
+
+
+def _prepare(cpu: bool) -> None:
+    """Quiet the libraries, and choose the backend before megatron is imported."""
+    console.quiet_libraries()
+    if cpu:
+        from mcore_qwen3vl.runtime import cpu as backend
+
+        backend.install()
+
+
+def _show_scores(found: "Tally", written: str) -> None:
+    """Print what a file of scores holds."""
+    rows = [
+        ("records", f"{found.records:,}, of which {found.scored:,} scored"),
+        ("left out", f"{found.bad:,} bad, {found.overlong:,} over-long"),
+        ("embeddings", _count(found.embeddings)),
+        ("rewards", _count(found.rewards)),
+        ("labels", ", ".join(f"{name} {count:,}" for name, count in found.labels.items())),
+        ("documents", _count(found.documents)),
+        ("positive is first", _decimal(found.positive_first)),
+        ("trained tokens", _count(found.tokens)),
+        ("log-probability", _decimal(found.log_prob if found.tokens else None)),
+        ("perplexity", _decimal(found.perplexity)),
+        ("entropy of a token", _decimal(found.entropy)),
+        ("perplexity of chosen", _decimal(found.chosen_perplexity)),
+        ("perplexity of rejected", _decimal(found.rejected_perplexity)),
+        (
+            "chosen has the higher reward" if found.rewards else "chosen is likelier",
+            _decimal(found.chosen_preferred),
+        ),
+    ]
+    console.output.print(console.table("", "what", ">", rows=[row for row in rows if row[1]]))
+    console.say(f"  in {written}")
+
+
+def _count(value: int) -> str:
+    return f"{value:,}" if value else ""
+
+
+def _decimal(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4f}"
