@@ -1,4 +1,4 @@
-"""Files of ours, which appear whole and have one writer, and checks of files from elsewhere."""
+"""Files of ours, which appear whole and have one writer; HTML pages; checks of other files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mcore_qwen3vl.errors import BadInput
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 @contextmanager
@@ -111,6 +114,22 @@ def _locked(file: Path, place: Path) -> TextIO:
         os.truncate(file, 0)
         os.write(lock.fileno(), f"Process {os.getpid()} on {socket.gethostname()}".encode())
     return lock
+
+
+def templates(package: str) -> Environment:
+    """Return a package's ``*.jinja`` templates of HTML pages, which can include ``pages.css``.
+
+    Values are escaped, and a missing value is an error.
+    """
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("mcore_qwen3vl", ".")]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -25,7 +25,6 @@ ORDER = (
     "megatron_config",
     "console",
     "machine",
-    "pages",
     "shapes",
     "tiny",
     "converters.storage",

@@ -22,8 +22,7 @@ from mcore_qwen3vl.data.loading.index import ensure_index, record_of, sample_id
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.flaws import reason_of
 from mcore_qwen3vl.errors import BadInput, CheckFailed
-from mcore_qwen3vl.files import atomic_write
-from mcore_qwen3vl.pages import templates
+from mcore_qwen3vl.files import atomic_write, templates
 
 PICTURES = 16
 """The largest number of a video's frames that are shown."""

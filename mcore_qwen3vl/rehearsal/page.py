@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.files import atomic_write
-from mcore_qwen3vl.pages import templates
+from mcore_qwen3vl.files import atomic_write, templates
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
 from mcore_qwen3vl.runtime.gpus import GIB
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from mcore_qwen3vl.console import visible
-from mcore_qwen3vl.files import atomic_write
-from mcore_qwen3vl.pages import templates
+from mcore_qwen3vl.files import atomic_write, templates
 from mcore_qwen3vl.verify.measurement import Finding
 from mcore_qwen3vl.verify.report import Report, allowance, number
 
