@@ -9,15 +9,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch
 
-from mcore_qwen3vl import config
-from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.mapping import forms
-from mcore_qwen3vl.data.records import parse
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import Document, parse_record
@@ -27,9 +21,6 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.step.losses import cross_entropy, find_loss
-from tests.converters.checkpoints import load
-from tests.converters.forms import rewritten
 from tests.docs.markdown import README, ROOT, blocks, commands
 
 DOCS = ROOT / "docs"
@@ -172,57 +163,6 @@ def test_conversion_example(tmp_path, monkeypatch):
     (example,) = blocks(DOCS / "conversion.md", "python")
     exec(example.text, {})
     assert (tmp_path / "model-again" / "model.safetensors").exists()
-
-
-def extension(named: str) -> str:
-    """Return the one example of the page on extending that begins with a comment on `named`."""
-    page = blocks(DOCS / "extending.md", "python")
-    (example,) = (one.text for one in page if named in one.text.partition("\n")[0])
-    return example
-
-
-def test_format_example(tmp_path, monkeypatch):
-    changed = dict(vars(parse))
-    exec(extension("records/parse.py"), changed)
-    monkeypatch.setattr(parse, "FORMATS", changed["FORMATS"])
-    record = {"question": "What is it?", "picture": "a.png", "reply": "A cat."}
-    parsed = parse_record(record, MediaFolder(tmp_path, {}))
-    assert [part.kind for part in parsed.media] == ["image"]
-    assert [message["role"] for message in parsed.messages] == ["user", "assistant"]
-    assert parsed.weights == [0.0, 1.0]
-
-
-@mock.patch.dict(config.MODEL_TYPES)
-@mock.patch.dict(forms.NAMES)
-def test_model_example(tmp_path):
-    exec(extension("config.py"), vars(forms) | {"MODEL_TYPES": config.MODEL_TYPES})
-    make = rewritten(as_my_vl, model_type="my_vl")
-    make(write_tiny_checkpoint(tmp_path / "model"), tmp_path / "my_vl")
-    there = hf_to_mcore(tmp_path / "my_vl", tmp_path / "mcore")
-    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
-    assert "names of My-VL" in " ".join(there.notes)
-    written, read = load(tmp_path / "back"), load(tmp_path / "my_vl")
-    assert read.keys() - written.keys() == {"audio.conv.weight"}
-    assert all(torch.equal(tensor, read[name]) for name, tensor in written.items())
-    assert "decoder.layers.0.self_attn.q_proj.weight" in written
-
-
-def as_my_vl(tensors):
-    renamed = {
-        name.replace("model.language_model.", "decoder.").replace("model.visual.", "eyes."): tensor
-        for name, tensor in tensors.items()
-    }
-    return renamed | {"audio.conv.weight": torch.ones(2)}
-
-
-def test_loss_example(tmp_path, monkeypatch):
-    (tmp_path / "my_losses.py").write_text(extension("my_losses.py"))
-    monkeypatch.syspath_prepend(tmp_path)
-    focal = find_loss("my_losses:focal")
-    losses = torch.tensor([[0.5, 2.0, torch.inf]])
-    total, count = focal(losses, torch.tensor([[1.0, 1.0, 0.0]]))
-    assert count == 2
-    assert 0 < total < cross_entropy(losses, torch.tensor([[1.0, 1.0, 0.0]]))[0]
 
 
 def test_the_mapping_on_the_conversion_page_is_what_inspect_prints(tmp_path):
