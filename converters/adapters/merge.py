@@ -100,13 +100,7 @@ def plan_merge(
         form = replace(form, head=replace(head_of(found.labels), bias=form.head.bias))
     tied = architecture.tie_word_embeddings and form.head.is_language_model
     untied = tied and _parts_embeddings(found)
-    merged = Merged(
-        checkpoint,
-        found,
-        swapped_source=architecture.expert_layout == "published",
-        swapped=layout == "published",
-        tied_source=architecture.tie_word_embeddings,
-    )
+    merged = Merged(checkpoint, found, architecture, swapped=layout == "published")
     written = replace(architecture, tie_word_embeddings=False) if untied else architecture
     return lay_out(
         "lora merge",
@@ -155,16 +149,14 @@ class Merged:
     """The tensors of a checkpoint with an adapter merged into them.
 
     Attributes:
-        swapped_source: whether `base` has fused experts as (E, in, out), the published layout.
-        swapped: whether fused experts are written as (E, in, out).
-        tied_source: whether the embeddings of `base` are tied, so that it holds no head.
+        architecture: that of `base`.
+        swapped: whether fused experts are written as (E, in, out), the published layout.
     """
 
     base: HuggingFaceCheckpoint
     adapter: Adapter
-    swapped_source: bool
+    architecture: Architecture
     swapped: bool
-    tied_source: bool
 
     def origin(self, _: Row, named: SourceTensor) -> tuple[str, torch.dtype]:
         """Return the origin of a tensor; see `to_hf.lay_out`."""
@@ -181,7 +173,7 @@ class Merged:
         factors = self.adapter.factors.get(named.name)
         if factors is None and named.name not in self.adapter.saved:
             stored = replace(named, name=self._stored_name(named.name))
-            swapped = self.swapped != self.swapped_source
+            swapped = self.swapped != (self.architecture.expert_layout == "published")
             row = replace(row, sources=(stored,))
             yield from stream_copy(self.base, row, 0, dtype, swapped=swapped)
         elif named.index is not None:
@@ -197,7 +189,8 @@ class Merged:
             weight = self.adapter.saved[named.name][box].float()
         else:
             weight = self.base.read(self._stored_name(named.name), box, torch.float32)
-            weight = weight.T if self.swapped_source and named.index is not None else weight
+            if named.index is not None and self.architecture.expert_layout == "published":
+                weight = weight.T
         if factors is None:
             return weight
         if named.index is not None:
@@ -205,4 +198,5 @@ class Merged:
         return product(factors.a, factors.b[box], factors.scaling).add_(weight)
 
     def _stored_name(self, name: str) -> str:
-        return INPUT_EMBEDDING if self.tied_source and name == LM_HEAD else name
+        tied = self.architecture.tie_word_embeddings and name == LM_HEAD
+        return INPUT_EMBEDDING if tied else name

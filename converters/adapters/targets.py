@@ -86,7 +86,6 @@ class Slot:
     """PEFT's description of the two factors of one parameter.
 
     Attributes:
-        module: name of the model's module, without PEFT's wrappers.
         a_key, b_key: keys of A and B in the file.
         r: rank; for fused experts, the rank of each expert.
         scaling: s in ΔW = s · B · A.
@@ -94,7 +93,6 @@ class Slot:
         base: shape of the parameter.
     """
 
-    module: str
     a_key: str
     b_key: str
     r: int
@@ -102,11 +100,6 @@ class Slot:
     a_shape: Shape
     b_shape: Shape
     base: Shape
-
-    @property
-    def experts(self) -> int:
-        """Number of experts in the factors; 1 for a linear layer."""
-        return self.a_shape[0] // self.r
 
 
 @dataclass(frozen=True)
@@ -240,7 +233,6 @@ def _slots(wrapped: Any) -> Iterator[tuple[str, Slot]]:
         parameter = hasattr(layer, "parameter_name")  # PEFT's ParamWrapper
         base = layer.get_param() if parameter else layer.get_base_layer().weight
         slot = Slot(
-            path.removeprefix(PREFIX).replace(".base_layer", ""),
             f"{path}.lora_A.weight",
             f"{path}.lora_B.weight",
             layer.r["default"],
@@ -288,7 +280,7 @@ def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, Slo
 
 def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
     """Yield a sentence for each name in the config without effect; PEFT warns of some at most."""
-    adapted = [slot.module for slot in applied.slots.values()]
+    adapted = [name.rpartition(".")[0] for name in applied.slots]
     for module in applied.matched:
         if module not in adapted:
             yield (

@@ -67,6 +67,7 @@ class HuggingFaceCheckpoint:
         self.quantization = declared(config)
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
+        self.files = [path / file for file in files]
         self._files = {file: SafetensorsFile(path / file) for file in files}
         self.entries: dict[str, TensorHeader] = {}
         for file, tensors in self._files.items():
@@ -82,10 +83,6 @@ class HuggingFaceCheckpoint:
         stored, self.scales = pair(kept, self.quantization)
         self._stored = forms.renamed(stored, self.form.names)
         self.entries, self.split = fuse(self._stored, config)
-
-    @property
-    def files(self) -> list[Path]:
-        return [self.path / file for file in self._files]
 
     def stored(self, name: str, box: Selection = ()) -> Tensor:
         """Return `box` of a tensor as the file has it: a view of the file, not to be written to.

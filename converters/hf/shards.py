@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 
@@ -19,9 +20,8 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
-from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.disk import DirectFile, map_file
+from mcore_qwen3vl.converters.storage.disk import map_file
 from mcore_qwen3vl.errors import BadInput
 
 FP8 = torch.float8_e4m3fn
@@ -111,7 +111,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file: a header, then the tensors in order, without gaps."""
+    """One safetensors file: a header, then the tensors in order, without gaps.
+
+    Once it is created, several writers may fill it at once (`DirectFile`), at the `offset` of each
+    tensor.
+    """
 
     file: str
     tensors: Mapping[str, TensorSpec]
@@ -120,12 +124,12 @@ class Shard:
     def header(self) -> bytes:
         """The header with its length, padded so that the data is aligned to 8 bytes."""
         described: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        for name, (start, stop) in self._spans.items():
-            tensor = self.tensors[name]
+        for name, tensor in self.tensors.items():
+            start = self._starts[name]
             described[name] = {
                 "dtype": NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
-                "data_offsets": [start, stop],
+                "data_offsets": [start, start + tensor.nbytes],
             }
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -133,7 +137,7 @@ class Shard:
 
     def offset(self, name: str) -> int:
         """Return the byte at which the data of tensor `name` starts in the file."""
-        return len(self.header) + self._spans[name][0]
+        return len(self.header) + self._starts[name]
 
     @property
     def data_bytes(self) -> int:
@@ -151,12 +155,9 @@ class Shard:
             os.fsync(handle.fileno())
 
     @cached_property
-    def _spans(self) -> dict[str, tuple[int, int]]:
-        spans, start = {}, 0
-        for name, tensor in self.tensors.items():
-            spans[name] = (start, start + tensor.nbytes)
-            start += tensor.nbytes
-        return spans
+    def _starts(self) -> dict[str, int]:
+        sizes = (tensor.nbytes for tensor in self.tensors.values())
+        return dict(zip(self.tensors, accumulate(sizes, initial=0), strict=False))
 
 
 def parse_size(text: str) -> int:
@@ -187,25 +188,6 @@ def plan_shards(tensors: Mapping[str, TensorSpec], max_shard_size: int) -> list[
         Shard(file, {name: tensors[name] for name in names})
         for file, names in split.filename_to_tensors.items()
     ]
-
-
-def fill_shard(
-    folder: Path, shard: Shard, data: Iterable[tuple[int, Iterable[torch.Tensor]]]
-) -> None:
-    """Write tensors, or parts of them, durably into a file that `Shard.create` made in `folder`.
-
-    Several callers may fill one file at once if their bytes do not overlap. `data` has offsets in
-    the file, each with the chunks to write one after another from there.
-
-    Raises:
-        OSError: writing failed.
-    """
-    with DirectFile(folder / shard.file, create=False) as out:
-        for offset, chunks in data:
-            out.seek(offset)
-            for chunk in chunks:
-                out.write(as_bytes(chunk))
-        out.sync()
 
 
 def index_json(shards: Iterable[Shard]) -> bytes:

@@ -27,7 +27,6 @@ from mcore_qwen3vl.converters.storage.archive import (
     STORAGES,
     Archive,
     BadArchive,
-    ReadTensor,
     TensorUnpickler,
 )
 from mcore_qwen3vl.converters.storage.disk import map_file
@@ -87,7 +86,7 @@ def load(file: Path) -> Any:
         archive = Archive(map_file(file))
         archive.check()
         archive.check_byte_order()
-        content = _Unpickler(archive).load()
+        content = _Unpickler(archive, largest=2**40).load()
         if isinstance(content, dict) and isinstance(content.get("args"), _NamespaceRecord):
             content["args"] = content["args"].namespace()
         return content
@@ -115,14 +114,7 @@ _CLASSES["argparse.Namespace"] = _NamespaceRecord
 
 
 class _Unpickler(TensorUnpickler):
-    """An unpickler that admits the list and makes tensors that are views of the archive."""
-
-    def __init__(self, archive: Archive) -> None:
-        super().__init__(archive.small("data.pkl", largest=2**40))
-        self._archive = archive
-
-    def tensor(self, read: ReadTensor) -> Tensor:
-        return read.over(self._archive.data(read.key))
+    """An unpickler that also admits the list."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"

@@ -73,13 +73,12 @@ class Stage:
     Attributes:
         pp, vp: pipeline rank, and virtual stage on that rank.
         layers: indices of its decoder layers in the whole model.
-        first, last: whether it holds the embedding, and whether it holds the head.
+        last: whether it holds the head.
     """
 
     pp: int
     vp: int
     layers: range
-    first: bool
     last: bool
 
 
@@ -89,9 +88,8 @@ def stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
     start, chunks = 0, sum(len(of_pp) for of_pp in counts)
     for vp, of_pp in enumerate(counts):
         for pp, count in enumerate(of_pp):
-            number = len(found)
             layers = range(start, start + count)
-            found.append(Stage(pp, vp, layers, number == 0, number == chunks - 1))
+            found.append(Stage(pp, vp, layers, len(found) == chunks - 1))
             start += count
     return found
 

@@ -60,11 +60,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
         self._values: dict[tuple[str, Shape], Tensor] = {}  # of each chunk, by key and first corner
         self.index = CheckpointIndex()
         self._find_parts(architecture)
-        super().__init__(folder, self.index)
-
-    @property
-    def data_files(self) -> list[Path]:
-        return [file.path for file in self._ranks]
+        super().__init__(folder, self.index, [file.path for file in self._ranks])
 
     def require(self, rows: Iterable[Row], unread: Container[str] = ()) -> None:
         super().require(rows, unread)

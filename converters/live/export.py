@@ -38,7 +38,9 @@ from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
 from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
 from mcore_qwen3vl.converters.offline.engine import group_units
+from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.storage.disk import DirectFile
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.staging import Staging, staging, write_durably
 from mcore_qwen3vl.errors import BadInput
@@ -208,9 +210,13 @@ def _write(tree: Path, files: Sequence[shards.Shard], tensors: dict[str, Tensor]
     """Write gathered tensors to their places in the shards."""
     for shard in files:
         names = [name for name in tensors if name in shard.tensors]
-        if names:
-            data = ((shard.offset(name), [tensors[name].cpu()]) for name in names)
-            shards.fill_shard(tree, shard, data)
+        if not names:
+            continue
+        with DirectFile(tree / shard.file, create=False) as out:
+            for name in names:
+                out.seek(shard.offset(name))
+                out.write(as_bytes(tensors[name].cpu()))
+            out.sync()
 
 
 def _prepare(

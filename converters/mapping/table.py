@@ -65,6 +65,7 @@ class Row:
         tp_axis: the axis of the piece that tensor parallelism cuts (ETP for an expert), or None
             if every rank holds the whole piece.
         tp_parts: number of equal parts along `tp_axis` that are each cut (2 for gate and up).
+        layer, expert: the decoder layer and the expert that the piece belongs to; None outside.
     """
 
     key: str
@@ -74,6 +75,8 @@ class Row:
     rearrangement: Rearrangement
     tp_axis: int | None = None
     tp_parts: int = 1
+    layer: int | None = None
+    expert: int | None = None
 
     @property
     def shape(self) -> Shape:
@@ -83,23 +86,6 @@ class Row:
     @property
     def numel(self) -> int:
         return prod(self.shape)
-
-    @property
-    def layer(self) -> int | None:
-        """The decoder layer that the piece belongs to; None outside the decoder's layers."""
-        return next(iter(self._layer_and_expert), None)
-
-    @property
-    def expert(self) -> int | None:
-        """The expert that the piece belongs to; None outside the experts."""
-        return next(iter(self._layer_and_expert[1:]), None)
-
-    @property
-    def _layer_and_expert(self) -> Shape:
-        if not self.key.startswith(LAYERS):
-            return ()
-        own = self.key.split(".", 3)[2]  # a layer's number, where layers are not stacked
-        return (int(own), *self.offset) if own.isdigit() else self.offset
 
     def to_mcore(self, *hf: Tensor) -> Tensor:
         """Make the piece, of shape `shape`, from HF pieces (each of its source's `piece_shape`)."""
@@ -175,11 +161,6 @@ def hf_shapes(rows: list[Row]) -> dict[str, Shape]:
     return {source.name: source.shape for row in rows for source in row.sources}
 
 
-def mcore_shapes(rows: list[Row]) -> dict[str, Shape]:
-    """Return the key and shape of every mcore tensor that `rows` make."""
-    return {row.key: row.global_shape for row in rows}
-
-
 def extra_state_keys(a: Architecture) -> Iterator[str]:
     """Yield the keys of the ``_extra_state`` objects that strict loading looks for.
 
@@ -248,13 +229,17 @@ class _Layer:
         how: Rearrangement,
         tp_axis: int | None = None,
         tp_parts: int = 1,
-        expert: tuple[int, int] | None = None,  # (this one, how many)
+        expert: int | None = None,
+        experts: int = 0,
     ) -> Row:
         stack, offset = ((self.count,), (self.index,)) if self.stacked else ((), ())
         if expert is not None:
-            stack, offset = (*stack, expert[1]), (*offset, expert[0])
-        prefix = LAYERS if self.stacked else f"{LAYERS}{self.index}."
-        return Row(prefix + key, (*stack, *shape), offset, sources, how, tp_axis, tp_parts)
+            stack, offset = (*stack, experts), (*offset, expert)
+        key = f"{LAYERS}{key}" if self.stacked else f"{LAYERS}{self.index}.{key}"
+        shape = (*stack, *shape)
+        return Row(
+            key, shape, offset, sources, how, tp_axis, tp_parts, layer=self.index, expert=expert
+        )
 
     def same(self, key: str, name: str, *shape: int, tp_axis: int | None = None) -> Row:
         """Return the row of HF's ``name.weight``, which is the same on both sides."""
@@ -316,7 +301,7 @@ def _experts(a: Architecture, layer: _Layer, *, swapped: bool) -> Iterator[Row]:
         how = transforms.transpose(shape[0]) if swapped else transforms.identity(shape[0])
         for expert in range(count):
             sources = (SourceTensor(name, stored, expert),)
-            yield layer.row(key, shape, sources, how, tp_axis, tp_parts, (expert, count))
+            yield layer.row(key, shape, sources, how, tp_axis, tp_parts, expert, count)
 
 
 def vision_rows(v: VisionArchitecture) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import VisionArchitecture
 from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, mcore_shapes, vision_rows
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, vision_rows
 from mcore_qwen3vl.converters.mcore.paths import require_whole_model
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.disk import bring_in
@@ -65,24 +65,19 @@ class MegatronCheckpoint(ABC):
     Attributes:
         folder: the iteration's folder.
         index: every key with its dtype, shape and chunks.
+        data_files: the files that hold tensors.
+        files: the files whose identity distinguishes this checkpoint from another.
         dialect: whose keys the files have; None for the table's own.
     """
 
     dialect: Dialect | None = None
 
-    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
+    def __init__(
+        self, folder: Path, index: CheckpointIndex, data_files: list[Path], *others: Path
+    ) -> None:
         self.folder, self.index = folder, index
+        self.data_files, self.files = data_files, [*others, *data_files]
         self._chunks = {key: _by_corner(tensor) for key, tensor in index.tensors.items()}
-
-    @property
-    @abstractmethod
-    def data_files(self) -> list[Path]:
-        """The files that hold tensors."""
-
-    @property
-    def files(self) -> list[Path]:
-        """The files whose identity distinguishes this checkpoint from another."""
-        return self.data_files
 
     @abstractmethod
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
@@ -113,7 +108,7 @@ class MegatronCheckpoint(ABC):
         Raises:
             BadInput: a tensor is missing, has another shape, or belongs to no row.
         """
-        wanted = mcore_shapes(list(rows))
+        wanted = {row.key: row.global_shape for row in rows}
         found = {key: self.index.tensors[key] for key in self.model_keys() if key not in unread}
         for key, shape in wanted.items():
             if key not in found:
@@ -228,15 +223,8 @@ class TranslatedCheckpoint(MegatronCheckpoint):
                     "checkpoints are mixed."
                 )
             index.tensors[name] = entry
-        super().__init__(stored.folder, index)
-
-    @property
-    def data_files(self) -> list[Path]:
-        return self._stored.data_files
-
-    @property
-    def files(self) -> list[Path]:
-        return self._stored.files
+        super().__init__(stored.folder, index, stored.data_files)
+        self.files = stored.files
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
         if key not in self._vision:

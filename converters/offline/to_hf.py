@@ -29,7 +29,7 @@ from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.shards import Shard
 from mcore_qwen3vl.converters.mapping.forms import Form, Names, renamed
-from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
+from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, max_rows, table
 from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
@@ -46,6 +46,7 @@ from mcore_qwen3vl.converters.offline.engine import (
 from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
+from mcore_qwen3vl.converters.storage.disk import DirectFile
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, cast, dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
@@ -111,18 +112,15 @@ class ToHuggingFace:
         shard = unit.work[0].shard
         nonfinite: set[str] = set()
 
-        def looked_at(fill: Fill) -> Iterator[Tensor]:
-            for chunk in self.stream(fill.row, fill.source, fill.dtype):
-                if not all_finite(chunk):
-                    nonfinite.add(fill.name)
-                yield chunk
-
-        def data() -> Iterator[tuple[int, Iterator[Tensor]]]:
+        with DirectFile(tree / shard.file, create=False) as out:
             for fill in unit.work:
-                yield fill.offset, looked_at(fill)
+                out.seek(fill.offset)
+                for chunk in self.stream(fill.row, fill.source, fill.dtype):
+                    if not all_finite(chunk):
+                        nonfinite.add(fill.name)
+                    out.write(as_bytes(chunk))
                 moved(fill.nbytes, fill.name)
-
-        shards.fill_shard(tree, shard, data())
+            out.sync()
         return {"size": shard.size, "nonfinite": sorted(nonfinite)}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
@@ -268,20 +266,20 @@ def lay_out(
     """
     names, dtype, labels = form.names, changes.dtype, changes.labels
     limit = shards.parse_size(max_shard_size)
-    origins = {
-        names.stored(named.name): origin(row, named) for row in rows for named in row.sources
-    }
-    shapes = {names.stored(name): shape for name, shape in hf_shapes(rows).items()}
-    tensors = {
-        name: shards.TensorSpec(dtype or origins[name][1], shape) for name, shape in shapes.items()
-    }
+    origins: dict[str, str] = {}
+    tensors: dict[str, shards.TensorSpec] = {}
+    for row in rows:
+        for named in row.sources:
+            name = names.stored(named.name)
+            origins[name], kept = origin(row, named)
+            tensors[name] = shards.TensorSpec(dtype or kept, named.shape)
     parts = tuple(shards.plan_shards(tensors, limit))
     companions = companion_files(hf_config)
     return ConversionPlan(
         direction=direction,
         source=str(source),
         planned=tuple(
-            PlannedTensor((origins[name][0],), name, t.shape, dtype_name(t.dtype), t.nbytes)
+            PlannedTensor((origins[name],), name, t.shape, dtype_name(t.dtype), t.nbytes)
             for name, t in tensors.items()
         ),
         units=tuple(_units(rows, names, parts)),

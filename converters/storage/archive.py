@@ -80,11 +80,11 @@ def read_tensor(view: memoryview) -> Tensor:
     """
     with _damage():
         archive = Archive(view)
-        read = TensorUnpickler(archive.small("data.pkl", LARGEST_PICKLE)).load()
-        if not isinstance(read, ReadTensor):
-            raise BadArchive(f"it holds {type(read).__name__}, not a tensor")
         archive.check_byte_order()
-        return read.over(archive.data(read.key))
+        tensor = TensorUnpickler(archive, LARGEST_PICKLE).load()
+        if not isinstance(tensor, Tensor):
+            raise BadArchive(f"it holds {type(tensor).__name__}, not a tensor")
+        return tensor
 
 
 class Archive:
@@ -269,47 +269,16 @@ def dumps(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-@dataclass(frozen=True)
-class ReadTensor:
-    """A pickle's description of a tensor, checked to lie inside its storage.
-
-    Attributes:
-        key, nbytes: name of the storage in the archive, and its bytes.
-        offset, shape, stride: place of the tensor in the storage, counted in values.
-    """
-
-    dtype: torch.dtype
-    key: str
-    nbytes: int
-    offset: int
-    shape: Shape
-    stride: Shape
-
-    def over(self, data: memoryview) -> Tensor:
-        """Return the tensor, a view of its storage's `data`.
-
-        Raises:
-            UnpicklingError: the size of `data` is not what the pickle says.
-        """
-        if len(data) != self.nbytes:
-            raise pickle.UnpicklingError(f"{len(data)} bytes of data instead of {self.nbytes}")
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(data, dtype=self.dtype).as_strided(
-            self.shape, self.stride, self.offset
-        )
-
-
 class TensorUnpickler(RestrictedUnpickler):
-    """An unpickler that admits only tensors; override `tensor` to replace them in the result.
+    """An unpickler that admits only tensors, which become views of the archive's data.
 
     Raises:
         Refused: the pickle names something else.
     """
 
-    def tensor(self, read: ReadTensor) -> Any:
-        """Return what represents a tensor in the result."""
-        return read
+    def __init__(self, archive: Archive, largest: int) -> None:
+        super().__init__(archive.small("data.pkl", largest))
+        self._archive = archive
 
     def find_class(self, module: str, name: str) -> Any:
         functions: dict[str, Callable[..., Any]] = {
@@ -341,8 +310,12 @@ class TensorUnpickler(RestrictedUnpickler):
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if prod(size) > count or last >= max(count, 1):
             raise pickle.UnpicklingError("the tensor is larger than its data")
-        nbytes = count * dtype.itemsize
-        return self.tensor(ReadTensor(dtype, key, nbytes, offset, tuple(size), tuple(stride)))
+        data = self._archive.data(key)
+        if len(data) != count * dtype.itemsize:
+            raise pickle.UnpicklingError(f"{len(data)} bytes of data, not {count} values")
+        if 0 in size:
+            return torch.empty(tuple(size), dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).as_strided(tuple(size), tuple(stride), offset)
 
 
 _DTYPES = {f"{storage.__module__}.{storage.__name__}": d for d, storage in STORAGES.items()}

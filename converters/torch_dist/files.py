@@ -49,22 +49,16 @@ class TorchDistCheckpoint(MegatronCheckpoint):
     def __init__(self, path: Path) -> None:
         folder = iteration_folder(path)
         _check_backend(folder)
-        super().__init__(folder, metadata.read(folder))
-        self._files: dict[str, memoryview] = {}
-        for tensor in self.index.tensors.values():
-            for chunk in tensor.chunks:
-                self._view(chunk.data)
+        index = metadata.read(folder)
+        chunks = [chunk for tensor in index.tensors.values() for chunk in tensor.chunks]
+        files = [folder / name for name in dict.fromkeys(chunk.data.file for chunk in chunks)]
+        super().__init__(folder, index, files, folder / metadata.FILE)
+        self._mapped: dict[str, memoryview] = {}
+        for chunk in chunks:
+            self._view(chunk.data)
         for key in self.model_keys():
             if not fill(self.index.tensors[key].chunks, self.index.tensors[key].shape):
                 raise self._unfilled(key)
-
-    @property
-    def data_files(self) -> list[Path]:
-        return [self.folder / file for file in self._files]
-
-    @property
-    def files(self) -> list[Path]:
-        return [self.folder / metadata.FILE, *self.data_files]
 
     def _unfilled(self, key: str) -> BadInput:
         return BadInput(
@@ -91,12 +85,12 @@ class TorchDistCheckpoint(MegatronCheckpoint):
     def _view(self, place: FileRange) -> memoryview:
         file = self.folder / place.file
         try:
-            whole = self._files.get(place.file) or map_file(file)
+            whole = self._mapped.get(place.file) or map_file(file)
         except (OSError, ValueError) as error:
             raise BadInput(
                 f"{file} cannot be read ({error}). The checkpoint is incomplete."
             ) from None
-        self._files[place.file] = whole
+        self._mapped[place.file] = whole
         if place.offset + place.length > len(whole):
             raise BadInput(
                 f"{file} has {len(whole)} bytes, but .metadata places data up "

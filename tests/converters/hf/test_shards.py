@@ -12,12 +12,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.shards import (
     Shard,
     TensorSpec,
-    fill_shard,
     index_json,
     parse_size,
     plan_shards,
 )
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.converters.storage.archive import as_bytes
+from mcore_qwen3vl.converters.storage.disk import DirectFile
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.shapes import SHAPES
 
@@ -82,19 +83,20 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_a_shard_is_filled_from_anywhere(tmp_path: Path) -> None:
-    """Parts may come in any order, by several calls, chunk by chunk."""
+    """Parts may come in any order, by several writers, chunk by chunk."""
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(4099).bfloat16(), "c": torch.randn(2)}
     specs = {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     (shard,) = plan_shards(specs, 10**9)
     shard.create(tmp_path)
-    half = shard.offset("b") + 2 * 2000
-    fill_shard(
-        tmp_path, shard, [(shard.offset("c"), [tensors["c"]]), (half, [tensors["b"][2000:]])]
-    )
-    fill_shard(
-        tmp_path,
-        shard,
-        [(shard.offset("a"), tensors["a"]), (shard.offset("b"), tensors["b"][:2000].split(7))],
-    )
+    for places in (
+        {shard.offset("c"): [tensors["c"]], shard.offset("b") + 2 * 2000: [tensors["b"][2000:]]},
+        {shard.offset("a"): tensors["a"], shard.offset("b"): tensors["b"][:2000].split(7)},
+    ):
+        with DirectFile(tmp_path / shard.file, create=False) as out:
+            for offset, chunks in places.items():
+                out.seek(offset)
+                for chunk in chunks:
+                    out.write(as_bytes(chunk))
+            out.sync()
     found = load_file(tmp_path / shard.file)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
