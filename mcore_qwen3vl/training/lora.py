@@ -64,7 +64,7 @@ class Base:
         self._total: int | None = None
 
     def load(self, chunk: Qwen3VLModel) -> None:
-        """Fill a pipeline chunk, which has no adapter yet; for Megatron's formats a collective."""
+        """Fill a pipeline chunk, which has no adapter yet."""
         if self.path is None:
             return
         if self._hf:

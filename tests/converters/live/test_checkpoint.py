@@ -15,12 +15,15 @@ from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
+from mcore_qwen3vl.model.head.score import TaskModel
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.converters.checkpoints import load
 from tests.converters.forms import FORMS
+from tests.converters.ranks import build_empty, check_chunks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,6 +87,21 @@ def test_another_model_is_refused(converted, tmp_path, options, message):
     other = write_tiny_checkpoint(tmp_path / "other", **options)
     with pytest.raises(BadInput, match=message):
         run_layout(load_into, 1, other, converted)
+
+
+def filled(source: Path, checkpoint: Path, kind: type[Qwen3VLModel]) -> int:
+    initialize(Layout())
+    chunks = build_empty(Layout(), Architecture.from_hf(source), kind=kind)
+    load_checkpoint(chunks, checkpoint)
+    return check_chunks(chunks, source)
+
+
+@pytest.mark.parametrize("kind", [Qwen3VLModel, TaskModel])
+def test_a_padded_vocabulary_and_a_head_that_the_model_lacks(tiny, tmp_path, kind):
+    source = tiny("dense")
+    hf_to_mcore(source, tmp_path / "mcore", make_vocab_size_divisible_by=100)
+    (compared,) = run_layout(filled, 1, source, tmp_path / "mcore", kind)
+    assert compared > 100
 
 
 def test_no_checkpoint(tmp_path):
