@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import parameters, transforms
-from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, mcore_shapes, table
+from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, table
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput
@@ -71,7 +71,7 @@ def weights(rows: list[Row], seed: int = 0) -> dict[str, Tensor]:
 
 def assemble(rows: list[Row], hf: dict[str, Tensor]) -> dict[str, Tensor]:
     """Put every row where its key and offset say, in whole mcore tensors; NaN where none went."""
-    mcore = {key: torch.full(shape, torch.nan) for key, shape in mcore_shapes(rows).items()}
+    mcore = {row.key: torch.full(row.global_shape, torch.nan) for row in rows}
     for row in rows:
         pieces = [hf[s.name] if s.index is None else hf[s.name][s.index] for s in row.sources]
         mcore[row.key][row.offset] = row.to_mcore(*pieces)
