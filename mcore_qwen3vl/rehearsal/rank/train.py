@@ -56,7 +56,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         )
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
     from megatron.core.pipeline_parallel.utils import ScheduleNode
-    from megatron.training import training
+    from megatron.training import training, utils
 
     from mcore_qwen3vl.pretended.flops import count_transformer_engine
     from mcore_qwen3vl.rehearsal.rank.other_stages import (
@@ -86,6 +86,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         (ScheduleNode, "_backward", work.node),
         (second_model, "fill", lambda original: watch.keep_second),
         (checks, "check_deep_ep", lambda original: lambda backend: None),  # a stub is used
+        (utils, "is_last_rank", lambda original: _is_in_last_group),
     )
     with ExitStack() as stack:
         for owner, name, wrap in wrapped:
@@ -278,6 +279,16 @@ def _stage(chunk: Any) -> int:
     from megatron.core.utils import get_attr_wrapped_model
 
     return get_attr_wrapped_model(chunk, "vp_stage") or 0
+
+
+def _is_in_last_group() -> bool:
+    """Return whether this rank stands for the run's last one, whose TP x CP group it is the first
+    of; the last one writes ``--log-json``."""
+    from megatron.core import parallel_state
+    from torch import distributed as dist
+
+    group = parallel_state.get_tensor_and_context_parallel_world_size()
+    return dist.get_rank() + group >= dist.get_world_size()
 
 
 def _only(output: Any) -> Any:
