@@ -94,6 +94,23 @@ class Layout:
             split=getattr(flags, "pipeline_model_parallel_layout", None),
         )
 
+    def flags(self, *, moe: bool) -> list[str]:
+        """Return Megatron's flags for this layout, which :meth:`from_flags` reads."""
+        sizes = {
+            "tensor-model-parallel-size": self.tp,
+            "pipeline-model-parallel-size": self.pp,
+            "context-parallel-size": self.cp,
+            "expert-model-parallel-size": self.ep,
+            "num-virtual-stages-per-pipeline-rank": 1 if self.split else self.vpp,
+        }
+        values: dict[str, Any] = {name: size for name, size in sizes.items() if size > 1}
+        values["decoder-first-pipeline-num-layers"] = self.first
+        values["decoder-last-pipeline-num-layers"] = self.last
+        values["pipeline-model-parallel-layout"] = self.split
+        values["expert-tensor-parallel-size"] = self.etp if moe else None
+        words = [w for name, value in values.items() if value for w in (f"--{name}", str(value))]
+        return [*words, "--sequence-parallel"] if self.sp else words
+
     def __str__(self) -> str:
         names = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
         sizes = [f"{n}{getattr(self, n)}" for n in names if getattr(self, n) > 1]

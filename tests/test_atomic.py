@@ -17,7 +17,7 @@ from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, only_writer
-from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal
 from mcore_qwen3vl.rehearsal.page import write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
@@ -79,7 +79,7 @@ def test_clean_records(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_page_of_a_rehearsal(tmp_path: Path) -> None:
     device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
-    found = Rehearsal([], None, "8b", Layout(), 1, device, 1, 1, [])
+    found = Rehearsal(Command((), 1), device)
     said = r"page\.html cannot be written: File too large.*--report"
     with full_disk(10), pytest.raises(BadInput, match=said):
         write_page(found, tmp_path / "page.html")

@@ -97,6 +97,13 @@ class Command:
         return max((self.args.global_batch_size or rows) // rows, 1)
 
     @property
+    def rehearsed_micro_batches(self) -> int:
+        """As many of them as fill the pipeline; more do not change the peak of memory."""
+        layout = self.layout
+        enough = 2 * self.micro_batch_group if layout.vpp > 1 else layout.pp + 1
+        return min(self.micro_batches, enough)
+
+    @property
     def micro_batch_group(self) -> int:
         """Micro-batches that a rank runs through a virtual stage before it turns to the next."""
         return self.args.microbatch_group_size_per_virtual_pipeline_stage or self.layout.pp

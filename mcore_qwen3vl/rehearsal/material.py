@@ -74,7 +74,7 @@ def prepare(command: Command, folder: Path) -> Command:
             "DeepEP is a stub here, with its launches, host syncs and sizes, whether or not it is "
             "installed"
         )
-    count = rehearsed_micro_batches(command)
+    count = command.rehearsed_micro_batches
     batch = count * command.args.micro_batch_size * command.layout.dp
     if count < command.micro_batches:
         prepared = prepared.noting(
@@ -85,13 +85,6 @@ def prepare(command: Command, folder: Path) -> Command:
         *("--train-iters", ITERATIONS, "--num-workers", 0, "--global-batch-size", batch),
         "--no-balance",  # so that nothing is read twice
     )
-
-
-def rehearsed_micro_batches(command: Command) -> int:
-    """Return how many micro-batches fill the pipeline; more of them do not change the peak."""
-    layout = command.layout
-    enough = 2 * command.micro_batch_group if layout.vpp > 1 else layout.pp + 1
-    return min(command.micro_batches, enough)
 
 
 def sample_of(command: Command) -> tuple[int, int]:

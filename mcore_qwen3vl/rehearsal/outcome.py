@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.pretended.report import Interval, Report
-from mcore_qwen3vl.rehearsal.command import Role
+from mcore_qwen3vl.rehearsal.command import Command, Role
 from mcore_qwen3vl.rehearsal.rank import holders
 from mcore_qwen3vl.rehearsal.step_time import StepTime
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu
@@ -159,15 +158,9 @@ def memory_line(outcomes: Sequence[RoleOutcome]) -> str:
 class Rehearsal:
     """The results of all rehearsed roles of one run."""
 
-    command: list[str]
-    script: str | None
-    model: str
-    layout: Layout
-    gpus: int
+    command: Command
     device: Device
-    micro_batches: int
-    rehearsed_micro_batches: int
-    notes: list[str]
+    notes: tuple[str, ...] = ()
     outcomes: list[RoleOutcome] = field(default_factory=list)
     pipeline: Pipeline | None = None
     step: StepTime | None = None
@@ -176,9 +169,10 @@ class Rehearsal:
     @property
     def title(self) -> str:
         """What was rehearsed, and on what."""
-        name = "training" if self.script is None else Path(self.script).stem
-        where = f"{self.layout} on {self.gpus} x {self.device.gpu.name}"
-        return f"Rehearsal of {name}: Qwen3-VL {Path(self.model).name}, {where}"
+        run = self.command
+        name = "training" if run.script is None else Path(run.script).stem
+        where = f"{run.layout} on {run.gpus} x {self.device.gpu.name}"
+        return f"Rehearsal of {name}: Qwen3-VL {Path(run.model).name}, {where}"
 
     @property
     def fits(self) -> bool:
@@ -205,20 +199,20 @@ class Rehearsal:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole result for ``--json``."""
-        device = self.device
+        run, device = self.command, self.device
         return {
             "verdict": self.verdict,
             "fits": self.fits,
-            "command": self.command,
-            "script": self.script,
-            "model": self.model,
-            "layout": str(self.layout),
-            "gpus": self.gpus,
+            "command": list(run.flags),
+            "script": run.script,
+            "model": run.model,
+            "layout": str(run.layout),
+            "gpus": run.gpus,
             "gpu": {**asdict(device.gpu), "memory_gib": device.memory_gib},
             "allowance for context and NCCL, GiB (assumed)": device.allowance_gib,
-            "micro-batches of an iteration": self.micro_batches,
-            "micro-batches rehearsed": self.rehearsed_micro_batches,
-            "notes": self.notes,
+            "micro-batches of an iteration": run.micro_batches,
+            "micro-batches rehearsed": run.rehearsed_micro_batches,
+            "notes": list(self.notes),
             "memory": memory_line(self.outcomes),
             "roles": [outcome.to_dict() for outcome in self.outcomes],
             "pipeline": None if self.pipeline is None else self.pipeline.to_dict(),

@@ -16,7 +16,7 @@ from mcore_qwen3vl.pretended.flops import flops_of
 from mcore_qwen3vl.pretended.preload import Routing, Settings, Unavailable
 from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
 from mcore_qwen3vl.rehearsal.command import Command, Role, roles_of
-from mcore_qwen3vl.rehearsal.material import prepare, rehearsed_micro_batches
+from mcore_qwen3vl.rehearsal.material import prepare
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
@@ -118,28 +118,19 @@ class Rehearser:
         folder = self._folder / str(self._made)
         folder.mkdir()
         prepared = prepare(command, folder)
-        rehearsal = Rehearsal(
-            command=list(command.flags),
-            script=command.script,
-            model=command.model,
-            layout=command.layout,
-            gpus=command.gpus,
-            device=self.options.device(command),
-            micro_batches=command.micro_batches,
-            rehearsed_micro_batches=rehearsed_micro_batches(command),
-            notes=list(prepared.notes),
-        )
+        rehearsal = Rehearsal(command, self.options.device(command), prepared.notes)
         for number, role in enumerate(roles):
             place = f"{what}{role.name} ({number + 1} of {len(roles)}), rank {role.rank}"
             rehearsal.outcomes.append(self._role(prepared, role, place))
             if stop_at_failure and not rehearsal.fits:
                 break
         if len(rehearsal.outcomes) == len(roles_of(command, a)) and rehearsal.fits:
-            rehearsal.pipeline = _pipeline(rehearsal, command.micro_batch_group)
-            rehearsal.step = self._step(rehearsal, command)
+            rehearsal.pipeline = _pipeline(rehearsal)
+            rehearsal.step = self._step(rehearsal)
         return rehearsal
 
-    def _step(self, rehearsal: Rehearsal, command: Command) -> StepTime:
+    def _step(self, rehearsal: Rehearsal) -> StepTime:
+        command = rehearsal.command
         top = command.line.architecture.num_experts_per_tok
         model = Model(self.options.gpu, self.options.constants, command.flags, top)
         ranks = [
@@ -148,7 +139,7 @@ class Rehearser:
                 outcome.role.stages,
                 outcome.work,
                 outcome.iteration,
-                rehearsal.rehearsed_micro_batches,
+                command.rehearsed_micro_batches,
                 outcome.report.facts["tokens"],
                 outcome.report.facts["useful flops"],
             )
@@ -199,16 +190,17 @@ def checked(command: Command) -> Architecture:
     return a
 
 
-def _pipeline(rehearsal: Rehearsal, group: int) -> Pipeline | None:
+def _pipeline(rehearsal: Rehearsal) -> Pipeline | None:
     """Return the modelled pipeline of a rehearsal whose roles all ran; None if PP is 1."""
-    if rehearsal.layout.pp == 1:
+    command = rehearsal.command
+    if command.layout.pp == 1:
         return None
     stages = [o for outcome in rehearsal.outcomes for o in [outcome] * outcome.role.stages]
     flops = [
         [Durations(*(flops_of(chunk[d]) for d in (FORWARD, BACKWARD))) for chunk in o.work]
         for o in stages
     ]
-    return model_pipeline(flops, rehearsal.micro_batches, group)
+    return model_pipeline(flops, command.micro_batches, command.micro_batch_group)
 
 
 @contextmanager

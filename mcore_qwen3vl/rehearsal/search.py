@@ -1,4 +1,4 @@
-"""The search for runs that fit: other layouts in the order of a roofline, or single changes."""
+"""The search for runs that fit: other layouts in the order of a model, or single changes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.material import sample_of
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy
+from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.rehearse import Rehearser, checked
-from mcore_qwen3vl.rehearsal.roofline import NODE, Step, step_seconds
-from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
+from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork
+from mcore_qwen3vl.runtime.gpus import GIB, Gpu, allowance_gib
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.command_line import NONE, RESETTABLE, SIZES
 
@@ -25,6 +28,8 @@ TRIED = 9
 """The most candidates to rehearse; the run's own layout may be one more."""
 ESTIMATE_OFF = 1.15
 """The estimate of memory may be too high by this factor."""
+NODE = 8
+"""The largest TP and EP: the GPUs that NVLink connects."""
 _RECOMPUTE = "--recompute-granularity"
 _REPLACED = (*SIZES, "--expert-tensor-parallel-size", *RESETTABLE)
 
@@ -35,7 +40,7 @@ class Candidate:
 
     Attributes:
         flags: flags to append to the run's own, to override them; empty for the run's own layout.
-        seconds: seconds of a step, by the roofline.
+        seconds: seconds of a step, modelled from the shape of the model.
         estimate: modelled bytes of the fullest rank.
     """
 
@@ -94,7 +99,8 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
         BadInput: no layout divides this model over these GPUs, or none is estimated to fit.
     """
     usable = rehearser.options.device(command).usable
-    ranked = sorted(candidates(command, a, rehearser.options.gpu), key=lambda c: c.seconds)
+    gpu, constants = rehearser.options.gpu, rehearser.options.constants
+    ranked = sorted(candidates(command, a, gpu, constants), key=lambda c: c.seconds)
     if all(c.estimate > ESTIMATE_OFF * usable for c in ranked):
         raise BadInput(
             f"No layout of this model fits on {command.gpus} GPUs; {len(ranked)} were "
@@ -113,49 +119,43 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
     return sorted(tried, key=lambda fit: (not fit.good, fit.seconds or inf))
 
 
-def candidates(command: Command, a: Architecture, gpu: Gpu) -> Iterator[Candidate]:
+def candidates(
+    command: Command, a: Architecture, gpu: Gpu, constants: Constants
+) -> Iterator[Candidate]:
     """Yield layouts of powers of two, TP and EP up to a node, with and without full recompute.
 
     The run's own layout is among them, with its virtual stages and its own pipeline split.
     """
     trained = trained_of(command, a)
+    assumed = allowance_gib(command.without(*_REPLACED).layout)
+
+    def candidate(run: Command, flags: tuple[str, ...]) -> Candidate:
+        peak = max(stage.total for stage in estimate_stages(run, a, trained))
+        extra = (allowance_gib(run.layout) - assumed) * GIB
+        return Candidate(run, flags, step_seconds(run, a, gpu, constants), peak + extra)
+
     try:
         checked(command)
     except BadInput:
         pass
     else:
-        yield _candidate(command, (), a, gpu, trained)
+        yield candidate(command, ())
     sizes = [2**n for n in range(12) if 2**n <= command.gpus]
     experts = [n for n in sizes if n <= NODE] if a.is_moe else [1]
     bare = command.without(*_REPLACED)
     for tp, pp, cp, ep, recompute in product(sizes, sizes, sizes, experts, (False, True)):
         if tp > NODE or command.gpus % (tp * pp * cp):
             continue
-        flags = _flags(tp, pp, cp, ep, recompute, a.is_moe)
-        made = bare.plus(*flags)
-        if made.layout == command.layout and made.value(_RECOMPUTE) == command.value(_RECOMPUTE):
+        layout = Layout(tp=tp, pp=pp, cp=cp, ep=ep, sp=tp > 1)
+        flags = (*layout.flags(moe=a.is_moe), *(FULL_RECOMPUTE if recompute else ()))
+        other = bare.plus(*flags)
+        if other.layout == command.layout and other.value(_RECOMPUTE) == command.value(_RECOMPUTE):
             continue
         try:
-            checked(made)
+            checked(other)
         except BadInput:
             continue
-        yield _candidate(made, (*flags, *_resets(command, flags)), a, gpu, trained)
-
-
-def _flags(tp: int, pp: int, cp: int, ep: int, recompute: bool, moe: bool) -> tuple[str, ...]:
-    named = (("tensor", tp), ("pipeline", pp), ("context", cp), ("expert", ep))
-    flags: list[object] = []
-    for name, size in named:
-        if size > 1:
-            model = "" if name == "context" else "model-"
-            flags += [f"--{name}-{model}parallel-size", size]
-    if tp > 1:
-        flags.append("--sequence-parallel")
-    if moe:
-        flags += ["--expert-tensor-parallel-size", 1]
-    if recompute:
-        flags += FULL_RECOMPUTE
-    return tuple(map(str, flags))
+        yield candidate(other, (*flags, *_resets(command, flags)))
 
 
 def _resets(command: Command, flags: Sequence[str]) -> Iterator[str]:
@@ -178,28 +178,94 @@ def estimate_stages(
     return memory.of_flags(command.args, a, layout, trained)
 
 
-def _candidate(
-    command: Command,
-    flags: tuple[str, ...],
-    a: Architecture,
-    gpu: Gpu,
-    trained: memory.TrainedCounts | None,
-) -> Candidate:
-    layout, (sample, side) = command.layout, sample_of(command)
-    args = command.args
-    step = Step(args.seq_length, args.micro_batch_size, command.micro_batches, sample, side**2)
-    peak = max(stage.total for stage in estimate_stages(command, a, trained))
-    extra = (allowance_gib(layout) - allowance_gib(command.without(*_REPLACED).layout)) * 2**30
-    seconds = step_seconds(a, layout, gpu, step, args.recompute_granularity == "full")
-    return Candidate(command, flags, seconds, peak + extra)
+def step_seconds(command: Command, a: Architecture, gpu: Gpu, constants: Constants) -> float:
+    """Return the modelled seconds of a step, with the work that :func:`work_of` finds."""
+    model, dp = Model(gpu, constants, command.flags), command.layout.dp
+    ranks, group = work_of(command, a), command.micro_batch_group
+    return model.step(ranks, command.micro_batches, group, command.gpus, dp).seconds
 
 
-GPUS_OF_A_NODE = 8
-"""The largest TP, because its exchange needs NVLink."""
+def work_of(command: Command, a: Architecture) -> list[RankWork]:
+    """Return the work of a rank of each pipeline stage, from the model's shape instead of a run.
+
+    * Compute: the FLOPs of :mod:`mcore_qwen3vl.model.flops`, and a second forward pass under full
+      recompute. The vision tower is on the first stage; decoder layers are divided equally.
+    * TP with SP: each layer has two all-gathers and two reduce-scatters of the hidden states in
+      each direction, and two more all-gathers in the backward pass.
+    * CP gathers keys and values, and scatters their gradients. EP sends and returns tokens.
+    * DP: gradients in fp32 and weights in bf16 are exchanged once a step.
+
+    Other kernels, their launches, host syncs and the transfers between stages are left out.
+    """
+    layout, args, (sample, side) = command.layout, command.args, sample_of(command)
+    again = args.recompute_granularity == "full"
+    tokens, merge = args.seq_length * args.micro_batch_size, a.vision.spatial_merge_size**2
+    patches = tokens / 2 * merge  # half of the tokens are visual
+    divided, parts = layout.tp * layout.cp, layout.pp * layout.vpp
+    products = flops.language(a, tokens, 0) / parts
+    attention = flops.language(a, 0, tokens * sample) / parts
+    vision = flops.vision(a, patches, patches * side**2 * merge)
+    exchanges = _exchanges(a, layout, tokens)
+    ranks = []
+    for stage in range(layout.pp):
+        chunks = []
+        for chunk in range(layout.vpp):
+            gemm = products + vision * (stage == chunk == 0)
+            compute = {"gemm": gemm / divided / 3, "attention": attention / divided / 3}
+            forward = compute | {_key(t): size for t, size, _ in exchanges}
+            backward = {name: (2 + again) * n for name, n in compute.items()}
+            backward |= {_key(t): size + again * first for t, first, size in exchanges}
+            chunks.append({FORWARD: forward, BACKWARD: backward})
+        traffic = [*(t for t, _, _ in exchanges), *_reduced(a, layout, stage)]
+        counters = {"launches": 0, "host_syncs": 0}
+        interval = Interval("iteration", 0, 0, 0, 0, counters, [], traffic, {})
+        ranks.append(RankWork(f"stage {stage}", 1, chunks, interval, 1, 0, 0))
+    return ranks
+
+
+def _exchanges(a: Architecture, layout: Layout, tokens: int) -> list[tuple[Traffic, float, float]]:
+    """Return what a virtual stage exchanges, and the bytes of its forward and backward pass."""
+    layers, moe_layers = (
+        count / (layout.pp * layout.vpp) for count in (a.num_hidden_layers, sum(a.moe_layers))
+    )
+    hidden = 2 * a.hidden_size * tokens / layout.cp * layers  # in bf16, as all of these
+    keys = 2 * 2 * a.num_key_value_heads * a.head_dim * tokens / layout.tp * layers
+    routed = hidden / layers / layout.tp * a.num_experts_per_tok * moe_layers
+    to_experts = _traffic("EXPERT_MODEL_PARALLEL", layout.ep, layout.etp, "all_to_all")
+    return [
+        (_traffic("TENSOR_MODEL_PARALLEL", layout.tp, 1), 4 * hidden, 6 * hidden),
+        (_traffic("CONTEXT_PARALLEL", layout.cp, layout.tp), keys, keys),
+        (to_experts, 2 * routed, 2 * routed),
+    ]
+
+
+def _reduced(a: Architecture, layout: Layout, stage: int) -> Iterator[Traffic]:
+    """Yield the exchange of gradients and of weights between data-parallel ranks."""
+    shared, experts = memory.rank_parameters(a, layout, stage)
+    held = layout.ep * layout.etp  # ranks between which a layer's experts are divided
+    copies = layout.tp * layout.cp * layout.dp // held
+    for operation, nbytes in (("reduce_scatter", 4), ("all_gather", 2)):
+        ranks, size = layout.dp * layout.cp, nbytes * shared
+        yield _traffic("DATA_PARALLEL", ranks, layout.tp, operation, size)
+        yield _traffic("EXPERT_DATA_PARALLEL", copies, held, operation, nbytes * experts)
+
+
+def _traffic(
+    group: str, ranks: int, apart: int, operation: str = "all_gather", size: float = 0
+) -> Traffic:
+    """Describe an exchange in a group whose members are `apart` ranks from one another."""
+    span = (ranks - 1) * apart + 1
+    return Traffic(f"{group}_GROUP[{ranks}]", operation, 1, int(size), span)
+
+
+def _key(t: Traffic) -> str:
+    return f"{t.group}\n{t.operation}"
+
+
 FULL_RECOMPUTE = (
     *("--recompute-granularity", "full"),
     *("--recompute-method", "uniform"),
-    *("--recompute-num-layers", 1),
+    *("--recompute-num-layers", "1"),
 )
 
 Change = tuple[str, tuple[object, ...], int]
@@ -228,7 +294,7 @@ def suggest_remedies(rehearser: Rehearser, command: Command, rehearsal: Rehearsa
 
 
 def _recomputes(command: Command) -> bool:
-    return command.value("--recompute-granularity") == "full"
+    return command.value(_RECOMPUTE) == "full"
 
 
 def neighbours(command: Command) -> Iterator[Change]:
@@ -239,7 +305,7 @@ def neighbours(command: Command) -> Iterator[Change]:
         yield "full recompute", FULL_RECOMPUTE, gpus
     if command.value("--use-distributed-optimizer") is None and layout.dp > 1:
         yield "the distributed optimizer", ("--use-distributed-optimizer",), gpus
-    if 2 * layout.tp <= GPUS_OF_A_NODE:
+    if 2 * layout.tp <= NODE:
         flags = ("--tensor-model-parallel-size", 2 * layout.tp, "--sequence-parallel")
         yield f"TP {2 * layout.tp}", flags, gpus
     yield f"CP {2 * layout.cp}", ("--context-parallel-size", 2 * layout.cp), gpus

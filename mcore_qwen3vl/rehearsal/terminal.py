@@ -12,8 +12,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
-from mcore_qwen3vl.rehearsal.roofline import NODE
-from mcore_qwen3vl.rehearsal.search import Fit
+from mcore_qwen3vl.rehearsal.search import NODE, Fit
 from mcore_qwen3vl.runtime.gpus import GIB
 from mcore_qwen3vl.training.memory import Memory
 
@@ -36,7 +35,7 @@ def heading(rehearsal: Rehearsal) -> str:
     """Return a line with the layout, the GPUs and their memory."""
     device = rehearsal.device
     return (
-        f"{rehearsal.layout}, {rehearsal.gpus} x {device.gpu.name}: "
+        f"{rehearsal.command.layout}, {rehearsal.command.gpus} x {device.gpu.name}: "
         f"{gb(device.memory_gib * GIB)} GB, of which {gb(device.allowance_gib * GIB)} GB are taken "
         f"for context and NCCL (assumed), so that {gb(device.usable)} GB are left. Measured on a "
         "simulated GPU:"
@@ -152,7 +151,7 @@ def _left(outcome: RoleOutcome, scale: float) -> str:
 
 def _work(rehearsal: Rehearsal) -> None:
     columns = ("rank", "parameters", "launches", "host syncs", "GEMM", "attention", "seconds")
-    count = rehearsal.rehearsed_micro_batches
+    count = rehearsal.command.rehearsed_micro_batches
     table = _table(
         f"One iteration of {count} micro-batch{'es' * (count > 1)}; FLOPs in TFLOP, recomputed "
         "work included; seconds of the rehearsal",
@@ -209,7 +208,7 @@ def _pipeline(rehearsal: Rehearsal) -> None:
     console.output.print(
         f"Modelled from the FLOPs of the stages ({each} TFLOP a micro-batch): the busiest stage "
         f"has {pipeline.imbalance:.2f} times the mean, and a rank waits {pipeline.bubble:.1%} of "
-        f"an iteration of {rehearsal.micro_batches} micro-batches for the others."
+        f"an iteration of {rehearsal.command.micro_batches} micro-batches for the others."
     )
 
 
@@ -219,8 +218,8 @@ def _step(rehearsal: Rehearsal) -> None:
         return
     unit, scale = step.unit
     table = _table(
-        f"Modelled: {unit} of a step of {rehearsal.micro_batches} "
-        f"micro-batch{'es' * (rehearsal.micro_batches > 1)}, by what they go to",
+        f"Modelled: {unit} of a step of {rehearsal.command.micro_batches} "
+        f"micro-batch{'es' * (rehearsal.command.micro_batches > 1)}, by what they go to",
         "",
         *(f">{role.name}" for role in step.roles),
     )
@@ -231,8 +230,8 @@ def _step(rehearsal: Rehearsal) -> None:
             table.add_row(name, *shown)
     console.output.print(table)
     console.output.print(
-        f"Modelled, not compared with a real GPU: {step.summary(rehearsal.gpus)}. --constants FILE "
-        "replaces what is assumed.",
+        f"Modelled, not compared with a real GPU: {step.summary(rehearsal.command.gpus)}. "
+        "--constants FILE replaces what is assumed.",
         soft_wrap=True,
     )
 

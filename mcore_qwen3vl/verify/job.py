@@ -58,22 +58,7 @@ class Job:
         # A pack's work depends on what is trained, which the plain loop's loader is not told.
         words += ["--lora-init", str(self.lora), "--no-balance"] if self.lora else []
         packing = ["--packing"] if self.packing else []
-        return [*words, *packing, *layout_flags(self.layout), *self.flags]
-
-
-def layout_flags(layout: Layout) -> list[str]:
-    """Return Megatron's flags for `layout`."""
-    sizes = {
-        "--tensor-model-parallel-size": layout.tp,
-        "--pipeline-model-parallel-size": layout.pp,
-        "--num-virtual-stages-per-pipeline-rank": 1 if layout.split else layout.vpp,
-        "--expert-model-parallel-size": layout.ep,
-        "--context-parallel-size": layout.cp,
-    }
-    flags = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
-    flags += ["--pipeline-model-parallel-layout", layout.split] if layout.split else []
-    flags += ["--expert-tensor-parallel-size", str(layout.etp)]  # Megatron's default is its TP
-    return [*flags, *(["--sequence-parallel"] if layout.sp else [])]
+        return [*words, *packing, *self.layout.flags(moe=True), *self.flags]
 
 
 def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[dict[str, Any]]:

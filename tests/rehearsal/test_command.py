@@ -12,7 +12,6 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.command import Command, read_command, roles_of
-from mcore_qwen3vl.rehearsal.material import rehearsed_micro_batches
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal
 from mcore_qwen3vl.rehearsal.rehearse import checked
 from mcore_qwen3vl.rehearsal.terminal import heading
@@ -119,12 +118,21 @@ def test_one_stage_two_stages_virtual_stages_and_another_order_of_ranks() -> Non
 
 def test_as_many_micro_batches_as_fill_the_pipeline() -> None:
     batch = ("--global-batch-size", "64", "--pipeline-model-parallel-size", "4")
-    assert rehearsed_micro_batches(Command(batch, 8)) == 5  # of 32
+    assert Command(batch, 8).rehearsed_micro_batches == 5  # of 32
     virtual = (*batch, "--num-virtual-stages-per-pipeline-rank", "2")
-    assert rehearsed_micro_batches(Command(virtual, 8)) == 8
+    assert Command(virtual, 8).rehearsed_micro_batches == 8
     turns = (*virtual, "--microbatch-group-size-per-virtual-pipeline-stage", "6")
-    assert rehearsed_micro_batches(Command(turns, 8)) == 12
-    assert rehearsed_micro_batches(Command(("--global-batch-size", "8"), 8)) == 1
+    assert Command(turns, 8).rehearsed_micro_batches == 12
+    assert Command(("--global-batch-size", "8"), 8).rehearsed_micro_batches == 1
+
+
+@pytest.mark.parametrize(
+    "written", ["single", "tp2xep8xetp2xcp2xdp8+sp", "pp4xvpp2+first1+last3", "pp2+E|ttt|t|L"]
+)
+def test_a_layout_is_read_from_its_flags(written: str) -> None:
+    layout = Layout.parse(written)
+    read = Command(tuple(layout.flags(moe=layout.ep > 1)), layout.world_size).layout
+    assert read == layout
 
 
 def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None:
@@ -142,7 +150,7 @@ def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None
 
 def test_the_heading_is_in_one_unit() -> None:
     device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
-    found = heading(Rehearsal([], None, "8b", Layout(), 1, device, 1, 1, []))
+    found = heading(Rehearsal(Command((), 1), device))
     assert "85.9 GB, of which 2.1 GB are taken" in found
     assert "83.8 GB are left" in found
 

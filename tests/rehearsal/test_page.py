@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.pretended.report import Interval, Report
-from mcore_qwen3vl.rehearsal.command import Role
+from mcore_qwen3vl.rehearsal.command import Command, Role
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.page import HEIGHT, LETTER, plot, write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
@@ -56,7 +55,7 @@ def test_the_page_names_script_model_and_command(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["/bin/mcore-qwen3vl", "rehearse", "sft_8b"])
     device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
-    found = Rehearsal([], "launch/sft_8b.sh", "8b", Layout(), 1, device, 1, 1, [])
+    found = Rehearsal(Command(("--hf-model", "8b"), 1, "launch/sft_8b.sh"), device)
     found.outcomes.append(outcome(36 * 10**9, device.usable))
     write_page(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
@@ -69,7 +68,7 @@ def test_the_page_names_script_model_and_command(
 
 def test_names_and_errors_are_no_markup(tmp_path: Path) -> None:
     device, tag = Device(find_gpu("h100-80gb"), 80.0, 2.0), '"><script>'
-    found = Rehearsal([], f"{tag}.sh", tag, Layout(), 1, device, 1, 1, [tag])
+    found = Rehearsal(Command(("--hf-model", tag), 1, f"{tag}.sh"), device, (tag,))
     found.outcomes.append(outcome(36 * 10**9, device.usable))
     found.outcomes[0].measured["error"] |= {"kind": tag, "place": tag, "message": tag}
     found.outcomes[0].measured["peak"]["sizes"] = {tag: 1}

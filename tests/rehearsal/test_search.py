@@ -1,8 +1,7 @@
-"""--fit lists candidates, orders them by a roofline, and measures until three fit."""
+"""--fit lists candidates, orders them by a model, and measures until three fit."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,44 +10,64 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.rehearsal.command import Command, read_command
-from mcore_qwen3vl.rehearsal.roofline import EFFICIENCY, Step, step_seconds
-from mcore_qwen3vl.rehearsal.search import candidates
+from mcore_qwen3vl.rehearsal.search import candidates, step_seconds
+from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.runtime.gpus import GPUS
 from mcore_qwen3vl.schedule import Durations, model_pipeline
 from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.training.memory import rank_parameters
 from tests.command import exit_code
 from tests.launch.test_scripts import final_command
 from tests.rehearsal.conftest import Command as RunCommand
 
 H100 = GPUS["h100-80gb"]
 DENSE = Architecture.from_hf(SHAPES / "8b.json")
-STEP = Step(seq_length=8192, rows=1, micro_batches=4, sample=512, image=256)
+IDEAL = Constants(gemm=0.5, attention=0.5, link=1)
 SCRIPT = Path(__file__).parents[2] / "launch" / "sft_30b_a3b.sh"
+
+
+def seconds(*flags: str, gpus: int = 1, batch: int = 4) -> float:
+    """Return the modelled seconds of a step of packs whose samples have 512 tokens."""
+    size = ("--seq-length", "8192", "--packing", "--global-batch-size", str(batch))
+    return step_seconds(Command((*size, *flags), gpus), DENSE, H100, IDEAL)
+
+
+def sized(**sizes: int) -> tuple[str, ...]:
+    return tuple(Layout(**sizes, sp="tp" in sizes).flags(moe=False))
 
 
 def test_one_gpu_computes_at_half_of_its_peak() -> None:
     patches = 4096 * 4
     work = flops.language(DENSE, 8192, 8192 * 512) + flops.vision(DENSE, patches, patches * 1024)
-    expected = 4 * work / (EFFICIENCY * 989e12)
-    assert step_seconds(DENSE, Layout(), H100, STEP, False) == pytest.approx(expected)
-    recomputed = step_seconds(DENSE, Layout(), H100, STEP, True)
+    expected = 4 * work / (0.5 * 989e12)
+    assert seconds() == pytest.approx(expected)
+    recomputed = seconds("--recompute-granularity", "full")
     assert recomputed == pytest.approx(expected * 4 / 3)
 
 
 def test_what_layouts_cost() -> None:
-    alone = step_seconds(DENSE, Layout(), H100, STEP, False)
+    alone = seconds()
     # TP 2 halves the work and adds ten exchanges of half the hidden states in each layer.
-    moved = 10 * 36 * 8192 * 4096 * 2 / 2 / 450e9
-    divided = step_seconds(DENSE, Layout(tp=2, sp=True), H100, STEP, False)
-    assert divided == pytest.approx(alone / 2 + 4 * moved)
-    # Beyond a node the same exchange goes over the network.
-    far = step_seconds(DENSE, Layout(tp=16, sp=True), H100, STEP, False)
-    assert far > 3 * step_seconds(DENSE, Layout(tp=8, sp=True), H100, STEP, False)
+    hidden, keys = 36 * 8192 * 4096 * 2, 36 * 8192 * 2 * 1024 * 2
+    moved = 10 * hidden / 2 / 450e9
+    assert seconds(*sized(tp=2), gpus=2) == pytest.approx(alone / 2 + 4 * moved)
+    # CP exchanges keys and values; beside TP 8 its ranks are on two nodes.
+    moved = 2 * keys / 2 / 450e9
+    assert seconds(*sized(cp=2), gpus=2) == pytest.approx(alone / 2 + 4 * moved + reduced(2))
+    moved = 10 * hidden / 2 * 7 / 8 / 450e9 + 2 * keys / 8 / 2 / 50e9
+    expected = alone / 16 + 4 * moved + reduced(2, tp=8)
+    assert seconds(*sized(tp=8, cp=2), gpus=16) == pytest.approx(expected)
+    assert seconds(gpus=2, batch=8) == pytest.approx(alone + reduced(2))
     # A pipeline waits; more micro-batches hide it.
-    few = step_seconds(DENSE, Layout(pp=4), H100, STEP, False)
-    many = step_seconds(DENSE, Layout(pp=4), H100, replace(STEP, micro_batches=64), False)
+    few, many = (seconds(*sized(pp=4), gpus=4, batch=n) for n in (4, 64))
     assert few > alone / 4 * 1.5
     assert many / 64 < few / 4
+
+
+def reduced(ranks: int, tp: int = 1) -> float:
+    """Return the seconds in which gradients in fp32 and weights in bf16 are exchanged."""
+    (count, _), speed = rank_parameters(DENSE, Layout(tp=tp), 0), 450e9 if tp == 1 else 50e9
+    return (4 + 2) * count * (ranks - 1) / ranks / speed
 
 
 def test_the_pipeline_s_bubble_is_that_of_the_schedule() -> None:
@@ -66,7 +85,7 @@ def test_the_pipeline_s_bubble_is_that_of_the_schedule() -> None:
 def test_candidates_replace_the_layout_and_nothing_else() -> None:
     command = read_command([str(SCRIPT), "--global-batch-size", "32"], 16)
     a = Architecture.from_hf(SHAPES / "30b_a3b.json")
-    found = list(candidates(command, a, H100))
+    found = list(candidates(command, a, H100, IDEAL))
     layouts = {str(c.command.layout) for c in found}
     assert {"tp2xep8xdp8+sp", "tp4xpp4xep4+sp", "ep8xcp2xdp8"} <= layouts
     assert all(c.command.layout.world_size == 16 for c in found)
@@ -89,7 +108,7 @@ def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
     """A row undoes what the script sets and the row does not have."""
     script, gpus = SCRIPT.with_name(f"sft_{name}.sh"), 8 * nodes
     a = Architecture.from_hf(SHAPES / f"{name}.json")
-    rows = list(candidates(read_command([str(script)], gpus), a, H100))
+    rows = list(candidates(read_command([str(script)], gpus), a, H100, IDEAL))
     assert len(rows) > 20
     for row in rows[:: len(rows) // 20]:
         words = final_command(script, *row.flags, NODES=str(nodes))
@@ -101,7 +120,10 @@ def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
 
 
 def test_a_run_that_takes_no_layout() -> None:
-    assert list(candidates(Command(("--hf-model", str(SHAPES / "8b.json")), 3), DENSE, H100)) != []
+    assert (
+        list(candidates(Command(("--hf-model", str(SHAPES / "8b.json")), 3), DENSE, H100, IDEAL))
+        != []
+    )
 
 
 def test_a_page_of_one_rehearsal_is_refused_for_several(

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
     from mcore_qwen3vl.model.transformer_config import Spec
 
-Piece = int | tuple[Literal["image", "video"], int, int, int]
-"""A number of text tokens, or a kind with frames, rows and columns in merged features."""
+Piece = int | tuple[str, int, int, int]
+"""A number of text tokens, or ``image`` or ``video`` with frames, rows and columns."""
 
 Form = Literal["even", "ragged", "padded", "padded-left", "packed"]
 """How samples make micro-batches. ``even``, ``ragged``: one sample each, of equal or of different
@@ -116,92 +116,53 @@ class Batch:
         return int(sum(m.loss_mask.sum() for m in self.micro_batches))
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """The micro-batches of a batch, each a list of samples, each a list of pieces."""
+class Recipe(NamedTuple):
+    """How samples make micro-batches, and the samples.
+
+    Micro-batches are separated by ``;`` and their samples by ``|``. The words of a sample are a
+    number of text tokens, the rows and columns of an image in merged features, or the frames, rows
+    and columns of a video.
+    """
 
     form: Form
-    micro_batches: Sequence[Sequence[Sequence[Piece]]]
+    samples: str
 
 
 RECIPES: dict[str, Recipe] = {
-    "text": Recipe("even", [[[23]], [[19]], [[24]], [[21]]]),
-    "image": Recipe(
-        "even",
-        [
-            [[5, ("image", 1, 2, 3), 4]],
-            [[3, ("image", 1, 4, 2), 6]],
-            [[7, ("image", 1, 2, 4), 2]],
-            [[2, ("image", 1, 3, 2), 5]],
-        ],
-    ),
+    "text": Recipe("even", "23; 19; 24; 21"),
+    "image": Recipe("even", "5 image:2x3 4; 3 image:4x2 6; 7 image:2x4 2; 2 image:3x2 5"),
     "images": Recipe(
         "even",
-        [
-            [[3, ("image", 1, 2, 3), ("image", 1, 4, 1), 4]],
-            [[1, ("image", 1, 1, 2), 3, ("image", 1, 3, 2), 2, ("image", 1, 2, 1), 1]],
-            [[5, ("image", 1, 2, 4), 2]],
-            [[2, ("image", 1, 1, 3), 4, ("image", 1, 2, 2), 3]],
-        ],
+        "3 image:2x3 image:4x1 4; 1 image:1x2 3 image:3x2 2 image:2x1 1; "
+        "5 image:2x4 2; 2 image:1x3 4 image:2x2 3",
     ),
     "video": Recipe(
         "even",
-        [
-            [[4, ("video", 3, 2, 2), 3]],
-            [[2, ("video", 2, 2, 3), 5]],
-            [[6, ("video", 2, 3, 1), 1, ("video", 1, 1, 2), 2]],
-            [[3, ("video", 3, 2, 2), 2]],
-        ],
+        "4 video:3x2x2 3; 2 video:2x2x3 5; 6 video:2x3x1 1 video:1x1x2 2; 3 video:3x2x2 2",
     ),
     "mixed": Recipe(
         "even",
-        [
-            [[3, ("image", 1, 2, 3), 2, ("video", 2, 1, 2), 4]],
-            [[4, ("video", 2, 2, 1), ("image", 1, 1, 3), 3]],
-            [[1, ("video", 1, 3, 2), 2, ("image", 1, 2, 1), ("image", 1, 1, 2), 2]],
-            [[5, ("image", 1, 3, 2), 1, ("video", 3, 1, 1), 3]],
-        ],
+        "3 image:2x3 2 video:2x1x2 4; 4 video:2x2x1 image:1x3 3; "
+        "1 video:1x3x2 2 image:2x1 image:1x2 2; 5 image:3x2 1 video:3x1x1 3",
     ),
     "padded": Recipe(
         "padded",
-        [
-            [[4, ("image", 1, 2, 3), 3], [9]],
-            [[13], [2, ("video", 2, 2, 1), 3, ("image", 1, 1, 3), 1]],
-            [[6, ("image", 1, 3, 2), 9], [1, ("image", 1, 1, 2), 2]],
-            [[5], [3, ("image", 1, 2, 2), 4]],
-        ],
+        "4 image:2x3 3 | 9; 13 | 2 video:2x2x1 3 image:1x3 1; "
+        "6 image:3x2 9 | 1 image:1x2 2; 5 | 3 image:2x2 4",
     ),
     "padded-left": Recipe(
         "padded-left",
-        [
-            [[8], [3, ("image", 1, 3, 2), 4]],
-            [[2, ("image", 1, 2, 3), 1], [5, ("video", 2, 1, 2), 6]],
-            [[11, ("image", 1, 2, 2), 2], [7]],
-            [[4, ("video", 1, 2, 2), 1], [3, ("image", 1, 2, 1), 5]],
-        ],
+        "8 | 3 image:3x2 4; 2 image:2x3 1 | 5 video:2x1x2 6; "
+        "11 image:2x2 2 | 7; 4 video:1x2x2 1 | 3 image:2x1 5",
     ),
     "packed": Recipe(
         "packed",
-        [
-            [[5], [3, ("image", 1, 2, 3), 4], [2, ("video", 2, 1, 2), 3]],
-            [[4, ("image", 1, 1, 3), ("video", 2, 2, 1), 2], [13]],
-            [[9], [6], [7]],
-            [[2, ("image", 1, 4, 1), 1], [3, ("image", 1, 1, 2), 2, ("image", 1, 3, 2), 2]],
-        ],
+        "5 | 3 image:2x3 4 | 2 video:2x1x2 3; 4 image:1x3 video:2x2x1 2 | 13; "
+        "9 | 6 | 7; 2 image:4x1 1 | 3 image:1x2 2 image:3x2 2",
     ),
     # With two or four data-parallel ranks, some of them get no image and no video at all.
-    "imageless": Recipe(
-        "even", [[[4, ("image", 1, 3, 2), 3]], [[2, ("video", 2, 2, 2), 4]], [[14]], [[17]]]
-    ),
-    "ragged": Recipe(
-        "ragged",
-        [
-            [[5, ("image", 1, 2, 3), 9]],
-            [[11]],
-            [[3, ("video", 3, 2, 1), 4, ("image", 1, 1, 3), 7]],
-            [[2, ("image", 1, 2, 2), 3]],
-        ],
-    ),
+    "imageless": Recipe("even", "4 image:3x2 3; 2 video:2x2x2 4; 14; 17"),
+    "ragged": Recipe("ragged", "5 image:2x3 9; 11; 3 video:3x2x1 4 image:1x3 7; 2 image:2x2 3"),
 }
 
 
@@ -226,7 +187,8 @@ def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> 
         raise BadInput(f"There is no batch called {name!r}; there are {', '.join(RECIPES)}.")
     recipe = RECIPES[name]
     maker = _Maker(architecture, random.Random(zlib.crc32(name.encode())))
-    lengths = [[maker.length(pieces) for pieces in micro] for micro in recipe.micro_batches]
+    described = [[_pieces(s) for s in micro.split("|")] for micro in recipe.samples.split(";")]
+    lengths = [[maker.length(pieces) for pieces in micro] for micro in described]
     if not recipe.form.startswith("padded"):
         lengths = [[_round_up(n, multiple) for n in micro] for micro in lengths]
     longest = _round_up(max(n for micro in lengths for n in micro), multiple)
@@ -234,12 +196,21 @@ def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> 
         lengths = [[longest for _ in micro] for micro in lengths]
     samples = [
         [maker.sample(pieces, n) for pieces, n in zip(micro, of_micro, strict=True)]
-        for micro, of_micro in zip(recipe.micro_batches, lengths, strict=True)
+        for micro, of_micro in zip(described, lengths, strict=True)
     ]
     totals = [sum(of_micro) for of_micro in lengths]
     widths = [max(totals) + multiple if recipe.form == "packed" else longest] * len(totals)
     pairs = zip(samples, totals if recipe.form == "ragged" else widths, strict=True)
     return Batch(name, tuple(_assemble(architecture, recipe.form, *pair) for pair in pairs))
+
+
+def _pieces(sample: str) -> list[Piece]:
+    pieces: list[Piece] = []
+    for word in sample.split():
+        kind, _, sizes = word.rpartition(":")
+        frames, rows, columns = [1, 1, *map(int, sizes.split("x"))][-3:]
+        pieces.append((kind, frames, rows, columns) if kind else columns)
+    return pieces
 
 
 def micro_batch(

@@ -13,10 +13,31 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.verify.parity.batches import Batch
-from mcore_qwen3vl.verify.parity.reference import DTYPES, AdamW
 
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
     from mcore_qwen3vl.model.transformer_config import Spec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """The settings of one optimizer step, by the names of Megatron's ``OptimizerConfig``.
+
+    Decay spares biases and one-dimensional weights, as Megatron's default does. The large `eps`
+    keeps the step a smooth function of the gradient: with a usual one, a gradient that is zero up
+    to rounding would move its parameter by the full learning rate in a random direction. With this
+    one, a parameter's relative error after the step is at most twice that of its gradient (the
+    derivative of ``lr * g / (|g| + eps)`` is at most ``lr / eps``). With 1e-4 it was up to 17 times
+    as large for LoRA's factors.
+    """
+
+    lr: float = 1e-2
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-3
+    clip_grad: float = 0.5
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verify.measurement import Measurements, findings, measure, merge, take_frozen
 from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import Batch, batches_of, build_batch
-from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, CachedReference, Expected
+from mcore_qwen3vl.verify.parity.case import AdamW, Case
+from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, Expected, ReferenceCheckpoint
 from mcore_qwen3vl.verify.report import Report
 
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
@@ -93,33 +93,20 @@ def verify_parity(
         def passed() -> None:
             advance(next(passes))
 
-        reference = CachedReference(hf_dir, dtype, lora=lora, passed=passed)
+        reference = ReferenceCheckpoint(hf_dir, lora, passed=passed)
         case.layout.validate(reference.architecture)
         if device == "cuda":
             check_gpus(case.layout.world_size)
-        tolerances = None
-        if dtype == "bf16":
-            exact = CachedReference(hf_dir, lora=lora, passed=passed)
-            tolerances = half_precision_tolerances(reference, exact, case, names)
         source = None if checkpoint is None else Path(checkpoint)
-        return compare_case(
-            reference,
-            case,
-            names,
-            mcore=source,
-            tolerances=tolerances,
-            timeout=timeout,
-            passed=passed,
-        )
+        return compare_case(reference, case, names, mcore=source, timeout=timeout, passed=passed)
 
 
 def compare_case(
-    reference: CachedReference,
+    reference: ReferenceCheckpoint,
     case: Case,
     batches: Sequence[str],
     *,
     mcore: Path | None = None,
-    tolerances: dict[str, float] | None = None,
     timeout: float = 120.0,
     passed: Callable[[], None] = lambda: None,
 ) -> Report:
@@ -128,12 +115,11 @@ def compare_case(
     Args:
         batches: names from `RECIPES`; an optimizer step is taken on the last of each run.
         mcore: Megatron-Core checkpoint that our model is loaded from; default: the reference's.
-        tolerances: by part (``logits``, ``loss``, ``gradients``, ``parameters``, ``gradient
-            norm``); default `TOLERANCE` for each.
         passed: called after each pass of our model over a batch.
 
     Raises:
-        BadInput: the layout does not divide the model or a batch, or the spec takes no such batch.
+        BadInput: the layout does not divide the model or a batch, the spec takes no such batch, or
+            rounding to bf16 changes too much to compare.
     """
     source = mcore or reference.path
     report = Report(
@@ -142,12 +128,14 @@ def compare_case(
     )
     made = tuple(build_batch(n, reference.architecture, multiple=case.multiple) for n in batches)
     case.validate(reference.architecture, made)
-    allowed = tolerances or dict.fromkeys(PARTS, TOLERANCE)
+    allowed = dict.fromkeys(PARTS, TOLERANCE)
+    if case.dtype == "bf16":
+        allowed = half_precision_tolerances(reference, case, batches)
     for names in _runs(made, case):
-        expected = [reference.expected(n, case.multiple, case.gradients) for n in names]
+        expected = [reference.expected(name, case) for name in names]
         stepped = None
         if case.adamw is not None and not case.freeze:
-            stepped = reference.stepped(names[-1], case.multiple, case.adamw)
+            stepped = reference.stepped(names[-1], case, case.adamw)
         ranks = run_layout(
             _measure_on_rank(case),
             case.layout.world_size,
@@ -192,7 +180,7 @@ def _runs(batches: Iterable[Batch], case: Case) -> list[list[str]]:
 
 
 def _counts(
-    reference: CachedReference, case: Case, expected: Expected, frozen: dict[str, int]
+    reference: ReferenceCheckpoint, case: Case, expected: Expected, frozen: dict[str, int]
 ) -> dict[tuple[str, str], int]:
     """Return how many values there are to compare, by part and name."""
     tokens = sum(int(valid.sum()) for valid in expected.valid)
@@ -203,7 +191,7 @@ def _counts(
 
 
 def half_precision_tolerances(
-    half: CachedReference, full: CachedReference, case: Case, batches: Iterable[str]
+    reference: ReferenceCheckpoint, case: Case, batches: Iterable[str]
 ) -> dict[str, float]:
     """Return by part `HALF_PRECISION_FACTOR` times the worst error of HF's own bf16 run.
 
@@ -212,8 +200,8 @@ def half_precision_tolerances(
     """
     worst = dict.fromkeys(("logits", "loss", "gradients"), 0.0)
     for name in batches:
-        ours, exact = (c.expected(name, case.multiple, case.gradients) for c in (half, full))
-        measured = merge(_differences(ours, exact))
+        rounded, exact = (reference.expected(name, c) for c in (case, replace(case, dtype="fp32")))
+        measured = merge(_differences(rounded, exact))
         for finding in findings(measured, worst):
             worst[finding.part] = max(worst[finding.part], finding.error)
     for part, error in worst.items():

@@ -6,7 +6,7 @@ The tests run it, and ``python -m mcore_qwen3vl.verify.parity`` writes it as a t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import RECIPES
-from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.parity.comparison import compare_case, half_precision_tolerances
-from mcore_qwen3vl.verify.parity.reference import AdamW, CachedReference
+from mcore_qwen3vl.verify.parity.case import AdamW, Case
+from mcore_qwen3vl.verify.parity.comparison import compare_case
+from mcore_qwen3vl.verify.parity.reference import ReferenceCheckpoint
 from mcore_qwen3vl.verify.report import Report
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -46,9 +46,6 @@ DIVIDED = ("packed", "imageless", "ragged")
 one rank: the divisor of the loss, ranks without an image, ranks with micro-batches of other shapes.
 """
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform"}
-SHARDED: dict[str, Any] = {"distributed_optimizer": True}
-EXPERTS: dict[str, Any] = {"overlap_experts": True}
-OVERLAPPED: dict[str, Any] = {"distributed_optimizer": True, "overlap": True}
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,13 @@ class MatrixRow:
         return " ".join(filter(None, [self.model, self.layout, lora, self.note]))
 
 
-BOTH = "distr. opt., overlap"
-SPLIT = "overlapped experts"
+row = MatrixRow.of
+BF16: dict[str, Any] = {"note": "bf16", "dtype": "bf16"}
+OVERLAP: dict[str, Any] = {"note": "overlap", "overlap": True}
+SHARDED: dict[str, Any] = {"note": "distr. opt.", "distributed_optimizer": True}
+OVERLAPPED: dict[str, Any] = SHARDED | OVERLAP | {"note": "distr. opt., overlap"}
+EXPERTS: dict[str, Any] = {"note": "overlapped experts", "overlap_experts": True}
+BOTH: dict[str, Any] = EXPERTS | OVERLAPPED | {"note": "overlapped experts, distr. opt., overlap"}
 
 
 def noted(note: str, **config: Any) -> dict[str, Any]:
@@ -106,163 +108,151 @@ ALLGATHER = noted("allgather", moe_token_dispatcher_type="allgather")
 ONE_EXPERT = noted("one expert after another", moe_grouped_gemm=False)
 ACCUMULATED = noted("fused gradients", gradient_accumulation_fusion=True)
 MEGATRONS_LOSS = noted("Megatron's loss", head_chunk=0)
+COMPILED: dict[str, Any] = {"note": "compiled", "compile_pointwise": True}
+PATTERNS_FROZEN = OVERLAP | {
+    "note": "patterns frozen, overlap",
+    "freeze": (r".*\.mlp\.router", r"visual\.blocks\.1\."),
+}
 
 
 MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow("dense", "single"),
     MatrixRow("dense", "tp2"),
     MatrixRow("dense", "tp2+sp"),
-    MatrixRow.of("dense", "tp4+sp", "mixed", "packed", "padded-left"),
+    row("dense", "tp4+sp", "mixed", "packed", "padded-left"),
     MatrixRow("dense", "pp2", STAGED),
-    MatrixRow.of("dense", "pp4", "images", "video", "packed", "ragged"),
+    row("dense", "pp4", "images", "video", "packed", "ragged"),
     MatrixRow("dense", "pp2xvpp2", STAGED),
-    MatrixRow.of("dense", "pp2+first1", "mixed", "padded", "ragged"),
-    MatrixRow.of("dense", "pp2+last1", "images", "packed"),
-    MatrixRow.of("dense", "pp4+first1+last1", "text", "mixed"),
-    MatrixRow.of("dense", "pp2+E|t|tt|tL", "mixed", "packed", "ragged"),
-    MatrixRow.of("dense", "pp2+Ettt|tL", "mixed"),
-    MatrixRow.of("dense", "pp2xdp2+E|tt||t|t|L", "imageless", note=BOTH, **OVERLAPPED),
+    row("dense", "pp2+first1", "mixed", "padded", "ragged"),
+    row("dense", "pp2+last1", "images", "packed"),
+    row("dense", "pp4+first1+last1", "text", "mixed"),
+    row("dense", "pp2+E|t|tt|tL", "mixed", "packed", "ragged"),
+    row("dense", "pp2+Ettt|tL", "mixed"),
+    row("dense", "pp2xdp2+E|tt||t|t|L", "imageless", **OVERLAPPED),
     MatrixRow("dense", "cp2"),
-    MatrixRow.of("dense", "cp4", "video", "packed", "padded"),
+    row("dense", "cp4", "video", "packed", "padded"),
     MatrixRow("dense", "dp2", DIVIDED),
-    MatrixRow.of("dense", "dp2", "imageless", "packed", note="overlap", overlap=True),
-    MatrixRow.of("dense", "dp2", "imageless", "mixed", note="distributed optimizer", **SHARDED),
-    MatrixRow.of(
-        "dense", "dp2", "imageless", "ragged", note="distributed optimizer, overlap", **OVERLAPPED
-    ),
-    MatrixRow.of("dense", "tp2xpp2", "image", "padded-left", "ragged"),
-    MatrixRow.of("dense", "tp2xpp2+sp", "mixed", "packed", "imageless"),
-    MatrixRow.of("dense", "tp2xcp2", "images", "padded"),
-    MatrixRow.of("dense", "tp2xcp2+sp", "mixed", "packed", "imageless", "padded-left", "ragged"),
-    MatrixRow.of("dense", "pp2xcp2", "video", "packed", "ragged"),
-    MatrixRow.of("dense", "tp2xpp2xvpp2+sp", "images", "packed", "ragged"),
-    MatrixRow.of("dense", "tp2xdp2+sp", "imageless", "padded", note=BOTH, **OVERLAPPED),
-    MatrixRow.of("dense", "cp2xdp2", "imageless", "packed", note=BOTH, **OVERLAPPED),
-    MatrixRow.of("dense", "pp2xvpp2xdp2", "imageless", "mixed", note=BOTH, **OVERLAPPED),
-    MatrixRow.of("dense", "tp2xpp2xcp2+sp", "mixed", "packed", "ragged"),
-    MatrixRow.of("tied", "single", "mixed", "packed"),
-    MatrixRow.of("tied", "tp2xpp2+sp", "mixed", "packed"),
-    MatrixRow.of("tied", "pp2xvpp2xdp2", "imageless", note=BOTH, **OVERLAPPED),
-    MatrixRow.of("epsilon", "single", "mixed"),
+    row("dense", "dp2", "imageless", "packed", **OVERLAP),
+    row("dense", "dp2", "imageless", "mixed", **SHARDED),
+    row("dense", "dp2", "imageless", "ragged", **OVERLAPPED),
+    row("dense", "tp2xpp2", "image", "padded-left", "ragged"),
+    row("dense", "tp2xpp2+sp", "mixed", "packed", "imageless"),
+    row("dense", "tp2xcp2", "images", "padded"),
+    row("dense", "tp2xcp2+sp", "mixed", "packed", "imageless", "padded-left", "ragged"),
+    row("dense", "pp2xcp2", "video", "packed", "ragged"),
+    row("dense", "tp2xpp2xvpp2+sp", "images", "packed", "ragged"),
+    row("dense", "tp2xdp2+sp", "imageless", "padded", **OVERLAPPED),
+    row("dense", "cp2xdp2", "imageless", "packed", **OVERLAPPED),
+    row("dense", "pp2xvpp2xdp2", "imageless", "mixed", **OVERLAPPED),
+    row("dense", "tp2xpp2xcp2+sp", "mixed", "packed", "ragged"),
+    row("tied", "single", "mixed", "packed"),
+    row("tied", "tp2xpp2+sp", "mixed", "packed"),
+    row("tied", "pp2xvpp2xdp2", "imageless", **OVERLAPPED),
+    row("epsilon", "single", "mixed"),
     MatrixRow("yarn", "single"),
-    MatrixRow.of("yarn", "tp2+sp", "mixed", "padded", "packed"),
-    MatrixRow.of("yarn", "cp2", "video", "packed", "ragged"),
-    MatrixRow.of("yarn", "pp2", "mixed", "packed", "ragged"),
-    MatrixRow.of("yarn", "tp2xcp2+sp", "mixed", "packed"),
-    MatrixRow.of("yarn", "single", "mixed", "packed", note="bf16", dtype="bf16"),
+    row("yarn", "tp2+sp", "mixed", "padded", "packed"),
+    row("yarn", "cp2", "video", "packed", "ragged"),
+    row("yarn", "pp2", "mixed", "packed", "ragged"),
+    row("yarn", "tp2xcp2+sp", "mixed", "packed"),
+    row("yarn", "single", "mixed", "packed", **BF16),
     MatrixRow("moe", "single"),
-    MatrixRow.of("moe", "tp2+sp", "image", "padded", "packed"),
-    MatrixRow.of("moe", "pp2xvpp2", "images", "packed", "ragged"),
+    row("moe", "tp2+sp", "image", "padded", "packed"),
+    row("moe", "pp2xvpp2", "images", "packed", "ragged"),
     MatrixRow("moe", "ep2xdp2"),
-    MatrixRow.of("moe", "ep2xdp2", "mixed", "padded", "packed", **ALLGATHER),
-    MatrixRow.of("moe", "ep4xdp4", "images", "imageless", "packed", note=BOTH, **OVERLAPPED),
-    MatrixRow.of("moe", "ep4xdp4", "mixed", **ALLGATHER),
-    MatrixRow.of("moe", "tp2xetp2+sp", "mixed", "packed"),
+    row("moe", "ep2xdp2", "mixed", "padded", "packed", **ALLGATHER),
+    row("moe", "ep4xdp4", "images", "imageless", "packed", **OVERLAPPED),
+    row("moe", "ep4xdp4", "mixed", **ALLGATHER),
+    row("moe", "tp2xetp2+sp", "mixed", "packed"),
     MatrixRow("moe", "tp2xep2+sp"),
-    MatrixRow.of("moe", "cp2xep2", "video", "packed", "padded"),
-    MatrixRow.of("moe", "pp2xep2xdp2", "mixed", "packed", "ragged", "imageless"),
-    MatrixRow.of("moe", "pp2xep2xdp2+E|tt|tt|L", "mixed", "imageless"),
-    MatrixRow.of("moe", "pp2xcp2xep2+Et|t|t|tL", "packed"),
-    MatrixRow.of("moe", "tp2xpp2xep2+sp", "mixed", "packed", "ragged"),
-    MatrixRow.of("moe", "tp2xep2xetp2xdp2+sp", "mixed", "packed"),
-    MatrixRow.of("moe", "tp2xpp2xep2xdp2+sp", "imageless", "packed", note=BOTH, **OVERLAPPED),
-    MatrixRow.of("moe", "ep2xdp2", "mixed", "packed", "imageless", note=SPLIT, **EXPERTS),
-    MatrixRow.of("moe", "tp2xep2+sp", "packed", "padded", note=SPLIT, **EXPERTS),
-    MatrixRow.of("moe", "cp2xep2", "packed", note=SPLIT, **EXPERTS),
-    MatrixRow.of("moe", "ep2xdp4", "packed", note=f"{SPLIT}, {BOTH}", **EXPERTS, **OVERLAPPED),
-    MatrixRow.of("moe", "pp2xvpp2xep2xdp2", "imageless", "ragged", note=SPLIT, **EXPERTS),
-    MatrixRow.of("moe", "tp2xpp2xvpp2xep2+sp", "mixed", "packed", "ragged", note=SPLIT, **EXPERTS),
-    MatrixRow.of("moe", "cp2xpp2xep2+Ettt|t||L", "packed", note=SPLIT, **EXPERTS),
-    MatrixRow.of("moe", "cp2xpp2xep2+Et||tt|tL", "packed", note=SPLIT, **EXPERTS),
-    MatrixRow.of("moe-mixed", "single", "mixed", "packed"),
-    MatrixRow.of("moe-mixed", "ep2xdp2", "mixed", "packed", note=SPLIT, **EXPERTS),
-    MatrixRow.of("moe-mixed", "pp2xep2xdp2", "images", "padded"),
-    MatrixRow.of("dense", "tp2+sp", "mixed", **uniform(1)),
-    MatrixRow.of("dense", "cp2", "packed", **uniform(2)),
-    MatrixRow.of("moe", "tp2xep2+sp", "mixed", **uniform(4)),
-    MatrixRow.of("dense", "pp2", "images", **uniform(2)),
-    MatrixRow.of("dense", "pp2xvpp2", "packed", **uniform(1)),
-    MatrixRow.of("dense", "tp2xpp2+sp", "packed", **BLOCK),
-    MatrixRow.of("dense", "cp2", "mixed", **SELECTIVE),
-    MatrixRow.of("dense", "tp2+sp", "mixed", **noted("recompute vision", recompute_vision=True)),
-    MatrixRow.of("dense", "tp2xcp2+sp", "packed", **noted("all kept", keep_activations=True)),
-    MatrixRow.of("moe", "ep2xdp2", "packed", **SELECTIVE_MOE),
-    MatrixRow.of("dense", "tp2xcp2+sp", "packed", **MEGATRONS_LOSS),
-    MatrixRow.of("tied", "dp2", "imageless", **OVERLAPPED, **MEGATRONS_LOSS),
-    MatrixRow.of("moe", "ep2xdp2", "packed", **ONE_EXPERT),
-    MatrixRow.of("dense", "tp2xpp2+sp", "mixed", "packed", **ACCUMULATED),
-    MatrixRow.of("tied", "pp2xvpp2xdp2", "imageless", **OVERLAPPED, **ACCUMULATED),
-    MatrixRow.of("moe", "tp2xep2+sp", "mixed", "packed", **ACCUMULATED),
-    MatrixRow.of("moe", "ep2xdp2", "packed", **EXPERTS, **ACCUMULATED),
-    MatrixRow.of(
-        "dense", "tp2xcp2+sp", "packed", "padded-left", note="compiled", compile_pointwise=True
-    ),
-    MatrixRow.of("dense", "tp2+sp", "mixed", note="vision frozen", freeze=("vision",)),
-    MatrixRow.of("dense", "cp2", "mixed", note="aligner frozen", freeze=("aligner",)),
-    MatrixRow.of("dense", "pp2", "mixed", note="language frozen", freeze=("language",)),
-    MatrixRow.of(
-        "moe",
-        "ep2xdp2",
-        "mixed",
-        note="patterns frozen, overlap",
-        freeze=(r".*\.mlp\.router", r"visual\.blocks\.1\."),
-        overlap=True,
-    ),
-    MatrixRow.of(
-        "dense", "single", "mixed", "padded-left", "packed", "imageless", note="bf16", dtype="bf16"
-    ),
-    MatrixRow.of("dense", "tp2xpp2+sp", "mixed", "packed", note="bf16", dtype="bf16"),
-    MatrixRow.of("moe-all", "single", "mixed", "packed", note="bf16", dtype="bf16"),
-    MatrixRow.of("moe-all", "tp2xep2+sp", "packed", note="bf16", dtype="bf16"),
+    row("moe", "cp2xep2", "video", "packed", "padded"),
+    row("moe", "pp2xep2xdp2", "mixed", "packed", "ragged", "imageless"),
+    row("moe", "pp2xep2xdp2+E|tt|tt|L", "mixed", "imageless"),
+    row("moe", "pp2xcp2xep2+Et|t|t|tL", "packed"),
+    row("moe", "tp2xpp2xep2+sp", "mixed", "packed", "ragged"),
+    row("moe", "tp2xep2xetp2xdp2+sp", "mixed", "packed"),
+    row("moe", "tp2xpp2xep2xdp2+sp", "imageless", "packed", **OVERLAPPED),
+    row("moe", "ep2xdp2", "mixed", "packed", "imageless", **EXPERTS),
+    row("moe", "tp2xep2+sp", "packed", "padded", **EXPERTS),
+    row("moe", "cp2xep2", "packed", **EXPERTS),
+    row("moe", "ep2xdp4", "packed", **BOTH),
+    row("moe", "pp2xvpp2xep2xdp2", "imageless", "ragged", **EXPERTS),
+    row("moe", "tp2xpp2xvpp2xep2+sp", "mixed", "packed", "ragged", **EXPERTS),
+    row("moe", "cp2xpp2xep2+Ettt|t||L", "packed", **EXPERTS),
+    row("moe", "cp2xpp2xep2+Et||tt|tL", "packed", **EXPERTS),
+    row("moe-mixed", "single", "mixed", "packed"),
+    row("moe-mixed", "ep2xdp2", "mixed", "packed", **EXPERTS),
+    row("moe-mixed", "pp2xep2xdp2", "images", "padded"),
+    row("dense", "tp2+sp", "mixed", **uniform(1)),
+    row("dense", "cp2", "packed", **uniform(2)),
+    row("moe", "tp2xep2+sp", "mixed", **uniform(4)),
+    row("dense", "pp2", "images", **uniform(2)),
+    row("dense", "pp2xvpp2", "packed", **uniform(1)),
+    row("dense", "tp2xpp2+sp", "packed", **BLOCK),
+    row("dense", "cp2", "mixed", **SELECTIVE),
+    row("dense", "tp2+sp", "mixed", **noted("recompute vision", recompute_vision=True)),
+    row("dense", "tp2xcp2+sp", "packed", **noted("all kept", keep_activations=True)),
+    row("moe", "ep2xdp2", "packed", **SELECTIVE_MOE),
+    row("dense", "tp2xcp2+sp", "packed", **MEGATRONS_LOSS),
+    row("tied", "dp2", "imageless", **OVERLAPPED | MEGATRONS_LOSS),
+    row("moe", "ep2xdp2", "packed", **ONE_EXPERT),
+    row("dense", "tp2xpp2+sp", "mixed", "packed", **ACCUMULATED),
+    row("tied", "pp2xvpp2xdp2", "imageless", **OVERLAPPED | ACCUMULATED),
+    row("moe", "tp2xep2+sp", "mixed", "packed", **ACCUMULATED),
+    row("moe", "ep2xdp2", "packed", **EXPERTS | ACCUMULATED),
+    row("dense", "tp2xcp2+sp", "packed", "padded-left", **COMPILED),
+    row("dense", "tp2+sp", "mixed", note="vision frozen", freeze=("vision",)),
+    row("dense", "cp2", "mixed", note="aligner frozen", freeze=("aligner",)),
+    row("dense", "pp2", "mixed", note="language frozen", freeze=("language",)),
+    row("moe", "ep2xdp2", "mixed", **PATTERNS_FROZEN),
+    row("dense", "single", "mixed", "padded-left", "packed", "imageless", **BF16),
+    row("dense", "tp2xpp2+sp", "mixed", "packed", **BF16),
+    row("moe-all", "single", "mixed", "packed", **BF16),
+    row("moe-all", "tp2xep2+sp", "packed", **BF16),
 )
 
 LORA_MATRIX: tuple[MatrixRow, ...] = (
-    MatrixRow.of("dense", "single", "mixed", "packed", "padded", "text", lora="everything"),
-    MatrixRow.of("dense", "tp2", "mixed", "packed", "padded-left", lora="everything"),
-    MatrixRow.of("dense", "tp2+sp", "mixed", lora="everything"),
-    MatrixRow.of("dense", "tp2+sp", "packed", "imageless", lora="language"),
-    MatrixRow.of("dense", "tp4+sp", lora="mixed ranks"),
-    MatrixRow.of("dense", "pp2", "images", "ragged", lora="everything"),
-    MatrixRow.of("dense", "pp2xvpp2", "video", "packed", lora="mixed ranks"),
-    MatrixRow.of("dense", "pp4", "images", lora="q and v"),
-    MatrixRow.of("dense", "cp2", "mixed", "packed", lora="everything"),
-    MatrixRow.of("dense", "dp2", "imageless", lora="language", note="overlap", overlap=True),
-    MatrixRow.of(
-        "dense", "dp2", "ragged", lora="everything", note="distributed optimizer", **SHARDED
-    ),
-    MatrixRow.of("dense", "dp2", "mixed", lora="mixed ranks", note=BOTH, **OVERLAPPED),
-    MatrixRow.of("dense", "tp2xpp2+sp", "mixed", "packed", lora="k and gate"),
-    MatrixRow.of("dense", "tp2xcp2+sp", "packed", "ragged", lora="mixed ranks"),
-    MatrixRow.of("dense", "tp2xpp2xdp2+sp", lora="everything", note=BOTH, **OVERLAPPED),
-    MatrixRow.of("dense", "single", lora="whole"),
-    MatrixRow.of("dense", "tp2xpp2+sp", lora="whole"),
-    MatrixRow.of("dense", "tp2xcp2+sp", "images", lora="whole vision"),
-    MatrixRow.of("dense", "tp2xpp2+sp", lora="whole", **ACCUMULATED),
-    MatrixRow.of("few-kv", "tp4", "mixed", "packed", lora="everything"),
-    MatrixRow.of("few-kv", "tp4+sp", "image", lora="mixed ranks"),
-    MatrixRow.of("tied", "single", lora="everything"),
-    MatrixRow.of("tied", "tp2xpp2+sp", lora="everything"),
-    MatrixRow.of("tied", "tp2xpp2+sp", lora="whole tied"),
-    MatrixRow.of("moe", "single", "mixed", "packed", lora="experts"),
-    MatrixRow.of("moe", "tp2+sp", lora="experts"),
-    MatrixRow.of("moe", "ep2xdp2", "mixed", "imageless", lora="experts"),
-    MatrixRow.of("moe", "ep4xdp4", lora="experts", note=BOTH, **OVERLAPPED),
-    MatrixRow.of("moe", "cp2xep2", "packed", lora="router"),
-    MatrixRow.of("moe", "tp2xetp2+sp", lora="experts"),
-    MatrixRow.of("moe", "tp2xep2+sp", lora="gate and up of experts"),
-    MatrixRow.of("moe", "tp2xep2xetp2xdp2+sp", lora="router"),
-    MatrixRow.of(
-        "moe", "tp2xep2xetp2xdp2+sp", lora="down of experts", note="distr. opt.", **SHARDED
-    ),
-    MatrixRow.of("moe", "pp2xvpp2", "images", lora="router"),
-    MatrixRow.of("moe", "tp2xpp2xep2+sp", lora="whole router"),
-    MatrixRow.of("moe-mixed", "single", lora="experts and MLP"),
-    MatrixRow.of("moe-mixed", "pp2xep2xdp2", lora="experts and MLP"),
-    MatrixRow.of("moe-mixed", "tp2xep2+sp", "packed", lora="experts and MLP"),
-    MatrixRow.of("dense", "tp2+sp", lora="mixed ranks", **uniform(1)),
-    MatrixRow.of("moe", "pp2xep2xdp2", lora="experts", **uniform(2)),
-    MatrixRow.of("dense", "cp2", lora="q and v", **SELECTIVE),
-    MatrixRow.of("moe", "ep2xdp2", lora="router", **SELECTIVE_MOE),
+    row("dense", "single", "mixed", "packed", "padded", "text", lora="everything"),
+    row("dense", "tp2", "mixed", "packed", "padded-left", lora="everything"),
+    row("dense", "tp2+sp", "mixed", lora="everything"),
+    row("dense", "tp2+sp", "packed", "imageless", lora="language"),
+    row("dense", "tp4+sp", lora="mixed ranks"),
+    row("dense", "pp2", "images", "ragged", lora="everything"),
+    row("dense", "pp2xvpp2", "video", "packed", lora="mixed ranks"),
+    row("dense", "pp4", "images", lora="q and v"),
+    row("dense", "cp2", "mixed", "packed", lora="everything"),
+    row("dense", "dp2", "imageless", lora="language", **OVERLAP),
+    row("dense", "dp2", "ragged", lora="everything", **SHARDED),
+    row("dense", "dp2", "mixed", lora="mixed ranks", **OVERLAPPED),
+    row("dense", "tp2xpp2+sp", "mixed", "packed", lora="k and gate"),
+    row("dense", "tp2xcp2+sp", "packed", "ragged", lora="mixed ranks"),
+    row("dense", "tp2xpp2xdp2+sp", lora="everything", **OVERLAPPED),
+    row("dense", "single", lora="whole"),
+    row("dense", "tp2xpp2+sp", lora="whole"),
+    row("dense", "tp2xcp2+sp", "images", lora="whole vision"),
+    row("dense", "tp2xpp2+sp", lora="whole", **ACCUMULATED),
+    row("few-kv", "tp4", "mixed", "packed", lora="everything"),
+    row("few-kv", "tp4+sp", "image", lora="mixed ranks"),
+    row("tied", "single", lora="everything"),
+    row("tied", "tp2xpp2+sp", lora="everything"),
+    row("tied", "tp2xpp2+sp", lora="whole tied"),
+    row("moe", "single", "mixed", "packed", lora="experts"),
+    row("moe", "tp2+sp", lora="experts"),
+    row("moe", "ep2xdp2", "mixed", "imageless", lora="experts"),
+    row("moe", "ep4xdp4", lora="experts", **OVERLAPPED),
+    row("moe", "cp2xep2", "packed", lora="router"),
+    row("moe", "tp2xetp2+sp", lora="experts"),
+    row("moe", "tp2xep2+sp", lora="gate and up of experts"),
+    row("moe", "tp2xep2xetp2xdp2+sp", lora="router"),
+    row("moe", "tp2xep2xetp2xdp2+sp", lora="down of experts", **SHARDED),
+    row("moe", "pp2xvpp2", "images", lora="router"),
+    row("moe", "tp2xpp2xep2+sp", lora="whole router"),
+    row("moe-mixed", "single", lora="experts and MLP"),
+    row("moe-mixed", "pp2xep2xdp2", lora="experts and MLP"),
+    row("moe-mixed", "tp2xep2+sp", "packed", lora="experts and MLP"),
+    row("dense", "tp2+sp", lora="mixed ranks", **uniform(1)),
+    row("moe", "pp2xep2xdp2", lora="experts", **uniform(2)),
+    row("dense", "cp2", lora="q and v", **SELECTIVE),
+    row("moe", "ep2xdp2", lora="router", **SELECTIVE_MOE),
 )
 """Different things can go wrong in each row. Together, the rows combine every rule of
 ``mcore_qwen3vl.model.lora.kinds`` and every kind of target with every kind of parallelism."""
@@ -273,34 +263,27 @@ class Matrix:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._references: dict[tuple[str, str, str], CachedReference] = {}
+        self._references: dict[tuple[str, str], ReferenceCheckpoint] = {}
 
     def run(self, row: MatrixRow, timeout: float = 120.0) -> Report:
         """Compare one row; fp32 rows that freeze nothing take an optimizer step too."""
-        options = dict(row.options)
-        dtype = options.setdefault("dtype", "fp32")
-        if dtype == "fp32":
-            options.setdefault("adamw", AdamW())
-        case = Case(Layout.parse(row.layout), **options)
-        reference = self.reference(row.model, dtype, row.lora)
-        tolerances = None
-        if dtype == "bf16":
-            exact = self.reference(row.model, lora=row.lora)
-            tolerances = half_precision_tolerances(reference, exact, case, row.batches)
-        report = compare_case(reference, case, row.batches, tolerances=tolerances, timeout=timeout)
+        case = Case(Layout.parse(row.layout), **row.options)
+        if case.dtype == "fp32":
+            case = replace(case, adamw=AdamW())
+        reference = self.reference(row.model, row.lora)
+        report = compare_case(reference, case, row.batches, timeout=timeout)
         report.title = f"{row} against Hugging Face"
         return report
 
-    def reference(self, model: str, dtype: str = "fp32", lora: str = "") -> CachedReference:
-        """Return this model's tiny checkpoint and its reference in `dtype`; with `lora`, PEFT's."""
-        key = (model, dtype, lora)
-        if key not in self._references:
+    def reference(self, model: str, lora: str = "") -> ReferenceCheckpoint:
+        """Return the reference of this model's tiny checkpoint; with `lora`, PEFT's."""
+        if (model, lora) not in self._references:
             path = self._folder / model
             if not path.exists():
                 write_tiny_checkpoint(path, **MODELS[model])
             adapter = self.adapter(model, lora) if lora else None
-            self._references[key] = CachedReference(path, dtype, lora=adapter)
-        return self._references[key]
+            self._references[model, lora] = ReferenceCheckpoint(path, adapter)
+        return self._references[model, lora]
 
     def adapter(self, model: str, lora: str) -> Path:
         """Return the PEFT directory of an adapter for the tiny checkpoint of this model."""

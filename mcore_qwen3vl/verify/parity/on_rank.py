@@ -41,8 +41,8 @@ from mcore_qwen3vl.runtime.launch import tell
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.measurement import FROZEN, Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
-from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, Expected, Stepped
+from mcore_qwen3vl.verify.parity.case import AdamW, Case
+from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, Expected, Stepped
 
 IN_MEMORY: ExpertLayout = "v5"
 """The layout of experts in memory under transformers 5, whatever the checkpoint has."""

@@ -29,31 +29,10 @@ from mcore_qwen3vl.converters.offline.engine import nonfinite_notes
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, build_batch, media
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from mcore_qwen3vl.verify.parity.case import AdamW, Case
 
 AFTER_STEP = "logits after a step"
 """The report's part on the forward pass that overlaps the gathering of new parameters."""
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """The settings of one optimizer step, by the names of Megatron's ``OptimizerConfig``.
-
-    Decay spares biases and one-dimensional weights, as Megatron's default does. The large `eps`
-    keeps the step a smooth function of the gradient: with a usual one, a gradient that is zero up
-    to rounding would move its parameter by the full learning rate in a random direction. With this
-    one, a parameter's relative error after the step is at most twice that of its gradient (the
-    derivative of ``lr * g / (|g| + eps)`` is at most ``lr / eps``). With 1e-4 it was up to 17 times
-    as large for LoRA's factors.
-    """
-
-    lr: float = 1e-2
-    weight_decay: float = 0.1
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-3
-    clip_grad: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -258,22 +237,50 @@ def decay_groups(
 class ReferenceCheckpoint:
     """A Hugging Face checkpoint to compare with, loaded at most once in each dtype.
 
-    With the directory `lora` of an adapter, PEFT's model is the reference, and only it is trained.
+    The results for a batch are computed once too. With the directory `lora` of an adapter, PEFT's
+    model is the reference, and only it is trained. `passed` is called after each pass over a batch.
     """
 
-    def __init__(self, path: str | Path, lora: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        lora: str | Path | None = None,
+        *,
+        passed: Callable[[], None] = lambda: None,
+    ) -> None:
         self.path = Path(path)
         require_huggingface(self.path)
         self.architecture = Architecture.from_hf(self.path)
         self.adapter = None if lora is None else read_adapter(lora, self.path)
         self.lora = None if lora is None else Path(lora)
+        self._passed = passed
         self._models: dict[torch.dtype, Reference] = {}
+        self._expected: dict[tuple[object, ...], Expected] = {}
+        self._stepped: dict[tuple[object, ...], Stepped] = {}
 
-    def model(self, dtype: torch.dtype) -> Reference:
+    def model(self, dtype: torch.dtype = torch.float32) -> Reference:
         """Return the reference in this dtype."""
         if dtype not in self._models:
             self._models[dtype] = Reference(self.path, self.lora, dtype=dtype)
         return self._models[dtype]
+
+    def expected(self, batch: str, case: Case) -> Expected:
+        """Return the reference's results for a batch, with the case's dtype and lengths."""
+        key = (batch, case.multiple, case.dtype, case.gradients)
+        if key not in self._expected:
+            built = build_batch(batch, self.architecture, multiple=case.multiple)
+            model = self.model(case.torch_dtype)
+            self._expected[key] = model.run(built, gradients=case.gradients)
+            self._passed()
+        return self._expected[key]
+
+    def stepped(self, batch: str, case: Case, adamw: AdamW) -> Stepped:
+        """Return the reference's parameters after an optimizer step on this batch."""
+        key = (batch, case.multiple, case.dtype, adamw)
+        if key not in self._stepped:
+            model = self.model(case.torch_dtype)
+            self._stepped[key] = model.step(self.expected(batch, case), adamw)
+        return self._stepped[key]
 
     def value_counts(self, frozen: Mapping[str, int] | None = None) -> dict[str, int]:
         """Return the number of values of each tensor, expert and factor, without `frozen` ones."""
@@ -286,45 +293,3 @@ class ReferenceCheckpoint:
             counts |= {name: factor.numel() for name, factor in self.adapter.tensors().items()}
         trained = {name: count - (frozen or {}).get(name, 0) for name, count in counts.items()}
         return {name: count for name, count in trained.items() if count}
-
-
-class CachedReference(ReferenceCheckpoint):
-    """A Hugging Face checkpoint and the reference's results, computed once for each batch.
-
-    `passed` is called after each pass of the reference over a batch.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        dtype: str = "fp32",
-        *,
-        lora: str | Path | None = None,
-        passed: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(path, lora)
-        self._dtype = DTYPES[dtype]
-        self._passed = passed
-        self._expected: dict[tuple[str, int], Expected] = {}
-        self._stepped: dict[tuple[str, int, AdamW], Stepped] = {}
-
-    def expected(self, batch: str, multiple: int, gradients: bool = True) -> Expected:
-        """Return the reference for the batch of this name, with lengths of this multiple."""
-        found = self._expected.get((batch, multiple))
-        if found is None or (gradients and not found.gradients):
-            made = build_batch(batch, self.architecture, multiple=multiple)
-            found = self.reference.run(made, gradients=gradients)
-            self._expected[batch, multiple] = found
-            self._passed()
-        return found
-
-    def stepped(self, batch: str, multiple: int, adamw: AdamW) -> Stepped:
-        """Return the reference's parameters after an optimizer step on this batch."""
-        key = (batch, multiple, adamw)
-        if key not in self._stepped:
-            self._stepped[key] = self.reference.step(self.expected(batch, multiple), adamw)
-        return self._stepped[key]
-
-    @property
-    def reference(self) -> Reference:
-        return self.model(self._dtype)

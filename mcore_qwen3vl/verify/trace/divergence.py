@@ -19,7 +19,7 @@ from mcore_qwen3vl.verify.trace.probe_points import ACTIVATION_GRADIENTS, GRADIE
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.verify.trace.on_rank import RankTrace
-    from mcore_qwen3vl.verify.trace.recording import ReferenceRun, TraceReference
+    from mcore_qwen3vl.verify.trace.recording import Recording, TraceReference
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Cause:
     explanation: str
     evidence: str
     confirmed: bool = True
+
+
+Candidate = tuple[str, str, Tensor]
+"""The kind of a mistake, a sentence about it, and the values that Hugging Face's model has with it.
+"""
 
 
 class Divergence:
@@ -62,20 +67,21 @@ class Divergence:
         truth: TraceReference,
         config: Path,
         case: Case,
-        run: ReferenceRun,
+        exact: Recording,
         first: tuple[str, str],
         ranks: Sequence[RankTrace],
     ) -> None:
         self.part, self.name = first
-        self.point = next((p for p in run.points if p.name == self.name), None)
-        self.tolerance = run.tolerances.of(*first)
+        self.point = next((p for p in exact.points if p.name == self.name), None)
+        self.tolerance = exact.tolerances.of(*first)
         self.architecture, self.examined = truth.architecture, Architecture.from_hf(config)
         self.case, self.adapter = case, truth.adapter
-        self.model, self.trained = run.reference.network, run.reference.trained
-        self.recording = run.exact
+        reference = truth.model(torch.float64)
+        self.model, self.trained = reference.network, reference.trained
+        self.recording = exact
         self.hf = HuggingFaceCheckpoint(truth.path)
         self.published = self.architecture.expert_layout == "published"  # experts are (E, in, out)
-        self.weights = self._whole_weights(ranks)
+        self.weights = self._joined_weights(ranks)
         self.actual, self.expected = map(_matrix, self._values(ranks))
         self.rows = torch.nonzero(~self.actual.isnan().all(1)).squeeze(1)
         self.actual, self.expected = self.actual[self.rows], self.expected[self.rows]
@@ -137,7 +143,7 @@ class Divergence:
                 actual[rows, columns] = values.to(actual.dtype)
         return actual, expected
 
-    def _whole_weights(self, ranks: Sequence[RankTrace]) -> dict[str, Tensor]:
+    def _joined_weights(self, ranks: Sequence[RankTrace]) -> dict[str, Tensor]:
         factors = {} if self.adapter is None else self.adapter.tensors()
         weights: dict[str, Tensor] = {}
         for rank in ranks:

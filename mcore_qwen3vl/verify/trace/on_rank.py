@@ -38,7 +38,6 @@ from mcore_qwen3vl.verify.trace.probe_points import (
     ACTIVATIONS,
     GRADIENTS,
     WEIGHTS,
-    ProbePoint,
     input_of,
 )
 from mcore_qwen3vl.verify.trace.recording import Recording
@@ -55,7 +54,6 @@ class TraceRequest:
         hf: directory of weights that the model should have.
         config: directory whose config the model is built from.
         mcore: Megatron-Core checkpoint that it loads; None: it loads `hf`.
-        points: the probe points, in the order of the data.
         recording: Hugging Face's values, in float64.
     """
 
@@ -63,7 +61,6 @@ class TraceRequest:
     config: Path
     mcore: Path | None
     case: Case
-    points: list[ProbePoint]
     recording: Recording
     choose: Choose
     adapter: Adapter | None = None
@@ -145,8 +142,8 @@ class _ComparisonHooks:
 
     def __init__(self, chunks: list[Qwen3VLModel], request: TraceRequest) -> None:
         self.recording = request.recording
-        self.points = {point.name: point for point in request.points}
-        self.hooks = [(chunk, hook) for chunk in chunks for hook in hooks_of(chunk, request.points)]
+        points = request.recording.points
+        self.hooks = [(chunk, hook) for chunk in chunks for hook in hooks_of(chunk, points)]
         self.values: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
         self.tokens = request.recording.expected.batch.tokens

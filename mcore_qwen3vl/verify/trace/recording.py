@@ -34,19 +34,23 @@ class Recording:
     """Values of one micro-batch at every probe point.
 
     Attributes:
+        points: the probe points, in the order of the data.
         micro: the micro-batch.
         values: values by probe point: (B, S, W), zero at padding; (P, W) or (N, W).
         gradients: the loss's gradients, in the same form; empty if not asked for.
         expected: logits, losses and gradients of the parameters.
         calls: each module's calls for this micro-batch, in order; a sample with images and videos
             calls the tower twice.
+        tolerances: largest relative error that rounding explains, of the values in float64.
     """
 
+    points: list[ProbePoint]
     micro: MicroBatch
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
     expected: Expected
     calls: dict[str, list[Call]] = field(default_factory=dict)
+    tolerances: Tolerances = field(default_factory=lambda: Tolerances())
 
     def assemble(self, point: ProbePoint, outputs: Sequence[Tensor]) -> Tensor:
         """Join the values of calls, in the order of :attr:`calls`, into those of the micro-batch.
@@ -67,7 +71,7 @@ class Recording:
 
 def record(
     reference: Reference,
-    points: Sequence[ProbePoint],
+    points: list[ProbePoint],
     batch: Batch,
     *,
     gradients: bool,
@@ -107,7 +111,7 @@ def record(
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         expected = reference.run(batch, gradients=gradients)
     micro, copies = batch.micro_batches[0], len(batch.micro_batches)
-    recording = Recording(micro, {}, {}, expected)
+    recording = Recording(points, micro, {}, {}, expected)
     recording.calls = {name: every[: len(every) // copies] for name, every in calls.items()}
     for point in points:
         if every := made.get(point.name):
@@ -160,22 +164,12 @@ class Tolerances(dict[tuple[str, str], float]):
         return self.get((part, name), self.get((part, name.partition("[")[0]), 0.0))
 
 
-@dataclass(frozen=True)
-class ReferenceRun:
-    """Hugging Face's run of one input: the right values, and how much rounding to expect."""
-
-    reference: Reference
-    points: list[ProbePoint]
-    exact: Recording
-    tolerances: Tolerances
-
-
 class TraceReference(ReferenceCheckpoint):
     """A Hugging Face checkpoint that traces are compared with; each result is computed once."""
 
     def __init__(self, path: str | Path, lora: str | Path | None = None) -> None:
         super().__init__(path, lora)
-        self._runs: dict[tuple[int, int, bool], ReferenceRun] = {}
+        self._runs: dict[tuple[int, int, bool], Recording] = {}
         self._micro: dict[tuple[str, int], MicroBatch] = {}
 
     def micro_batch(self, name: str, multiple: int) -> MicroBatch:
@@ -185,18 +179,18 @@ class TraceReference(ReferenceCheckpoint):
             self._micro[name, multiple] = batch.micro_batches[0]
         return self._micro[name, multiple]
 
-    def run(self, batch: Batch, gradients: bool) -> ReferenceRun:
-        """Run `batch`, copies of one micro-batch, in float64 and in float32."""
+    def run(self, batch: Batch, gradients: bool) -> Recording:
+        """Run `batch`, copies of one micro-batch, in float64, and in float32 for the tolerances."""
+        # A recording keeps its micro-batch alive, so the id stays taken.
         key = (id(batch.micro_batches[0]), len(batch.micro_batches), gradients)
-        found = self._runs.get(key)  # a run keeps its micro-batch alive, so the id stays taken
-        if found is None:
-            model = self.model(torch.float64)
+        if key not in self._runs:
             points = data_path(self.architecture)
-            rounded = record(self.model(torch.float32), points, batch, gradients=gradients)
+            rounded = record(self.model(), points, batch, gradients=gradients)
+            model = self.model(torch.float64)
             exact = record(model, points, batch, gradients=gradients, keep_calls=True)
-            found = ReferenceRun(model, points, exact, _tolerances(rounded, exact))
-            self._runs[key] = found
-        return found
+            exact.tolerances = _tolerances(rounded, exact)
+            self._runs[key] = exact
+        return self._runs[key]
 
 
 def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:

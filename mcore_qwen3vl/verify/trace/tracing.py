@@ -28,7 +28,7 @@ from mcore_qwen3vl.verify.trace.probe_points import (
     WEIGHTS,
     ProbePoint,
 )
-from mcore_qwen3vl.verify.trace.recording import Recording, Tolerances, TraceReference
+from mcore_qwen3vl.verify.trace.recording import Recording, TraceReference
 
 AROUND = 3
 """Probe points shown before and after the first one out of tolerance."""
@@ -141,17 +141,17 @@ def trace(
     whole = Batch(batch, (micro,) * copies)
     case.validate(architecture, (whole,))
 
-    run = reference.run(whole, gradients)
+    exact = reference.run(whole, gradients)
     from mcore_qwen3vl.verify.trace.on_rank import TraceRequest, trace_on_rank
 
-    choose = partial(_first, tolerances=run.tolerances, points=run.points)
-    sent = replace(run.exact, calls={})
-    request = TraceRequest(hf, config, mcore, case, run.points, sent, choose, reference.adapter)
+    choose = partial(_first, exact=exact)
+    sent = replace(exact, calls={})
+    request = TraceRequest(hf, config, mcore, case, sent, choose, reference.adapter)
     found = run_layout(
         trace_on_rank, case.layout.world_size, request, timeout=timeout, device=case.device
     )
     measured = merge(rank.measured for rank in found)
-    counts = _counts(run.exact, case, reference, take_frozen(measured))
+    counts = _counts(exact, case, reference, take_frozen(measured))
     examined = mcore.name if mcore else f"{hf.name} loaded directly"
     facts: dict[str, Any] = {
         "layout": str(case.layout),
@@ -161,16 +161,16 @@ def trace(
         "images and videos": 0 if micro.visual is None else len(micro.visual.grid_thw),
     }
     result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
-    for key in dict.fromkeys([*_order(run.points), *counts, *measured]):
+    for key in dict.fromkeys([*_order(exact.points), *counts, *measured]):
         if key in counts or key in measured:
-            one, tolerance = measured.get(key, Measurement()), run.tolerances.of(*key)
+            one, tolerance = measured.get(key, Measurement()), exact.tolerances.of(*key)
             result.findings.append(Finding(*key, one, tolerance, counts.get(key)))
     first = choose(measured)
     if first is not None:
         from mcore_qwen3vl.verify.trace.causes import find_cause
 
         result.first = next(f for f in result.findings if (f.part, f.name) == first)
-        result.cause = find_cause(Divergence(reference, config, case, run, first, found))
+        result.cause = find_cause(Divergence(reference, config, case, exact, first, found))
     return result
 
 
@@ -229,15 +229,12 @@ def _order(points: list[ProbePoint]) -> list[tuple[str, str]]:
     return [*forward, ("logits", "all"), ("loss", "all"), *backward]
 
 
-def _first(
-    measured: Measurements, *, tolerances: Tolerances, points: list[ProbePoint]
-) -> tuple[str, str] | None:
+def _first(measured: Measurements, *, exact: Recording) -> tuple[str, str] | None:
     """Return the first comparison out of tolerance; weights, not on the data path, are left out."""
     gradients = [key for key in measured if key[0] == GRADIENTS]
-    for part, name in [*_order(points), *gradients]:
-        one = measured.get((part, name))
-        if one and one.relative > tolerances.of(part, name):
-            return part, name
+    for key in [*_order(exact.points), *gradients]:
+        if key in measured and measured[key].relative > exact.tolerances.of(*key):
+            return key
     return None
 
 

@@ -7,14 +7,14 @@ for bit; a scaled weight is compared up to rounding.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.mapping.table import table
-from mcore_qwen3vl.verify.trace.divergence import Cause, Divergence
+from mcore_qwen3vl.verify.trace.divergence import Candidate, Cause, Divergence
 from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
 from mcore_qwen3vl.verify.trace.recording import replay
 
@@ -35,7 +35,7 @@ Verdict = tuple[str, str]
 """The kind of a mistake, and the words that follow the tensor's name in a sentence about it."""
 
 
-def find_weight(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
+def find_weight(divergence: Divergence, point: ProbePoint) -> Iterator[Candidate | Cause]:
     """Name the weights of the probe point that differ, and test whether they explain it."""
     changed = {
         name: values
@@ -51,7 +51,7 @@ def find_weight(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | N
     outcome = replay(divergence.model, divergence.recording, point, **parameters)
     others = f" (as well as {len(changed) - 1} more here)" if len(changed) > 1 else ""
     explanation = f"{name}{others} {sentence}."
-    yield divergence.test(kind, explanation, outcome)
+    yield kind, explanation, outcome
     still = (
         f"Hugging Face's module with mcore's weight is still {divergence.distance(outcome):.1e} "
         "from mcore's values, so the weight alone does not explain them."
@@ -87,20 +87,19 @@ def _verdict(divergence: Divergence, name: str, actual: Tensor) -> Verdict:
         or _permuted(name, actual, right)
         or _other_tensor(divergence, name, actual)
     )
-    largest = (actual - right).abs().max().item()
-    count = int((actual != right).sum())
-    sentence = f"differs in {count} of {actual.numel()} values, by at most {largest:.2g}"
-    return verdict or ("changed values", sentence)
+    if verdict is None:
+        largest, count = (actual - right).abs().max().item(), int((actual != right).sum())
+        sentence = f"differs in {count} of {actual.numel()} values, by at most {largest:.2g}"
+        verdict = "changed values", sentence
+    return verdict
 
 
-def _first_equal(actual: Tensor, candidates: Iterator[tuple[str, str, Tensor]]) -> Verdict | None:
-    for kind, sentence, candidate in candidates:
-        if torch.equal(candidate, actual):
-            return kind, sentence
-    return None
+def _first_equal(actual: Tensor, candidates: Iterable[Candidate]) -> Verdict | None:
+    equal = ((kind, what) for kind, what, values in candidates if torch.equal(values, actual))
+    return next(equal, None)
 
 
-def _simple(name: str, actual: Tensor, right: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+def _simple(name: str, actual: Tensor, right: Tensor) -> Iterator[Candidate]:
     missing = "missing DeepStack" if "deepstack" in name else "missing weight"
     yield missing, "is all zeros: it was never filled", torch.zeros_like(right)
     same = actual.flatten()[0]
@@ -120,7 +119,7 @@ def _scaled(actual: Tensor, right: Tensor) -> Verdict | None:
     return "scaled weight", f"is multiplied by {scale:.6g}"
 
 
-def _rearranged(name: str, right: Tensor, published: bool) -> Iterator[tuple[str, str, Tensor]]:
+def _rearranged(name: str, right: Tensor, published: bool) -> Iterator[Candidate]:
     if ".mlp.experts." in name:
         yield from _experts(name, right, axis=2 if published else 1)
     elif "patch_embed" in name and right.ndim == 5:
@@ -136,7 +135,7 @@ def _rearranged(name: str, right: Tensor, published: bool) -> Iterator[tuple[str
         yield "transposed weight", "holds the transposed values", transposed
 
 
-def _experts(name: str, right: Tensor, axis: int) -> Iterator[tuple[str, str, Tensor]]:
+def _experts(name: str, right: Tensor, axis: int) -> Iterator[Candidate]:
     """Yield rearrangements of `right`, (E, out, in) or (E, in, out); `axis` is that of out."""
     transposed = right.transpose(1, 2).reshape(right.shape)
     yield "transposed expert", "holds each expert's values transposed", transposed
@@ -159,34 +158,34 @@ def _qkv(divergence: Divergence, name: str) -> Verdict | None:
     names = [source.name for source in row.sources]
     if not divergence.weights.keys() >= set(names):
         return None
-    q, k, v = (divergence.stored(n) for n in names)
+    q, k, v = stored = [divergence.stored(n) for n in names]
     half = divergence.architecture.head_dim // 2
 
-    def candidates() -> Iterator[tuple[str, str, Tensor]]:
-        kind, grouped = "permuted QKV", " instead of group by group"
-        yield kind, f"is laid out as all q, all k, all v{grouped}", torch.cat([q, k, v])
-        yield kind, f"is laid out as all q, all v, all k{grouped}", torch.cat([q, v, k])
-        yield kind, f"is laid out as all k, all v, all q{grouped}", torch.cat([k, v, q])
-        yield kind, "has keys and values swapped", row.to_mcore(q, v, k)
+    def arrangements() -> Iterator[tuple[str, Tensor]]:
+        for order in ("qkv", "qvk", "kvq"):
+            joined = torch.cat([stored["qkv".index(letter)] for letter in order])
+            parts = ", ".join(f"all {letter}" for letter in order)
+            yield f"is laid out as {parts} instead of group by group", joined
+        yield "has keys and values swapped", row.to_mcore(q, v, k)
         for shape, what in (
             ((-1, 2, half), "has the rotary halves of each head interleaved into pairs"),
             ((-1, half, 2), "has rotary pairs of each head taken apart into halves"),
         ):
             turned = [w.unflatten(0, shape).transpose(1, 2).reshape(w.shape) for w in (q, k)]
-            yield kind, f"{what}, in queries and keys", row.to_mcore(*turned, v)
-            yield kind, f"{what}, in queries alone", row.to_mcore(turned[0], k, v)
-            yield kind, f"{what}, in keys alone", row.to_mcore(q, turned[1], v)
+            yield f"{what}, in queries and keys", row.to_mcore(*turned, v)
+            yield f"{what}, in queries alone", row.to_mcore(turned[0], k, v)
+            yield f"{what}, in keys alone", row.to_mcore(q, turned[1], v)
         for tp in (2, 4, 8):
-            ranks = zip(*(weight.tensor_split(tp) for weight in (q, k, v)), strict=True)
-            whole = torch.cat([part for rank in ranks for part in rank])
-            yield kind, f"is laid out rank by rank as for TP {tp}, each with q, k, v", whole
+            ranks = zip(*(weight.tensor_split(tp) for weight in stored), strict=True)
+            joined = torch.cat([part for rank in ranks for part in rank])
+            yield f"is laid out rank by rank as for TP {tp}, each with q, k, v", joined
 
     actual = row.to_mcore(*(divergence.weights[n] for n in names))
-    return _first_equal(actual, candidates())
+    return _first_equal(actual, (("permuted QKV", *found) for found in arrangements()))
 
 
 def _permuted(name: str, actual: Tensor, right: Tensor) -> Verdict | None:
-    """Say whether whole slices of the first or second axis are in another order."""
+    """Say whether slices of the first or second axis are complete, but in another order."""
     for axis in range(min(right.ndim, 2)):
         order = _order(actual.transpose(0, axis), right.transpose(0, axis))
         if order is not None:

@@ -23,10 +23,10 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.matrix import Matrix
-from mcore_qwen3vl.verify.parity.reference import CachedReference
+from mcore_qwen3vl.verify.parity.reference import ReferenceCheckpoint
 
 
-def adapted(layout: Layout, reference: CachedReference) -> list[Qwen3VLModel]:
+def adapted(layout: Layout, reference: ReferenceCheckpoint) -> list[Qwen3VLModel]:
     initialize(layout)
     chunks = build_chunks(Architecture.from_hf(reference.path), layout)
     choice = adapt(chunks, reference.adapter)
@@ -45,14 +45,14 @@ def trained(chunks: list[Qwen3VLModel]) -> dict[str, Any]:
     return state
 
 
-def save(layout: Layout, reference: CachedReference, folder: Path) -> int:
+def save(layout: Layout, reference: ReferenceCheckpoint, folder: Path) -> int:
     chunks = adapted(layout, reference)
     state = trained(chunks)
     dist_checkpointing.save(state, str(folder))
     return sum(len(of_chunk) for of_chunk in state.values())
 
 
-def load(layout: Layout, reference: CachedReference, folder: Path) -> tuple[int, list[str]]:
+def load(layout: Layout, reference: ReferenceCheckpoint, folder: Path) -> tuple[int, list[str]]:
     """Return how many values this rank loaded, and the names of parts unlike `reference`'s."""
     chunks = adapted(layout, reference)
     adapter = reference.adapter

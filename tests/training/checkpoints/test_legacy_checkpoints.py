@@ -23,7 +23,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.verify.job import Job, layout_flags, train
+from mcore_qwen3vl.verify.job import Job, train
 from tests.converters.checkpoints import assert_same_tensors
 from tests.converters.ranks import build_empty, check_chunks
 from tests.training.exact import numbers_of
@@ -64,10 +64,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def arguments(source: Path, layout: Layout, *flags: str) -> Namespace:
     """Return Megatron's arguments of a training run."""
-    uneven = ["--decoder-first-pipeline-num-layers", str(layout.first)] if layout.first else []
     words = ["--cpu", "--hf-model", str(source), "--seq-length", "128", "--micro-batch-size", "1"]
-    words += ["--train-iters", "1", "--lr", "1", "--ckpt-format", "torch", *uneven]
-    words += [*layout_flags(layout), *flags]
+    words += ["--train-iters", "1", "--lr", "1", "--ckpt-format", "torch"]
+    words += [*layout.flags(moe=True), *flags]
     return validate(words, layout.world_size)
 
 

@@ -15,7 +15,7 @@ FAST = {
     "dense tp2xcp2+sp",
     "dense pp2+E|t|tt|tL",
     "dense dp2",
-    "dense dp2 distributed optimizer, overlap",
+    "dense dp2 distr. opt., overlap",
     "dense tp2xpp2xvpp2+sp",
     "tied pp2xvpp2xdp2 distr. opt., overlap",
     "epsilon single",

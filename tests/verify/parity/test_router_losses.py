@@ -22,7 +22,7 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.comparison import compare_case
 from mcore_qwen3vl.verify.parity.on_rank import Engine
-from mcore_qwen3vl.verify.parity.reference import CachedReference, Reference
+from mcore_qwen3vl.verify.parity.reference import Reference, ReferenceCheckpoint
 from tests.turns import slow_except
 
 AUX, Z = 0.3, 0.05
@@ -43,7 +43,7 @@ class WithRouterLosses(Reference):
         return self.aux * balance * tokens + self.z * z
 
 
-class CachedReferenceWithRouterLosses(CachedReference):
+class ReferenceWithRouterLosses(ReferenceCheckpoint):
     def __init__(self, path: Path, aux: float, z: float) -> None:
         super().__init__(path)
         reference = WithRouterLosses(path)
@@ -60,12 +60,12 @@ def one_moe_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(path: Path, layout: str, aux: float, z: float, batches: list[str], **options: Any) -> Any:
     config = {}
     if aux:  # Megatron's definition divides by top-k
-        top_k = CachedReference(path).architecture.num_experts_per_tok
+        top_k = ReferenceCheckpoint(path).architecture.num_experts_per_tok
         config["moe_aux_loss_coeff"] = aux * top_k
     if z:
         config["moe_z_loss_coeff"] = z
     case = Case(Layout.parse(layout), config=config, **options)
-    return compare_case(CachedReferenceWithRouterLosses(path, aux, z), case, batches)
+    return compare_case(ReferenceWithRouterLosses(path, aux, z), case, batches)
 
 
 LAYOUTS = ["single", "tp2+sp", "cp2xep2", "ep2xdp2", "pp2xep2xdp2"]
@@ -119,8 +119,8 @@ def test_padding_in_the_z_loss_would_be_seen(one_moe_layer, monkeypatch):
 
 @pytest.mark.parametrize("loss", slow_except(["aux", "z"], "z"))
 def test_a_wrong_coefficient_would_be_seen(one_moe_layer, loss):
-    reference = CachedReferenceWithRouterLosses(one_moe_layer, 0.0, 0.0)
-    setattr(reference.reference, loss, 1e-3)
+    reference = ReferenceWithRouterLosses(one_moe_layer, 0.0, 0.0)
+    setattr(reference.model(), loss, 1e-3)
     report = compare_case(reference, Case(Layout()), ["mixed"])
     assert any("mlp.gate.weight" in failure.name for failure in report.failures)
 
@@ -139,7 +139,7 @@ def test_several_layers_are_balanced_one_by_one(tmp_path):
         ]
         return torch.stack(losses).sum() * AUX * len(output.router_logits[0])
 
-    reference = CachedReferenceWithRouterLosses(path, AUX, 0.0)
-    reference.reference.added_loss = layer_by_layer.__get__(reference.reference)
+    reference = ReferenceWithRouterLosses(path, AUX, 0.0)
+    reference.model().added_loss = layer_by_layer.__get__(reference.model())
     top_k = reference.architecture.num_experts_per_tok
     compare_case(reference, Case(config={"moe_aux_loss_coeff": AUX * top_k}), ["mixed"]).require()
