@@ -25,6 +25,7 @@ from mcore_qwen3vl.model.decoder.layer import pack_features, unpack_features
 from mcore_qwen3vl.model.decoder.rope import InterleavedMRoPE
 from mcore_qwen3vl.model.decoder.specs import block_spec
 from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
+from mcore_qwen3vl.model.head.log_probs import token_log_probs
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
 from mcore_qwen3vl.model.lora.adapter_module import AdapterModule
@@ -382,5 +383,6 @@ def _losses(
     **_: Any,
 ) -> Tensor:
     """Return cross entropies (B, s), float32; ``GPTModel`` would compute them from all logits."""
-    log_probs, _entropies = output_layer(hidden_states, output_weight, targets=labels)
+    reduce = partial(token_log_probs, targets=labels)
+    log_probs, _entropies = output_layer(hidden_states, output_weight, reduce=reduce)
     return -log_probs

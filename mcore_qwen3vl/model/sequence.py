@@ -47,11 +47,11 @@ def local_positions(
     Raises:
         BadInput: a length cannot be divided so, or `cu_seqlens` does not cover `seq_len`.
     """
+    if cu_seqlens is not None:
+        _check_bounds(seq_len, cu_seqlens)
     positions = torch.arange(seq_len)
     if cp_size > 1:
         positions = positions[_cp_mask(seq_len, cp_size, cp_rank, cu_seqlens)]
-    elif cu_seqlens is not None:
-        _check_bounds(seq_len, cu_seqlens)
     if sequence_parallel and tp_size > 1:
         if len(positions) % tp_size != 0:
             raise BadInput(
@@ -117,7 +117,6 @@ def require_right_padding(padding: Tensor) -> None:
 def _cp_mask(seq_len: int, cp_size: int, cp_rank: int, cu_seqlens: Tensor | None) -> Tensor:
     """Return (S,) bool: True in the rank's two chunks of every sub-sequence."""
     bounds = torch.tensor([0, seq_len]) if cu_seqlens is None else cu_seqlens.long()
-    _check_bounds(seq_len, bounds)
     lengths = bounds.diff()
     odd = lengths[lengths % (2 * cp_size) != 0]
     if len(odd):

@@ -68,19 +68,18 @@ def transformer_config(
         # rotary kernels.
         fields["softmax_scale"] = factor**2 / architecture.head_dim**0.5
     _check_interleaving(fields)
-    # Only a config can tell how many layers a stage builds.
-    probe = TransformerConfig(**fields)
+    config = TransformerConfig(**fields)
     deepstack_layers = len(architecture.vision.deepstack_visual_indexes)
-    several = probe.pipeline_model_parallel_size > 1
-    if several and len(layers_of_chunk(probe, vp_stage=0, pp_rank=0)) < deepstack_layers:
-        if fields.get("moe_token_dispatcher_type") == "allgather":
+    several = config.pipeline_model_parallel_size > 1
+    if several and len(layers_of_chunk(config, vp_stage=0, pp_rank=0)) < deepstack_layers:
+        if config.moe_token_dispatcher_type == "allgather":
             raise BadInput(
                 "Under this pipeline split DeepStack features travel to later stages by "
                 "variable-length transfers, which Megatron-Core's allgather token dispatcher "
                 "refuses: use moe_token_dispatcher_type alltoall."
             )
-        fields["variable_seq_lengths"] = True
-    return TransformerConfig(**fields)
+        config.variable_seq_lengths = True
+    return config
 
 
 def layers_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> range:

@@ -319,26 +319,18 @@ def share_frames(frame_patches: Tensor, merge_unit: int, ranks: int, rank: int) 
     feature.
     """
     patches = frame_patches.numpy()
-    features = patches // merge_unit
     owners = assign_frames(patches, ranks)
-    load = np.bincount(owners, weights=features, minlength=ranks).astype(np.int64)
-    padded = max(int(load.max()), 1)  # a rank without a frame contributes one dummy feature
-
+    of_feature = np.repeat(owners, patches // merge_unit)  # (N,) the rank that computes it
+    counts = np.bincount(of_feature, minlength=ranks)
+    padded = max(int(counts.max()), 1)  # a rank without a frame contributes one dummy feature
     # Each rank keeps its frames in their original order; the gather puts them rank by rank.
-    by_owner = np.argsort(owners, kind="stable")
-    start = np.empty_like(features)
-    start[by_owner] = _starts(features[by_owner])
-    start += owners * padded - _starts(load)[owners]
+    order = np.empty_like(of_feature)
+    order[np.argsort(of_feature, kind="stable")] = np.concatenate(
+        [number * padded + np.arange(count) for number, count in enumerate(counts)]
+    )
     return Share(
         frame_patches=tuple(patches[owners == rank].tolist()),
         patch_rows=torch.from_numpy(np.flatnonzero(np.repeat(owners, patches) == rank)),
         padded_features=padded,
-        order=torch.from_numpy(
-            np.repeat(start - _starts(features), features) + np.arange(features.sum())
-        ),
+        order=torch.from_numpy(order),
     )
-
-
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Return the start of each of consecutive pieces."""
-    return np.cumsum(lengths) - lengths

@@ -47,23 +47,13 @@ class NullStream:
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def __enter__(self) -> NullStream:
+    def _itself(self, *args: object, **kwargs: object) -> NullStream:
         return self
 
-    def __exit__(self, *exception: object) -> None: ...
+    def _nothing(self, *args: object, **kwargs: object) -> None: ...
 
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def record_event(self, event: object = None) -> NullStream:
-        return self
-
-    def record(self, stream: object = None) -> None: ...
-
-    def wait(self, stream: object = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    __enter__ = record_event = _itself
+    __exit__ = record = synchronize = wait = wait_event = wait_stream = _nothing
 
     def query(self) -> bool:
         return True
@@ -116,16 +106,12 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Tensor:
+def _get_rng_state(*_: Any, **__: Any) -> Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+def _set_rng_state(new_state: Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(new_state)
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
 
 
 def _initialize_without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,7 +170,7 @@ TORCH_REPLACEMENTS = (
     *_values(_CUDA, _RNG, get_rng_state=_get_rng_state, set_rng_state=_set_rng_state),
     *_values(f"{_CUDA}.random", _RNG, get_rng_state=_get_rng_state, set_rng_state=_set_rng_state),
     # manual_seed_all stays, because torch.manual_seed calls it.
-    *_values(_CUDA, _RNG, manual_seed=_manual_seed),
+    *_values(_CUDA, _RNG, manual_seed=lambda seed: torch.default_generator.manual_seed(seed)),
     *_values(
         _CUDA,
         "side streams overlap copies and collectives: the CPU runs in order",

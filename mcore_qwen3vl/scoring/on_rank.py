@@ -24,6 +24,7 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.scores import encoded_top
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
+from mcore_qwen3vl.model.head.log_probs import token_log_probs
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.head.score import TaskModel
 from mcore_qwen3vl.model.head.top_k import likeliest
@@ -62,7 +63,7 @@ class LogProbs(Readout):
     kind = Qwen3VLModel
 
     def __init__(self, *, temperature: float, entropy: bool = False) -> None:
-        self._options = {"temperature": temperature, "entropy": entropy}
+        self._options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
 
     def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
         return forward(batch, model, output_processor=self._processed)
@@ -77,9 +78,8 @@ class LogProbs(Readout):
         **_: Any,
     ) -> Tensor:
         """Compute (1, B, s) log-probabilities, or (2, B, s) with entropies, instead of losses."""
-        log_probs, entropies = output_layer(
-            hidden_states, output_weight, targets=labels, **self._options
-        )
+        reduce = partial(token_log_probs, targets=labels, **self._options)
+        log_probs, entropies = output_layer(hidden_states, output_weight, reduce=reduce)
         return torch.stack([log_probs] if entropies is None else [log_probs, entropies])
 
     def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
+from mcore_qwen3vl.model.head.log_probs import token_log_probs
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.head.score import ScoreHead, TaskModel
 from mcore_qwen3vl.model.inputs import visual_inputs
@@ -102,23 +104,22 @@ class PolicyModel(Qwen3VLModel):
     def _likelihood(self, labels: Tensor | None) -> Any:
         if not self.losses_in_chunks:
             raise BadInput(
-                "use_fused_kernels computes log-probabilities in chunks of logits, which an "
-                "adapter on lm_head does not support: leave lm_head out of LoRA's targets, or "
-                "set use_fused_kernels=False."
+                "use_fused_kernels computes log-probabilities in chunks of logits, which "
+                "head_chunk=0 and defer_embedding_wgrad_compute turn off: drop those, or set "
+                "use_fused_kernels=False."
             )
 
         def process(
             *, hidden_states: Tensor, output_layer: Head, output_weight: Any, context: Any, **_: Any
         ) -> Likelihood:
-            return Likelihood(
-                *output_layer(
-                    hidden_states,
-                    output_weight,
-                    targets=labels,
-                    temperature=context.temperature,
-                    entropy=self.wants_entropy,
-                )
+            assert labels is not None  # VERL passes them to all stages
+            reduce = partial(
+                token_log_probs,
+                targets=labels,
+                temperature=context.temperature,
+                entropy=self.wants_entropy,
             )
+            return Likelihood(*output_layer(hidden_states, output_weight, reduce=reduce))
 
         return process
 

@@ -7,7 +7,7 @@ rank holds, with exactly the keys that its queries may see. An S x S mask is bui
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
 from itertools import pairwise
@@ -44,24 +44,24 @@ class PackedSequence(PackedSeqParams):
         """
         if isinstance(params, cls):
             return params
-        given = {f.name: getattr(params, f.name) for f in fields(PackedSeqParams)}
         padded = params.cu_seqlens_q_padded
-        cu_seqlens = (params.cu_seqlens_q if padded is None else padded).to("cpu", torch.int32)
-        longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), int(cu_seqlens.diff().max()))
-        defaults = {"qkv_format": "thd", "cu_seqlens_kv": params.cu_seqlens_q, **longest}
-        given |= {name: value for name, value in defaults.items() if given[name] is None}
-        if padded is not None:
-            # Padding that ends a sample is treated as part of it: causal attention alone keeps the
-            # sample from attending to it. If Transformer Engine's ring attention knows of padding,
-            # it reads log-sum-exps that its kernels do not write, and some releases mistake tokens
-            # for padding (issues 1930 and 3331 of its repository).
-            given |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), padded)
-            given |= dict.fromkeys(
-                ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "pad_between_seqs")
-            )
-            given |= longest
-        given = {n: to_device(v, device) if isinstance(v, Tensor) else v for n, v in given.items()}
-        return cls(**given, bounds=tuple(cu_seqlens.tolist()))
+        bounds = (params.cu_seqlens_q if padded is None else padded).to("cpu", torch.int32)
+        cu_seqlens, longest = to_device(bounds, device), int(bounds.diff().max())
+        # Padding that ends a sample is treated as part of it: causal attention alone keeps the
+        # sample from attending to it. If Transformer Engine's ring attention knows of padding, it
+        # reads log-sum-exps that its kernels do not write, and some releases mistake tokens for
+        # padding (issues 1930 and 3331 of its repository).
+        fields = {
+            "qkv_format": "thd",
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_kv": cu_seqlens,
+            "cu_seqlens_q_padded": None,
+            "cu_seqlens_kv_padded": None,
+            "max_seqlen_q": longest,
+            "max_seqlen_kv": longest,
+            "pad_between_seqs": None,
+        }
+        return cls(**{**vars(params), **fields}, bounds=tuple(bounds.tolist()))
 
 
 @dataclass(frozen=True)

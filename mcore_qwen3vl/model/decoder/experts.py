@@ -26,7 +26,6 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from mcore_qwen3vl.model.decoder.mlp import weighted_swiglu
 from mcore_qwen3vl.model.inputs import to_device
@@ -252,11 +251,16 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """
     if len(matrices) == 1 or not len(rows):
         return F.linear(rows, matrices[0])
-    if _has_kernel(rows, matrices):
-        product: Tensor = _GroupedProduct.apply(rows, matrices, groups)
-        return product
-    runs = rows.split(groups.sizes)
-    return torch.cat([F.linear(run, one) for run, one in zip(runs, matrices, strict=True)])
+    if not _has_kernel(rows, matrices):
+        runs = rows.split(groups.sizes)
+        return torch.cat([F.linear(run, one) for run, one in zip(runs, matrices, strict=True)])
+    if matrices.requires_grad and torch.is_grad_enabled():
+        matrices = matrices.view_as(matrices)  # so that the hook is for this product alone
+        matrices.register_hook(groups.clear_empty)
+    product = F.grouped_mm(rows, matrices.transpose(1, 2), offs=groups.ends)
+    if product.requires_grad:
+        product.register_hook(Tensor.contiguous)  # the kernels take no expanded gradient
+    return product
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
@@ -271,26 +275,3 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     if rows.data_ptr() % 16 or matrices.data_ptr() % 16:
         return False
     return rows.dtype == torch.bfloat16 if rows.is_cuda else rows.dtype in _KERNEL_DTYPES
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """``F.grouped_mm`` with PyTorch's own backward, corrected for runs without rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-        ctx.save_for_backward(rows, matrices)
-        ctx.groups = groups
-        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=groups.ends)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, matrices = ctx.saved_tensors
-        groups, gradient = ctx.groups, gradient.contiguous()
-        of_rows = of_matrices = None
-        if ctx.needs_input_grad[0]:
-            of_rows = F.grouped_mm(gradient, matrices, offs=groups.ends)
-        if ctx.needs_input_grad[1]:
-            of_matrices = F.grouped_mm(gradient.t(), rows, offs=groups.ends)
-            of_matrices = groups.clear_empty(of_matrices)
-        return of_rows, of_matrices, None

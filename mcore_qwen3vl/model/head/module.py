@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,12 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+from mcore_qwen3vl.model.head.log_probs import Columns
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.lora.site import Site
+
+Reduce = Callable[..., tuple[Tensor, Tensor | None]]
+"""Computes two results from hidden states and a head, without holding all logits."""
 
 
 class Head(ColumnParallelLinear):
@@ -54,40 +56,29 @@ class Head(ColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
         *,
-        targets: Tensor | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        reduce: Reduce | None = None,
         tokens: Sequence[int] | None = None,
-        reduce: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute logits as ``ColumnParallelLinear`` does, or the log-probabilities of `targets`.
+        """Compute logits as ``ColumnParallelLinear`` does, or what `reduce` makes of them.
 
         Args:
             input_: (s_local, B, H) hidden states, divided over TP under sequence parallelism. With
                 `tokens`: (N, H) hidden states, which all TP ranks have.
             weight: (V / tp, H) weight of a tied head.
             runtime_gather_output: whether to gather the logits over TP.
-            targets: (B, s) integers, valid token ids whose log-probabilities to return.
-            temperature: divides the logits if `targets` are given.
-            entropy: whether to return the entropy of each position's distribution too.
+            reduce: a function with the arguments of :func:`.log_probs.token_log_probs`, its own
+                ones bound: it gets `hidden`, `weight`, `columns` and `more`.
             tokens: token ids whose logits to return, without an adapter's product.
-            reduce: a function with the arguments of :func:`token_log_probs`, except `targets`,
-                `temperature` and `entropy`; what it returns is returned.
 
         Returns:
-            Without `targets`: logits (s, B, V / tp), -inf at padded columns; and the bias, None.
-            With `targets`: log-probabilities (B, s), float32, equal on all TP ranks; and the
-            entropies (B, s), float32, or None. With `tokens`: their logits (N, tokens), float32,
-            equal on all TP ranks; and None.
+            Logits (s, B, V / tp), -inf at padded columns, and the bias, None. With `reduce`: what
+            it returns. With `tokens`: their logits (N, tokens), float32, equal on all TP ranks,
+            and None.
         """
         weight = self.weight if weight is None else weight
         assert weight is not None
         if tokens is not None:
             return self._logits_of(tokens, input_, weight), None
-        if targets is not None:
-            reduce = partial(
-                token_log_probs, targets=targets, temperature=temperature, entropy=entropy
-            )
         if reduce is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
             if self.adapter is not None:
@@ -99,13 +90,8 @@ class Head(ColumnParallelLinear):
             hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        found: tuple[Tensor, Tensor | None] = reduce(
-            hidden,
-            weight,
-            columns=self._columns(),
-            more=[self.adapter.factored(input_)] if self.adapter and self.adapter.on else [],
-        )
-        return found
+        more = [self.adapter.factored(input_)] if self.adapter and self.adapter.on else []
+        return reduce(hidden, weight, columns=self._columns(), more=more)
 
     def _logits_of(self, tokens: Sequence[int], hidden: Tensor, weight: Tensor) -> Tensor:
         """Each logit is computed by the TP rank that holds its row; the others add zero."""

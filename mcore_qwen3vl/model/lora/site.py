@@ -47,12 +47,8 @@ class Site:
         filled = sum(len(pair.lora_B) for pair in pairs)
         order = rows.masked_scatter(rows < 0, in_order[filled:])  # rows of zeros come last
         self._order = None if torch.equal(order, in_order) else order
-        scalings = [pair.scaling for pair in self.pairs]
-        self._scaling = scalings[0] if len(set(scalings)) == 1 else None
-        self._scalings: Tensor | None = None
-        if self._scaling is None:
-            ranks = torch.tensor([pair.rank for pair in self.pairs], device="cpu")
-            self._scalings = torch.tensor(scalings, device="cpu").repeat_interleave(ranks)
+        scalings = {pair.scaling for pair in pairs}
+        self._scaling = scalings.pop() if len(scalings) == 1 else None  # None: they differ
 
     def hook(self, module: Any, inputs: Any, outputs: Any) -> Any:
         """Add the adapters' part: a forward hook of the linear, for both layer specs."""
@@ -98,9 +94,8 @@ class Site:
         a = self._down(x.to(dtype), down)
         if self._scaling is not None:
             return a, self.matrix(up), self._scaling
-        assert self._scalings is not None
-        self._scalings = self._scalings.to(a.device, a.dtype)
-        return a * self._scalings, self.matrix(up), 1.0
+        scaled = [b * pair.scaling for b, pair in zip(up, self.pairs, strict=True)]
+        return a, self.matrix(scaled), 1.0
 
     def matrix(self, factors: Sequence[Tensor]) -> Tensor:
         """Place the B factors (out_i, r_i) in one matrix (rows, sum of r_i), zero elsewhere.

@@ -344,7 +344,7 @@ def logits_of(head: Any, inputs: Any, kwargs: dict[str, Any], outputs: Any) -> T
     Returns:
         Logits (s, B, V / tp), a copy: Megatron's cross entropy works in place.
     """
-    if "targets" not in kwargs:
+    if "reduce" not in kwargs:
         return outputs[0].detach().clone()
     with torch.no_grad():
         logits, _ = head.forward(*inputs)

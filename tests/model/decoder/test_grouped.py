@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_qwen3vl.model.decoder import experts
 from mcore_qwen3vl.model.decoder.experts import Groups, grouped_product
@@ -57,19 +59,21 @@ def test_when_the_kernel_is_taken(shape: tuple[int, int], dtype: torch.dtype, ca
     assert (kernel.call_count, result.dtype) == (calls, dtype)
 
 
+class Unwritten(TorchDispatchMode):
+    """Leaves NaN where ``F.grouped_mm`` has no rows to sum over."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dim() == args[1].dim() == 2:
+            result[args[2].diff(prepend=args[2].new_zeros(1)) == 0] = torch.nan
+        return result
+
+
 @pytest.mark.parametrize("counts", [COUNTS, [3, 1, 4, 1]])
 def test_what_the_kernel_leaves_for_no_rows_is_no_gradient(counts: list[int]) -> None:
     """On Blackwell the kernel leaves groups without rows unwritten: pytorch/pytorch#172439."""
     rows, matrices = torch.randn(9, 12), torch.randn(4, 20, 12, requires_grad=True)
-    kernel = F.grouped_mm
-
-    def leaves(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-        result = kernel(a, b, offs=offs)
-        if a.dim() == b.dim() == 2:
-            result[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
-        return result
-
-    with mock.patch.object(F, "grouped_mm", leaves):
+    with Unwritten():
         grouped_product(rows, matrices, Groups.of(counts, rows.device)).sum().backward()
     assert matrices.grad is not None
     sums = torch.stack([run.sum(0) for run in rows.split(counts)])
