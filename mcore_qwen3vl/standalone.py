@@ -47,9 +47,8 @@ def init_distributed(
     """Initialise ``torch.distributed``, Megatron's process groups and its random states.
 
     Under ``torchrun`` the group is torchrun's ranks; otherwise it is this process alone. Call it
-    before anything imports ``megatron.core``: on the CPU it replaces functions that megatron looks
-    up while it is imported (see :mod:`mcore_qwen3vl.runtime.cpu`). It also suppresses the warnings
-    that torch and megatron have for their own developers (`console.quiet_megatron`).
+    before anything imports ``megatron.core``, because on the CPU it replaces functions that
+    megatron looks up while it is imported. It also suppresses warnings for megatron's developers.
 
     Args:
         layout: parallel sizes; default: all of them 1.
@@ -127,9 +126,8 @@ def prepare_batch(
 ) -> Batch:
     """Make one padded batch of conversations, with the code that prepares training data.
 
-    Assistant turns are trained, their end-of-turn token included; everything else is masked. Ranks
-    with the same data-parallel rank (``megatron.core.parallel_state.get_data_parallel_rank()``)
-    must pass the same conversations, and each data-parallel rank its own.
+    Assistant turns are trained, their end-of-turn token included; everything else is masked. Each
+    data-parallel rank passes conversations of its own, and all ranks of its model the same ones.
 
     Args:
         model: one chunk, which tells how sequences must divide and on which device the batch goes.
@@ -186,22 +184,18 @@ def reduce_gradients(
     """Complete the gradients before an optimizer step; a collective of all ranks.
 
     After ``backward()`` of a loss that is summed over tokens, each rank has the gradients of its
-    own tokens. This function sums all gradients over DP and CP (experts: over their own
-    data-parallel ranks), those of norms and of the vision tower over the TP ranks, and those of
-    tied embeddings over the first and the last pipeline stage. Then it divides them by the number
-    of tokens of all ranks, which gives the mean of Hugging Face's ``num_items_in_batch``. It calls
-    Megatron's own ``finalize_model_grads``, for a model without Megatron's DDP.
+    own tokens. Megatron's ``finalize_model_grads``, called here for a model without Megatron's DDP,
+    sums them over DP and CP, over TP and over tied embeddings. Then it divides them by the number
+    of tokens of all ranks, which gives the mean of Hugging Face's ``num_items_in_batch``.
 
-    Call it under every layout, once a step: after the last micro-batch, if there are several. A
-    trained parameter without a gradient gets zeros. Gradients are summed in their own dtype.
-    ``torch.nn.utils.clip_grad_norm_`` does not know that ranks hold parts of a tensor: under TP, PP
-    and EP it clips by another norm on each rank.
+    Call it under every layout, once a step, after the last micro-batch. A trained parameter without
+    a gradient gets zeros. Gradients are summed in their own dtype. Under TP, PP and EP do not use
+    ``torch.nn.utils.clip_grad_norm_``, which would clip by another norm on each rank.
 
     Args:
         models: this rank's chunks, as :func:`load_model` returns them.
         num_tokens: the number of this rank's trained tokens, or the sum of their weights, over all
-            micro-batches since the last step: the number that would divide its loss if it were
-            alone. A number or a tensor of one value. Only the last pipeline stage's value is used.
+            micro-batches since the last step; only the last pipeline stage's is used.
 
     Raises:
         BadInput: the model is wrapped in Megatron's DDP, which has its own reduction.
@@ -228,8 +222,7 @@ def save_model(
     """Write a Hugging Face checkpoint; a collective of all ranks.
 
     Copies of a parameter on several ranks must agree in every bit, as they do after
-    :func:`reduce_gradients`; ``mcore_qwen3vl.converters.live.export.save_hf`` writes the first
-    copy without comparing.
+    :func:`reduce_gradients`.
 
     Args:
         models: this rank's chunks, as :func:`load_model` returns them.

@@ -129,12 +129,12 @@ def global_name(chunk: Qwen3VLModel, name: str) -> str:
 
 
 def _compiled(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
-    found = {}
+    compiled = {}
     for given in patterns:
         try:
-            found[given] = re.compile(PARTS.get(given, given))
+            compiled[given] = re.compile(PARTS.get(given, given))
         except re.error as error:
             raise BadInput(
                 f"{given!r} is neither one of {', '.join(PARTS)} nor a regular expression: {error}."
             ) from None
-    return found
+    return compiled

@@ -3,10 +3,9 @@
 The host knows the destination of each feature row before the forward pass. So fusing is an index
 copy (and DeepStack an index add) with a fixed number of rows: no mask, no host sync.
 
-Every operation is linear and out of place with an explicit index, hence the gradient that reaches
-the features on a rank is that of the rows which the rank holds. Ranks that hold different rows
-(CP, SP) have different parts of it, to be summed; ranks that hold the same rows (TP without SP)
-have equal copies. :class:`mcore_qwen3vl.model.vision.VisionTower` relies on exactly this.
+The gradient that reaches the features on a rank is that of the rows which the rank holds. Ranks
+that hold different rows (CP, SP) have different parts of it, to be summed; ranks that hold the same
+rows (TP without SP) have equal copies. :mod:`mcore_qwen3vl.model.vision` relies on exactly this.
 """
 
 from __future__ import annotations

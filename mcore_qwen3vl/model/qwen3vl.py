@@ -255,7 +255,7 @@ class Qwen3VLModel(GPTModel):
         """
         device = input_ids.device
         packed = packed_seq_params and PackedSequence.of(packed_seq_params, device)
-        check_shapes(input_ids, position_ids, packed and packed.bounds)
+        check_shapes(input_ids, position_ids, packed=packed is not None)
         batch, seq_len = input_ids.shape
         divided = self.config.sequence_parallel
         held = self.local_tokens(seq_len, packed, sequence_parallel=divided)  # rows after SP
@@ -301,12 +301,12 @@ class Qwen3VLModel(GPTModel):
         """Load as torch does, but let an adapted model's checkpoint hold only what trains."""
         if self.adapter is None:
             return super().load_state_dict(state_dict, strict, assign)
-        found = super().load_state_dict(state_dict, strict=False, assign=assign)
+        result = super().load_state_dict(state_dict, strict=False, assign=assign)
         trained = {name for name, p in self.named_parameters() if p.requires_grad}
-        lacking = sorted(trained.intersection(found.missing_keys))
-        if strict and (lacking or found.unexpected_keys):
-            raise RuntimeError(f"missing {lacking}, unexpected {found.unexpected_keys}")
-        return found
+        missing = sorted(trained.intersection(result.missing_keys))
+        if strict and (missing or result.unexpected_keys):
+            raise RuntimeError(f"missing {missing}, unexpected {result.unexpected_keys}")
+        return result
 
     def local_tokens(
         self,

@@ -83,10 +83,9 @@ def _unpack(kept: Tensor | Recipe) -> Tensor:
 
 
 def remember(output: Tensor, recipe: Recipe) -> Tensor:
-    """Register the recipe of `output`, a whole tensor, and return `output`.
+    """Register the recipe of `output`, a whole tensor, and of its views; return `output`.
 
-    The recipe then covers all views of its storage. It runs without gradients; the tensors that it
-    refers to are kept until the backward has run.
+    The recipe runs without gradients. What it refers to is kept until the backward has run.
     """
     scope = _scopes.innermost
     if scope is not None and torch.is_grad_enabled() and type(output) is Tensor:
@@ -129,11 +128,11 @@ def remember_fused_norms() -> None:
         return
 
     def apply_normalization(x: Tensor, output: None, *arguments: Any) -> tuple[Any, ...]:
-        made = normalise(x, output, *arguments)
+        normed, *rest = normalise(x, output, *arguments)
         scope, inputs = _scopes.innermost, x.detach()
-        if scope is not None and type(made[0]) is Tensor:  # inside autograd's forward
-            scope.add(made[0], lambda: normalise(inputs, None, *arguments)[0])
-        return tuple(made)
+        if scope is not None and type(normed) is Tensor:  # inside autograd's forward
+            scope.add(normed, lambda: normalise(inputs, None, *arguments)[0])
+        return normed, *rest
 
     apply_normalization.remembers = True  # type: ignore[attr-defined]
     layernorm_linear.apply_normalization = apply_normalization

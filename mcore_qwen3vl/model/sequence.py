@@ -1,8 +1,7 @@
 """The positions of the full sequence that a rank holds under CP, packing and SP.
 
-Every rank receives full sequences and takes its own part. This module checks them, and is the only
-place that knows the order. Position ids, labels, visual features and rotary angles are all divided
-with it.
+Every rank receives full sequences and takes its own part. Only this module knows the order: token
+and position ids, labels, visual features and rotary angles are all divided with it.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ def length_multiple(
     return lcm(zigzag, shards * local)
 
 
-def check_shapes(input_ids: Tensor, position_ids: Tensor, bounds: tuple[int, ...] | None) -> None:
-    """Check the shapes of a micro-batch, whose samples have these `bounds` if it is packed.
+def check_shapes(input_ids: Tensor, position_ids: Tensor, *, packed: bool) -> None:
+    """Check the shapes of a micro-batch.
 
     Raises:
         BadInput: shapes do not agree.
@@ -88,13 +87,8 @@ def check_shapes(input_ids: Tensor, position_ids: Tensor, bounds: tuple[int, ...
             f"position_ids have shape {tuple(position_ids.shape)}; Qwen3-VL needs time, height and "
             f"width for each of the {batch} x {seq_len} tokens: (3, {batch}, {seq_len})."
         )
-    if bounds is not None and batch != 1:
+    if packed and batch != 1:
         raise BadInput(f"A packed micro-batch has one row; input_ids have {batch}.")
-    if bounds is not None and bounds[-1] != seq_len:
-        raise BadInput(
-            f"cu_seqlens end at {bounds[-1]} and input_ids have {seq_len} tokens: make the "
-            "tail padding a sample of its own."
-        )
 
 
 def require_right_padding(padding: Tensor) -> None:
@@ -135,5 +129,5 @@ def _check_bounds(seq_len: int, cu_seqlens: Tensor) -> None:
     if (first, last) != (0, seq_len) or bool((cu_seqlens.diff() < 0).any()):
         raise BadInput(
             f"cu_seqlens runs from {first} to {last} over a packed sequence of {seq_len} tokens: "
-            "it must rise from 0 to the full length, tail padding included."
+            "it must rise from 0 to the full length, so make the tail padding a sample of its own."
         )

@@ -73,8 +73,8 @@ def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 def _cuda_type(name: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(name)
     def type_of(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = name(self, *args, **kwargs)
-        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+        result = name(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     return type_of
 

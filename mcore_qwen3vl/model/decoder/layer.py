@@ -60,8 +60,8 @@ class DeepStackLayer(TransformerLayer):
         """Run mcore's layer; ``context`` and ``context_mask`` carry the DeepStack features.
 
         Args:
-            context: (K - k, n, H) features of the last K - k DeepStack layers, without those of
-                the k layers on earlier pipeline stages; or None.
+            context: (K - k, n, H) features of the last K - k DeepStack layers, where k of them are
+                on earlier pipeline stages; or None.
             context_mask: (n,) int64 rows of the (s_local * B, H) hidden states to add them to.
 
         Returns:

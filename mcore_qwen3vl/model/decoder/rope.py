@@ -163,7 +163,7 @@ class RotarySelfAttention(SelfAttention):
 
 def _turned(x: Tensor, angles: Tensor, fused: bool) -> Tensor:
     """Rotate the output of a norm, and give the result a recipe that begins with the norm's."""
-    turned, made = apply_rotary(x, angles, fused=fused), recipe_of(x)
-    if made is None:
+    turned, recipe = apply_rotary(x, angles, fused=fused), recipe_of(x)
+    if recipe is None:
         return turned
-    return remember(turned, lambda: apply_rotary(made(), angles, fused=fused))
+    return remember(turned, lambda: apply_rotary(recipe(), angles, fused=fused))
