@@ -131,6 +131,7 @@ class RoleOutcome:
             "parameters": self.measured["parameters"],
             "batch": self.report.facts.get("batch"),
             "launches": iteration and iteration.counters["launches"],
+            "launches saved by compilation": iteration and iteration.fused,
             "host syncs": iteration and [asdict(sync) for sync in iteration.host_syncs],
             "flops": iteration and iteration.flops,
             "bytes of other kernels": iteration and iteration.moved,
