@@ -222,9 +222,9 @@ def our_step(
     from mcore_qwen3vl.model.decoder.attention import PackedSequence
     from mcore_qwen3vl.model.inputs import visual_inputs
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-    from mcore_qwen3vl.training.step import multi_tensor
+    from mcore_qwen3vl.training.step.optimizer import use_fused_adam, use_multi_tensor
 
-    multi_tensor.install()
+    use_multi_tensor()
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     recompute = {
         "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
@@ -245,7 +245,7 @@ def our_step(
         ),
         [model],
     )  # fmt: skip
-    multi_tensor.use_fused_adam(optimizer)  # as training does
+    use_fused_adam(optimizer)  # as training does
     device = torch.device(options.device)
     positions, _ = mrope_position_ids(
         architecture, batch["ids"], batch["grid"], None, cu_seqlens=batch["bounds"]

@@ -18,12 +18,12 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.training.arguments.command_line import (
+    OWN_SPLIT,
     CommandLine,
     StrictParser,
     take_back,
     without_flags,
 )
-from mcore_qwen3vl.training.arguments.layout import OWN_SPLIT
 
 INSTALLED = Path(mcore_qwen3vl.__file__).parent / "launch"
 """The launch scripts that are installed with the package."""

@@ -23,7 +23,6 @@ from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTi
 from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.schedule import Durations, Pipeline, model_pipeline
-from mcore_qwen3vl.training.arguments.layout import check_layout
 
 IMPORTS = (
     "mcore_qwen3vl.rehearsal.rank.measure",
@@ -178,7 +177,7 @@ def checked(command: Command) -> Architecture:
         BadInput: model or batch do not divide so, or there is no such model.
     """
     a = command.line.architecture
-    check_layout(command.args, a, command.gpus)
+    command.line.layout(command.gpus)
     group, stages, count = command.micro_batch_group, command.layout.pp, command.micro_batches
     # Megatron's interleaved schedule would check this at the first step.
     if command.layout.vpp > 1 and (group < stages or 0 < count % group < stages):

@@ -32,10 +32,9 @@ from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.scoring.records import BlockResults, Records
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches
-from mcore_qwen3vl.training.broadcast.groups import StageFeed, host_group, reads, stages_group
+from mcore_qwen3vl.training.broadcast.groups import StageFeed, host_group, reads
 from mcore_qwen3vl.training.step.forward import forward
-from mcore_qwen3vl.training.step.pooling import EMBED, SCORES
-from mcore_qwen3vl.training.step.tasks import judge, relevance
+from mcore_qwen3vl.training.step.tasks import EMBED, SCORES, judge, relevance
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""
@@ -212,8 +211,7 @@ class Scorer:
             chunk.eval()
         self._readout = readout
         self._records = records() if reads() else None
-        self._host_group, stages = host_group(), stages_group()
-        self._feed = StageFeed(stages, 0) if stages else None
+        self._host_group, self._feed = host_group(), StageFeed.between_stages()
         self._device = next(self._chunks[0].parameters()).device
 
     @torch.no_grad()

@@ -16,7 +16,6 @@ from mcore_qwen3vl.runtime.lifetime import death, scratch_folder
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.help import COMMON, PROGRAM, print_help
-from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments, add_flags
 
 SHUTDOWN_SECONDS = 600
@@ -55,7 +54,7 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
     devices = 1 if command.cpu else require_gpu()
     ranks = processes or devices
-    check_layout(command.args, command.architecture, ranks)
+    command.layout(ranks)
     return _run_here(command) if ranks == 1 else _run_torchrun(command, ranks)
 
 

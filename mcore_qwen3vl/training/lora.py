@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -18,19 +16,16 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import read_adapter
-from mcore_qwen3vl.converters.adapters.targets import Slot, apply, resolve_targets
+from mcore_qwen3vl.converters.adapters.targets import apply, resolve_targets
 from mcore_qwen3vl.converters.live.export import save_adapter
 from mcore_qwen3vl.converters.live.sharded import hf_parts, initialize_factors, load_factors
-from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import LORA_FOLDER
-from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.attach import (
     attach,
-    freezing,
     load_saved,
     trained_names,
     whole,
@@ -39,6 +34,8 @@ from mcore_qwen3vl.model.lora.attach import (
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.arguments.lora import adapter_config, asked
 from mcore_qwen3vl.training.arguments.tasks import hf_config_of
+from mcore_qwen3vl.training.memory import trained_parameters
+from mcore_qwen3vl.training.second_model import fill
 
 BASE_FILE = "base.json"
 
@@ -58,7 +55,6 @@ class Base:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.path: str | None = args.load_hf or args.pretrained_checkpoint
-        self._hf = bool(args.load_hf)
         self._sum: Tensor | None = None
         self._dtype = ""
         self._total: int | None = None
@@ -67,15 +63,7 @@ class Base:
         """Fill a pipeline chunk, which has no adapter yet."""
         if self.path is None:
             return
-        if self._hf:
-            from mcore_qwen3vl.converters.hf.hub import resolve
-            from mcore_qwen3vl.converters.live.load import load_hf
-
-            load_hf(chunk, resolve(self.path), spare_value_head=bool(chunk.head_labels))
-        else:
-            from mcore_qwen3vl.converters.live.load import load_checkpoint
-
-            load_checkpoint([chunk], self.path)
+        fill([chunk], self.path)
         self._add(chunk)
 
     def identity(self) -> Identity | None:
@@ -112,11 +100,6 @@ class Base:
                 self._sum += bits.sum(dtype=torch.int64)
 
 
-def save_identity(folder: Path, identity: Identity) -> None:
-    """Write `identity` beside the adapter's config; one rank calls this."""
-    (folder / BASE_FILE).write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-
-
 class LoraRun:
     """A LoRA run as its flags describe it.
 
@@ -139,7 +122,8 @@ class LoraRun:
         self._model = model = hf_config_of(args)
         self.targets = resolve_targets(self.config, model)
         self._saved = apply(self.config, model).saved
-        self.parameters = _parameters(self.targets, self._saved, architecture)
+        tied = architecture.tie_word_embeddings
+        self.parameters = trained_parameters(self.targets, self._saved, tied=tied).total()
         self._start = read_adapter(args.lora_init, model) if args.lora_init else None
         if self._start is not None and self.base.path and Path(self.base.path).exists():
             for note in self._start.other_base(Path(self.base.path)):
@@ -150,12 +134,12 @@ class LoraRun:
         """Build the LoRA run that the flags describe; None if no flag asks for LoRA."""
         return cls(args, architecture) if asked(args) else None
 
-    def freezing(self) -> Freezing:
-        """Return what the provider passes to :meth:`adapt` for each chunk and then applies."""
-        return freezing()
-
     def adapt(self, chunk: Qwen3VLModel, choice: Freezing) -> None:
-        """Add the adapter to a chunk that has the base weights; a resume loads its values later."""
+        """Add the adapter to a chunk that has the base weights; a resume loads its values later.
+
+        `choice`, of :func:`mcore_qwen3vl.model.lora.adapt.freezing`, is the same for all chunks,
+        and is applied to each afterwards.
+        """
         attach(chunk, self.targets, dropout=self.config.lora_dropout)
         if self._start is None:
             initialize_factors(chunk, self._args.seed)
@@ -177,17 +161,7 @@ class LoraRun:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_text(self.config.to_json() + "\n", encoding="utf-8")
         if identity is not None:
-            save_identity(folder, identity)
-
-
-def _parameters(
-    targets: Mapping[str, Slot], saved: Mapping[str, Shape], architecture: Architecture
-) -> int:
-    """Count the parameters of both factors and of what trains whole, a tied head only once."""
-    tied = architecture.tie_word_embeddings and INPUT_EMBEDDING in saved
-    whole = [shape for name, shape in saved.items() if not (tied and name == LM_HEAD)]
-    factors = [shape for spec in targets.values() for shape in (spec.a_shape, spec.b_shape)]
-    return sum(math.prod(shape) for shape in [*factors, *whole])
+            (folder / BASE_FILE).write_text(json.dumps(identity, indent=2) + "\n", "utf-8")
 
 
 def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:

@@ -35,10 +35,7 @@ Recompute = Literal["none", "cheap", "full"] | int
 """What the backward pass recomputes; see :func:`by_stage`."""
 
 TrainedCounts = Counter[Group]
-"""Number of trained parameters in each group, for a LoRA run, which does not train all.
-
-Such a run keeps the model's activations: the factors need the same inputs as the weights.
-"""
+"""Number of parameters that a LoRA run trains, in each group."""
 
 WEIGHT = 2  # bytes: bf16
 GRADIENT = 4  # fp32 accumulation
@@ -46,16 +43,6 @@ OPTIMIZER = 12  # fp32 main weight and Adam's two moments
 ACTIVATION = 2  # bf16
 LOGIT = 8  # in a chunk of the head: in bf16, in float32, and its gradient in bf16
 GB = 1e9
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The size of a micro-batch."""
-
-    seq_length: int
-    micro_batch_size: int = 1
-    visual_share: float = 0.5
-    """Share of the tokens that are image or video features."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +68,26 @@ class Memory:
 def by_stage(
     a: Architecture,
     layout: Layout,
-    work: Workload,
+    tokens: int,
     recompute: Recompute = "cheap",
     trained: TrainedCounts | None = None,
+    *,
+    visual_share: float = 0.5,
 ) -> list[Memory]:
     """Estimate the memory of the fullest rank of each pipeline stage, in order.
 
-    The optimizer is the distributed one, and weights are bf16.
+    The optimizer is the distributed one, and weights are bf16. A LoRA run keeps the activations
+    too: the factors need the same inputs as the weights.
 
     Args:
+        tokens: in a micro-batch.
         recompute: ``none``: nothing is recomputed, as with --keep-activations; ``cheap``: the
             outputs of norms, SwiGLU and rotary embedding are recomputed; ``full``: every decoder
             layer and vision block keeps its input only; a number: every vision block does so, and
             so do that many decoder layers of each virtual stage (``--recompute-method block``),
             while the other layers keep everything, as with ``none``.
-        trained: see `TrainedCounts`; None if everything trains.
+        trained: None if everything trains.
+        visual_share: share of the tokens that are image or video features.
     """
     counts = parameters.count(a)
     frozen, factors = (Counter[Group](), counts) if trained is None else (counts, trained)
@@ -103,8 +95,9 @@ def by_stage(
     # The distributed optimizer divides states over the ranks that hold the same weights.
     shared_copies = layout.dp * layout.cp
     expert_copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
-    tokens = work.seq_length * work.micro_batch_size / layout.cp
-    alive = min(tokens * a.vocab_size / layout.tp, CHUNK_LOGITS)
+    own = tokens / layout.cp
+    visual = own * visual_share if vision else 0.0
+    alive = min(own * a.vocab_size / layout.tp, CHUNK_LOGITS)
     stages = []
     for stage in range(layout.pp):
         held = rank_parameters(a, layout, stage, frozen)
@@ -113,7 +106,7 @@ def by_stage(
             weights=WEIGHT * (sum(held) + shared + experts),
             gradients=GRADIENT * (shared + experts),
             optimizer=OPTIMIZER * (shared / shared_copies + experts / expert_copies),
-            activations=_activations(a, layout, work, recompute, stage, vision),
+            activations=_activations(a, layout, own, visual, recompute, stage),
             logits=LOGIT * alive if stage == layout.pp - 1 else 0.0,
         )
         stages.append(memory)
@@ -127,11 +120,11 @@ def of_flags(
 
     The weights include those of a second model, whose activations do not stay in memory.
     """
-    work = Workload(args.seq_length, args.micro_batch_size)
+    tokens = args.seq_length * args.micro_batch_size
     recompute: Recompute = "none" if args.keep_activations else "cheap"
     if args.recompute_granularity == "full":
         recompute = args.recompute_num_layers if args.recompute_method == "block" else "full"
-    stages = by_stage(a, layout, work, recompute, trained)
+    stages = by_stage(a, layout, tokens, recompute, trained)
     second = architecture_of(args, a)
     if second is None:
         return stages
@@ -190,13 +183,18 @@ def _outside_layers(group: Group, a: Architecture, layout: Layout, stage: int) -
 
 
 def _activations(
-    a: Architecture, layout: Layout, work: Workload, recompute: Recompute, stage: int, vision: bool
+    a: Architecture, layout: Layout, tokens: float, visual: float, recompute: Recompute, stage: int
 ) -> float:
-    """Return the bytes that a rank keeps, of decoder layers in flight and the vision tower."""
+    """Return the bytes that a rank keeps, of decoder layers in flight and the vision tower.
+
+    A CP rank has `tokens` of a micro-batch; `visual` of them are features of a tower that trains.
+    """
     held = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]
-    tokens, cheap = work.seq_length * work.micro_batch_size / layout.cp, recompute == "cheap"
     each = [
-        [_layer_activations(a, layout, tokens, a.moe_layers[n], cheap) for n in layers]
+        [
+            _layer_activations(a, layout, tokens, a.moe_layers[n], recompute == "cheap")
+            for n in layers
+        ]
         for layers in held
     ]
     again = recompute if isinstance(recompute, int) else a.num_hidden_layers
@@ -204,8 +202,8 @@ def _activations(
     inputs = ACTIVATION * a.hidden_size * tokens / (layout.tp if layout.sp else 1)
     kept = [inputs * len(chunk[:again]) + sum(chunk[again:]) for chunk in each]
     recomputed = max((size for chunk in each for size in chunk[:again]), default=0.0)
-    if stage == 0 and vision:
-        kept[0] += _vision_activations(a, layout, work, recompute)
+    if stage == 0:
+        kept[0] += _vision_activations(a, layout, visual, recompute)
     return in_flight(layout, stage, kept) + recomputed
 
 
@@ -244,12 +242,11 @@ def _layer_activations(
 
 
 def _vision_activations(
-    a: Architecture, layout: Layout, work: Workload, recompute: Recompute
+    a: Architecture, layout: Layout, visual: float, recompute: Recompute
 ) -> float:
     """Return the vision tower's bytes; the ranks of a TP x CP group divide the patches."""
     v = a.vision
-    tokens = work.seq_length * work.micro_batch_size * work.visual_share
-    patches = tokens * v.spatial_merge_size**2 / (layout.tp * layout.cp)
+    patches = visual * v.spatial_merge_size**2 / layout.tp
     if recompute not in ("none", "cheap"):
         return ACTIVATION * patches * v.depth * v.hidden_size
     # Inputs of both norms, q and k rotated, v, the attention's output, and the activation

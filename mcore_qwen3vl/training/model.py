@@ -17,11 +17,13 @@ from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.head.score import TaskModel
+from mcore_qwen3vl.model.lora.attach import freezing as freezing_of_adapters
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.arguments.losses import LOSSES
 from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
 from mcore_qwen3vl.training.lora import LoraRun
+from mcore_qwen3vl.training.second_model import fill
 
 
 @dataclass
@@ -67,7 +69,7 @@ def model_provider(
         pointwise.switch_on()
     labels = labels_of(args)
     kind = Qwen3VLModel if labels is None else TaskModel.of(labels, args.seed)
-    freezing = lora.freezing() if lora else Freezing(args.freeze, args.trainable)
+    freezing = freezing_of_adapters() if lora else Freezing(args.freeze, args.trainable)
 
     def provide(
         pre_process: bool = True,
@@ -93,14 +95,9 @@ def model_provider(
             lora.base.load(model)
             lora.adapt(model, freezing)
         elif other:
-            from mcore_qwen3vl.converters.live.load import load_checkpoint
-
-            load_checkpoint([model], other.folder)
+            fill([model], other.folder)
         elif args.load_hf and not resuming(args):
-            from mcore_qwen3vl.converters.hf.hub import resolve
-            from mcore_qwen3vl.converters.live.load import load_hf
-
-            load_hf(model, resolve(args.load_hf), spare_value_head=bool(labels))
+            fill([model], args.load_hf)
         freezing.apply(model)
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):

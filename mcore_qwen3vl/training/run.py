@@ -184,9 +184,9 @@ class Run:
         from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
         from mcore_qwen3vl.training.hooks import wrap_all
         from mcore_qwen3vl.training.model import model_provider
-        from mcore_qwen3vl.training.step import multi_tensor
+        from mcore_qwen3vl.training.step.optimizer import use_multi_tensor
 
-        multi_tensor.install()
+        use_multi_tensor()
         guard_reads()
         wrap_all(self._wrappers())
         pretrain(
@@ -280,8 +280,11 @@ class Run:
 
     def _optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts, take_other_chains
-        from mcore_qwen3vl.training.step.multi_tensor import use_fused_adam
-        from mcore_qwen3vl.training.step.optimizer import make_resumable, scale_on_host
+        from mcore_qwen3vl.training.step.optimizer import (
+            make_resumable,
+            scale_on_host,
+            use_fused_adam,
+        )
 
         optimizer = original(*args, **kwargs)
         use_fused_adam(optimizer)
@@ -336,7 +339,7 @@ class Run:
         from megatron.training import get_tensorboard_writer, get_wandb_writer
         from megatron.training.utils import print_rank_last
 
-        from mcore_qwen3vl.training.logs.by_part import part_grad_norms
+        from mcore_qwen3vl.training.step.optimizer import part_grad_norms
 
         report = self.metrics.report(parallel_state.get_data_parallel_group())
         norms = part_grad_norms(model)

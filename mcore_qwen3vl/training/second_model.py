@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_qwen3vl.config import Architecture
@@ -18,7 +19,7 @@ from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
-from mcore_qwen3vl.training.arguments.layout import OWN_SPLIT
+from mcore_qwen3vl.training.arguments.command_line import OWN_SPLIT
 from mcore_qwen3vl.training.arguments.losses import KTO, LOSSES, reference_of
 
 _SAME_BATCHES = ("vocab_size", "image_token_id", "video_token_id")
@@ -124,14 +125,19 @@ class SecondModel:
             yield self._chunks
 
 
-def fill(chunks: list[Any], path: str) -> None:
-    """Read a checkpoint of either kind into the chunks of this rank; a collective of all ranks."""
+def fill(chunks: list[Any], path: str | Path) -> None:
+    """Read a checkpoint of either kind into chunks of this rank; a collective of all ranks.
+
+    A value head that a Hugging Face checkpoint lacks stays as it is.
+    """
     from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
     from mcore_qwen3vl.converters.mcore.formats import is_megatron
 
     folder = resolve(path)
-    load = load_checkpoint if is_megatron(folder) else load_hf
-    load(chunks, folder)
+    if is_megatron(folder):
+        load_checkpoint(chunks, folder)
+    else:
+        load_hf(chunks, folder, spare_value_head=bool(chunks[0].head_labels))
 
 
 def _arguments(

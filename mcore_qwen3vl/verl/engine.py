@@ -39,7 +39,7 @@ from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.adapter_module import switched_off
-from mcore_qwen3vl.model.lora.attach import load_saved, whole_tensors
+from mcore_qwen3vl.model.lora.attach import freezing, load_saved, whole_tensors
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
@@ -137,7 +137,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
                 f"megatron.{OWN} freezes parts of the model, and model.lora freezes all of it: "
                 "leave one of them out."
             )
-        return self.lora.freezing()
+        return freezing()
 
     def _chunk(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ MOE = Architecture.from_hf(tiny_config(moe=True))
 MIXED = Architecture.from_hf(tiny_config(moe=True, text={"mlp_only_layers": [1]}))
 
 
-def estimate(*args: Any) -> memory.Memory:
+def estimate(*args: Any, **kwargs: Any) -> memory.Memory:
     """Return the estimate of the fullest rank."""
-    return max(memory.by_stage(*args), key=lambda stage: stage.total)
+    return max(memory.by_stage(*args, **kwargs), key=lambda stage: stage.total)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def estimate(*args: Any) -> memory.Memory:
 def test_memory_counts_the_parameters_that_ranks_hold(a: Architecture, layout: str) -> None:
     chosen = Layout.parse(layout)
     ranks = run_layout(held_parameters, chosen.world_size, a, chosen)
-    estimates = memory.by_stage(a, chosen, memory.Workload(128))
+    estimates = memory.by_stage(a, chosen, 128)
     held = {memory.WEIGHT * count for count in ranks}
     assert {estimate.weights for estimate in estimates} == held
 
@@ -56,9 +57,8 @@ def held_parameters(a: Architecture, layout: Layout) -> int:
 
 def test_states_are_divided_over_the_ranks_that_hold_the_same_weights() -> None:
     a = Architecture.from_hf(SHAPES / "30b_a3b.json")
-    work = memory.Workload(8192)
-    one = estimate(a, Layout(ep=8, dp=8), work)
-    more = estimate(a, Layout(ep=8, dp=32), work)
+    one = estimate(a, Layout(ep=8, dp=8), 8192)
+    more = estimate(a, Layout(ep=8, dp=32), 8192)
     everywhere = parameters.by_part(a)["experts"]
     shared, experts = parameters.total(a) - everywhere, everywhere / 8
     assert one.weights == more.weights == 2 * (shared + experts)
@@ -68,27 +68,26 @@ def test_states_are_divided_over_the_ranks_that_hold_the_same_weights() -> None:
 
 def test_a_chunk_of_logits_is_alive_whatever_the_layout() -> None:
     a = Architecture.from_hf(SHAPES / "8b.json")
-    short = memory.Workload(8, visual_share=0.0)
-    assert estimate(a, Layout(), short).logits == 8 * a.vocab_size * memory.LOGIT
+    assert estimate(a, Layout(), 8).logits == 8 * a.vocab_size * memory.LOGIT
     for layout in (Layout(), Layout(tp=2, sp=True)):
-        held = estimate(a, layout, memory.Workload(8192)).logits
+        held = estimate(a, layout, 8192).logits
         assert held == CHUNK_LOGITS * memory.LOGIT
 
 
 def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:
     a = Architecture.from_hf(SHAPES / "8b.json")
-    text = memory.Workload(8192, visual_share=0.0)
-    plain = estimate(a, Layout(), text)
-    halved = estimate(a, Layout(tp=2, sp=True), text)
+    text = partial(estimate, a, visual_share=0.0)
+    plain = text(Layout(), 8192)
+    halved = text(Layout(tp=2, sp=True), 8192)
     assert halved.activations == pytest.approx(plain.activations / 2)
-    assert estimate(a, Layout(cp=2), text).activations == pytest.approx(plain.activations / 2)
-    full = estimate(a, Layout(), text, "full")
+    assert text(Layout(cp=2), 8192).activations == pytest.approx(plain.activations / 2)
+    full = text(Layout(), 8192, "full")
     inputs = 2 * a.hidden_size * 8192 * a.num_hidden_layers
-    whole = estimate(a, Layout(), text, "none")
+    whole = text(Layout(), 8192, "none")
     assert whole.activations > 1.4 * plain.activations
     one_layer = whole.activations / a.num_hidden_layers
     assert full.activations == pytest.approx(inputs + one_layer)
-    first = estimate(a, Layout(), text, 12)
+    first = text(Layout(), 8192, 12)
     a_third = inputs / 3 + 24 * one_layer
     assert first.activations == pytest.approx(a_third + one_layer)
 
@@ -96,8 +95,8 @@ def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:
 def test_rows_of_experts_are_kept_once() -> None:
     """Measured in a rehearsal of 30B-A3B, TP 2, EP 8, 8k: 0.46 GB for each layer."""
     a = Architecture.from_hf(SHAPES / "30b_a3b.json")
-    layout, text = Layout(tp=2, ep=8, dp=8, sp=True), memory.Workload(8192, visual_share=0.0)
-    kept = [estimate(a, layout, text, count).activations for count in (24, 25)]
+    layout = Layout(tp=2, ep=8, dp=8, sp=True)
+    kept = [estimate(a, layout, 8192, count, visual_share=0.0).activations for count in (24, 25)]
     inputs = 2 * a.hidden_size * 4096
     assert kept[0] - kept[1] + inputs == pytest.approx(0.46e9, rel=0.03)
 

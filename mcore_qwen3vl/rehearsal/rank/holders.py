@@ -24,7 +24,7 @@ TEMPORARY = "backward, temporary"
 
 _HOLDERS = (  # path part, holder: the first part that the innermost file outside PyTorch contains
     ("megatron/core/optimizer/", f"{OPTIMIZER}, temporary"),
-    ("training/step/multi_tensor", f"{OPTIMIZER}, temporary"),
+    ("training/step/optimizer", f"{OPTIMIZER}, temporary"),
     ("megatron/core/distributed/", GRADIENTS),
     ("tensor_parallel/cross_entropy", LOGITS),
     ("fused_cross_entropy", LOGITS),

@@ -26,7 +26,6 @@ from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.help import asked_words
-from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.lora import check_targets
 from mcore_qwen3vl.training.folders import check_export, check_writable
 
@@ -365,7 +364,7 @@ def _main(words: Sequence[str]) -> int:
         command.checked_args()
         checked = True
         check_early(command)
-        check_layout(command.args, command.architecture, int(os.environ["WORLD_SIZE"]))
+        command.layout(int(os.environ["WORLD_SIZE"]))
     except BadInput as error:
         noted = dry_run and checked
         what = "note: this would be refused here" if noted else "error"

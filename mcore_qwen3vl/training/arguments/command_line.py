@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -15,6 +16,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.arguments.data_flags import check_data_arguments
 from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
@@ -56,6 +58,16 @@ RESETTABLE = (
     "--sequence-parallel",
 )
 """Flags that may be followed by ``none``."""
+
+OWN_SPLIT = (
+    "num_layers_per_virtual_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Splits over the pipeline that `Layout` does not describe; Megatron checks them.
+
+Any two stages may differ in them.
+"""
 
 _UNKNOWN = "unrecognized arguments: "  # argparse's message begins so
 _HELP = "mcore-qwen3vl train --help WORD shows the flags about a word."
@@ -112,6 +124,34 @@ class CommandLine:
     def architecture(self) -> Architecture:
         """The model's shape."""
         return Architecture.from_hf(self.model)
+
+    def layout(self, world_size: int) -> Layout:
+        """Return the layout of the flags on `world_size` ranks.
+
+        If the model or the ranks cannot be divided so, BadInput names both numbers and what to
+        change.
+        """
+        args, architecture = self.args, self.architecture
+        layout = Layout.from_flags(args, world_size, moe=architecture.is_moe)
+        if any(getattr(args, name) for name in OWN_SPLIT):
+            layout = replace(layout, pp=1, vpp=1, first=None, last=None)
+        # `checks` refuses what only training forbids, by its flag.
+        layout.validate(architecture, training=False)
+        tp, pp, cp = layout.tp, args.pipeline_model_parallel_size, layout.cp
+        if world_size % (tp * pp * cp):
+            raise BadInput(
+                f"The world size is {world_size}, which TP {tp} x PP {pp} x CP {cp} = "
+                f"{tp * pp * cp} does not divide: change the number of ranks (train --processes N, "
+                "rehearse --gpus N) or these sizes."
+            )
+        rows, batch = args.micro_batch_size * layout.dp, args.global_batch_size
+        if batch and batch % rows:
+            raise BadInput(
+                f"--global-batch-size {batch} is not a multiple of the {rows} rows of a pass: "
+                f"micro-batches of {args.micro_batch_size} on {layout.dp} data-parallel ranks. "
+                f"Give --global-batch-size {-(-batch // rows) * rows}."
+            )
+        return layout
 
     def checked_args(self) -> argparse.Namespace:
         """Return :attr:`args`, or raise BadInput for flags that neither we nor Megatron know.

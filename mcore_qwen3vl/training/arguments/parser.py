@@ -23,7 +23,6 @@ from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_ar
 from mcore_qwen3vl.training.arguments.checks import check
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, refuse
 from mcore_qwen3vl.training.arguments.defaults import LOOP, kernel_defaults, run_defaults
-from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.lora import check_flags
 from mcore_qwen3vl.training.arguments.losses import (
     check_distillation,
@@ -101,7 +100,7 @@ class ArgumentSetup:
         if explicit.get("save"):
             # The same command starts a run and resumes it.
             parser.set_defaults(load=explicit["save"])
-        layout = check_layout(command.args, a, self._world_size)
+        layout = command.layout(self._world_size)
         self._kept = Kept.of(explicit)
         if self._kept:
             self._keep(parser, explicit, self._kept, layout.dp)

@@ -7,17 +7,14 @@ that only it cannot read would put its stream out of step with the others.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
 
 from mcore_qwen3vl.data.loading.measured import PATIENCE
 
@@ -40,21 +37,6 @@ def host_group() -> dist.ProcessGroup:
     return mine
 
 
-def stages_group() -> dist.ProcessGroup | None:
-    """Create a gloo group of the stages' first ranks, if there are several stages.
-
-    Even a pipeline group that uses gloo is not reused, because it carries activations, with which
-    batches must not mix.
-
-    Returns:
-        The group; None if there is one stage only, or this rank is not the first of its stage.
-    """
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        return None
-    return _over_gloo(dist.get_process_group_ranks(group) if _is_first_of_stage() else [])
-
-
 def wait_for_measuring() -> None:
     """Wait for the ranks that read, with a long timeout: they may first measure all data."""
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)))
@@ -71,21 +53,35 @@ def _over_gloo(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 
 class StageFeed:
-    """Messages from the first rank of a group to all others, sent without blocking the first.
+    """Messages from the first stage to all later ones, sent without blocking the first.
 
     A thread sends them: a blocking send would wait for stages that wait for its activations.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         """
         Args:
-            group: a gloo group of one rank of each pipeline stage, in order; only feeds use it.
-            tag: distinguishes several feeds over one group.
+            group: a gloo group of one rank of each pipeline stage, in order; nothing else uses it.
         """
         self._group = group
-        self._tag = tag
-        self._queue: SimpleQueue[bytes] = SimpleQueue()
+        self._queue: SimpleQueue[Any] = SimpleQueue()
         self._sender: Thread | None = None
+
+    @classmethod
+    def between_stages(cls) -> StageFeed | None:
+        """Connect the first ranks of all stages; all ranks call this.
+
+        Even a pipeline group that uses gloo is not reused, because it carries activations, with
+        which batches must not mix.
+
+        Returns:
+            The feed; None if there is one stage only, or this rank is not the first of its stage.
+        """
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return None
+        mine = _over_gloo(dist.get_process_group_ranks(group) if _is_first_of_stage() else [])
+        return cls(mine) if mine else None
 
     @property
     def is_source(self) -> bool:
@@ -93,27 +89,19 @@ class StageFeed:
         return self._group.rank() == 0
 
     def send(self, message: Any) -> None:
-        """Queue a picklable message for every later stage."""
+        """Queue a picklable message, which must not change any more, for every later stage."""
         if self._sender is None:
             self._sender = Thread(target=self._deliver, name="stage feed", daemon=True)
             self._sender.start()
-        self._queue.put(pickle.dumps(message))
+        self._queue.put(message)
 
     def receive(self) -> Any:
         """Return the first stage's next message."""
-        size = torch.empty(1, dtype=torch.int64)
-        self._transfer(dist.recv, size, 0)
-        payload = torch.empty(int(size), dtype=torch.uint8)
-        self._transfer(dist.recv, payload, 0)
-        return pickle.loads(payload.numpy().tobytes())  # from a rank of this run
+        message = [None]
+        dist.broadcast_object_list(message, group=self._group, group_src=0)
+        return message[0]
 
     def _deliver(self) -> None:
         while True:
-            payload = torch.frombuffer(bytearray(self._queue.get()), dtype=torch.uint8)
-            for stage in range(1, self._group.size()):
-                self._transfer(dist.send, torch.tensor([len(payload)]), stage)
-                self._transfer(dist.send, payload, stage)
-
-    def _transfer(self, function: Any, tensor: Tensor, stage: int) -> None:
-        peer = dist.get_global_rank(self._group, stage)
-        function(tensor, peer, group=self._group, tag=self._tag)
+            message = self._queue.get()
+            dist.broadcast_object_list([message], group=self._group, group_src=0)

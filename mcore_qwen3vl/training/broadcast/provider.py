@@ -106,8 +106,7 @@ class DataProvider:
     def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
         args = self._args
         shared_host_group = groups.host_group()
-        stages = groups.stages_group()
-        feeds = [groups.StageFeed(stages, tag) if stages else None for tag in range(2)]
+        feed = groups.StageFeed.between_stages()
         config = data_config(args)
         self.train_loader = self._loader(self._sources, "train", config)
         if self.train_loader and args.iteration and not args.finetune:
@@ -117,10 +116,10 @@ class DataProvider:
         if args.valid_data_path:
             sources = parse_sources(args.valid_data_path, args.preprocess)
             loader = self._loader(sources, "val", config)
-            valid = self._share(loader, shared_host_group, feeds[1])
+            valid = self._share(loader, shared_host_group, groups.StageFeed.between_stages())
         if config.balance:
             groups.wait_for_measuring()
-        return self._share(self.train_loader, shared_host_group, feeds[0], self._on_batch), valid
+        return self._share(self.train_loader, shared_host_group, feed, self._on_batch), valid
 
     def _share(
         self, loader: Loader | None, host_group: Any, feed: groups.StageFeed | None, *on_batch: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,11 @@ from rich.table import Table
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import plain, visible
 from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments import losses as preference
 from mcore_qwen3vl.training.arguments.defaults import statement
-from mcore_qwen3vl.training.arguments.layout import validated_layout
 from mcore_qwen3vl.training.arguments.losses import DISTILL, distillation_of
 from mcore_qwen3vl.training.arguments.tasks import answers_of, contrastive_of, labels_of, ranking_of
 from mcore_qwen3vl.training.folders import LOGS
@@ -180,8 +181,14 @@ def _weights(args: argparse.Namespace, lora: LoraRun | None, other: OtherMaker |
     return "random: --load-hf DIR starts from a Hugging Face checkpoint, --load DIR from Megatron's"
 
 
+def _layout_of(args: argparse.Namespace) -> Layout:
+    layout = Layout.from_flags(args, args.world_size, moe=bool(args.num_experts))
+    # Megatron sets a dense model's ETP to TP too.
+    return layout if args.num_experts else replace(layout, etp=1)
+
+
 def _layout(args: argparse.Namespace) -> str:
-    layout = validated_layout(args)
+    layout = _layout_of(args)
     ranks = f"{args.world_size} rank{'s' if args.world_size > 1 else ''}"
     device = "the CPU" if args.cpu else "GPUs"
     return f"{layout} on {ranks} on {device}, layer spec {args.spec[0]}"
@@ -238,7 +245,7 @@ def _memory(args: argparse.Namespace, a: Architecture) -> str:
     if not (args.bf16 and args.use_distributed_optimizer):
         return "not estimated: the estimate needs --bf16 with --use-distributed-optimizer"
     trained = memory.trained_of(args, a, Path(args.hf_model))
-    stages = memory.of_flags(args, a, validated_layout(args), trained)
+    stages = memory.of_flags(args, a, _layout_of(args), trained)
     return f"about {max(stages, key=lambda stage: stage.total)}"
 
 

@@ -5,7 +5,7 @@ A teacher in memory takes one more forward pass in each step, which keeps its li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,9 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.objectives.distillation import divergences
 from mcore_qwen3vl.objectives.settings import Distillation
 from mcore_qwen3vl.training.arguments.losses import DISTILL
-from mcore_qwen3vl.training.step.forward import RunBatch, forward, read_by
+from mcore_qwen3vl.training.step.forward import RunBatch, read_by
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, cross_entropy, of_tokens
+from mcore_qwen3vl.training.step.two_passes import finding
 
 
 def compared(settings: Distillation) -> RunBatch:
@@ -86,16 +87,15 @@ def _teacher_at(batch: Batch, own: Tensor) -> tuple[Tensor, Tensor]:
     return batch.teacher.ids[row], batch.teacher.log_probs[row]
 
 
-def teacher_step(
-    k: int, temperature: float, batches: Iterator[Batch], model: Any
-) -> tuple[Tensor, Callable[..., Top]]:
-    """Run a micro-batch in a first pass, which finds the teacher's `k` likeliest tokens."""
-    processor = partial(_likeliest, k=k, temperature=temperature)
-    output, _ = forward(next(batches), model, output_processor=processor)
-    return output, _top
+def teacher_step(k: int, temperature: float) -> Callable[..., Any]:
+    """Return the forward step of a first pass, which finds the teacher's `k` likeliest tokens."""
+    run = read_by(partial(_likeliest, k=k, temperature=temperature))
+    return finding(run, lambda batch, local, found: Top(found[..., :k].int(), found[..., k:]))
 
 
 def _likeliest(
+    batch: Batch,
+    chunk: Qwen3VLModel,
     *,
     hidden_states: Tensor,
     output_layer: Head,
@@ -109,8 +109,3 @@ def _likeliest(
         hidden_states, output_weight, reduce=partial(likeliest, k=k, temperature=temperature)
     )
     return torch.cat([ids.float(), log_probs], -1)  # Megatron passes one tensor on
-
-
-def _top(output: Tensor, *, non_loss_data: bool) -> Top:
-    k = output.shape[-1] // 2
-    return Top(output[..., :k].int(), output[..., k:])

@@ -15,8 +15,7 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.training.logs.by_part import DataSetLosses
-from mcore_qwen3vl.training.step.losses import Objective
+from mcore_qwen3vl.training.step.losses import DataSetLosses, Objective
 
 Names = tuple[str, ...]
 """Of the samples of a micro-batch: file and line."""

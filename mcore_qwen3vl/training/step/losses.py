@@ -12,13 +12,14 @@ register it as an entry point of the group ``mcore_qwen3vl.losses`` and pass its
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -96,6 +97,47 @@ def _units_of_data_sets(batch: Batch, losses: Tensor) -> Iterator[tuple[str, Ten
         )
     for name in dict.fromkeys(names):
         yield name, to_device(torch.tensor([one == name for one in names]), losses.device)
+
+
+class DataSetLosses:
+    """Sums of data sets' losses that stay on the device until the log is written.
+
+    All ranks make it with the same names of data sets in the same order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(dict.fromkeys(names))
+        self._loss = ""
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, loss: str, parts: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Add a micro-batch, without a host sync.
+
+        `parts` are, by the name of each data set, the sum of its losses and its normaliser.
+        """
+        self._loss = loss
+        for name, part in parts.items():
+            pair = torch.stack([value.detach().double() for value in part])
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def report(self) -> dict[str, float]:
+        """Return the mean loss of each data set since the last report, over all ranks.
+
+        All ranks call this. Those before the last pipeline stage, which have no loss, get nothing.
+        A data set without a trained token since then is left out.
+        """
+        if not self._names or not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return {}
+        nothing = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+        sums = torch.stack([self._sums.get(name, nothing) for name in self._names])
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(sums, group=group)
+        self._sums = {}
+        return {
+            f"{self._loss} {name}": total / normaliser
+            for name, (total, normaliser) in zip(self._names, sums.tolist(), strict=True)
+            if normaliser
+        }
 
 
 Objective = Callable[[Batch, Tensor, Tensor], Reduced]

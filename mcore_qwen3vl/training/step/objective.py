@@ -24,7 +24,7 @@ from mcore_qwen3vl.training.step.distillation import compared, of_divergences, t
 from mcore_qwen3vl.training.step.forward import ForwardStep
 from mcore_qwen3vl.training.step.losses import find_loss, of_tokens
 from mcore_qwen3vl.training.step.preference import (
-    answers_step,
+    ANSWERS_STEP,
     of_labelled,
     of_pairs,
     with_baseline,
@@ -62,10 +62,10 @@ def schedule_of(args: argparse.Namespace, second: SecondModel | None) -> Wrapper
     if args.task == "embedding":
         passes = partial(with_contrasts, contrastive_of(args))
     elif args.loss == DISTILL and second:
-        step = partial(teacher_step, args.teacher_top_k, distillation_of(args).temperature)
-        passes = partial(two_passes, "teacher", first=step, within=second.in_place)
+        first = teacher_step(args.teacher_top_k, distillation_of(args).temperature)
+        passes = partial(two_passes, "teacher", first=first, within=second.in_place)
     elif args.loss in LOSSES and reference_of(args) in ("adapter", "model"):
-        passes = partial(two_passes, "references", first=answers_step, within=reference)
+        passes = partial(two_passes, "references", first=ANSWERS_STEP, within=reference)
     elif args.loss == KTO:
         passes = partial(with_baseline, reference)
     else:

@@ -1,21 +1,41 @@
-"""The optimizer: learning rates by part, and an exact resume without Transformer Engine."""
+"""Learning rates and gradient norms by part, and mcore's optimizer without Transformer Engine.
+
+mcore's own fallbacks for the kernels of Transformer Engine and Apex take a host sync per tensor
+(the norm), or a launch and a temporary per tensor (clipping). torch's default Adam takes
+temporaries of the parameters' size. torch has kernels over lists of tensors for all three.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
-from mcore_qwen3vl.model.freeze import part_of
+from mcore_qwen3vl.model.freeze import PARTS, part_of
 
 
 def chained_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers that mcore has chained, or the single one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _with_adam(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Adam]]:
+    """Yield each of the chained optimizers that holds torch's Adam, and the Adam."""
+    for part in chained_optimizers(optimizer):
+        adam = getattr(part, "optimizer", None)
+        if isinstance(adam, torch.optim.Adam):
+            yield part, adam
 
 
 def learning_rate_overrides(args: argparse.Namespace) -> dict[ParamKey, Any]:
@@ -35,6 +55,49 @@ def _part_key(part: str) -> ParamKey:
     return ParamKey(with_name_predicate=ParamWithNamePredicate(name=part, fn=belongs))
 
 
+def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
+    """Return the 2-norm of each part's gradient over all ranks.
+
+    All ranks call this, after the gradients are reduced.
+    """
+    squares = torch.zeros(len(PARTS), device=torch.cuda.current_device())
+    for chunk in model:
+        parts = {parameter: part_of(name) for name, parameter in chunk.named_parameters()}
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            _add_squares(squares, buffer, parts, chunk)
+    dist.all_reduce(squares)
+    return dict(zip(PARTS, squares.sqrt(), strict=True))
+
+
+def _add_squares(squares: Tensor, buffer: Any, parts: dict[nn.Parameter, Any], chunk: Any) -> None:
+    """Add this rank's share: its shard of each bucket, or, unsharded, all on the first DP rank."""
+    sharded = chunk.ddp_config.use_distributed_optimizer
+    group = buffer.data_parallel_group
+    if not sharded and group.rank() != 0:
+        return
+    for bucket in buffer.buckets:
+        size = bucket.grad_data.numel() // (group.size() if sharded else 1)
+        first = group.rank() * size if sharded else 0
+        for parameter in bucket.params:
+            if not _is_counted(parameter):
+                continue
+            start, end, _ = buffer.param_index_map[parameter]
+            low = max(start - bucket.offset, first)
+            high = min(end - bucket.offset, first + size)
+            if low < high:
+                part = tuple(PARTS).index(parts[parameter])
+                squares[part] += bucket.grad_data[low:high].float().square().sum()
+
+
+def _is_counted(parameter: nn.Parameter) -> bool:
+    """Return whether to count this copy: as in mcore's norm, ties and TP replicas count once."""
+    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+        parameter,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
+    )
+
+
 def make_resumable(optimizer: Any) -> bool:
     """Let torch's Adam under mcore's distributed optimizer save and load its state exactly.
 
@@ -45,15 +108,14 @@ def make_resumable(optimizer: Any) -> bool:
     Returns:
         Whether the optimizer was torch's Adam, and was changed.
     """
-    found = False
-    for part in chained_optimizers(optimizer):
-        inner = getattr(part, "optimizer", None)
-        if isinstance(part, DistributedOptimizer) and isinstance(inner, torch.optim.Adam):
-            _start_states(inner)
-            inner.register_load_state_dict_post_hook(_separate_steps)
+    changed = False
+    for part, adam in _with_adam(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            _start_states(adam)
+            adam.register_load_state_dict_post_hook(_separate_steps)
             _tolerate_missing_step(part)
-            found = True
-    return found
+            changed = True
+    return changed
 
 
 def scale_on_host(optimizer: Any) -> None:
@@ -87,3 +149,51 @@ def _tolerate_missing_step(optimizer: DistributedOptimizer) -> None:
         set_states(parameter, {"step": None, **tensors})
 
     optimizer._set_main_param_and_optimizer_states = set_states_but_step
+
+
+def use_multi_tensor() -> None:
+    """Give mcore's gradient clipping the functions below, if it has only its own fallbacks."""
+    if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
+        return
+    clip_grads.l2_norm_impl = multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_impl = multi_tensor_scale
+    clip_grads.multi_tensor_scale_tensor_impl = multi_tensor_scale
+
+
+def multi_tensor_l2_norm(
+    chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """Return the (1,) float32 norm of all values, like Apex's ``multi_tensor_l2norm``."""
+    norms = torch._foreach_norm([tensor for one in tensors for tensor in one])
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
+def multi_tensor_scale(
+    chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float | Tensor
+) -> None:
+    """Write the first list times `factor` into the second, as ``multi_tensor_scale`` does."""
+    source, target = tensors
+    if any(a is not b for a, b in zip(source, target, strict=True)):
+        torch._foreach_copy_(target, source)
+    torch._foreach_mul_(target, factor.reshape(()) if isinstance(factor, Tensor) else factor)
+
+
+def use_fused_adam(optimizer: Any) -> None:
+    """Let torch's Adam update parameters without temporaries.
+
+    On a GPU one kernel updates many parameters; on the CPU it takes one pass over the memory
+    instead of a dozen.
+    """
+    for _, adam in _with_adam(optimizer):
+        _set_fused(adam)
+        # A loaded checkpoint's groups bring the setting of the run that wrote it.
+        adam.register_load_state_dict_post_hook(_set_fused)
+
+
+def _set_fused(adam: torch.optim.Optimizer) -> None:
+    for group in adam.param_groups:
+        group["fused"] = True
+        for parameter in group["params"]:
+            if "step" in adam.state.get(parameter, {}):
+                state = adam.state[parameter]
+                state["step"] = state["step"].to(parameter.device)

@@ -25,7 +25,14 @@ from mcore_qwen3vl.objectives.preference import labelled_losses, pair_losses
 from mcore_qwen3vl.objectives.settings import Kto, Preference
 from mcore_qwen3vl.training.step.forward import forward
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
-from mcore_qwen3vl.training.step.two_passes import Within, evaluated, forward_pass, read, replayed
+from mcore_qwen3vl.training.step.two_passes import (
+    Within,
+    evaluated,
+    finding,
+    forward_pass,
+    read,
+    replayed,
+)
 
 
 def of_pairs(preference: Preference) -> Objective:
@@ -109,15 +116,10 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
     return summed, lengths
 
 
-def answers_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Tensor]]:
-    """Run a micro-batch in a first pass, which finds its answers' log-probabilities (N,)."""
-    batch = next(batches)
-    output, local = forward(batch, model)
-
-    def log_probs(losses: Tensor, *, non_loss_data: bool) -> Tensor:
-        return answer_log_probs(batch, local, losses.float())[0]
-
-    return output, log_probs
+ANSWERS_STEP = finding(
+    forward, lambda batch, local, losses: answer_log_probs(batch, local, losses.float())[0]
+)
+"""The forward step of a first pass, which finds the answers' log-probabilities (N,)."""
 
 
 def with_baseline(within: Within, schedule: Callable[..., Any], **given: Any) -> Any:
@@ -130,7 +132,7 @@ def with_baseline(within: Within, schedule: Callable[..., Any], **given: Any) ->
     held = read(given)
     exchanged = [[batch.exchanged() for batch in batches] for batches in held]
     policy, of_reference, reference = (
-        forward_pass(schedule, given, batches, first=answers_step, within=model)
+        forward_pass(schedule, given, batches, first=ANSWERS_STEP, within=model)
         for batches, model in ((exchanged, evaluated), (exchanged, within), (held, within))
     )
     if reference:  # the last stage

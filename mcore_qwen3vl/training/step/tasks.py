@@ -1,4 +1,6 @@
-"""The objectives of tasks, means over the global batch, and what computes their values.
+"""The objectives of tasks, means over the global batch, and what they read from the last tokens.
+
+Last tokens are read as ``_pooling_last`` of Qwen3-VL-Embedding does, after the final norm.
 
 The loss of an embedded query depends on every document of the global batch, and these are never in
 one forward pass. So the embeddings are first computed without gradients, gathered, and the loss is
@@ -10,7 +12,7 @@ Memory Limited Setup", 2021 (GradCache). With one micro-batch a rank, one pass i
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,21 +20,116 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.model.decoder.attention import PackedSequence
+from mcore_qwen3vl.model.head.module import Head
+from mcore_qwen3vl.model.head.score import ScoreHead
+from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.objectives.contrastive import contrastive_losses
 from mcore_qwen3vl.objectives.preference import reward_losses
 from mcore_qwen3vl.objectives.ranking import classification_losses, ranking_losses
 from mcore_qwen3vl.objectives.settings import Contrastive, Ranking
 from mcore_qwen3vl.training.arguments.tasks import answers_of, contrastive_of, labels_of, ranking_of
-from mcore_qwen3vl.training.step.forward import RunBatch
+from mcore_qwen3vl.training.step.forward import RunBatch, read_by
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
-from mcore_qwen3vl.training.step.pooling import EMBED, SCORES, answers, pooled
-from mcore_qwen3vl.training.step.two_passes import evaluated, two_passes
+from mcore_qwen3vl.training.step.two_passes import evaluated, finding, two_passes
+
+Read = Callable[[Tensor, Any, Tensor | None], Tensor]
+"""``(states, output_layer, output_weight) -> values``.
+
+Args:
+    states: (N, H) float32 hidden states of the last tokens on this CP rank, zeros for the others.
+        All TP ranks have them.
+    output_layer: the chunk's output layer.
+    output_weight: (V / tp, H) weight of a tied head.
+
+Returns:
+    (N, K) float32, equal on all TP ranks, and zero where the states are.
+"""
+
+
+def states(states: Tensor, output_layer: Any, output_weight: Tensor | None) -> Tensor:
+    """Read the states themselves, which are embeddings if they get length 1."""
+    return states
+
+
+def answers(
+    tokens: Sequence[int], states: Tensor, output_layer: Head, output_weight: Tensor | None
+) -> Tensor:
+    """Read the next token's logits for `tokens`."""
+    logits, _ = output_layer(states, output_weight, tokens=tokens)
+    return logits
+
+
+def scores(states: Tensor, output_layer: ScoreHead, output_weight: Tensor | None) -> Tensor:
+    """Read the labels' scores from a classifier's head."""
+    return output_layer(states)
+
+
+def last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the rows and the columns of the samples' last tokens, (N,) int64 each, on the host."""
+    lengths = torch.tensor(batch.lengths)
+    if batch.cu_seqlens is None:
+        return torch.arange(len(lengths)), lengths - 1
+    starts = batch.cu_seqlens[: len(lengths)].long()
+    return torch.zeros_like(lengths), starts + lengths - 1
+
+
+def _pool(
+    read: Read,
+    batch: Batch,
+    chunk: Qwen3VLModel,
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    packed_seq_params: PackedSequence | None,
+    **_: Any,
+) -> Tensor:
+    """Read the last tokens among this rank's hidden states (s, B, H), and add up all CP ranks'.
+
+    Each token is on one rank. A sum passes each rank the gradient of its own tokens. The head comes
+    before the sum over CP, so that its gradient on a CP rank is that of the rank's own tokens, as
+    for all other parameters.
+    """
+    sharded = chunk.config.sequence_parallel
+    length = batch.input_ids.shape[1]
+    local = chunk.local_tokens(length, packed_seq_params, sequence_parallel=sharded)
+    places = torch.full((length,), -1)
+    places[local] = torch.arange(len(local))
+    rows, columns = last_tokens(batch)
+    at = places[columns]
+    device = hidden_states.device
+    own = to_device(at >= 0, device)[:, None]
+    states = hidden_states[to_device(at.clamp(min=0), device), to_device(rows, device)].float()
+    states = torch.where(own, states, 0.0)
+    if sharded:
+        group = parallel_state.get_tensor_model_parallel_group()
+        states = reduce_from_tensor_model_parallel_region(states, group=group)
+    group = parallel_state.get_context_parallel_group()
+    values = read(states, output_layer, output_weight)
+    return reduce_from_tensor_model_parallel_region(values, group=group)
+
+
+def pooled(read: Read) -> RunBatch:
+    """Return what runs a micro-batch through a pipeline chunk and reads its last tokens.
+
+    On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
+    """
+    return read_by(partial(_pool, read))
+
+
+EMBED = pooled(states)
+"""Runs a micro-batch, whose values are (N, H) embeddings, not normalised."""
+SCORES = pooled(scores)
+"""Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
 
 
 def objective_of(args: argparse.Namespace) -> tuple[Objective, RunBatch]:
@@ -124,7 +221,8 @@ def with_contrasts(contrastive: Contrastive, schedule: Callable[..., Any], **giv
     if given["num_microbatches"] == 1:
         return schedule(**given)
     values = partial(contrasts, contrastive)
-    return two_passes("contrast", schedule, first=_embed, within=evaluated, values=values, **given)
+    first = finding(EMBED, lambda batch, local, embeddings: embeddings)
+    return two_passes("contrast", schedule, first=first, within=evaluated, values=values, **given)
 
 
 def contrasts(
@@ -172,8 +270,3 @@ def _gathered(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     whole = rows.new_empty(len(sizes) * len(padded), rows.shape[1])
     dist.all_gather_into_tensor(whole, padded, group=parallel_state.get_data_parallel_group())
     return torch.cat([one[:n] for one, n in zip(whole.chunk(len(sizes)), sizes, strict=True)])
-
-
-def _embed(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Tensor]]:
-    output, _ = EMBED(next(batches), model)
-    return output, lambda embeddings, non_loss_data: embeddings

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.training.step.forward import RunBatch
 
 Within = Callable[[Any], AbstractContextManager[Any]]
 """A function that makes, from the model that trains, a context which gives the model to run."""
@@ -45,6 +47,22 @@ def two_passes(
         of_batches = zip(held[-1], values(held[-1], found), strict=True)
         held[-1] = [replace(batch, **{field: value}) for batch, value in of_batches]
     return schedule(**{**given, "data_iterator": replayed(held)})
+
+
+def finding(
+    run: RunBatch, values: Callable[[Batch, Tensor, Tensor], Any]
+) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
+    """Return the forward step of a first pass, which finds `values` in what `run` returns.
+
+    On the last stage, these get the micro-batch, this rank's positions and the output.
+    """
+
+    def step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(batches)
+        output, local = run(batch, model)
+        return output, lambda output, non_loss_data: values(batch, local, output)
+
+    return step
 
 
 def read(given: Mapping[str, Any]) -> list[list[Batch]]:

@@ -16,7 +16,6 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments import checks
 from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, flag_list
-from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.folders import claim
 
 
@@ -132,7 +131,7 @@ def test_a_batch_that_ranks_do_not_divide_is_named(dense: Path) -> None:
     command = CommandLine(["--hf-model", str(dense), "--global-batch-size", "3"])
     said = "--global-batch-size 3 is not a multiple of the 2 rows .* Give --global-batch-size 4"
     with pytest.raises(BadInput, match=said):
-        check_layout(command.args, command.architecture, 2)
+        command.layout(2)
 
 
 def test_data_paths_may_have_an_equals_sign(dense: Path, data: Path) -> None:

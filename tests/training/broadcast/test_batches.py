@@ -75,7 +75,7 @@ def staged(path: Path) -> tuple[list[tuple[str, int, float]], list[str], str]:
     batches = SharedBatches(
         stream(path) if dist.get_rank() == 0 else None, device=torch.device("cpu"),
         group=groups[stage], host_group=groups[stage],
-        feed=StageFeed(readers, tag=3) if place == 0 else None, on_batch=[shown.append],
+        feed=StageFeed(readers) if place == 0 else None, on_batch=[shown.append],
     ).chunk(0)  # fmt: skip
     if stage == 1:
         dist.barrier()

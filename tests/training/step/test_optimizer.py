@@ -8,7 +8,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch import Tensor
 
-from mcore_qwen3vl.training.step import multi_tensor
+from mcore_qwen3vl.training.step import optimizer
 
 FLAG = torch.zeros(1, dtype=torch.int)
 
@@ -20,7 +20,7 @@ def tensors() -> list[Tensor]:
 
 def test_the_norm_is_that_of_all_values() -> None:
     given = tensors()
-    found, _ = multi_tensor.l2_norm(0, FLAG, [given], False)
+    found, _ = optimizer.multi_tensor_l2_norm(0, FLAG, [given], False)
     assert found.shape == (1,)
     whole = torch.cat([tensor.flatten() for tensor in given])
     torch.testing.assert_close(found[0], whole.norm())
@@ -31,7 +31,7 @@ def test_the_norm_is_that_of_all_values() -> None:
 def test_scaling(factor: float | Tensor, in_place: bool) -> None:
     given = tensors()
     target = given if in_place else [torch.zeros_like(tensor) for tensor in given]
-    multi_tensor.scale(0, FLAG, [given, target], factor)
+    optimizer.multi_tensor_scale(0, FLAG, [given, target], factor)
     for found, before, source in zip(target, tensors(), given, strict=True):
         torch.testing.assert_close(found, before * 0.3)
         torch.testing.assert_close(source, before * 0.3 if in_place else before)
@@ -43,8 +43,8 @@ def test_clipping_uses_them_where_megatron_has_only_its_own(
     monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", local_multi_tensor_scale)
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None)
-    multi_tensor.install()
-    assert clip_grads.l2_norm_impl is multi_tensor.l2_norm
+    optimizer.use_multi_tensor()
+    assert clip_grads.l2_norm_impl is optimizer.multi_tensor_l2_norm
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **kwargs: None)  # one rank
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
@@ -58,21 +58,21 @@ def test_kernels_of_transformer_engine_and_apex_stay(monkeypatch: pytest.MonkeyP
     def theirs() -> None: ...
 
     monkeypatch.setattr(clip_grads, "l2_norm_impl", theirs)
-    multi_tensor.install()
+    optimizer.use_multi_tensor()
     assert clip_grads.l2_norm_impl is theirs
 
 
 def test_adam_on_the_cpu_is_fused_and_the_same() -> None:
     class Part:
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
+        def __init__(self, adam: torch.optim.Optimizer) -> None:
+            self.optimizer = adam
 
     results = []
     for fused in (False, True):
         parameters = [torch.nn.Parameter(tensor) for tensor in tensors()]
         adam = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.2)
         if fused:
-            multi_tensor.use_fused_adam(Part(adam))
+            optimizer.use_fused_adam(Part(adam))
             assert [group["fused"] for group in adam.param_groups] == [True]
         for step in range(3):
             for parameter in parameters:
