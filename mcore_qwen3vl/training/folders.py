@@ -37,14 +37,22 @@ def check_writable(folder: Path) -> None:
     """Raise BadInput if `folder` can neither be written to nor created."""
     folder = folder.absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
-    try:
-        with tempfile.TemporaryFile(dir=there) as file:
-            file.write(bytes(4096))
-            file.flush()
-    except OSError as error:
+    if reason := disk_error(there, 4096):
         raise BadInput(
-            f"{folder} cannot be written: {error.strerror}. Choose another directory, or make room."
-        ) from error
+            f"{folder} cannot be written: {reason}. Choose another directory, or make room."
+        )
+
+
+def disk_error(folder: Path, size: int) -> str | None:
+    """Write `size` bytes to a file that is gone at once, and return the system's error, if any."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(size))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def check_export(args: argparse.Namespace) -> None:

@@ -172,8 +172,6 @@ class CommandLine:
 def _parser() -> StrictParser:
     parser = StrictParser(allow_abbrev=False, add_help=False)
     add_arguments(parser)
-    # A missing model is reported together with other missing flags.
-    parser._option_string_actions["--hf-model"].required = False
     for flag in _TEXTS:
         parser.add_argument(flag)
     for flag in _LISTS:

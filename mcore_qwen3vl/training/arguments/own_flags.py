@@ -65,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     model.add_argument(
         "--hf-model",
         metavar="DIR",
-        required=True,
         help="Hugging Face checkpoint, hub id or converted checkpoint: its config gives the "
         "architecture, its tokenizer and processor prepare the data. Weights are not read here.",
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,7 +46,7 @@ def parse(command: CommandLine) -> tuple[argparse.Namespace, frozenset[str]]:
     from mcore_qwen3vl.training.checkpoints.resume import check_companions
 
     setup = ArgumentSetup(command, int(os.environ.get("WORLD_SIZE", "1")))
-    with _megatron_reads(command.words):
+    with _explained():
         args = parse_and_validate_args(extra_args_provider=setup.prepare)
     setup.finish(args)
     if args.save:
@@ -61,7 +60,7 @@ def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
 
     command = CommandLine(argv)
     setup = ArgumentSetup(command, world_size)
-    with _megatron_reads(command.words):
+    with _explained():
         args = parse_args(extra_args_provider=setup.prepare)
         args.rank, args.world_size = 0, world_size
         validate_args(args)
@@ -76,14 +75,14 @@ class ArgumentSetup:
         self._command = command
         self._world_size = world_size
         self.explicit: frozenset[str] = frozenset()
-        self._kept: Kept | None = None
+        self._kept_batch = False
 
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add our flags and defaults to `parser`; Megatron's ``extra_args_provider``."""
         # By default every rank would print a screenful of all Megatron flags.
         parser.error = partial(refuse, parser)  # type: ignore[method-assign]
         command, a = self._command, self._command.architecture
-        explicit = _explicit_arguments(add_arguments(parser), command.words)
+        explicit = _parsed(add_arguments(parser), command.words)
         fixed = architecture_arguments(a)
         _check_explicit(parser, explicit, fixed)
         self.explicit = frozenset(explicit)
@@ -101,32 +100,20 @@ class ArgumentSetup:
             # The same command starts a run and resumes it.
             parser.set_defaults(load=explicit["save"])
         layout = command.layout(self._world_size)
-        self._kept = Kept.of(explicit)
-        if self._kept:
-            self._keep(parser, explicit, self._kept, layout.dp)
+        if kept := Kept.of(explicit):
+            self._kept_batch = kept.batch is not None
+            parser.set_defaults(**kept.defaults(explicit, layout.dp))
+        # Megatron's own call then adds the defaults to what is parsed already.
+        given = argparse.Namespace(**explicit)
+        parser.parse_args = partial(parser.parse_args, [], given)  # type: ignore[method-assign]
         return parser
-
-    def _keep(
-        self, parser: argparse.ArgumentParser, explicit: Mapping[str, Any], kept: Kept, ranks: int
-    ) -> None:
-        """Make what the checkpoint was trained with the default, for `ranks` data-parallel ones."""
-        workers = kept.workers_of_a_rank(ranks)
-        if kept.batch:
-            parser.set_defaults(global_batch_size=kept.batch)
-        if workers is not None:
-            parser.set_defaults(num_workers=workers)
-        micro_batch_size, num_workers = (
-            explicit.get(name, parser.get_default(name))
-            for name in ("micro_batch_size", "num_workers")
-        )
-        kept.check(micro_batch_size=micro_batch_size, num_workers=num_workers, ranks=ranks)
 
     def finish(self, args: argparse.Namespace) -> None:
         """Check and set what depends on Megatron's own validation, which has run."""
         from megatron.training.vocab_utils import calculate_padded_vocab_size
 
         args.hf_model = str(self._command.model)
-        args.kept_global_batch = bool(self._kept and self._kept.batch)
+        args.kept_global_batch = self._kept_batch
         if args.padded_vocab_size is None:
             args.padded_vocab_size = calculate_padded_vocab_size(
                 args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
@@ -138,12 +125,12 @@ class ArgumentSetup:
         check_task(args, self._command.architecture)
 
 
-def _explicit_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
     """Return the arguments that `argv` itself sets, by ``dest`` name, without any default."""
     defaults = [(action, action.default) for action in parser._actions]
     for action, _ in defaults:
         action.default = argparse.SUPPRESS
-    explicit = vars(parser.parse_known_args(list(argv))[0])
+    explicit = vars(parser.parse_args(list(argv)))
     for action, default in defaults:
         action.default = default
     return explicit
@@ -176,18 +163,14 @@ def _spec(value: list[str] | None, cpu: bool) -> str:
 
 
 @contextmanager
-def _megatron_reads(argv: Sequence[str]) -> Iterator[None]:
-    """Give Megatron `argv` as ``sys.argv``, which it parses, and turn its errors into ours."""
-    saved = sys.argv
-    sys.argv = [saved[0], *argv]
+def _explained() -> Iterator[None]:
+    """Turn Megatron's errors about flags into ours."""
     try:
         yield
     except (AssertionError, ValueError, RuntimeError) as error:
         # A bare assertion says no more than its condition.
         said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise BadInput(f"Megatron refuses these flags: {said}") from error
-    finally:
-        sys.argv = saved
 
 
 @dataclass(frozen=True)
@@ -234,16 +217,19 @@ class Kept:
             None if any(name in explicit for name in given) else saved.get(data_state.GLOBAL_BATCH),
         )
 
-    def workers_of_a_rank(self, ranks: int) -> int | None:
+    def _workers_of(self, ranks: int) -> int | None:
         """Return how many data workers each of `ranks` ranks needs; None: no number fits."""
         if self.shared or ranks == self.ranks:
             return self.workers
         total = self.workers * self.ranks
         return total // ranks if total and total % ranks == 0 else None
 
-    def check(self, *, micro_batch_size: int, num_workers: int, ranks: int) -> None:
-        """Raise BadInput, with the flags to add, if these ranks cannot go on with the run."""
-        workers = self.workers_of_a_rank(ranks)
+    def defaults(self, explicit: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+        """Return the defaults with which `ranks` data-parallel ranks go on with the run.
+
+        If they cannot, BadInput names the flags to add.
+        """
+        workers, micro_batch_size = self._workers_of(ranks), explicit.get("micro_batch_size", 1)
         if workers is None:
             raise BadInput(
                 f"{self._described()} Each worker has its own place in the data, and they cannot "
@@ -255,13 +241,15 @@ class Kept:
         if self.batch is not None and self.batch % rows:
             larger = -(-self.batch // rows) * rows
             flags += [f"--global-batch-size {larger}", "--override-opt-param-scheduler"]
-        if num_workers != workers:
+        if explicit.get("num_workers", workers) != workers:
             flags += [f"--num-workers {workers}"]
         if flags:
             raise BadInput(
                 f"{self._described()} To go on with {counted(ranks, 'data-parallel rank')} of "
                 f"micro-batch {micro_batch_size}, add {' '.join(flags)}."
             )
+        batch = {} if self.batch is None else {"global_batch_size": self.batch}
+        return {"num_workers": workers, **batch}
 
     def _described(self) -> str:
         batch = "" if self.batch is None else f", and a global batch of {self.batch}"

@@ -252,26 +252,24 @@ def _extent_of(view: Tensor, whole: Tensor) -> Extent:
     for stride in whole.stride():
         at, rest = divmod(rest, stride)
         corner.append(at)
-    return Extent(tuple(corner), (*(1 for _ in range(whole.dim() - view.dim())), *view.shape))
+    return Extent(tuple(corner), (1,) * (whole.dim() - view.dim()) + tuple(view.shape))
 
 
 def _place(piece: ShardedTensor, inside: Shape, sizes: Shape, instance: int) -> ShardedTensor:
     """Describe the box of `sizes` elements at `inside` of a piece, as part of the stored tensor."""
     stacked = piece.prepend_axis_num
-    corner = (*(0 for _ in range(stacked)), *inside)
+    corner = (0,) * stacked + inside
     pipeline, tensor, _ = piece.replica_id
-    return ShardedTensor(
-        key=piece.key,
+    return replace(
+        piece,
         data=None,
-        dtype=piece.dtype,
         # For an irregular grid, mcore wants the prepended axes here too.
-        local_shape=(*(1 for _ in range(stacked)), *sizes),
-        global_shape=piece.global_shape,
+        local_shape=(1,) * stacked + sizes,
         global_offset=tuple(a + b for a, b in zip(piece.global_offset, corner, strict=True)),
         axis_fragmentations=None,
         # Data-parallel ranks hold copies of the model, but each its own elements of the state.
         replica_id=(pipeline, tensor, instance),
-        allow_shape_mismatch=piece.allow_shape_mismatch,
+        prepend_axis_num=0,
     )
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +23,7 @@ from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints import resume
 from mcore_qwen3vl.training.checkpoints.best import Validations
 from mcore_qwen3vl.training.checkpoints.optimizer import check_state_of_weights
-from mcore_qwen3vl.training.folders import claim
+from mcore_qwen3vl.training.folders import claim, disk_error
 from mcore_qwen3vl.training.lora import check_checkpoint
 
 _OF_DISKS = frozenset(
@@ -33,7 +31,7 @@ _OF_DISKS = frozenset(
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "EACCES", "EPERM", "ESTALE")
     if hasattr(errno, name)
 )
-_PROBE = 2**20  # bytes
+_PROBE = 2**20  # bytes to write for the error, which Megatron's writers do not pass on
 
 
 class RunCheckpoints:
@@ -150,7 +148,7 @@ def explained_save(directory: str, iteration: int) -> Iterator[None]:
         save = Path(directory)
         reason = _reason(error)
         if isinstance(error, CheckpointException):  # raised on every rank
-            reason = _first_of_any(reason or _probe(save))
+            reason = _first_of_any(reason or disk_error(save, _PROBE))
         if reason is None:
             raise
         whole = tracked(save)
@@ -183,15 +181,3 @@ def _first_of_any(reason: str | None) -> str | None:
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, reason)
     return next(filter(None, everyone), None)
-
-
-def _probe(folder: Path) -> str | None:
-    """Write a megabyte and return the system's error, which Megatron's writers do not pass on."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_PROBE))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.strerror
-    return None
