@@ -28,8 +28,6 @@ from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
-from mcore_qwen3vl.model.head.module import Head
-from mcore_qwen3vl.model.head.score import ScoreHead
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.objectives.contrastive import contrastive_losses
@@ -42,38 +40,20 @@ from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
 from mcore_qwen3vl.training.step.two_passes import evaluated, finding, two_passes
 
 Read = Callable[[Tensor, Any, Tensor | None], Tensor]
-"""``(states, output_layer, output_weight) -> values``.
+"""``(states, head, weight) -> values``.
 
 Args:
     states: (N, H) float32 hidden states of the last tokens on this CP rank, zeros for the others.
         All TP ranks have them.
-    output_layer: the chunk's output layer.
-    output_weight: (V / tp, H) weight of a tied head.
+    head: the chunk's output layer.
+    weight: (V / tp, H) weight of a tied head.
 
 Returns:
     (N, K) float32, equal on all TP ranks, and zero where the states are.
 """
 
 
-def states(states: Tensor, output_layer: Any, output_weight: Tensor | None) -> Tensor:
-    """Read the states themselves, which are embeddings if they get length 1."""
-    return states
-
-
-def answers(
-    tokens: Sequence[int], states: Tensor, output_layer: Head, output_weight: Tensor | None
-) -> Tensor:
-    """Read the next token's logits for `tokens`."""
-    logits, _ = output_layer(states, output_weight, tokens=tokens)
-    return logits
-
-
-def scores(states: Tensor, output_layer: ScoreHead, output_weight: Tensor | None) -> Tensor:
-    """Read the labels' scores from a classifier's head."""
-    return output_layer(states)
-
-
-def last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
+def _last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the rows and the columns of the samples' last tokens, (N,) int64 each, on the host."""
     lengths = torch.tensor(batch.lengths)
     if batch.cu_seqlens is None:
@@ -104,7 +84,7 @@ def _pool(
     local = chunk.local_tokens(length, packed_seq_params, sequence_parallel=sharded)
     places = torch.full((length,), -1)
     places[local] = torch.arange(len(local))
-    rows, columns = last_tokens(batch)
+    rows, columns = _last_tokens(batch)
     at = places[columns]
     device = hidden_states.device
     own = to_device(at >= 0, device)[:, None]
@@ -126,9 +106,9 @@ def pooled(read: Read) -> RunBatch:
     return read_by(partial(_pool, read))
 
 
-EMBED = pooled(states)
+EMBED = pooled(lambda states, head, weight: states)
 """Runs a micro-batch, whose values are (N, H) embeddings, not normalised."""
-SCORES = pooled(scores)
+SCORES = pooled(lambda states, head, weight: head(states))
 """Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
 
 
@@ -192,7 +172,7 @@ def judge(folder: str | Path, words: tuple[str, str]) -> RunBatch:
                 "answers are one token each: name two others with --answers."
             )
         tokens += found
-    return pooled(partial(answers, tokens))
+    return pooled(lambda states, head, weight: head(states, weight, tokens=tokens)[0])
 
 
 def relevance(logits: Tensor) -> Tensor:
