@@ -104,8 +104,8 @@ class ArgumentSetup:
             self._kept_batch = kept.batch is not None
             parser.set_defaults(**kept.defaults(explicit, layout.dp))
         # Megatron's own call then adds the defaults to what is parsed already.
-        given = argparse.Namespace(**explicit)
-        parser.parse_args = partial(parser.parse_args, [], given)  # type: ignore[method-assign]
+        add_defaults: Any = partial(parser.parse_args, [], argparse.Namespace(**explicit))
+        parser.parse_args = add_defaults  # type: ignore[method-assign]
         return parser
 
     def finish(self, args: argparse.Namespace) -> None:
