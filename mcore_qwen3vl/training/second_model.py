@@ -126,7 +126,7 @@ class SecondModel:
 
 
 def fill(chunks: list[Any], path: str | Path) -> None:
-    """Read a checkpoint of either kind into chunks of this rank; a collective of all ranks.
+    """Read what chunks of this rank hold from a checkpoint of either kind.
 
     A value head that a Hugging Face checkpoint lacks stays as it is.
     """
