@@ -237,8 +237,10 @@ class Run:
         }
 
     def _set_up(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        from mcore_qwen3vl.training.model import model_provider
+
         if self.second:
-            self.second.build()
+            self.second.build(model_provider)
         return original(*args, **kwargs)
 
     def _note_trained(self, trained: Trained) -> None:

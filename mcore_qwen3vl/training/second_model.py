@@ -7,7 +7,7 @@ model is built.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -103,12 +103,13 @@ class SecondModel:
             return None
         return cls(args, trained, source, architecture)
 
-    def build(self) -> None:
-        """Build this rank's chunks and fill them; all ranks call this once the groups exist."""
+    def build(self, model_provider: Callable[..., Any]) -> None:
+        """Build this rank's chunks and fill them; all ranks call this once the groups exist.
+
+        `model_provider` is that of :mod:`mcore_qwen3vl.training.model`, which imports this module.
+        """
         from megatron.core.utils import unwrap_model
         from megatron.training.training import get_model
-
-        from mcore_qwen3vl.training.model import model_provider
 
         provider = model_provider(self._args, self._architecture)
         self._chunks = get_model(provider, wrap_with_ddp=False)

@@ -63,8 +63,8 @@ def _left_alone(argv: list[str], output: Path) -> list[str]:
     build = SecondModel.build
     built: list[tuple[str, torch.nn.Parameter, torch.Tensor]] = []
 
-    def kept(self: SecondModel) -> None:
-        build(self)
+    def kept(self: SecondModel, model_provider: Any) -> None:
+        build(self, model_provider)
         named = [pair for chunk in self._chunks for pair in chunk.named_parameters()]
         built.extend((name, one, one.detach().clone()) for name, one in named)
         assert not any(module.training for chunk in self._chunks for module in chunk.modules())
