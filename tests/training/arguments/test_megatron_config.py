@@ -30,6 +30,7 @@ DIFFERENT = {
     "calculate_per_token_loss": "training divides by the trained tokens of the global batch",
     "moe_aux_loss_coeff": "training balances the experts, as far as there are any",
     "inference_sampling_seed": "Megatron passes --seed on",
+    "gradient_accumulation_fusion": "training has a buffer that products add gradients to",
     "cp_comm_type": "Megatron spells its default out",
     "tensor_parallel_num_weight_shards": "Megatron spells its default out",
     "expert_tensor_parallel_num_weight_shards": "Megatron spells its default out",
