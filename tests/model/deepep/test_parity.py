@@ -19,7 +19,7 @@ FAST = (
     "moe tp2xep2xetp2xdp2+sp deepep",
     "moe tp2xpp2xvpp2xep2+sp deepep, overlapped experts",
     "moe-mixed tp2xep2+sp LoRA: experts and MLP deepep",
-    "moe ep4xdp4 hybridep",
+    "moe ep4xdp4 hybridep, distr. opt., overlap",
     "moe tp2xep2+sp hybridep, recompute uniform 4",
     "moe-all tp2xep2+sp hybridep, bf16",
     "moe ep2xdp2 LoRA: experts hybridep",

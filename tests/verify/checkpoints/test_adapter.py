@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.converters.live import adapter as export
+from mcore_qwen3vl.converters.live import export
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.roundtrip import adapter_roundtrip
