@@ -94,8 +94,9 @@ class Site:
         a = self._down(x.to(dtype), down)
         if self._scaling is not None:
             return a, self.matrix(up), self._scaling
-        scaled = [b * pair.scaling for b, pair in zip(up, self.pairs, strict=True)]
-        return a, self.matrix(scaled), 1.0
+        # Scaling B instead would round its values in bf16, and the loss's error would pass 2 E.
+        parts = zip(a.split([len(one) for one in down], -1), self.pairs, strict=True)
+        return torch.cat([part * p.scaling for part, p in parts], -1), self.matrix(up), 1.0
 
     def matrix(self, factors: Sequence[Tensor]) -> Tensor:
         """Place the B factors (out_i, r_i) in one matrix (rows, sum of r_i), zero elsewhere.
