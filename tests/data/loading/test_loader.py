@@ -467,7 +467,8 @@ def test_nothing_grows_with_the_batches(make: MakeLoader, data: Path) -> None:
 
 @pytest.mark.slow
 def test_what_grows_is_found(make: MakeLoader, data: Path) -> None:
-    assert leaks(make(data, config=PACKED), lambda: b"a" * 50_000) == {"memory"}
+    # 100 MB in all: less may fit into what earlier tests have freed, and then nothing grows.
+    assert leaks(make(data, config=PACKED), lambda: b"a" * 500_000) == {"memory"}
     assert leaks(make(data, config=PACKED), lambda: data.open("rb")) == {"files"}
 
 
