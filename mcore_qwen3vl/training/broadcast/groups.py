@@ -98,10 +98,13 @@ class StageFeed:
     def receive(self) -> Any:
         """Return the first stage's next message."""
         message = [None]
-        dist.broadcast_object_list(message, group=self._group, group_src=0)
+        dist.recv_object_list(message, group=self._group, group_src=0)
         return message[0]
 
     def _deliver(self) -> None:
         while True:
             message = self._queue.get()
-            dist.broadcast_object_list([message], group=self._group, group_src=0)
+            # A broadcast would wait for the last stage first, which asks for its batch only when
+            # the stage before it, which waits for this message too, has sent activations.
+            for stage in range(1, self._group.size()):
+                dist.send_object_list([message], group=self._group, group_dst=stage)

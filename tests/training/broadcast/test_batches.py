@@ -106,6 +106,27 @@ def test_later_stages_get_all_but_pixels_and_the_first_never_waits(dense: Path) 
     assert first[1:] == later[1:] == (["Batch", "Batch"], "too many bad samples")
 
 
+def in_order() -> list[str]:
+    """Ask for each message when the stage before has it, as a stage does that waits for that one's
+    activations."""
+    rank = dist.get_rank()
+    feed = StageFeed(dist.new_group([0, 1, 2]))
+    seen = []
+    for message in ["first", "second"]:
+        if rank > 0:
+            dist.recv(torch.zeros(1), rank - 1)
+        if feed.is_source:
+            feed.send(message)
+        seen.append(message if feed.is_source else feed.receive())
+        if rank < 2:
+            dist.send(torch.zeros(1), rank + 1)
+    return seen
+
+
+def test_a_stage_gets_its_batch_before_the_next_stage_asks() -> None:
+    assert run_layout(in_order, 3, timeout=20) == [["first", "second"]] * 3
+
+
 def alone(loader: Iterator[Batch], ahead: ThreadPoolExecutor | None) -> SharedBatches:
     """Share batches with no other rank."""
     group = type("Alone", (), {"size": lambda self: 1})()
