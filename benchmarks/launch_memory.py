@@ -1,4 +1,6 @@
-"""Rehearse the launch scripts, and write their memory into their headers and docs/rehearse.md.
+"""Rehearse the launch scripts, and write memory and modelled time of a step to docs/rehearse.md.
+
+The scripts' headers get their memory too.
 
     python benchmarks/launch_memory.py            # all: about half an hour on two idle cores
     python benchmarks/launch_memory.py sft_8b     # only its header and rows
@@ -21,6 +23,7 @@ from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome, memory_line
 from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser
 from mcore_qwen3vl.rehearsal.search import estimate_stages, trained_of
+from mcore_qwen3vl.rehearsal.step_time import ATTENTION, GEMM, IDLE, MEMORY
 from mcore_qwen3vl.runtime.gpus import GPUS
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +31,7 @@ PAGE = ROOT / "docs" / "rehearse.md"
 SIZES = ("2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b")
 SCRIPTS = [f"{task}_{size}" for size in SIZES for task in ("sft", "pretrain", "lora")]
 SCRIPTS += ["dpo_8b"]
+STEPS, ROLES = "| script | s a step | TFLOP/s | MFU |", "| script | role |"
 WIDTH = 102
 
 
@@ -47,8 +51,9 @@ def main() -> int:
                 return 1
             if options.spec == "torch":
                 write_header(script, rehearsal)
+                write_rows(STEPS, f"`{name}`", [step_row(name, rehearsal)])
             label = name if options.spec == "torch" else f"{name}, {options.spec}"
-            write_rows(label, list(rows(label, command, rehearsal)))
+            write_rows(ROLES, label, list(rows(label, command, rehearsal)))
     return 0
 
 
@@ -92,12 +97,25 @@ def _row(name: str, outcome: RoleOutcome, estimate: float) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def write_rows(name: str, lines: list[str]) -> None:
-    """Replace the page's rows of this script."""
-    page = PAGE.read_text()
+def step_row(name: str, rehearsal: Rehearsal) -> str:
+    """Return a line of the table of modelled steps, with the parts of the first stage's time."""
+    step = rehearsal.step
+    assert step is not None
+    parts = dict(step.roles[0].seconds)
+    exchange = sum(parts.pop(part) for part in list(parts) if part.endswith("exchange"))
+    known = [parts.pop(part, 0.0) for part in (GEMM, ATTENTION, MEMORY)]
+    spent = [*known, exchange, parts.pop(IDLE, 0.0), sum(parts.values())]
+    shares = [step.mfu, *(part / step.seconds for part in spent)]
+    cells = [f"{share:.0%}".replace("%", " %") for share in shares]
+    return f"| `{name}` | {step.seconds:.2f} | {step.tflops:.0f} | {' | '.join(cells)} |\n"
+
+
+def write_rows(table: str, name: str, lines: list[str]) -> None:
+    """Replace this script's rows in the page's first table with them below the line `table`."""
+    before, header, after = PAGE.read_text().partition(table)
     old = re.compile(rf"(?:^\| {name} \|.*\n)+", re.MULTILINE)
-    assert old.search(page), f"{PAGE} has no row of {name}"
-    PAGE.write_text(old.sub(lambda _: "".join(lines), page))
+    assert old.search(after), f"{PAGE} has no row of {name}"
+    PAGE.write_text(before + header + old.sub(lambda _: "".join(lines), after, count=1))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 # Memory of a GPU (first stage, 2 virtual), rehearsed with the torch spec: 42.7 GB reserved of 79.0,
 # 41.3 held (weights 7.2, gradients 14.5, optimizer 9.5, logits and loss 0.0, the rest 10.1). A rank
 # waits 7.5% of an iteration for others (modelled).
+#
 # EP_OVERLAP=1 hides the exchange, which no recomputed decoder layer allows. CP 8 in place of TP 4 and
 # DP 8, and four virtual stages, make room for their activations: 233 TFLOP/s a GPU in place of 197,
 # and 19 % of the busiest ranks' time in exchanges and waiting in place of 31 % (modelled); 66.4 GB
@@ -21,7 +22,7 @@ source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 SPLIT="Ettt|(t*7|)*4(t*6|)*10tttL"
 SCHEDULE=("${FULL_RECOMPUTE[@]}" --tensor-model-parallel-size 4 --sequence-parallel)
 if [[ ${EP_OVERLAP:-0} == 1 ]]; then
-    SPLIT="E|(t*3|)*24(t*4|)*4(t*3|)*2L"
+    SPLIT="E|(t*3|)*23tt|(t*4|)*4(t*3|)*2tL"
     SCHEDULE=(--recompute-vision --context-parallel-size 8 --overlap-moe-expert-parallel-comm)
 fi
 

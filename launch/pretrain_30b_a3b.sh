@@ -7,8 +7,9 @@
 # 8 % of the GPU are left, too little where a rank's experts get more tokens than others.
 # Memory of a GPU, rehearsed with the torch spec: 62.2 GB reserved of 80.3, 56.7 held (weights 11.4,
 # gradients 22.8, optimizer 5.8, logits and loss 0.0, the rest 16.6).
+#
 # EP_OVERLAP=1 hides the exchange, which no recomputed decoder layer allows. TP 2 and CP 2 make room for
-# their activations: 256 TFLOP/s a GPU in place of 221 (modelled), 47.9 GB reserved. CP 2 alone would
+# their activations: 261 TFLOP/s a GPU in place of 225 (modelled), 47.9 GB reserved. CP 2 alone would
 # reach 283, but runs out of memory where experts get unequal numbers of tokens.
 NODES=${NODES:-${SLURM_NNODES:-8}}
 MOE_MODEL=1

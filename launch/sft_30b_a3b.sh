@@ -8,8 +8,9 @@
 # none 3 %, too little where a rank's experts get more tokens than others.
 # Memory of a GPU, rehearsed with the torch spec: 64.8 GB reserved of 79.7, 64.1 held (weights 9.9,
 # gradients 19.8, optimizer 23.7, logits and loss 0.9, the rest 9.8).
+#
 # EP_OVERLAP=1 hides the exchange, which no recomputed decoder layer allows. CP 2 makes room for their
-# activations: 254 TFLOP/s a GPU in place of 213 (modelled), 65.5 GB reserved.
+# activations: 259 TFLOP/s a GPU in place of 215 (modelled), 65.5 GB reserved.
 NODES=${NODES:-${SLURM_NNODES:-2}}
 MOE_MODEL=1
 HERE=$(dirname "${BASH_SOURCE[0]}")
