@@ -385,15 +385,16 @@ def run(part: Part, out: Path, deadline: float) -> None:
     name, _, value = mark.partition("=")
     # Not a pipe, which does not end while any process that was started holds it.
     with log.open("w") as errors, tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            part.command, stdout=output, stderr=errors, env={**os.environ, name: value}
-        )
         try:
+            process = subprocess.Popen(
+                part.command, stdout=output, stderr=errors, env={**os.environ, name: value}
+            )
             code = process.wait(limit)
             part.status = "ok" if code == 0 else f"exit {code}"
         except subprocess.TimeoutExpired:
             part.status = "timeout"
-        kill_marked(mark)
+        finally:  # Ctrl-C ends this program, but not every process of the part
+            kill_marked(mark)
         process.wait()
         output.seek(0)
         printed = output.read()
@@ -529,4 +530,6 @@ def _short(value: Any) -> str:
 
 
 if __name__ == "__main__":
+    # Otherwise the part would keep the GPUs when a scheduler or `timeout` stops this program.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

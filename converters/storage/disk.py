@@ -20,6 +20,7 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 BLOCK = 4096
@@ -139,11 +140,21 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def map_file(file: Path) -> memoryview:
     """Map a file; what is written to its bytes stays in memory.
 
+    Python's own `mmap` keeps a descriptor for each file, and a run on 512 ranks saves more files
+    than a process may usually have open. PyTorch's keeps none.
+
     Raises:
         OSError, ValueError: the file cannot be read, or is empty.
     """
-    with file.open("rb") as handle:
-        return memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY))
+    with file.open("rb") as handle:  # PyTorch raises no OSError
+        size = os.fstat(handle.fileno()).st_size
+    if size == 0:
+        raise ValueError("it is empty")
+    name: Any = os.fsencode(file)  # as text, it would have to be UTF-8
+    try:
+        return memoryview(torch.from_file(name, shared=False, size=size, dtype=torch.uint8).numpy())
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
 
 
 def bring_in(tensor: Tensor) -> Tensor:

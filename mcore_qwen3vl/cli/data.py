@@ -118,16 +118,17 @@ def check(
         if plot is not None:
             console.say(f"  histograms in {plot}")
         if write_clean is not None and report.tokens:
-            console.say(f"  {len(report.tokens):,} usable records in {write_clean}")
+            written = console.counted(len(report.tokens), "usable record")
+            console.say(f"  {written} in {write_clean}")
     options.require(
         not report.bad or write_clean is not None,
         f"{console.counted(len(report.bad), 'sample')} of {path} cannot be used.",
     )
-    options.require(
-        bool(report.tokens),
-        f"No sample of {path} is usable: all {len(report.overlong)} are longer than {seq_length} "
-        "tokens; raise --seq-length.",
-    )
+    long = f"{len(report.overlong)} are longer than {seq_length} tokens; raise --seq-length."
+    reason = f"{len(report.bad)} are bad, and {long}" if report.bad else f"all {long}"
+    if not report.overlong:
+        reason = "all are bad."
+    options.require(bool(report.tokens), f"No sample of {path} is usable: {reason}")
 
 
 @app.command("show")

@@ -11,7 +11,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import options
-from mcore_qwen3vl.console import dimensions, output, plain, size, table
+from mcore_qwen3vl.console import counted, dimensions, output, plain, size, table
 from mcore_qwen3vl.errors import BadInput
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _show_inspection(inspection: Inspection, tensors: bool) -> None:
         "iteration": inspection.iteration,
         "padded vocabulary": inspection.padded_vocab_size,
         "dtype": ", ".join(inspection.dtypes),
-        "weights": f"{size(inspection.nbytes)} in {inspection.files} files",
+        "weights": f"{size(inspection.nbytes)} in {counted(inspection.files, 'file')}",
         "parameters": f"{inspection.total_parameters:,} ({inspection.active_parameters:,} active)",
     }
     _print(facts)
@@ -166,10 +166,11 @@ def _show_estimate(estimate: Estimate) -> None:
     facts = {
         "model": f"{estimate.model}, {estimate.dtype}",
         "tensors": f"{estimate.tensors:,} of Hugging Face, in {estimate.pieces:,} pieces and "
-        f"{estimate.units} units of work",
+        f"{counted(estimate.units, 'unit')} of work",
         "bytes": f"{estimate.nbytes:,} ({size(estimate.nbytes)})",
         "largest slice": f"{size(estimate.largest_slice_bytes)} ({estimate.largest_slice})",
-        "memory, at most": f"{size(estimate.memory_bound_bytes)} for {estimate.workers} workers",
+        "memory, at most": f"{size(estimate.memory_bound_bytes)} for "
+        f"{counted(estimate.workers, 'worker')}",
     }
     if estimate.seconds is not None:
         facts["time"] = (

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
 from mcore_qwen3vl.data.encoding.packing import Balance, Workload, all_ranks, best_fit, each_rank
@@ -108,8 +109,8 @@ class DataReport:
             low, median, high = np.percentile(values, [0, 50, 100]).astype(int)
             rows.append((f"{name} a sample", f"{low:,} to {high:,}, median {median:,}"))
         if self.packing_efficiency is not None:
-            efficiency = f"{self.packing_efficiency:.1%} in {self.packed_sequences:,} sequences"
-            rows.append(("packing efficiency", efficiency))
+            packs = counted(self.packed_sequences, "sequence")
+            rows.append(("packing efficiency", f"{self.packing_efficiency:.1%} in {packs}"))
         for way, one in self.balance.items():
             rows.append(
                 (f"work, most over mean of the ranks, packed {way}", f"{one.micro_batch_step:.3f}")

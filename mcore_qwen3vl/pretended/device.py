@@ -41,7 +41,7 @@ class Device:
         self._host_syncs: Counter[tuple[str, str, str]] = Counter()
         self._launches: Counter[tuple[str, str, str]] = Counter()
         self._phase = "other"
-        # Kept alive, because the library goes on calling it.
+        # The object must stay alive, because the library goes on calling it.
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._synced)
         self._library.pretended_on_host_sync(self._callback)
 
@@ -67,7 +67,7 @@ class Device:
 
     def watch_launches(self, on: bool = True) -> None:
         """Count kernels by name and place from now on; the program gets a few times slower."""
-        # Kept alive, because the library goes on calling it.
+        # The object must stay alive, because the library goes on calling it.
         kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
         self._on_launch = kind(self._launched) if on else kind()
         self._library.pretended_on_launch(self._on_launch)
@@ -122,7 +122,7 @@ def _readable(mangled: str) -> str:
 
 @cache
 def short_path(file: str) -> str:
-    """Return a file's path from its outermost package on; without one, its last three parts."""
+    """Return a file's path from its outermost package on; in no package, its last three parts."""
     if "site-packages/" in file:
         return file.rpartition("site-packages/")[2]
     *folders, last = file.split("/")

@@ -156,7 +156,7 @@ def _grouped(a: Tensor, b: Tensor) -> int:
 def _dense(name: str, args: Any) -> int:
     """Return the FLOPs of ``scaled_dot_product_attention``.
 
-    Before 2.12, PyTorch's own counter refuses grouped heads.
+    PyTorch's own counter refuses grouped heads before version 2.12.
     """
     backward = "backward" in name
     (b, heads, queries, width), (*_, keys, _), (*_, of_values) = (
@@ -179,8 +179,8 @@ def _varlen(name: str, args: Any) -> int:
 def segmented(query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> float:
     """Return the FLOPs of attention's two matmuls over the query-key pairs of each segment.
 
-    The queries are the last positions of their segment. Causal attention sees what is not above the
-    diagonal: half of the square of the queries, and all keys before them.
+    The queries are the last positions of their segment. With causal attention a query is paired
+    with all keys before the queries, and with half of the queries on average.
 
     Args:
         query: (..., heads, D).

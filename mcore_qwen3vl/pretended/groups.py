@@ -1,12 +1,12 @@
 """Process groups in which only this rank exists; the others are assumed to send what it sends.
 
-Host tensors get the values that follow: a gather returns this rank's values for every member.
-Device tensors are only counted, but small integer ones are filled in too. A broadcast from another
-rank brings nothing, so rehearse ranks that read their own batches.
+Host tensors get the values that follow from this: a gather returns this rank's values for every
+member. Device tensors are only counted, but those of few integers are filled in too. A broadcast
+from another rank brings nothing, so rehearse ranks that read their own batches.
 
 A program that starts a process for every rank passes ``init_process_group`` the store that they
-share. There, what one rank sends to another arrives: host tensors and small integers, for example
-the shapes that pipeline stages tell each other. Collectives remain as above.
+share. Then what one rank sends to another arrives if it is on the host or has few integers, for
+example the shapes that pipeline stages tell each other. Collectives remain as above.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Moment:
 
 
 class History:
-    """The history of PyTorch's allocator since :func:`record`, freed with this object."""
+    """The history of PyTorch's allocator since :func:`record`; it is freed with this object."""
 
     def __init__(
         self, classify: Callable[[Frames], str], owners: Mapping[int, str] | None = None

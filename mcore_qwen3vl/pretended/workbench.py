@@ -34,7 +34,7 @@ class Failed(RuntimeError):
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """The rank that a call acts as, and its device; None is the memory of the settings."""
+    """The rank that a call acts as, and its device. A size of None is that of the settings."""
 
     rank: int = 0
     world_size: int = 1
@@ -129,7 +129,7 @@ def _send(stream: BinaryIO | Any, message: Any) -> None:
 
 
 def serve(parent: str, *imports: str) -> None:
-    """Answer calls from stdin until stdin ends or the process with the ID `parent` does."""
+    """Answer calls from stdin until stdin or the process with the ID `parent` ends."""
     from mcore_qwen3vl.pretended.flops import count_compiled
 
     _end_with(int(parent))

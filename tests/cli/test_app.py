@@ -175,6 +175,7 @@ def test_inspect(checkpoint, tmp_path, capsys):
     assert exit_code("inspect", checkpoint) == 0
     summary = capsys.readouterr().out
     assert "12, 3 a token, layout published" in summary
+    assert "2.13 MB in 1 file\n" in summary
     assert "134 Hugging Face tensors; --tensors lists them" in summary
     assert "lm_head.weight" not in summary
     assert exit_code("inspect", checkpoint, "--tensors") == 0

@@ -83,6 +83,8 @@ def test_text_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     for part in ("4.26 GB", "units of work", "for 2 workers", "6 s to read and write", "1.5 GB/s"):
         assert part in text
+    exit_code("inspect", "--hf-config", file, "--workers", "1")
+    assert "for 1 worker\n" in capsys.readouterr().out
     assert exit_code("inspect") == 2
     for options in ({"workers": 0}, {"disk_gb_per_s": 0.0}, {"disk_gb_per_s": float("nan")}):
         with pytest.raises(BadInput, match="must be positive"):

@@ -240,6 +240,7 @@ def test_a_sample_that_takes_too_long_is_bad(
     assert "takes more than 0.2 s (--max-sample-seconds)" in printed.out
     assert "error: 1 sample of" in printed.err
     assert check(path, dense, *slow, "--max-sample-seconds", "0") == 0
+    assert "% in 1 sequence " in capsys.readouterr().out
 
 
 def test_usable_records_are_written(
@@ -272,7 +273,7 @@ def test_usable_records_are_written(
 
 
 def test_an_array_is_written_a_record_a_line_and_nothing_where_none_is_usable(
-    dense: Path, tmp_path: Path
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = question(0, image=False, words=3)
     array, clean = tmp_path / "array.json", tmp_path / "clean.jsonl"
@@ -282,6 +283,13 @@ def test_an_array_is_written_a_record_a_line_and_nothing_where_none_is_usable(
     array.write_text(json.dumps([question(0, image=False, words=200)]))
     none = tmp_path / "none.jsonl"
     assert check(array, dense, "--write-clean", str(none)) == 1
+    assert "all 1 are longer than 200 tokens; raise" in capsys.readouterr().err
+    array.write_text(json.dumps([{"prompt": 1}]))
+    assert check(array, dense, "--write-clean", str(none)) == 1
+    assert "is usable: all are bad." in capsys.readouterr().err
+    array.write_text(json.dumps([{"prompt": 1}, question(0, image=False, words=200)]))
+    assert check(array, dense, "--write-clean", str(none)) == 1
+    assert "is usable: 1 are bad, and 1 are longer than 200 tokens" in capsys.readouterr().err
     assert {path.name for path in tmp_path.glob("*none*")} == set()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -195,14 +196,17 @@ class MediaFolder:
         if len(reference) > _LONGEST_PATH:
             return Media(kind, _decoded(kind, reference), "base64")
         path = self.root / reference.removeprefix("file://")
-        if len(reference) >= _SHORTEST_BASE64 and "." not in reference and not path.exists():
+        # Path.exists raises for a name that is longer than file systems take.
+        is_file = "." in reference or os.path.exists(path)
+        if len(reference) >= _SHORTEST_BASE64 and not is_file:
             return Media(kind, _decoded(kind, reference), "base64")
         return Media(kind, path, reference)
 
 
 def _decoded(kind: Kind, encoded: str) -> bytes:
     try:
-        content = base64.b64decode(encoded, validate=True)
+        # Lines may be broken, as base64(1) and mail do; other strange characters are errors.
+        content = base64.b64decode("".join(encoded.split()), validate=True)
     except (binascii.Error, ValueError):
         content = b""
     if not content:

@@ -106,7 +106,8 @@ class DataProvider:
     def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
         args = self._args
         shared_host_group = groups.host_group()
-        feed = groups.StageFeed.between_stages()
+        # Before any data are opened: making a group waits for all ranks, with a short timeout.
+        feed, valid_feed = (groups.StageFeed.between_stages() for _ in range(2))
         config = data_config(args)
         self.train_loader = self._loader(self._sources, "train", config)
         if self.train_loader and args.iteration and not args.finetune:
@@ -116,7 +117,7 @@ class DataProvider:
         if args.valid_data_path:
             sources = parse_sources(args.valid_data_path, args.preprocess)
             loader = self._loader(sources, "val", config)
-            valid = self._share(loader, shared_host_group, groups.StageFeed.between_stages())
+            valid = self._share(loader, shared_host_group, valid_feed)
         if config.balance:
             groups.wait_for_measuring()
         return self._share(self.train_loader, shared_host_group, feed, self._on_batch), valid

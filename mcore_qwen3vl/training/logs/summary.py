@@ -17,6 +17,7 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
+from mcore_qwen3vl.training.arguments import lora as lora_flags
 from mcore_qwen3vl.training.arguments import losses as preference
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.losses import DISTILL, distillation_of
@@ -255,7 +256,7 @@ def _writes(args: argparse.Namespace) -> str:
         every = f"every {args.save_interval} steps and " if args.save_interval else ""
         writes.append(f"checkpoints to {args.save} {every}at the end")
     if args.save_hf:
-        kind = "PEFT adapters" if args.lora_rank or args.lora_init else "Hugging Face checkpoints"
+        kind = "PEFT adapters" if lora_flags.asked(args) else "Hugging Face checkpoints"
         writes.append(f"{kind} to {args.save_hf}")
     if args.log_json:
         writes.append(f"numbers to {args.log_json}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.live.export import export_hf
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
+from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
@@ -70,6 +73,26 @@ def test_optimizer_state_beside_the_model_is_left_alone(converted, tmp_path):
 def load_into(config: Path, checkpoint: Path) -> None:
     initialize(Layout())
     load_checkpoint([build(config)], checkpoint)
+
+
+def load_with_few_descriptors(converted: Path, checkpoint: Path) -> None:
+    """Load into a process that may open 20 files more; each rank of a run saves at least one."""
+    initialize(Layout())
+    model = build(converted / "hf")
+    assert len(list(checkpoint.rglob("*.distcp"))) > 40
+    most = len(os.listdir("/proc/self/fd")) + 20
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    load_checkpoint([model], checkpoint)
+
+
+def test_more_files_than_a_process_may_have_open(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(to_mcore, "unit_bytes", lambda total: 1)
+    hf_to_mcore(converted.parent / "hf", tmp_path / "mcore")
+    run_layout(load_with_few_descriptors, 1, converted, tmp_path / "mcore")
 
 
 @pytest.mark.parametrize(

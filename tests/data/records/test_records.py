@@ -6,6 +6,7 @@ import base64
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from inspect import signature
 from io import BytesIO
 from pathlib import Path
@@ -110,6 +111,19 @@ def test_every_form_of_an_image_loads(reference: Any, tmp_path: Path) -> None:
     media = MediaFolder(tmp_path, {}).resolve("image", reference)
     assert image_size(media) == (20, 30)
     assert np.array_equal(np.asarray(load_image(media)), np.asarray(Image.open(path)))
+
+
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.encodebytes])
+def test_base64_of_a_small_image_is_never_taken_for_a_file_name(
+    encode: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    """Without a slash it is a longer name than file systems take; base64(1) breaks its lines."""
+    black = BytesIO()
+    Image.new("RGB", (20, 30)).save(black, "BMP")
+    encoded = encode(black.getvalue()).decode()
+    assert 1000 < len(encoded) < 4096
+    media = MediaFolder(tmp_path, {}).resolve("image", encoded)
+    assert not np.asarray(load_image(media)).any()
 
 
 @pytest.mark.parametrize(

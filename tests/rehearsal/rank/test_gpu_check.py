@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.batches import build_batch
 from mcore_qwen3vl.verify.parity.case import Case
 from tests.docs.markdown import ROOT, blocks
+from tests.leftovers import run_and_end
 
 
 @pytest.fixture
@@ -240,6 +242,25 @@ def test_processes_in_sessions_of_their_own_end_with_their_part(
     assert part.status == ("timeout" if seconds else "ok")
     process = Path("/proc", str(part.found["child"]))
     assert not process.exists() or "\nState:\tZ" in (process / "status").read_text()
+
+
+STOPPED = """
+import runpy, sys
+sys.executable, *sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("Ctrl-C", -signal.SIGINT), ("SIGTERM", 143)])
+def test_a_part_ends_with_the_program(tmp_path: Path, ending: str, code: int) -> None:
+    """It would hold the GPUs after Ctrl-C, or after a scheduler has stopped the program."""
+    part = tmp_path / "python"  # as torchrun, it gives its worker a session of its own
+    part.write_text("#!/bin/sh\nsetsid sleep 60 &\nsleep 60\n")
+    part.chmod(0o755)
+    command = [sys.executable, "-c", STOPPED, part, ROOT / "benchmarks" / "gpu_check.py"]
+    left = run_and_end([*command, "--out", tmp_path / "out"], tmp_path, ending, processes=4)
+    assert left.exit_code == code, left.printed
+    assert not left.anything
 
 
 def test_json_is_found_among_lines_of_libraries(gpu_check: Any) -> None:

@@ -89,6 +89,15 @@ def test_the_summary_says_what_was_chosen(dense: Path, tmp_path: Path) -> None:
     assert "packed into sequences of 8192 tokens; global batch 4 = DP 4 x 1" in found["data"]
 
 
+def test_the_summary_says_what_is_exported(dense: Path) -> None:
+    """Any flag that asks for LoRA makes the export an adapter."""
+    asked = ("--cpu", "--load-hf", str(dense), "--save-hf", "out")
+    for flags in (("--lora-rank", "4"), ("--lora-target", "all")):
+        assert rows(dense, *asked, *flags)["writes"].startswith("PEFT adapters to out")
+    found = rows(dense, *asked)
+    assert found["writes"].startswith("Hugging Face checkpoints to out")
+
+
 def test_the_summary_says_what_pairs_are_compared_with(dense: Path) -> None:
     assert not {"trains", "loss", "reference"} & set(rows(dense, "--cpu"))
     found = rows(dense, "--cpu", "--loss", "dpo", "--dpo-beta", "0.3", "--rpo-alpha", "1")

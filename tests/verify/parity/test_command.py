@@ -32,6 +32,7 @@ def test_a_layout_that_holds_and_one_that_does_not(
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert (report["ok"], report["environment"]["layout"]) == (True, "tp2+sp")
+    assert report["title"].endswith("at tp2+sp against Hugging Face")
     monkeypatch.setattr(comparison, "TOLERANCE", 1e-9)
     assert run(*asked, "--no-gradients", "--report", tmp_path) == 1
     printed = capsys.readouterr()
@@ -39,6 +40,12 @@ def test_a_layout_that_holds_and_one_that_does_not(
     assert "2 of 2 comparisons failed" in printed.out
     assert printed.err == ""
     assert "FAILED" in (tmp_path / "report.html").read_text()
+
+
+def test_an_adapters_reference_is_pefts_model(matrix: Matrix, capsys: Any) -> None:
+    asked = (matrix.reference("dense").path, "--lora", "language", "--batches", "text")
+    assert run(*asked, "--no-gradients", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["title"].endswith("at single against PEFT")
 
 
 def test_a_damaged_checkpoint_is_no_failed_check(
