@@ -57,7 +57,8 @@ WIDE: dict[str, Any] = {
     },
     "vision": {"hidden_size": 144, "intermediate_size": 256, "num_heads": 2},
 }
-WIDE_MOE = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2}
+# Nor may an expert's matrix be square: Hugging Face transposes what it loads by the shape alone.
+WIDE_MOE = {"moe_intermediate_size": 384, "num_experts": 8, "num_experts_per_tok": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "moe": {"moe": True},
@@ -209,7 +210,7 @@ def layout(name: str, gpus: int) -> list[str]:
 
 ITERATIONS = 20
 LOSS_TOLERANCE = 0.02
-"""Relative. On the CPU, float32 differs from bf16 by 0.15 % (MoE: 0.45 %), and products of values
+"""Relative. On the CPU, float32 differs from bf16 by 0.15 % (MoE: 0.35 %), and products of values
 rounded as in FP8 by 0.8 %. Products whose weights get no gradient make 25 %."""
 FP8 = shlex.split("--fp8-format e4m3 --fp8-recipe blockwise")  # as FP8=1 for the scripts
 HOPPER = 9  # major compute capability

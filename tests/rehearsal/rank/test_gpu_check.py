@@ -26,6 +26,7 @@ from mcore_qwen3vl.pretended import Settings
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.batches import build_batch
 from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.parity.comparison import verify_parity
 from tests.docs.markdown import ROOT, blocks
 from tests.leftovers import run_and_end
 
@@ -291,6 +292,20 @@ def test_what_trains_is_computed_by_the_kernels_of_published_sizes(
                 assert _has_kernel(one.new_empty(3, one.shape[-1]), one)
     wide = gpu_check.MODELS["wide"]["text"]
     assert [wide[k] % 128 for k in ("head_dim", "hidden_size", "intermediate_size")] == [0] * 3
+
+
+@pytest.mark.parametrize("name", ["moe", "wide-moe", "wide-moe-all"])
+def test_no_expert_is_square(models: Path, name: str) -> None:
+    """Transformers transposes published experts unless their shape is that of its own module."""
+    for experts in tensors(models / name, "experts"):
+        assert experts.shape[-1] != experts.shape[-2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wide", "wide-moe-all"])
+def test_parity_in_bf16_holds_on_the_host(models: Path, name: str) -> None:
+    """The simulated GPU has no numbers, so nothing else shows that these models can be equal."""
+    verify_parity(models / name, batches=["mixed"], dtype="bf16").require()
 
 
 def tensors(model: Path, name: str) -> list[torch.Tensor]:
