@@ -2,7 +2,7 @@
 
     make gpu-check                     # or: python3 benchmarks/gpu_check.py --out DIR
     make gpu-check ARGS="--shape 4B"   # for the benchmark and the memory, another size
-    make gpu-check ARGS="--only FP8"   # only parts whose name holds this regular expression
+    make gpu-check ARGS="--only kernels"   # only parts whose name holds this regular expression
 
 The parts are: versions; parity of both specs with Hugging Face, on one GPU and on several; the
 torch spec's attention kernels and experts in half precision, against float32; generation; the
