@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +69,14 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     from mcore_qwen3vl.verify.parity.matrix import Matrix
 
     return Matrix(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Handle SIGINT, which a suite that a shell runs in the background would ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

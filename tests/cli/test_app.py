@@ -237,15 +237,7 @@ def test_a_checkpoint_of_the_other_kind(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def _interruptible():
-    """Handle SIGINT, which a suite that a shell runs in the background would ignore."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_interruptible")
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_conversion_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
     @contextmanager
     def interrupting(title, *, quiet):

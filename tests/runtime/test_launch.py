@@ -56,6 +56,7 @@ def test_what_is_no_failure_stays_what_it_is(kind: type[BaseException]) -> None:
         run_layout(_only_on_rank_1, 2, lambda: _raise(kind("too many")))
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_in_the_middle_of_a_fork() -> None:
     """Python drops the exception there."""
