@@ -2,7 +2,7 @@
 
 The scripts' headers get their memory too.
 
-    python benchmarks/launch_memory.py            # all: about half an hour on two idle cores
+    python benchmarks/launch_memory.py            # all: about a quarter of an hour on two cores
     python benchmarks/launch_memory.py sft_8b     # only its header and rows
     python benchmarks/launch_memory.py --spec te  # only rows; needs Transformer Engine
 

@@ -196,9 +196,9 @@ class MediaFolder:
         if len(reference) > _LONGEST_PATH:
             return Media(kind, _decoded(kind, reference), "base64")
         path = self.root / reference.removeprefix("file://")
-        # Path.exists raises for a name that is longer than file systems take.
-        is_file = "." in reference or os.path.exists(path)
-        if len(reference) >= _SHORTEST_BASE64 and not is_file:
+        may_be_base64 = len(reference) >= _SHORTEST_BASE64 and "." not in reference
+        # Path.exists would raise for a name that is longer than file systems take.
+        if may_be_base64 and not os.path.exists(path):
             return Media(kind, _decoded(kind, reference), "base64")
         return Media(kind, path, reference)
 

@@ -107,7 +107,8 @@ class DataProvider:
         args = self._args
         shared_host_group = groups.host_group()
         # Before any data are opened: making a group waits for all ranks, with a short timeout.
-        feed, valid_feed = (groups.StageFeed.between_stages() for _ in range(2))
+        feed = groups.StageFeed.between_stages()
+        valid_feed = groups.StageFeed.between_stages() if args.valid_data_path else None
         config = data_config(args)
         self.train_loader = self._loader(self._sources, "train", config)
         if self.train_loader and args.iteration and not args.finetune:

@@ -122,9 +122,8 @@ def compare_case(
             rounding to bf16 changes too much to compare.
     """
     source = mcore or reference.path
-    other = "Hugging Face" if reference.adapter is None else "PEFT"
     report = Report(
-        f"{source.name} at {case} against {other}",
+        f"{source.name} at {case} against {reference.library}",
         {"layout": str(case.layout), "spec": case.spec, "dtype": case.dtype, "device": case.device},
     )
     made = tuple(build_batch(n, reference.architecture, multiple=case.multiple) for n in batches)

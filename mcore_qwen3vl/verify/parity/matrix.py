@@ -272,7 +272,7 @@ class Matrix:
             case = replace(case, adamw=AdamW())
         reference = self.reference(row.model, row.lora)
         report = compare_case(reference, case, row.batches, timeout=timeout)
-        report.title = f"{row} against {'PEFT' if row.lora else 'Hugging Face'}"
+        report.title = f"{row} against {reference.library}"
         return report
 
     def reference(self, model: str, lora: str = "") -> ReferenceCheckpoint:

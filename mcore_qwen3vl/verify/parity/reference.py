@@ -258,6 +258,11 @@ class ReferenceCheckpoint:
         self._expected: dict[tuple[object, ...], Expected] = {}
         self._stepped: dict[tuple[object, ...], Stepped] = {}
 
+    @property
+    def library(self) -> str:
+        """The library whose model is the reference."""
+        return "Hugging Face" if self.adapter is None else "PEFT"
+
     def model(self, dtype: torch.dtype = torch.float32) -> Reference:
         """Return the reference in this dtype."""
         if dtype not in self._models:
