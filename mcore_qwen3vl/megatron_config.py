@@ -28,12 +28,15 @@ def architecture_arguments(architecture: Architecture) -> dict[str, Any]:
 
     A different value would be a different model.
     """
-    return {f.argument: f.value for f in _facts(architecture) if f.argument and f.fixed}
+    facts = architecture_facts(architecture)
+    return {f.argument: f.value for f in facts if f.argument and f.fixed}
 
 
 def recommended_arguments(architecture: Architecture) -> dict[str, Any]:
     """Return defaults for Megatron's arguments that suit the model and that a flag may change."""
-    return {f.argument: f.value for f in _facts(architecture) if f.argument and not f.fixed}
+    return {
+        f.argument: f.value for f in architecture_facts(architecture) if f.argument and not f.fixed
+    }
 
 
 def config_fields(architecture: Architecture) -> dict[str, Any]:
@@ -43,10 +46,11 @@ def config_fields(architecture: Architecture) -> dict[str, Any]:
     the layer spec or the layout are set by
     :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
     """
-    return {f.field: f.value for f in _facts(architecture) if f.field}
+    return {f.field: f.value for f in architecture_facts(architecture) if f.field}
 
 
-def _facts(a: Architecture) -> list[Fact]:
+def architecture_facts(a: Architecture) -> list[Fact]:
+    """Return every setting that Megatron needs to know about a model."""
     # A legacy checkpoint stores the arguments in this order.
     return [
         *_language(a),

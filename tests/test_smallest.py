@@ -59,6 +59,7 @@ def test_it_converts_and_compares(moe: Path, tmp_path: Path) -> None:
         ("convert", "mcore-to-hf", tmp_path / "mcore", tmp_path / "back"),
         ("inspect", tmp_path / "mcore"),
         ("verify", "tensors", moe, tmp_path / "back"),
+        ("verify", "audit", tmp_path / "mcore", moe),
         ("verify", "roundtrip", moe),
         ("verify", "manifest", tmp_path / "mcore"),
     ):

@@ -73,22 +73,24 @@ STAND_INS = (
 """Names that a legacy file may hold beside tensors; ``megatron.core.safe_globals`` admits them."""
 
 
-def load(file: Path) -> Any:
+def load(file: Path, part: slice = slice(None)) -> Any:
     """Return the content of a legacy file; its tensors are copy-on-write views of the mapped file.
 
     The arguments are an ``argparse.Namespace``. Every other object that is not a tensor or a plain
-    container is a `Record`.
+    container is a `Record`. With `part`, only these bytes of the file are read, in which another
+    format keeps what Megatron has saved beside the tensors.
 
     Raises:
         BadInput: the file is damaged, or names something outside the list.
     """
     try:
-        archive = Archive(map_file(file))
+        archive = Archive(map_file(file)[part])
         archive.check()
         archive.check_byte_order()
         content = _Unpickler(archive, largest=2**40).load()
-        if isinstance(content, dict) and isinstance(content.get("args"), _NamespaceRecord):
-            content["args"] = content["args"].namespace()
+        for state in content if isinstance(content, list) else [content]:
+            if isinstance(state, dict) and isinstance(state.get("args"), _NamespaceRecord):
+                state["args"] = state["args"].namespace()
         return content
     except Refused as error:
         raise BadInput(

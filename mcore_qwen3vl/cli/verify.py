@@ -93,6 +93,29 @@ def verify_tensors(
         return compare_checkpoints(a, b, progress=progress)
 
 
+@app.command("audit")
+@options.then(conclude)
+def verify_audit(
+    examined: Annotated[
+        Path,
+        options.source(
+            "EXAMINED", "Megatron-Core checkpoint, by any known maker, or Hugging Face checkpoint."
+        ),
+    ],
+    hf: Annotated[
+        Path, options.source("HF", "Hugging Face checkpoint (or hub id) that it was made from.")
+    ],
+) -> "Report":
+    """Judge somebody's conversion on one page, and say what was done to each wrong tensor.
+
+    Tensors are compared bit for bit, after rounding those of HF to the dtype of EXAMINED.
+    """
+    from mcore_qwen3vl.verify.audit import audit
+
+    with console.byte_progress("auditing") as progress:
+        return audit(examined, hf, progress=progress)
+
+
 @app.command("manifest")
 @options.then(conclude)
 def verify_manifest(

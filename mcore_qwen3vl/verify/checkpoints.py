@@ -39,6 +39,9 @@ from mcore_qwen3vl.verify.report import Report
 TENSORS, FILES = "tensors", "files"
 """The parts of the report."""
 
+ONLY_A, ONLY_B = "only in A", "only in B"
+"""Flaws of what only one side has."""
+
 
 def compare_checkpoints(
     a: str | Path, b: str | Path, *, progress: Progress | None = None
@@ -56,21 +59,37 @@ def compare_checkpoints(
     Raises:
         BadInput: a side is not a complete, well-formed checkpoint.
     """
-    left, right = _Side(Path(a), other=Path(b)), _Side(Path(b), other=Path(a))
+    folders = [_config_folder(Path(path)) for path in (a, b)]
+    folder = folders[0] or folders[1]
+    if folder is None:
+        raise BadInput(
+            f"neither {a} nor {b} has a Hugging Face config, so the model's shape is not known. "
+            "Put the config.json in its hf folder."
+        )
+    left, right = Side(Path(a), folder), Side(Path(b), folders[1] or folder)
     sides = (("A", left), ("B", right))
     environment = {f"{name} was written by": side.maker for name, side in sides if side.maker}
     environment["tensors"] = "counted as Hugging Face stores them"
-    result = Report(f"{a} and {b}", environment)
+    findings = [*compare_sides(left, right, progress), *_compare_files(left, right)]
+    return Report(f"{a} and {b}", environment, findings)
+
+
+def compare_sides(
+    left: Side, right: Side, progress: Progress | None = None, *, rounded: bool = False
+) -> Iterator[Finding]:
+    """Compare every tensor of `left` (A) and `right` (B), as :func:`compare_checkpoints` does.
+
+    Args:
+        rounded: compare with the values of B in A's dtype, so that the dtypes may differ.
+    """
     total, done = sum(left.nbytes(name) for name in left.pieces), 0
     for name in left.pieces:
-        result.findings.append(_compare(name, left, right))
+        yield _compare(name, left, right, rounded)
         done += left.nbytes(name)
         if progress is not None:
             progress(done, total, name)
     only_b = (name for name in right.pieces if name not in left.pieces)
-    result.findings += [Finding(TENSORS, name, flaw="only in B") for name in only_b]
-    result.findings += _compare_files(left, right)
-    return result
+    yield from (Finding(TENSORS, name, flaw=ONLY_B) for name in only_b)
 
 
 @dataclass(frozen=True)
@@ -89,24 +108,22 @@ class _Piece:
         return prod(self.source.piece_shape)
 
 
-class _Side:
-    """One checkpoint, read as pieces of mcore tensors, which are found by the HF tensor's name."""
+class Side:
+    """One checkpoint, read as pieces of mcore tensors, which are found by the HF tensor's name.
 
-    def __init__(self, path: Path, *, other: Path) -> None:
-        folder = _config_folder(path) or _config_folder(other)
-        if folder is None:
-            raise BadInput(
-                f"neither {path} nor {other} has a Hugging Face config, so the model's shape is "
-                "not known. Put the config.json in its hf folder."
-            )
-        architecture = Architecture.from_hf(folder)
+    `config` is a folder with the Hugging Face config that describes it.
+    """
+
+    def __init__(self, path: Path, config: Path) -> None:
+        self.architecture = architecture = Architecture.from_hf(config)
         self.stored: MegatronCheckpoint | HuggingFaceCheckpoint
         self.stored = (
             open_megatron(path, architecture) if is_megatron(path) else HuggingFaceCheckpoint(path)
         )
-        self.companions = companion_files(folder) if _config_folder(path) else {}
+        own = _config_folder(path)
+        self.companions = companion_files(own) if own else {}
         if isinstance(self.stored, MegatronCheckpoint):
-            vocabulary, form = self.stored.vocab_size, read_form(folder)
+            vocabulary, form = self.stored.vocab_size, read_form(config)
         else:
             vocabulary, form = None, self.stored.form
         rows = table(architecture, padded_vocab_size=vocabulary, head=form.head)
@@ -128,6 +145,9 @@ class _Side:
             return self.stored.dtype(piece.row.key)
         return self.stored.entries[piece.source.name].dtype
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.dtype(self.pieces[name][0])
+
     def nbytes(self, name: str) -> int:
         return sum(piece.numel * self.dtype(piece).itemsize for piece in self.pieces[name])
 
@@ -136,6 +156,21 @@ class _Side:
         if isinstance(self.stored, MegatronCheckpoint):
             return self.stored.read(row, box)
         return row.take(self.stored.read, box)
+
+    def whole(self, name: str, expert: int | None = None) -> Tensor:
+        """Return an HF tensor; of fused experts, (1, ...), that of `expert`."""
+        if not isinstance(self.stored, MegatronCheckpoint):
+            box = () if expert is None else (slice(expert, expert + 1),)
+            return self.stored.read(name, box)
+        wanted = [p for p in self.pieces[name] if p.source.index == expert]
+        dtype = self.dtype_of(name)
+        parts = [
+            part.flatten()
+            for piece in wanted
+            for part in stream_hf(self.stored, piece.row, piece.number, dtype)
+        ]
+        shape = wanted[0].source.piece_shape
+        return torch.cat(parts).view(shape if expert is None else (1, *shape))
 
     def digest(self, name: str) -> str:
         """Return a companion file's hash; that of a config leaves its quantisation settings out."""
@@ -168,16 +203,16 @@ def _config_folder(path: Path) -> Path | None:
     return path
 
 
-def _compare(name: str, left: _Side, right: _Side) -> Finding:
+def _compare(name: str, left: Side, right: Side, rounded: bool) -> Finding:
     mine, theirs = left.pieces[name], right.pieces.get(name)
     if theirs is None:
-        return Finding(TENSORS, name, flaw="only in A")
+        return Finding(TENSORS, name, flaw=ONLY_A)
     if not mine or not theirs:
         return Finding(TENSORS, name, flaw="not the shape that the config gives it")
     if len(mine) != len(theirs) or mine[0].row.shape[1:] != theirs[0].row.shape[1:]:
         return Finding(TENSORS, name, flaw="the two configs give it different shapes")
     dtypes = left.dtype(mine[0]), right.dtype(theirs[0])
-    if dtypes[0] != dtypes[1]:
+    if dtypes[0] != dtypes[1] and not rounded:
         return Finding(TENSORS, name, flaw=f"dtypes {' and '.join(map(dtype_name, dtypes))}")
     measured = Measurement()
     for a, b in zip(mine, theirs, strict=True):
@@ -185,28 +220,30 @@ def _compare(name: str, left: _Side, right: _Side) -> Finding:
     return Finding(TENSORS, name, measured, expected_count=sum(piece.numel for piece in mine))
 
 
-def _measure(a: _Piece, b: _Piece, left: _Side, right: _Side) -> Measurement:
+def _measure(a: _Piece, b: _Piece, left: Side, right: Side) -> Measurement:
     """Compare one piece, block by block."""
     columns = tuple(slice(0, n) for n in a.row.shape[1:])
-    step = max_rows(a.row, left.dtype(a))
+    dtype = left.dtype(a)
+    step = max_rows(a.row, dtype)
     measured = Measurement()
     first = 0
     for block in a.row.rearrangement.blocks:
         last = first + block.stop - block.start
         for start in range(first, last, step) if block.source == a.number else ():
             box = (slice(start, min(start + step, last)), *columns)
-            measured += measure(right.take(b.row, box), left.take(a.row, box), bitwise=True)
+            right_values = right.take(b.row, box).to(dtype)
+            measured += measure(right_values, left.take(a.row, box), bitwise=True)
         first = last
     return measured
 
 
-def _compare_files(left: _Side, right: _Side) -> Iterator[Finding]:
+def _compare_files(left: Side, right: Side) -> Iterator[Finding]:
     a, b = left.companions, right.companions
     if not a or not b:  # a Megatron checkpoint that was written without them
         return
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
-            flaw = "only in A" if name in a else "only in B"
+            flaw = ONLY_A if name in a else ONLY_B
         else:
             flaw = "" if left.digest(name) == right.digest(name) else "differs"
         yield Finding(FILES, name, flaw=flaw)

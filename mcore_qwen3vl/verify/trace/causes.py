@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.model.decoder.rope import rope_frequencies
-from mcore_qwen3vl.verify.trace.divergence import Candidate, Cause, Divergence
+from mcore_qwen3vl.verify.mistakes import CHANGED, Candidate, mistake
+from mcore_qwen3vl.verify.trace.divergence import Cause, Divergence
 from mcore_qwen3vl.verify.trace.probe_points import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -28,7 +29,6 @@ from mcore_qwen3vl.verify.trace.probe_points import (
     cosine_and_sine,
 )
 from mcore_qwen3vl.verify.trace.recording import replay
-from mcore_qwen3vl.verify.trace.weight_causes import find_weight
 
 Experiment = Callable[[Divergence, ProbePoint], Iterator[Candidate | Cause]]
 """Yields mistakes to test, and causes that need no test."""
@@ -59,6 +59,47 @@ def find_gradient(divergence: Divergence) -> Iterator[Candidate | Cause]:
     meaning = next((f", which is {n}" for n, s in named if abs(ratio / s - 1) < NEAR), "")
     what = f"The gradient of {name} is {ratio:.6g} times the right one{meaning}."
     yield "gradient scale", what, ratio * right
+
+
+def find_weight(divergence: Divergence, point: ProbePoint) -> Iterator[Candidate | Cause]:
+    """Name the weights of the probe point that differ, and test whether they explain it."""
+    changed = {
+        name: values
+        for name, values in divergence.weights.items()
+        if name.startswith(f"{point.module}.") and not torch.equal(values, divergence.stored(name))
+    }
+    if point.side == "input" or not changed:
+        return
+    verdicts = {name: mistake(divergence, name, values) for name, values in changed.items()}
+    name = min(verdicts, key=lambda n: verdicts[n][0] == CHANGED)
+    kind, sentence = verdicts[name]
+    parameters = _in_module(divergence, point, changed)
+    outcome = replay(divergence.model, divergence.recording, point, **parameters)
+    others = f" (as well as {len(changed) - 1} more here)" if len(changed) > 1 else ""
+    explanation = f"{name}{others} {sentence}."
+    yield kind, explanation, outcome
+    still = (
+        f"Hugging Face's module with mcore's weight is still {divergence.distance(outcome):.1e} "
+        "from mcore's values, so the weight alone does not explain them."
+    )
+    yield Cause(kind, explanation, still, confirmed=False)
+
+
+def _in_module(
+    divergence: Divergence, point: ProbePoint, changed: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return `changed` by the names of the module in memory, with experts in its layout."""
+    module = divergence.model.get_submodule(point.module)
+    paths = {parameter: path for path, parameter in module.named_parameters()}
+    # PEFT's wrappers keep the adapted parameter one or more levels down.
+    bare = {path.replace("base_layer.", ""): path for path in paths.values()}
+    inside: dict[str, Tensor] = {}
+    for name, value in changed.items():
+        own = bare.get(name.removeprefix(f"{point.module}."), "")
+        path = paths.get(divergence.trained[name], own) if name in divergence.trained else own
+        swap = value.ndim == 3 and divergence.published
+        inside[path] = value.transpose(1, 2) if swap else value
+    return inside
 
 
 def find_lora(divergence: Divergence, point: ProbePoint) -> Iterator[Candidate]:

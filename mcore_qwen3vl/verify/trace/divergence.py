@@ -39,11 +39,6 @@ class Cause:
     confirmed: bool = True
 
 
-Candidate = tuple[str, str, Tensor]
-"""The kind of a mistake, a sentence about it, and the values that Hugging Face's model has with it.
-"""
-
-
 class Divergence:
     """The first comparison out of tolerance.
 
@@ -114,6 +109,10 @@ class Divergence:
             if name in own:
                 return own[name].float()
         return self.hf.read(name).float()
+
+    def weight(self, name: str) -> Tensor | None:
+        """Return mcore's values of a weight at the point, or None."""
+        return self.weights.get(name)
 
     def config_note(self, name: str) -> str:
         """Say whether the examined checkpoint's config has the right value of an attribute."""

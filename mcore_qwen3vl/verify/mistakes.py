@@ -1,7 +1,8 @@
-"""Experiments on weights that are not the checkpoint's: which one, and what was done to it.
+"""Experiments on weights that are not the checkpoint's: what was done to them.
 
-Each known mistake is made on the right weight, and the outcome is compared with mcore's weight bit
-for bit; a scaled weight is compared up to rounding.
+Each known mistake is made on the right weight, and the outcome is compared with the examined
+weight bit for bit; a scaled weight is compared up to rounding. A trace examines the weights of a
+model, and an audit those of a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from itertools import permutations
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.table import table
-from mcore_qwen3vl.verify.trace.divergence import Candidate, Cause, Divergence
-from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
-from mcore_qwen3vl.verify.trace.recording import replay
 
 SEARCH_LIMIT = 2000
 """How many tensors of the same shape are searched for the values of a wrong one."""
@@ -31,66 +32,49 @@ ROW_ORDERS = {
 }
 """By HF name: the mistake if a weight's rows are in another order, and what a row stands for."""
 
+Candidate = tuple[str, str, Tensor]
+"""The kind of a mistake, words about it, and the values that there would be with it."""
+
 Verdict = tuple[str, str]
 """The kind of a mistake, and the words that follow the tensor's name in a sentence about it."""
 
-
-def find_weight(divergence: Divergence, point: ProbePoint) -> Iterator[Candidate | Cause]:
-    """Name the weights of the probe point that differ, and test whether they explain it."""
-    changed = {
-        name: values
-        for name, values in divergence.weights.items()
-        if name.startswith(f"{point.module}.") and not torch.equal(values, divergence.stored(name))
-    }
-    if point.side == "input" or not changed:
-        return
-    verdicts = {name: _verdict(divergence, name, values) for name, values in changed.items()}
-    name = min(verdicts, key=lambda n: verdicts[n][0] == "changed values")
-    kind, sentence = verdicts[name]
-    parameters = _in_module(divergence, point, changed)
-    outcome = replay(divergence.model, divergence.recording, point, **parameters)
-    others = f" (as well as {len(changed) - 1} more here)" if len(changed) > 1 else ""
-    explanation = f"{name}{others} {sentence}."
-    yield kind, explanation, outcome
-    still = (
-        f"Hugging Face's module with mcore's weight is still {divergence.distance(outcome):.1e} "
-        "from mcore's values, so the weight alone does not explain them."
-    )
-    yield Cause(kind, explanation, still, confirmed=False)
+CHANGED = "changed values"
+"""The kind of a mistake that is none of the known ones."""
 
 
-def _in_module(
-    divergence: Divergence, point: ProbePoint, changed: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return `changed` by the names of the module in memory, with experts in its layout."""
-    module = divergence.model.get_submodule(point.module)
-    paths = {parameter: path for path, parameter in module.named_parameters()}
-    # PEFT's wrappers keep the adapted parameter one or more levels down.
-    bare = {path.replace("base_layer.", ""): path for path in paths.values()}
-    inside: dict[str, Tensor] = {}
-    for name, value in changed.items():
-        own = bare.get(name.removeprefix(f"{point.module}."), "")
-        path = paths.get(divergence.trained[name], own) if name in divergence.trained else own
-        swap = value.ndim == 3 and divergence.published
-        inside[path] = value.transpose(1, 2) if swap else value
-    return inside
+class Examined(Protocol):
+    """Weights that should be those of a Hugging Face checkpoint."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """The config of that checkpoint."""
+
+    @property
+    def hf(self) -> HuggingFaceCheckpoint:
+        """That checkpoint."""
+
+    def stored(self, name: str) -> Tensor:
+        """Return the right values of a weight."""
+
+    def weight(self, name: str) -> Tensor | None:
+        """Return the examined values, in the shape of the right ones; None if they are unknown."""
 
 
-def _verdict(divergence: Divergence, name: str, actual: Tensor) -> Verdict:
-    """Say how `actual` differs from the checkpoint's tensor `name`."""
-    right = divergence.stored(name)
+def mistake(examined: Examined, name: str, actual: Tensor) -> Verdict:
+    """Say how `actual` differs from the checkpoint's tensor `name`, of the same shape and dtype."""
+    right, a = examined.stored(name), examined.architecture
     verdict = (
-        _qkv(divergence, name)
+        _qkv(examined, name)
         or _first_equal(actual, _simple(name, actual, right))
         or _scaled(actual, right)
-        or _first_equal(actual, _rearranged(name, right, divergence.published))
-        or _permuted(name, actual, right)
-        or _other_tensor(divergence, name, actual)
+        or _first_equal(actual, _rearranged(name, right, a))
+        or permuted(name, actual, right)
+        or _other_tensor(examined, name, actual)
     )
     if verdict is None:
         largest, count = (actual - right).abs().max().item(), int((actual != right).sum())
         sentence = f"differs in {count} of {actual.numel()} values, by at most {largest:.2g}"
-        verdict = "changed values", sentence
+        verdict = CHANGED, sentence
     return verdict
 
 
@@ -107,21 +91,24 @@ def _simple(name: str, actual: Tensor, right: Tensor) -> Iterator[Candidate]:
     yield "missing weight", initial, same.expand_as(right)
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         short = str(dtype).removeprefix("torch.")
-        yield "dtype", f"was rounded to {short}", right.to(dtype).float()
+        yield "dtype", f"was rounded to {short}", right.to(dtype).to(right.dtype)
     yield "zero-centred norm", "holds w - 1, for norms that multiply by 1 + w", right - 1
     yield "zero-centred norm", "holds 1 + w", right + 1
 
 
 def _scaled(actual: Tensor, right: Tensor) -> Verdict | None:
-    scale = (actual / right)[right != 0].median().item()
-    if scale == 1 or not torch.allclose(actual, right * scale, rtol=1e-6, atol=0):
+    scale = (actual.float() / right.float())[right != 0].median().item()
+    rounding = max(1e-6, torch.finfo(actual.dtype).eps)
+    if scale == 1 or not torch.allclose(actual, right * scale, rtol=rounding, atol=0):
         return None
     return "scaled weight", f"is multiplied by {scale:.6g}"
 
 
-def _rearranged(name: str, right: Tensor, published: bool) -> Iterator[Candidate]:
+def _rearranged(name: str, right: Tensor, a: Architecture) -> Iterator[Candidate]:
     if ".mlp.experts." in name:
-        yield from _experts(name, right, axis=2 if published else 1)
+        yield from _experts(name, right, axis=2 if a.expert_layout == "published" else 1)
+    elif name.startswith("model.visual.") and ".attn.qkv." in name:
+        yield from _vision_qkv(right, a.vision.num_heads)
     elif "patch_embed" in name and right.ndim == 5:
         names = dict(enumerate(("colour channels", "frames", "rows", "columns"), 1))
         for axis, what in names.items():
@@ -149,17 +136,31 @@ def _experts(name: str, right: Tensor, axis: int) -> Iterator[Candidate]:
         yield kind, "was taken apart as if gate and up alternated", apart
 
 
-def _qkv(divergence: Divergence, name: str) -> Verdict | None:
+def _vision_qkv(right: Tensor, heads: int) -> Iterator[Candidate]:
+    """Yield rearrangements of the rows of `right`, (3 D) or (3 D, D): all q, all k, all v."""
+    kind, parts = "permuted vision QKV", right.unflatten(0, (3, heads, -1))
+    what = "is laid out head by head, each with q, k, v, instead of as all q, all k, all v"
+    yield kind, what, parts.transpose(0, 1).reshape(right.shape)
+    what = "was taken apart as if laid out head by head, each with q, k, v"
+    yield kind, what, right.unflatten(0, (heads, 3, -1)).transpose(0, 1).reshape(right.shape)
+    yield kind, "has keys and values swapped", parts[[0, 2, 1]].reshape(right.shape)
+    for tp in (n for n in (2, 4, 8, 16) if heads % n == 0):
+        ranks = parts.unflatten(1, (tp, -1)).transpose(0, 1).reshape(right.shape)
+        yield kind, f"is laid out rank by rank as for TP {tp}, each with q, k, v", ranks
+
+
+def _qkv(examined: Examined, name: str) -> Verdict | None:
     """Say how query, key and value rows are arranged in ``linear_qkv``, if not group by group."""
     if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
         return None
-    rows = table(divergence.architecture)
+    rows = table(examined.architecture)
     row = next(r for r in rows if name in {source.name for source in r.sources})
     names = [source.name for source in row.sources]
-    if not divergence.weights.keys() >= set(names):
+    weights = [weight for n in names if (weight := examined.weight(n)) is not None]
+    if len(weights) < len(names):
         return None
-    q, k, v = stored = [divergence.stored(n) for n in names]
-    half = divergence.architecture.head_dim // 2
+    q, k, v = stored = [examined.stored(n) for n in names]
+    half = examined.architecture.head_dim // 2
 
     def arrangements() -> Iterator[tuple[str, Tensor]]:
         for order in ("qkv", "qvk", "kvq"):
@@ -180,11 +181,11 @@ def _qkv(divergence: Divergence, name: str) -> Verdict | None:
             joined = torch.cat([part for rank in ranks for part in rank])
             yield f"is laid out rank by rank as for TP {tp}, each with q, k, v", joined
 
-    actual = row.to_mcore(*(divergence.weights[n] for n in names))
+    actual = row.to_mcore(*weights)
     return _first_equal(actual, (("permuted QKV", *found) for found in arrangements()))
 
 
-def _permuted(name: str, actual: Tensor, right: Tensor) -> Verdict | None:
+def permuted(name: str, actual: Tensor, right: Tensor) -> Verdict | None:
     """Say whether slices of the first or second axis are complete, but in another order."""
     for axis in range(min(right.ndim, 2)):
         order = _order(actual.transpose(0, axis), right.transpose(0, axis))
@@ -199,18 +200,23 @@ def _permuted(name: str, actual: Tensor, right: Tensor) -> Verdict | None:
 
 def _order(actual: Tensor, right: Tensor) -> list[int] | None:
     """Map each slice of `actual` to the slice of `right` that it equals; None if one has none."""
-    places = {row.numpy().tobytes(): i for i, row in enumerate(right.contiguous())}
-    order = [places.get(row.numpy().tobytes(), -1) for row in actual.contiguous()]
+    places = {row: i for i, row in enumerate(_slices(right))}
+    order = [places.get(row, -1) for row in _slices(actual)]
     return None if -1 in order or len(set(order)) < len(order) else order
 
 
-def _other_tensor(divergence: Divergence, name: str, actual: Tensor) -> Verdict | None:
+def _slices(tensor: Tensor) -> Iterator[bytes]:
+    rows = tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8)
+    return (row.numpy().tobytes() for row in rows)
+
+
+def _other_tensor(examined: Examined, name: str, actual: Tensor) -> Verdict | None:
     """Say whether `actual` holds the values of another tensor of the checkpoint."""
     shape = tuple(actual.shape)
-    alike = [n for n, e in divergence.hf.entries.items() if tuple(e.shape) == shape and n != name]
+    alike = [n for n, e in examined.hf.entries.items() if tuple(e.shape) == shape and n != name]
     for other in alike[:SEARCH_LIMIT]:
-        start = divergence.hf.read(other, (slice(1),)).float()
-        if torch.equal(start, actual[:1]) and torch.equal(divergence.stored(other), actual):
+        start = examined.hf.read(other, (slice(1),)).to(actual.dtype)
+        if torch.equal(start, actual[:1]) and torch.equal(examined.stored(other), actual):
             return _kind_of_mix_up(name, other), f"holds the values of {other}"
     return None
 

@@ -1,0 +1,119 @@
+"""The settings of the run that wrote a checkpoint, compared with the Hugging Face config.
+
+The tensors of a checkpoint may be right and its settings wrong: then a run that takes them, or that
+was started with them, trains another model.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.legacy import files as legacy
+from mcore_qwen3vl.converters.mcore.formats import is_megatron
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.megatron_config import architecture_facts
+from mcore_qwen3vl.verify.measurement import Finding
+
+SETTINGS = "settings"
+"""The part of the report."""
+
+COMPUTES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm"),
+    *("rotary_base", "rotary_percent", "rotary_interleaved", "mrope_section", "swiglu"),
+    *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function"),
+    *("moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+)
+"""Megatron's arguments that decide what the model computes, whoever builds it."""
+
+OLDER = {"layernorm_epsilon": "norm_epsilon"}
+"""Names that arguments had in older versions of Megatron."""
+
+NO_COMPUTATION = (
+    *("dtype", "expert_layout", "initializer_range", "max_position_embeddings"),
+    "router_aux_loss_coef",
+)
+"""Fields of a Hugging Face config that do not change what the model computes."""
+
+
+def compare_settings(
+    examined: Path, stored: MegatronCheckpoint | HuggingFaceCheckpoint, right: Architecture
+) -> Iterator[Finding]:
+    """Compare what a checkpoint says of its model with the right config.
+
+    It may say so in a Hugging Face config of its own, in Megatron's arguments, or in
+    Megatron-Bridge's ``run_config.yaml``. What it does not say is not compared.
+
+    Args:
+        examined: the checkpoint's directory.
+        stored: the checkpoint.
+
+    Raises:
+        BadInput: a file is damaged.
+    """
+    yield from _own_config(examined, right)
+    saved = saved_settings(stored) if isinstance(stored, MegatronCheckpoint) else {}
+    for fact in architecture_facts(right):
+        name = fact.argument or ""
+        there = [n for n in (name, fact.field or "", OLDER.get(name, "")) if n in saved]
+        if name in COMPUTES and there:
+            yield _compared(name, saved[there[0]], fact.value)
+
+
+def _own_config(examined: Path, right: Architecture) -> Iterator[Finding]:
+    folder = find_hf_folder(examined) if is_megatron(examined) else examined
+    if folder is None:
+        return
+    own = Architecture.from_hf(folder)
+    for field in fields(Architecture):
+        if field.name not in NO_COMPUTATION:
+            yield _compared(field.name, getattr(own, field.name), getattr(right, field.name))
+
+
+def _compared(name: str, found: Any, right: Any) -> Finding:
+    same = _plain(found) == _plain(right)
+    return Finding(SETTINGS, name, flaw="" if same else f"is {found}; the config says {right}")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in which lists equal tuples, and every form of nothing equals None."""
+    return list(value) if isinstance(value, tuple) else value or None
+
+
+def saved_settings(checkpoint: MegatronCheckpoint) -> Mapping[str, Any]:
+    """Return the settings in a checkpoint, by the names of its maker; empty if there are none."""
+    folder = checkpoint.folder
+    if (file := folder / "run_config.yaml").is_file():
+        return _run_config(file)
+    if (file := folder / "common.pt").is_file():  # before Megatron 0.19
+        return _arguments(legacy.load(file))
+    for key, place in checkpoint.index.objects.items():
+        if key.startswith("common_state/"):
+            part = slice(place.offset, place.offset + place.length)
+            return _arguments(legacy.load(folder / place.file, part))
+    return vars(legacy.saved_arguments(folder)) if any(folder.glob("mp_rank_*")) else {}
+
+
+def _arguments(common: Any) -> Mapping[str, Any]:
+    common = common[0] if isinstance(common, list) else common
+    args = common.get("args") if isinstance(common, dict) else None
+    return vars(args) if isinstance(args, Namespace) else {}
+
+
+def _run_config(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise BadInput(f"{file} cannot be read as YAML: {error!s:.200}. Copy it again.") from None
+    model = content.get("model") if isinstance(content, dict) else None
+    return model if isinstance(model, dict) else {}

@@ -1,0 +1,192 @@
+"""An audit names what was done to every wrong tensor of a conversion, and to no other."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.mapping import dialects
+from mcore_qwen3vl.converters.mapping.dialects import MEGATRON_BRIDGE, MS_SWIFT
+from mcore_qwen3vl.converters.offline import to_mcore
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.verify.audit import audit
+from tests.command import exit_code
+from tests.converters.checkpoints import copy, load, save
+from tests.converters.peers.test_peers import HERE, PEERS, QKV, source_of
+from tests.verify.trace.fault_injection import FaultInjector
+from tests.verify.trace.faults import FAULTS, Fault
+
+WEIGHTS = [fault for fault in FAULTS if fault.inject is not None]
+
+
+@pytest.mark.parametrize("fault", WEIGHTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_what_was_done_is_named(injector: FaultInjector, fault: Fault) -> None:
+    right = injector.correct(moe=fault.moe)
+    tensors, changed = (load_file(right / "model.safetensors") for _ in range(2))
+    assert fault.inject is not None
+    fault.inject(changed)
+    wrong = {name for name, tensor in tensors.items() if not torch.equal(tensor, changed[name])}
+    result = audit(injector.with_fault(fault), right)
+    assert result.mistakes.keys() == wrong
+    assert {kind for kind, _ in result.mistakes.values()} == {fault.kind}
+    assert {f.name for f in result.failures} == wrong
+    said = f"{len(wrong)} of {len(tensors)} tensors are wrong: {fault.kind} ({len(wrong)})"
+    assert result.verdict == f"The conversion is wrong: {said}."
+    (note,) = result.notes.values()
+    assert all(sentence in note for _, sentence in list(result.mistakes.values())[:1])
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_right_conversion_of_another_project_is_right(peer: str) -> None:
+    result = audit(HERE / peer, source_of(peer))
+    assert result.ok
+    assert result.verdict.startswith(
+        "The conversion is right: all 105 tensors are those of Hugging"
+    )
+    assert result.environment["stored as"] == "bfloat16"
+
+
+def test_a_tower_by_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader takes the rows in another order than Megatron-Bridge wrote them."""
+    modules = [replace(m, by_head=m.by_head and m.ours != QKV) for m in MEGATRON_BRIDGE.modules]
+    wrong = replace(MEGATRON_BRIDGE, modules=tuple(modules))
+    monkeypatch.setattr(dialects, "DIALECTS", (wrong, MS_SWIFT))
+    result = audit(HERE / "megatron-bridge-dense", HERE / "hf-dense")
+    assert len(result.mistakes) == 8
+    said = "is laid out head by head, each with q, k, v, instead of as all q, all k, all v"
+    lines = (
+        f"model.visual.blocks.*.attn.qkv.{kind}, 4 tensors: each {said}."
+        for kind in ("weight", "bias")
+    )
+    assert result.notes == {"permuted vision QKV": "\n".join(lines)}
+
+
+def swap_gate_and_up(expert: torch.Tensor) -> torch.Tensor:
+    return torch.cat(expert.chunk(2, -1)[::-1], -1)  # (H, 2 I)
+
+
+def test_one_expert_of_a_fused_tensor_is_examined(tmp_path: Path) -> None:
+    source = copy(HERE / "hf-moe", tmp_path / "hf")
+    tensors = load(source)
+    name = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    for expert in (2, 4):
+        tensors[name][expert] = swap_gate_and_up(tensors[name][expert])
+    save(tensors, source)
+    other_layout = tmp_path / "v5"
+    mcore_to_hf(HERE / "ms-swift-moe", other_layout, hf_config=HERE / "hf-moe", expert_layout="v5")
+    for examined in (HERE / "ms-swift-moe", HERE / "hf-moe", other_layout):
+        result = audit(examined, source)
+        said = "has gate and up swapped; this is expert 2, and 2 experts are wrong"
+        assert result.mistakes == {name: ("swapped gate and up", said)}
+
+
+def test_a_conversion_to_another_dtype_is_right(tmp_path: Path) -> None:
+    """The values are those of Hugging Face's, rounded; other values are not."""
+    right = write_tiny_checkpoint(tmp_path / "hf")
+    hf_to_mcore(right, tmp_path / "mcore", dtype="bf16")
+    result = audit(tmp_path / "mcore", right)
+    assert result.ok
+    assert result.environment["stored as"] == "bfloat16"
+    other = copy(right, tmp_path / "other")
+    tensors = load(other)
+    tensors["lm_head.weight"] *= 1.5
+    save(tensors, other)
+    (verdict,) = audit(tmp_path / "mcore", other).mistakes.values()
+    assert verdict == ("scaled weight", "is multiplied by 0.666667")
+
+
+def test_missing_and_further_tensors_are_named(tmp_path: Path) -> None:
+    examined = copy(HERE / "hf-dense", tmp_path / "hf")
+    tensors = load(examined)
+    del tensors["model.visual.merger.norm.bias"]
+    tensors["model.visual.class_token"] = torch.zeros(3)
+    save(tensors, examined)
+    assert {
+        name: kind for name, (kind, _) in audit(examined, HERE / "hf-dense").mistakes.items()
+    } == {
+        "model.visual.merger.norm.bias": "missing tensor",
+        "model.visual.class_token": "further tensor",
+    }
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = copy(HERE / "hf-dense", tmp_path / "hf")
+    tensors = load(source)
+    tensors["lm_head.weight"][3] += 1
+    save(tensors, source)
+    peer, report = HERE / "ms-swift-dense", tmp_path / "report"
+    assert exit_code("verify", "audit", peer, HERE / "hf-dense") == 0
+    assert exit_code("verify", "audit", peer, source, "--report", report) == 1
+    said = json.loads((report / "report.json").read_text("utf-8"))
+    assert said["environment"]["written by"] == MS_SWIFT.maker
+    assert list(said["notes"]) == ["changed values"]
+    assert "changed values" in (report / "report.html").read_text("utf-8")
+    assert exit_code("verify", "audit", source, peer) == 2
+
+
+CONFIGS = [fault for fault in FAULTS if fault.config is not None]
+
+
+@pytest.mark.parametrize("fault", CONFIGS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_a_setting_of_another_model_is_named(injector: FaultInjector, fault: Fault) -> None:
+    result = audit(injector.with_fault(fault), injector.correct(moe=fault.moe))
+    assert not result.mistakes
+    (finding,) = result.failures
+    assert result.verdict.endswith(f"; 1 settings are another model's: {finding.name}.")
+    assert result.notes == {"settings": f"{finding.name} {finding.flaw}."}
+
+
+OF_ANOTHER_MODEL = {"rotary_base": 1000000, "moe_router_score_function": "sigmoid"}
+
+
+def in_common_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_mcore, "Namespace", partial(Namespace, **OF_ANOTHER_MODEL))
+    hf_to_mcore(HERE / "hf-moe", folder, dialect="ms-swift")
+
+
+def in_common_pt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions of Megatron write this file."""
+    hf_to_mcore(HERE / "hf-moe", folder)
+    torch.save({"args": Namespace(**OF_ANOTHER_MODEL)}, folder / "release" / "common.pt")
+
+
+def in_legacy_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_to_mcore(HERE / "hf-moe", folder, format="torch")
+    (file,) = folder.rglob("*.pt")
+    content = torch.load(file, weights_only=False)
+    vars(content["args"]).update(OF_ANOTHER_MODEL)
+    torch.save(content, file)
+
+
+def in_run_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_to_mcore(HERE / "hf-moe", folder, dialect="megatron-bridge")
+    content = {"model": OF_ANOTHER_MODEL | {"num_moe_experts": 6, "mrope_section": [4, 2, 2]}}
+    (folder / "release" / "run_config.yaml").write_text(json.dumps(content), "utf-8")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [in_common_state, in_common_pt, in_legacy_files, in_run_config],
+    ids=lambda f: f.__name__,
+)
+def test_the_settings_of_the_run_are_compared(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: Callable[[Path, pytest.MonkeyPatch], None],
+) -> None:
+    assert audit(HERE / "hf-moe", HERE / "hf-moe").ok
+    state(tmp_path / "mcore", monkeypatch)
+    found = audit(tmp_path / "mcore", HERE / "hf-moe")
+    assert {f.name: f.flaw for f in found.failures} == {
+        "rotary_base": "is 1000000; the config says 5000000",
+        "moe_router_score_function": "is sigmoid; the config says softmax",
+    }
