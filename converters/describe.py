@@ -22,7 +22,7 @@ from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.mcore.formats import (
     is_megatron,
     open_megatron,
-    refuse_verl_huggingface,
+    refuse_other_folders,
 )
 from mcore_qwen3vl.converters.mcore.paths import hf_folder, iteration_folder
 from mcore_qwen3vl.converters.offline.engine import default_workers, group_units, unit_bytes
@@ -98,11 +98,11 @@ def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> In
         hf_config: directory of the config of an mcore checkpoint that has none.
 
     Raises:
-        BadInput: the path is none of these, or is damaged, or is a folder of VERL's above the
-            Hugging Face weights that it holds.
+        BadInput: the path is none of these, or is damaged, or see
+            :func:`mcore_qwen3vl.converters.mcore.formats.refuse_other_folders`.
     """
     path = Path(path)
-    refuse_verl_huggingface(path)
+    refuse_other_folders(path)
     if is_megatron(path):
         return _megatron(path, None if hf_config is None else Path(hf_config))
     if hf_config is not None:

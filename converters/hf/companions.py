@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,17 @@ LARGEST = 256 * 2**20
 
 FORM_FILE = "checkpoint_form.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".distcp")
+MEGATRON = re.compile(r"iter_\d+|latest_checkpointed_iteration\.txt")
+"""Names of the Megatron checkpoint that ms-swift saves in the folder of Hugging Face weights."""
 
 
 def companion_files(path: Path) -> dict[str, Path]:
     """Return every small file of an HF checkpoint that is not weights, by relative path.
 
-    Weights, their index, the record of their form, files over `LARGEST` and hidden directories
-    (``.git``, ``.cache``) are left out. A link to a file counts as the file, since the Hugging Face
-    cache stores files as links; a link to a directory is not followed.
+    Left out are weights, their index, the record of their form, files over `LARGEST`, hidden
+    directories (``.git``, ``.cache``) and a Megatron checkpoint in the same folder. A link to a
+    file counts as the file, since the Hugging Face cache stores files as links; a link to a
+    directory is not followed.
 
     Raises:
         BadInput: a file is a link that leads out of the checkpoint.
@@ -43,14 +47,20 @@ def companion_files(path: Path) -> dict[str, Path]:
 
     found: list[Path] = []
     for folder, folders, files in path.walk():
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not _is_left_out(name)]
         for file in (folder / name for name in files):
             weights = file.name in (INDEX, FORM_FILE) or file.suffix in WEIGHTS
-            if not weights and file.is_file() and file.stat().st_size <= LARGEST:
+            if weights or MEGATRON.fullmatch(file.name):
+                continue
+            if file.is_file() and file.stat().st_size <= LARGEST:
                 found.append(file)
     found.sort()
     refuse_links_out(found, path)
     return {str(file.relative_to(path)): file for file in found}
+
+
+def _is_left_out(folder: str) -> bool:
+    return folder.startswith(".") or MEGATRON.fullmatch(folder) is not None
 
 
 def copy_companions(source: Path, target: Path, changes: Changes) -> None:

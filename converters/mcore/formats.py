@@ -22,7 +22,11 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
 )
 from mcore_qwen3vl.converters.mcore.paths import (
     TRACKER,
+    folder_name,
     iteration_folder,
+    swift_adapter,
+    swift_checkpoint,
+    tracked,
     verl_huggingface,
     verl_step,
     verl_weights,
@@ -118,9 +122,25 @@ def require_own_keys(folder: Path, keys: Iterable[str]) -> None:
 
 
 def is_megatron(path: Path) -> bool:
-    """Return whether `path` looks like a Megatron checkpoint or one iteration of it."""
-    folder = verl_weights(path)
-    return (path / TRACKER).is_file() or any(f.recognises(folder) for f in formats().values())
+    """Return whether `path` looks like a Megatron checkpoint or one iteration of it.
+
+    ms-swift writes a tracker beside Hugging Face weights, with or without Megatron's.
+
+    Raises:
+        BadInput: there are Hugging Face weights, and the tracker beside them is unreadable.
+    """
+    if _is_recognised(verl_weights(path)):
+        return True
+    if not (path / TRACKER).is_file():
+        return False
+    newest = tracked(path)
+    return not is_huggingface(path) or (
+        newest is not None and _is_recognised(path / folder_name(newest))
+    )
+
+
+def _is_recognised(folder: Path) -> bool:
+    return any(format.recognises(folder) for format in formats().values())
 
 
 def require_directory(path: str | Path) -> Path:
@@ -142,13 +162,26 @@ def require_huggingface(
         )
 
 
-def refuse_verl_huggingface(path: Path) -> None:
-    """Raise BadInput if `path` is a folder of VERL's with Hugging Face weights alone; name them."""
+def refuse_other_folders(path: Path) -> None:
+    """Raise BadInput if `path` is a folder of another maker's that is no whole checkpoint.
+
+    The message names the folder to use: VERL's Hugging Face weights, where it saved no others; the
+    newest checkpoint of ms-swift's run; or the adapter that ms-swift trained.
+    """
     step = verl_step(path)
     if not is_megatron(step) and (weights := verl_huggingface(step)):
         raise BadInput(
             f"{path} was saved by VERL, and its weights are a Hugging Face checkpoint already: "
             f"name {weights}."
+        )
+    if not is_checkpoint(path) and (newest := swift_checkpoint(path)):
+        raise BadInput(
+            f"{path} is a run of ms-swift's, whose checkpoints are below: name {newest}."
+        )
+    if adapter := swift_adapter(path):
+        raise BadInput(
+            f"{path} holds an adapter that ms-swift trained, and no base weights: use `generate "
+            f"BASE --lora {adapter}` or `lora merge BASE {adapter} OUT`."
         )
 
 
@@ -156,7 +189,7 @@ def require_megatron(
     path: Path, *, instead: str = "`mcore-qwen3vl convert hf-to-mcore` makes one of it"
 ) -> None:
     """Raise BadInput if `path` is a Hugging Face checkpoint; the message ends in `instead`."""
-    refuse_verl_huggingface(path)
+    refuse_other_folders(path)
     if is_huggingface(path) and not is_megatron(path):
         raise BadInput(
             f"{path} is a Hugging Face checkpoint, but a Megatron-Core one is needed here: "

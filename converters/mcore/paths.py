@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_qwen3vl.config import read_config_file
@@ -21,6 +22,7 @@ VERL_FOLDERS = ("dist_ckpt", "model/dist_ckpt", "actor/dist_ckpt", "actor/model/
 Since 0.9 they are in ``model``. `VERL_HF_FOLDER` is beside each. VERL 0.9 makes both folders in
 every save and leaves one empty unless it was told to save both kinds of weights.
 """
+ADAPTER_CONFIG = "adapter_config.json"
 LORA_FOLDER = "lora"
 """Folder in a LoRA run's checkpoint directory that holds the adapter's config."""
 
@@ -81,6 +83,25 @@ def verl_huggingface(path: Path) -> Path | None:
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
+def swift_checkpoint(path: Path) -> Path | None:
+    """Return the newest ``checkpoint-N`` below `path` if that is a run of ms-swift's."""
+    named = ((re.fullmatch(r"checkpoint-(\d+)", f.name), f) for f in path.glob("checkpoint-*"))
+    steps = {int(match[1]): f for match, f in named if match and (f / TRACKER).is_file()}
+    return steps[max(steps)] if steps else None
+
+
+def swift_adapter(path: Path) -> Path | None:
+    """Return the folder of the adapter that ms-swift trained and saved as PEFT at `path` too.
+
+    It is `path`, or the folder whose iteration that is.
+    """
+    return next((f for f in (path, path.parent) if _is_swift_adapter(f)), None)
+
+
+def _is_swift_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file() and (folder / TRACKER).is_file()
+
+
 def iteration_folder(path: Path) -> Path:
     """Return the folder of the newest iteration, or `path` itself if it has no tracker.
 
@@ -108,7 +129,7 @@ def iteration_folder(path: Path) -> Path:
 def require_whole_model(path: Path) -> None:
     """Raise BadInput if `path`, or the run whose iteration it is, trains only an adapter."""
     for folder in (path, path.parent):
-        if (folder / LORA_FOLDER / "adapter_config.json").is_file():
+        if (folder / LORA_FOLDER / ADAPTER_CONFIG).is_file():
             raise BadInput(
                 f"{folder} is a LoRA run, and its checkpoints hold no base weights. Run the "
                 "command that trained it again with --save-hf DIR to write the adapter, then "
@@ -146,11 +167,19 @@ def find_hf_folder(path: Path) -> Path | None:
 
     An HF checkpoint is its own config folder.
     """
-    beside = iteration_folder(path).parent
-    for folder in (path / HF_FOLDER, path, beside / HF_FOLDER, beside / VERL_HF_FOLDER):
-        if (folder / "config.json").is_file():
-            return folder
-    return None
+    return next((f for f in _config_places(path) if (f / "config.json").is_file()), None)
+
+
+def _config_places(path: Path) -> Iterator[Path]:
+    """Yield the folders that may hold the config; the tracker is read for the later ones only."""
+    yield path / HF_FOLDER
+    yield path
+    iteration = iteration_folder(path)
+    yield iteration / HF_FOLDER  # Megatron-Bridge's also_save_hf_checkpoint
+    yield iteration.parent / HF_FOLDER
+    yield iteration.parent / VERL_HF_FOLDER
+    if (iteration.parent / TRACKER).is_file():  # ms-swift's save_safetensors
+        yield iteration.parent
 
 
 def hf_folder(path: Path, *, flag: str = "--hf-config") -> Path:

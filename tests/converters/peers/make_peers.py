@@ -36,9 +36,14 @@ and under another layout, and their own functions write it again, to be compared
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from mcore_qwen3vl.config import read_config_file
 
 HERE = Path(__file__).parent
 TEXT: dict[str, Any] = {
@@ -61,11 +66,19 @@ VISION: dict[str, Any] = {
 }
 
 
-def write_hf(path: Path, *, moe: bool) -> None:
+SMALL: tuple[dict[str, Any], dict[str, Any]] = (
+    {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12},
+    {"depth": 1, "deepstack_visual_indexes": [0], "hidden_size": 8, "intermediate_size": 8},
+)
+
+
+def write_hf(path: Path, model: str) -> None:
     from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
-    text = TEXT | (MOE if moe else {})
-    write_tiny_checkpoint(path, moe=moe, dtype="bfloat16", seed=27, text=text, vision=VISION)
+    moe = model == "moe"
+    text, vision = SMALL if model == "small" else ({}, {})
+    text, vision = TEXT | (MOE if moe else {}) | text, VISION | vision
+    write_tiny_checkpoint(path, moe=moe, dtype="bfloat16", seed=27, text=text, vision=vision)
 
 
 def set_up() -> None:
@@ -101,6 +114,81 @@ def megatron_bridge(source: Path, target: Path, written: Path | None, **layout: 
         folder = str(written / "release")
         _load_model_weights_from_checkpoint(folder, models, dist_ckpt_strictness="raise_all")
     bridge.save_megatron_model(models, target)
+
+
+def train_megatron_bridge(source: Path, target: Path, written: Path | None, **layout: int) -> None:
+    """Train two steps on pictures of noise; each save has a Hugging Face export too."""
+    import torch
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.data.builders import MockVLMSFTDatasetConfig
+    from megatron.bridge.models.qwen_vl.data.collate_fn import qwen2_5_collate_fn
+    from megatron.bridge.models.qwen_vl.qwen3_vl_step import forward_step
+    from megatron.bridge.recipes.common import _sft_common_vlm
+    from megatron.bridge.training import initialize, setup
+    from megatron.bridge.training.pretrain import pretrain
+
+    # Its smallest picture has 3,136 tokens here: the processor's own limits hold.
+    qwen2_5_collate_fn.__defaults__ = (None, None, *qwen2_5_collate_fn.__defaults__[2:])
+    # It refuses to start without CUDA, and compiles an index of text data, which are not used.
+    setup.initialize_megatron = partial(setup.initialize_megatron, allow_no_cuda=True)
+    torch.cuda.device_count = lambda: 1
+    initialize.compile_helpers = lambda: None
+    cfg = _sft_common_vlm()
+    cfg.model = AutoBridge.from_hf_pretrained(source).to_megatron_provider()
+    trained = {
+        f"freeze_{p}": False for p in ("language_model", "vision_model", "vision_projection")
+    }
+    for name, value in {**layout, **trained, "gradient_accumulation_fusion": False}.items():
+        setattr(cfg.model, name, value)
+    cfg.model.seq_length = 128
+    cfg.dataset = MockVLMSFTDatasetConfig(
+        seq_length=128, hf_processor_path=str(source), image_size=(64, 64), num_workers=0
+    )
+    cfg.tokenizer.vocab_size = cfg.model.vocab_size - 1
+    cfg.train.train_iters, cfg.train.global_batch_size, cfg.train.micro_batch_size = 2, 2, 1
+    cfg.validation.eval_iters = 0
+    cfg.optimizer.lr, cfg.optimizer.min_lr = 1e-2, 1e-3
+    cfg.scheduler.lr_warmup_iters, cfg.scheduler.lr_decay_iters = 0, 2
+    cfg.logger.log_interval, cfg.logger.tensorboard_dir = 1, None
+    cfg.checkpoint.save, cfg.checkpoint.load, cfg.checkpoint.save_interval = str(target), None, 2
+    cfg.checkpoint.also_save_hf_checkpoint, cfg.checkpoint.hf_source_path = True, str(source)
+    pretrain(cfg, forward_step)
+
+
+def train_ms_swift(source: Path, target: Path, written: Path | None, **options: Any) -> None:
+    """Train two steps on pictures; each save has a Hugging Face export too."""
+    import torch
+
+    data = target.parent / "data"
+    if torch.distributed.get_rank() == 0:
+        write_pictures(data)
+    torch.distributed.barrier()
+    torch.jit.script = lambda function, *_, **__: function  # as in `ms_swift`
+    from swift.megatron import megatron_sft_main
+    from swift.template.templates.qwen import Qwen3VLTemplate
+
+    # It writes the published number of this token, which a small vocabulary does not have.
+    Qwen3VLTemplate.image_token_id = read_config_file(source)["image_token_id"]
+    given = {"model": source, "model_type": "qwen3_vl", "dataset": data / "train.jsonl"}
+    given |= {"output_dir": target, "add_version": "false", "ddp_backend": "gloo"}
+    given |= {"torch_dtype": "bfloat16", "attention_backend": "auto", "max_length": 256}
+    given |= {"freeze_vit": "false", "freeze_aligner": "false", "check_model": "false"}
+    given |= {"train_iters": 2, "save_steps": 2, "global_batch_size": 2, "lr": 1e-2}
+    given |= {"split_dataset_ratio": 0, "dataloader_num_workers": 0, **options}
+    megatron_sft_main([part for k, v in given.items() for part in (f"--{k}", str(v))])
+
+
+def write_pictures(folder: Path) -> None:
+    from PIL import Image
+
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for number in range(4):
+        Image.effect_noise((32, 32), 90).convert("RGB").save(picture := folder / f"{number}.png")
+        said = (("user", "<image>What is this?"), ("assistant", f"It is number {number}."))
+        messages = [{"role": role, "content": content} for role, content in said]
+        lines.append(json.dumps({"messages": messages, "images": [str(picture)]}))
+    (folder / "train.jsonl").write_text("\n".join(lines))
 
 
 def ms_swift(source: Path, target: Path, written: Path | None, **layout: int) -> None:
@@ -140,13 +228,22 @@ def main(maker: str, source: str, target: str, *sizes: str) -> None:
     written = None
     if sizes[:1] == ("--written",):
         written, sizes = Path(sizes[1]), sizes[2:]
-    layout = {name: int(size) for name, size in (one.split("=") for one in sizes)}
-    write = {"megatron-bridge": megatron_bridge, "ms-swift": ms_swift, "verl": verl}[maker]
-    write(Path(source), Path(target), written, **layout)
+    options = dict(one.split("=") for one in sizes)
+    options = {name: int(value) if value.isdigit() else value for name, value in options.items()}
+    WRITE[maker](Path(source).absolute(), Path(target).absolute(), written, **options)
+
+
+WRITE: dict[str, Callable[..., None]] = {
+    "megatron-bridge": megatron_bridge,
+    "megatron-bridge-trained": train_megatron_bridge,
+    "ms-swift": ms_swift,
+    "ms-swift-trained": train_ms_swift,
+    "verl": verl,
+}
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "hf":
-        write_hf(Path(sys.argv[2]), moe=sys.argv[3:] == ["moe"])
+        write_hf(Path(sys.argv[2]), sys.argv[3])
     else:
         main(*sys.argv[1:])

@@ -14,10 +14,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
-from mcore_qwen3vl.converters.mapping.table import same
 from mcore_qwen3vl.converters.mcore.paths import TRACKER
-from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.files import DistcpFile
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout
@@ -113,47 +110,9 @@ def test_a_run_starts_from_it_as_from_our_own_conversion(
     assert second["iteration"] == 2  # it has resumed its own checkpoint
 
 
-def trained(peer: str, folder: Path) -> Path:
-    """Return a copy of the peer's checkpoint with a tensor of the optimizer's state."""
-    checkpoint = copy(HERE / peer, folder / "trained")
-    (iteration,) = checkpoint.glob("iter_*")
-    index = metadata.read(iteration)
-    with DistcpFile(iteration / "__9_0.distcp") as file:
-        row = same("optimizer.state.exp_avg.visual.visual.pos_embed.weight", "", (4,))
-        file.write_row(row, torch.float32, [torch.zeros(4)])
-        file.sync()
-    index.tensors |= file.index.tensors
-    (iteration / metadata.FILE).write_bytes(metadata.dumps(index))
-    return checkpoint
-
-
 def arguments(model: Path, *flags: str) -> CommandLine:
     words = ["--cpu", "--hf-model", str(model), "--data-path", str(model), "--train-iters", "1"]
     return CommandLine([*words, *flags])
-
-
-@pytest.mark.parametrize("peer", PEERS[::2])
-def test_its_optimizer_state_is_not_resumed(peer: str, tmp_path: Path) -> None:
-    checkpoint, source = trained(peer, tmp_path), source_of(peer)
-    load, maker = ("--load", str(checkpoint)), MAKERS[peer.rpartition("-")[0]]
-    refused = rf"was written by {re.escape(maker)}, whose optimizer state .* Add --finetune"
-    with pytest.raises(BadInput, match=refused) as error:
-        check_surroundings(arguments(source, *load).args)
-    assert "\n" not in str(error.value)
-    for flags in ((*load, "--finetune"), ("--pretrained-checkpoint", str(checkpoint))):
-        check_surroundings(arguments(source, *flags).args)
-        found = from_other_maker(arguments(source, *flags).args)
-        assert found is not None
-        assert found.folder == next(checkpoint.glob("iter_*"))
-    sizes = Layout()
-    assert run_layout(into_model, 1, sizes, source, checkpoint) == [True]
-
-
-def into_model(layout: Layout, source: Path, checkpoint: Path) -> bool:
-    initialize(layout)
-    chunks = build_empty(layout, Architecture.from_hf(source))
-    load_checkpoint(chunks, checkpoint)
-    return all(p.isfinite().all() for chunk in chunks for p in chunk.parameters())
 
 
 @pytest.mark.parametrize("peer", PEERS[::2])
