@@ -15,7 +15,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.table import same
-from mcore_qwen3vl.converters.mcore.paths import TRACKER
+from mcore_qwen3vl.converters.mcore.paths import TRACKER, iteration_folder
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.converters.torch_dist.files import DistcpFile
 from mcore_qwen3vl.errors import BadInput
@@ -65,6 +65,9 @@ def loaded_both_ways(layout: Layout, peer: str, overrides: dict[str, Any]) -> in
         ("ms-swift-dense", "pp3", {}),
         ("ms-swift-dense", "tp2", {"vocab_size": 500}),
         ("ms-swift-moe", "ep2xdp2", {}),
+        ("pai-megatron-patch-dense", "tp2+sp", {"vocab_size": 500}),
+        ("pai-megatron-patch-moe", "pp3", {}),
+        ("pai-megatron-patch-moe", "tp2xep2+sp", {}),
     ],
 )
 def test_every_parameter_is_that_of_the_peers_source(
@@ -81,6 +84,8 @@ RUNS = [
     ("megatron-bridge-moe", "tp2xep2+sp"),
     ("ms-swift-dense", "tp2"),
     ("ms-swift-moe", "ep2xdp2"),
+    ("pai-megatron-patch-dense", "pp3"),
+    ("pai-megatron-patch-moe", "tp2xep2+sp"),
 ]
 
 
@@ -116,7 +121,7 @@ def test_a_run_starts_from_it_as_from_our_own_conversion(
 def trained(peer: str, folder: Path) -> Path:
     """Return a copy of the peer's checkpoint with a tensor of the optimizer's state."""
     checkpoint = copy(HERE / peer, folder / "trained")
-    (iteration,) = checkpoint.glob("iter_*")
+    iteration = iteration_folder(checkpoint)
     index = metadata.read(iteration)
     with DistcpFile(iteration / "__9_0.distcp") as file:
         row = same("optimizer.state.exp_avg.visual.visual.pos_embed.weight", "", (4,))
@@ -144,7 +149,7 @@ def test_its_optimizer_state_is_not_resumed(peer: str, tmp_path: Path) -> None:
         check_surroundings(arguments(source, *flags).args)
         found = from_other_maker(arguments(source, *flags).args)
         assert found is not None
-        assert found.folder == next(checkpoint.glob("iter_*"))
+        assert found.folder == iteration_folder(checkpoint)
     sizes = Layout()
     assert run_layout(into_model, 1, sizes, source, checkpoint) == [True]
 
