@@ -3,7 +3,8 @@
 The table speaks of this project's keys. What others write is a row here. All of them keep
 Megatron's own keys for the language model, after a prefix; they differ in the vision tower, which
 the table keeps as Hugging Face has it. Each row was compared with checkpoints that the maker's own
-converter wrote (``tests/converters/peers``).
+converter wrote (``tests/converters/peers``). Whether layers are stacked or have keys of their own
+is no matter of the dialect (`megatron_checkpoint.stacked`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Module:
     Attributes:
         ours: how its keys start in the table, after ``visual.``; ``{}`` is a number, and the
             modules so numbered are stacked on the first axis of the dialect's tensors.
-        theirs: how they start in the dialect, after its prefix of the vision tower.
+        theirs: how they start in the dialect, after its prefix of the vision tower; with ``{}``,
+            the number is a part of the key there, and nothing is stacked.
         by_head: whether the rows of a fused query, key and value are in Megatron's order: the
             query, key and value of the first head, then those of the second, and so on.
     """
@@ -61,6 +63,7 @@ class Dialect:
         modules: the modules whose keys differ by more than the prefix; the first that fits counts.
         stateful: starts of the modules of the vision tower that have an ``_extra_state``, which are
             Transformer Engine's.
+        unwritten: why checkpoints are not written in it; empty if they are.
     """
 
     key: str
@@ -70,6 +73,7 @@ class Dialect:
     sign: str
     modules: tuple[Module, ...] = ()
     stateful: tuple[str, ...] = ()
+    unwritten: str = ""
 
     def row(self, row: Row, v: VisionArchitecture) -> Row:
         """Return how the dialect stores what `row`, a row of the table, stores."""
@@ -93,11 +97,12 @@ class Dialect:
             found = re.match(re.escape(module.ours).replace(r"\{\}", r"(\d+)"), name)
             if found is None:
                 continue
-            row = replace(row, key=self.vision + module.theirs + name[found.end() :])
+            start = self.vision + module.theirs.format(*found.groups())
+            row = replace(row, key=start + name[found.end() :])
             if module.by_head:
                 how = transforms.fused_qkv(v.num_heads, v.hidden_size // v.num_heads)
                 row = replace(row, rearrangement=how)
-            if not found.groups():
+            if not found.groups() or "{}" in module.theirs:
                 return row
             blocks = module.ours.startswith("blocks.")
             count = v.depth if blocks else len(v.deepstack_visual_indexes)
@@ -106,6 +111,15 @@ class Dialect:
         return replace(row, key=self.vision + name)
 
 
+_MEGATRONS_BLOCKS = (
+    Module("blocks.{}.norm1.", "decoder.layers.self_attention.linear_qkv.layer_norm_"),
+    Module("blocks.{}.norm2.", "decoder.layers.mlp.linear_fc1.layer_norm_"),
+    Module("blocks.{}.attn.qkv.", "decoder.layers.self_attention.linear_qkv.", by_head=True),
+    Module("blocks.{}.attn.proj.", "decoder.layers.self_attention.linear_proj."),
+    Module("blocks.{}.mlp.", "decoder.layers.mlp."),
+)
+"""The blocks of a vision tower that is made of Megatron's transformer layers."""
+
 MEGATRON_BRIDGE = Dialect(
     "megatron-bridge",
     "NVIDIA Megatron-Bridge, or VERL with it",
@@ -113,11 +127,7 @@ MEGATRON_BRIDGE = Dialect(
     vision="vision_model.",
     sign="vision_model.merger.",
     modules=(
-        Module("blocks.{}.norm1.", "decoder.layers.self_attention.linear_qkv.layer_norm_"),
-        Module("blocks.{}.norm2.", "decoder.layers.mlp.linear_fc1.layer_norm_"),
-        Module("blocks.{}.attn.qkv.", "decoder.layers.self_attention.linear_qkv.", by_head=True),
-        Module("blocks.{}.attn.proj.", "decoder.layers.self_attention.linear_proj."),
-        Module("blocks.{}.mlp.", "decoder.layers.mlp."),
+        *_MEGATRONS_BLOCKS,
         Module("deepstack_merger_list.{}.norm.", "decoder.deepstack_merger_list.patch_norm."),
         Module("deepstack_merger_list.{}.", "decoder.deepstack_merger_list."),
         Module("merger.norm.", "merger.patch_norm."),
@@ -131,18 +141,31 @@ MS_SWIFT = Dialect(
     vision="visual.visual.",
     sign="visual.visual.",
 )
-DIALECTS = (MEGATRON_BRIDGE, MS_SWIFT)
-
-REFUSED = {"vision_model.projection.": "Pai-Megatron-Patch"}
-"""Makers whose checkpoints are not read, by the start of keys that no other maker has."""
+PAI_MEGATRON_PATCH = Dialect(
+    "pai-megatron-patch",
+    "Pai-Megatron-Patch",
+    tracker="release",
+    vision="vision_model.",
+    sign="vision_model.projection.",
+    modules=(
+        *_MEGATRONS_BLOCKS,
+        Module("deepstack_merger_list.{}.norm.", "decoder.deepstack_norm_list.{}."),
+        Module("deepstack_merger_list.{}.", "decoder.deepstack_merger_list.{}.encoder."),
+        Module("merger.norm.", "decoder.final_layernorm."),
+        Module("merger.", "projection.encoder."),
+    ),
+    unwritten="its MoE recipes look for each layer under a key of its own",
+)
+DIALECTS = (MEGATRON_BRIDGE, MS_SWIFT, PAI_MEGATRON_PATCH)
 
 
 def named(key: str) -> Dialect:
-    """Return the dialect of this name; raise BadInput if there is none."""
+    """Return the dialect of this name; raise BadInput if there is none, or it is not written."""
     found = next((dialect for dialect in DIALECTS if dialect.key == key), None)
-    if found is None:
-        known = " and ".join(dialect.key for dialect in DIALECTS)
-        raise BadInput(f"dialect {key!r} is not known: {known} can be written.")
+    if found is None or found.unwritten:
+        known = " and ".join(dialect.key for dialect in DIALECTS if not dialect.unwritten)
+        why = "is not known" if found is None else f"is only read, since {found.unwritten}"
+        raise BadInput(f"dialect {key!r} {why}: {known} can be written.")
     return found
 
 
@@ -163,10 +186,9 @@ def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
 
     found = next((dialect for dialect in DIALECTS if starts(dialect.sign)), None)
     if found is None:
-        maker = next((REFUSED[sign] for sign in REFUSED if starts(sign)), "an unknown project")
         known = " and of ".join(dialect.maker for dialect in DIALECTS)
         raise BadInput(
-            f"{folder} has the keys of {maker}, which are not understood here; those of "
+            f"{folder} has the keys of an unknown project, which are not understood here; those of "
             f"{known} are. Convert it to Hugging Face with its own tool."
         )
     return found

@@ -19,6 +19,7 @@ from mcore_qwen3vl.converters.mapping.dialects import maker_of
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     MegatronCheckpoint,
     TranslatedCheckpoint,
+    stacked,
 )
 from mcore_qwen3vl.converters.mcore.paths import (
     TRACKER,
@@ -108,7 +109,11 @@ def open_megatron(path: Path, architecture: Architecture) -> MegatronCheckpoint:
         require_own_keys(stored.folder, stored.index.tensors)
         return stored
     dialect = maker_of(stored.folder, stored.index.tensors)
-    return stored if dialect is None else TranslatedCheckpoint(stored, dialect, architecture.vision)
+    if dialect is None:
+        return stored
+    return TranslatedCheckpoint(
+        stacked(stored, dialect, architecture), dialect, architecture.vision
+    )
 
 
 def require_own_keys(folder: Path, keys: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import VisionArchitecture
+from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, vision_rows
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, Row, vision_rows
 from mcore_qwen3vl.converters.mcore.paths import require_whole_model
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.disk import bring_in
@@ -182,6 +182,66 @@ def _by_corner(tensor: ChunkedTensor) -> dict[Shape, list[Chunk]]:
                 break
             table[chunk.offsets[: axis + 1]].append(chunk)
     return table
+
+
+def stacked(
+    stored: MegatronCheckpoint, dialect: Dialect, architecture: Architecture
+) -> StackedLayers:
+    """Return a checkpoint in a dialect with the layers stacked that the table has stacked."""
+    towers = [dialect.vision] if architecture.mixed_layers else [dialect.vision, LANGUAGE]
+    return StackedLayers(stored, [tower + LAYERS for tower in towers])
+
+
+class StackedLayers(MegatronCheckpoint):
+    """The tensors of a checkpoint, in which layers with keys of their own become one tensor.
+
+    Megatron gives each layer of all its transformers a key of its own if ``--moe-layer-freq`` is a
+    list, even if all layers are alike. Other checkpoints stay as they are.
+
+    Args:
+        starts: what precedes a layer's number in its keys.
+
+    Raises:
+        BadInput: the layers of one tensor differ in shape or dtype, one is missing, or the tensor
+            is there too.
+    """
+
+    def __init__(self, stored: MegatronCheckpoint, starts: Iterable[str]) -> None:
+        self._stored = stored
+        self._own: dict[tuple[str, Shape], str] = {}  # key by tensor and (layer,)
+        index, layers = CheckpointIndex(objects=stored.index.objects), Counter[str]()
+        pattern = re.compile(rf"({'|'.join(map(re.escape, starts))})(0|[1-9]\d{{0,3}})\.")
+        for key, entry in stored.index.tensors.items():
+            if (found := pattern.match(key)) is None:
+                index.tensors[key] = entry
+            else:
+                name = found[1] + key[found.end() :]
+                self._own[name, (int(found[2]),)] = key
+                layers[name] += 1
+        for (name, place), key in self._own.items():
+            entry = stored.index.tensors[key]
+            shape = (layers[name], *entry.shape)
+            whole = index.tensors.setdefault(name, ChunkedTensor(entry.dtype, shape))
+            alike = (whole.dtype, whole.shape) == (entry.dtype, shape)
+            if not alike or place[0] >= layers[name] or name in stored.index.tensors:
+                raise BadInput(
+                    f"{stored.folder}: {key} does not fit the {layers[name]} layers that have such "
+                    "a tensor. One is missing, or files of two checkpoints are mixed."
+                )
+            whole.chunks += [
+                Chunk((*place, *c.offsets), (1, *c.sizes), c.data) for c in entry.chunks
+            ]
+        super().__init__(stored.folder, index, stored.data_files)
+        self.files = stored.files
+
+    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+        if (own := self._own.get((key, chunk.offsets[:1]))) is None:
+            return self._stored._tensor(key, chunk)
+        part = Chunk(chunk.offsets[1:], chunk.sizes[1:], chunk.data)
+        return self._stored._tensor(own, part).unsqueeze(0)
+
+    def _unfilled(self, key: str) -> BadInput:
+        return self._stored._unfilled(key)
 
 
 class TranslatedCheckpoint(MegatronCheckpoint):

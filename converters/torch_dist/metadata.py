@@ -182,6 +182,8 @@ RECORDS = {
     # --ckpt-assume-constant-structure it also keeps the prefix of the files that they write.
     f"{DCP}.filesystem": ("_StorageInfo", "_StoragePrefix"),
     f"{DCP}.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    # From June 2024 to December 2025 Megatron had its own class of plans.
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan",),
     # The value of these is not needed.
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath",),

@@ -125,8 +125,11 @@ def hf_to_mcore(
         typer.Option(help="Layer spec of --format torch; default: te."),
     ] = None,
     dialect: Annotated[
-        Literal["megatron-bridge", "ms-swift"] | None,
-        typer.Option(help="Write the keys of another project, for its own loader."),
+        str | None,
+        typer.Option(
+            metavar="[megatron-bridge|ms-swift]",
+            help="Write the keys of another project, for its own loader.",
+        ),
     ] = None,
 ) -> "ConversionPlan":
     """Hugging Face to Megatron-Core ([bold]torch_dist[/], loads under any parallel layout)."""

@@ -22,6 +22,19 @@ hides ours, was deleted there. In an empty folder::
     weights="--written megatron-bridge-dense/iter_0000000"
     $two verl hf-dense verl-dense $weights tensor_model_parallel_size=2
 
+Pai-Megatron-Patch's ``distributed_checkpoints_convertor`` ran in an environment of its own: a
+checkout of Pai-Megatron-Patch at commit a098ca5 with the Megatron-LM that it names for Qwen3-VL, at
+commit 6a6cd47, whose package ``tests`` was deleted, torch 2.13, transformers 4.57.6, numpy 1.26,
+accelerate, and transformer-engine 2.20.2 (``--no-deps``). The checkouts of Pai-Megatron-Patch (PAI)
+and Megatron-LM (MEGATRON) come after this one (OURS) on the path. Besides CUDA and Transformer
+Engine's extension, two things were replaced: the process that collects results while Megatron
+saves, which is forked here, and the sizes of the vision tower, which Pai-Megatron-Patch knows for
+the published models only::
+
+    export PYTHONPATH=$OURS:$PAI:$MEGATRON:$PAI/toolkits/distributed_checkpoints_convertor/impl
+    $two pai-megatron-patch hf-dense pai-megatron-patch-dense tensor_model_parallel_size=2
+    $two pai-megatron-patch hf-moe pai-megatron-patch-moe expert_model_parallel_size=2
+
 Of each, the iteration's tensors and metadata are kept, and the tracker; of Hugging Face's, the
 config and the weights; of VERL's, which has no tracker, ``ckpt_contents.json``, the tensors and
 metadata of the model, and its config.
@@ -37,9 +50,12 @@ and under another layout, and their own functions write it again, to be compared
 from __future__ import annotations
 
 import json
+import multiprocessing
+import runpy
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +110,30 @@ def set_up() -> None:
     device.install()
     import torch
 
+    torch.distributed.init_process_group("gloo")
+
+
+def set_up_of_2025() -> None:
+    """Do what `set_up` does for the Megatron-LM of June 2025, to which other names belong."""
+    from tests.model.te import extension
+
+    extension.install()
+    import torch
+
+    from mcore_qwen3vl.runtime import cpu
+
+    import_module("torch.utils._device")._device_constructors()
+    cpu.apply((*cpu.TORCH_REPLACEMENTS, *cpu.DEVICE_REPLACEMENTS))
+    from tests.model.te import device
+
+    device.install()
+    cpu.apply(cpu.TRAINING_REPLACEMENTS)
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.training import initialize, training
+
+    initialize.initialize_megatron = training.initialize_megatron
+    results = multiprocessing.get_context("fork").Manager().Queue()
+    filesystem_async._get_write_results_queue = lambda: results
     torch.distributed.init_process_group("gloo")
 
 
@@ -223,8 +263,66 @@ def verl(source: Path, target: Path, written: Path | None, **layout: int) -> Non
     engine.save_checkpoint(str(target), global_step=20)
 
 
+def pai_megatron_patch(source: Path, target: Path, written: Path | None, **layout: int) -> None:
+    from megatron_patch.model.qwen3_vl import transformer_config
+
+    config = json.loads((source / "config.json").read_text())
+    text, vision = config["text_config"], config["vision_config"]
+    published = transformer_config.get_vision_model_config
+
+    def of_the_source(*args: Any) -> Any:
+        made = published(*args)
+        for name, value in vision.items():
+            if hasattr(made, name):
+                setattr(made, name, value)
+        made.num_layers, made.ffn_hidden_size = vision["depth"], vision["intermediate_size"]
+        made.num_attention_heads = made.num_query_groups = vision["num_heads"]
+        made.kv_channels = made.hidden_size // made.num_attention_heads
+        return made
+
+    transformer_config.get_vision_model_config = of_the_source
+    given = {
+        "synchronizer": "qwen3_vl",
+        "pretrain-script": "qwen3_vl.pretrain_qwen",
+        "auto-model": "AutoModelForImageTextToText",
+        "model-type": "GPT",
+        "load-dir": source,
+        "save-dir": target,
+        "tokenizer-type": "NullTokenizer",
+        "vocab-size": text["vocab_size"] - 1,  # it adds an end of text
+        "padded-vocab-size": text["vocab_size"],
+        "num-layers": text["num_hidden_layers"],
+        "hidden-size": text["hidden_size"],
+        "ffn-hidden-size": text["intermediate_size"],
+        "num-attention-heads": text["num_attention_heads"],
+        "num-query-groups": text["num_key_value_heads"],
+        "kv-channels": text["head_dim"],
+        "position-embedding-type": "mrope",
+        "normalization": "RMSNorm",
+        "max-position-embeddings": text["max_position_embeddings"],
+        "seq-length": 1,
+        "micro-batch-size": 1,
+        "train-iters": 1,
+        "lr": 1e-5,
+        **{name.replace("_", "-"): size for name, size in layout.items()},
+    }
+    flags = ["swiglu", "disable-bias-linear", "group-query-attention", "qk-layernorm", "bf16"]
+    flags += ["debug", "no-load-optim", "no-load-rng", "no-gradient-accumulation-fusion"]
+    if not config["tie_word_embeddings"]:
+        flags.append("untie-embeddings-and-output-weights")
+    if experts := text.get("num_experts"):
+        given |= {"num-experts": experts, "moe-ffn-hidden-size": text["moe_intermediate_size"]}
+        given |= {"moe-layer-freq": f"([1]*{text['num_hidden_layers']})"}
+        given |= {"moe-token-dispatcher-type": "alltoall"}
+        flags.append("moe-grouped-gemm")
+    sections = ["--mrope-section", *map(str, text["rope_scaling"]["mrope_section"])]
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    sys.argv = ["convert.py", *words, *(f"--{flag}" for flag in flags), *sections]
+    runpy.run_module("convert", run_name="__main__")
+
+
 def main(maker: str, source: str, target: str, *sizes: str) -> None:
-    set_up()
+    set_up_of_2025() if maker == "pai-megatron-patch" else set_up()
     written = None
     if sizes[:1] == ("--written",):
         written, sizes = Path(sizes[1]), sizes[2:]
@@ -238,6 +336,7 @@ WRITE: dict[str, Callable[..., None]] = {
     "megatron-bridge-trained": train_megatron_bridge,
     "ms-swift": ms_swift,
     "ms-swift-trained": train_ms_swift,
+    "pai-megatron-patch": pai_megatron_patch,
     "verl": verl,
 }
 

@@ -62,6 +62,9 @@ def loaded_both_ways(layout: Layout, peer: str, overrides: dict[str, Any]) -> in
         ("ms-swift-dense", "pp3", {}),
         ("ms-swift-dense", "tp2", {"vocab_size": 500}),
         ("ms-swift-moe", "ep2xdp2", {}),
+        ("pai-megatron-patch-dense", "tp2+sp", {"vocab_size": 500}),
+        ("pai-megatron-patch-moe", "pp3", {}),
+        ("pai-megatron-patch-moe", "tp2xep2+sp", {}),
     ],
 )
 def test_every_parameter_is_that_of_the_peers_source(
@@ -78,6 +81,8 @@ RUNS = [
     ("megatron-bridge-moe", "tp2xep2+sp"),
     ("ms-swift-dense", "tp2"),
     ("ms-swift-moe", "ep2xdp2"),
+    ("pai-megatron-patch-dense", "pp3"),
+    ("pai-megatron-patch-moe", "tp2xep2+sp"),
 ]
 
 

@@ -15,7 +15,14 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.legacy.files import check_run, saved_arguments
 from mcore_qwen3vl.converters.mapping import dialects
-from mcore_qwen3vl.converters.mapping.dialects import MEGATRON_BRIDGE, Module, maker_of
+from mcore_qwen3vl.converters.mapping.dialects import (
+    MEGATRON_BRIDGE,
+    PAI_MEGATRON_PATCH,
+    Dialect,
+    Module,
+    maker_of,
+)
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import ChunkedTensor
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
@@ -35,23 +42,46 @@ HERE = Path(__file__).parent
 MAKERS = {
     "megatron-bridge": "NVIDIA Megatron-Bridge, or VERL with it",
     "ms-swift": "ms-swift (mcore-bridge)",
+    "pai-megatron-patch": "Pai-Megatron-Patch",
     "verl": "NVIDIA Megatron-Bridge, or VERL with it",
 }
-PEERS = [
+WRITTEN = [
     f"{maker}-{model}" for maker in ("megatron-bridge", "ms-swift") for model in ("dense", "moe")
 ]
+PEERS = [*WRITTEN, "pai-megatron-patch-dense", "pai-megatron-patch-moe"]
+FLOAT32 = [
+    f"model.visual.{name}"
+    for name in ("patch_embed.proj.weight", "patch_embed.proj.bias", "pos_embed.weight")
+]
+"""What Pai-Megatron-Patch's converter stores in float32."""
 
 
 def source_of(peer: str) -> Path:
     return HERE / f"hf-{peer.rpartition('-')[2]}"
 
 
+def as_stored(peer: str, folder: Path) -> Path:
+    """Return a copy of the peer's source that has the dtypes of the peer's checkpoint."""
+    source = copy(source_of(peer), folder / "hf")
+    tensors = load(source)
+    if peer.startswith("pai-megatron-patch"):
+        tensors |= {name: tensors[name].float() for name in FLOAT32}
+    save(tensors, source)
+    return source
+
+
 @pytest.mark.parametrize("peer", [*PEERS, "verl-dense"])
 def test_it_is_bitwise_what_the_peer_was_given(tmp_path: Path, peer: str) -> None:
     source, out = source_of(peer), tmp_path / "out"
     mcore_to_hf(HERE / peer, out, hf_config=source)
-    assert_same_tensors(source, out)
+    assert_same_tensors(as_stored(peer, tmp_path), out)
     assert_same_files(source, out)
+
+
+def test_float32_of_its_converter_becomes_bf16_again(tmp_path: Path) -> None:
+    source, out = HERE / "hf-dense", tmp_path / "out"
+    mcore_to_hf(HERE / "pai-megatron-patch-dense", out, hf_config=source, dtype="bf16")
+    assert_same_tensors(source, out)
 
 
 @pytest.mark.parametrize("peer", [*PEERS, "verl-dense"])
@@ -83,7 +113,7 @@ def test_inspection_names_no_maker_of_our_own(tmp_path: Path) -> None:
     ],
 )
 def test_an_audit_names_the_tensor_that_differs(tmp_path: Path, peer: str, name: str) -> None:
-    source = copy(source_of(peer), tmp_path / "hf")
+    source = as_stored(peer, tmp_path)
     assert compare_checkpoints(HERE / peer, source).ok
     assert not any(f.part == FILES for f in compare_checkpoints(HERE / peer, source).findings)
     tensors = load(source)
@@ -97,14 +127,21 @@ def test_an_audit_names_the_tensor_that_differs(tmp_path: Path, peer: str, name:
         assert result.failures[0].measured.different == 1
 
 
-@pytest.mark.parametrize("missing", MEGATRON_BRIDGE.modules, ids=lambda module: module.ours)
+MODULES = [
+    pytest.param(dialect, module, id=f"{dialect.key} {module.ours}")
+    for dialect in (MEGATRON_BRIDGE, PAI_MEGATRON_PATCH)
+    for module in dialect.modules
+]
+
+
+@pytest.mark.parametrize(("dialect", "missing"), MODULES)
 def test_no_module_can_be_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: Module
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dialect: Dialect, missing: Module
 ) -> None:
-    others = tuple(module for module in MEGATRON_BRIDGE.modules if module != missing)
-    monkeypatch.setattr(dialects, "DIALECTS", (replace(MEGATRON_BRIDGE, modules=others),))
+    others = tuple(module for module in dialect.modules if module != missing)
+    monkeypatch.setattr(dialects, "DIALECTS", (replace(dialect, modules=others),))
     with pytest.raises(BadInput, match=r"lacks the tensor visual\.") as error:
-        mcore_to_hf(HERE / "megatron-bridge-dense", tmp_path / "out", hf_config=HERE / "hf-dense")
+        mcore_to_hf(HERE / f"{dialect.key}-dense", tmp_path / "out", hf_config=HERE / "hf-dense")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -112,6 +149,7 @@ def test_no_module_can_be_left_out(
 QKV, NORM1, NORM2 = (f"blocks.{{}}.{name}." for name in ("attn.qkv", "norm1", "norm2"))
 
 
+@pytest.mark.parametrize("dialect", [MEGATRON_BRIDGE, PAI_MEGATRON_PATCH], ids=lambda d: d.key)
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
@@ -124,11 +162,16 @@ QKV, NORM1, NORM2 = (f"blocks.{{}}.{name}." for name in ("attn.qkv", "norm1", "n
     ids=["query, key and value not by head", "norms swapped"],
 )
 def test_a_wrong_module_is_seen(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, object]], wrong: set[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    dialect: Dialect,
+    changes: dict[str, dict[str, object]],
+    wrong: set[str],
 ) -> None:
-    modules = tuple(replace(m, **changes.get(m.ours, {})) for m in MEGATRON_BRIDGE.modules)
-    monkeypatch.setattr(dialects, "DIALECTS", (replace(MEGATRON_BRIDGE, modules=modules),))
-    result = compare_checkpoints(HERE / "megatron-bridge-dense", HERE / "hf-dense")
+    modules = tuple(replace(m, **changes.get(m.ours, {})) for m in dialect.modules)
+    monkeypatch.setattr(dialects, "DIALECTS", (replace(dialect, modules=modules),))
+    peer = f"{dialect.key}-dense"
+    result = compare_checkpoints(HERE / peer, as_stored(peer, tmp_path))
     names = {f"model.visual.blocks.{block}.{name}" for block in range(4) for name in wrong}
     assert {finding.name for finding in result.failures} == names
 
@@ -136,21 +179,18 @@ def test_a_wrong_module_is_seen(
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
 
 
-@pytest.mark.parametrize(
-    ("key", "maker"),
-    [
-        ("vision_model.projection.encoder.linear_fc1.weight", "Pai-Megatron-Patch"),
-        ("tower.merger.linear_fc1.weight", "an unknown project"),
-    ],
-)
-def test_keys_of_others_are_refused(key: str, maker: str) -> None:
-    with pytest.raises(BadInput, match=f"the keys of {maker}, which are not understood here"):
-        maker_of(Path("DIR"), {EMBEDDING, key})
+def test_keys_of_others_are_refused() -> None:
+    refused = "the keys of an unknown project, which are not understood here"
+    with pytest.raises(BadInput, match=refused):
+        maker_of(Path("DIR"), {EMBEDDING, "tower.merger.linear_fc1.weight"})
 
 
 LEGACY = [
     ("visual.", r"the keys of ms-swift .* legacy format, in which they are"),
-    ("vision_model.projection.", "the keys of Pai-Megatron-Patch, which are not understood here"),
+    (
+        "vision_model.projection.",
+        r"the keys of Pai-Megatron-Patch .* legacy format, in which they are",
+    ),
 ]
 
 
@@ -182,6 +222,54 @@ def test_two_dialects_in_one_checkpoint_are_refused(tmp_path: Path) -> None:
         mcore_to_hf(tmp_path / "peer", tmp_path / "out", hf_config=HERE / "hf-dense")
 
 
+ROUTER = "language_model.decoder.layers.{}mlp.router.weight"
+
+
+@pytest.mark.parametrize(
+    ("changed", "place", "refused"),
+    [
+        (ROUTER.format("1."), None, r"layers\.2\.\S+ does not fit the 2"),
+        (ROUTER.format("2."), None, r"has shape \[2, 6, 20\]"),
+        (ROUTER.format("2."), ROUTER.format("02."), r"has shape \[2, 6, 20\]"),
+        ("vision_model.decoder.layers.0.mlp.linear_fc1.bias", None, r"\S+ does not fit the 3"),
+    ],
+)
+def test_layers_of_which_one_is_missing_are_refused(
+    tmp_path: Path, changed: str, place: str | None, refused: str
+) -> None:
+    checkpoint = copy(HERE / "pai-megatron-patch-moe", tmp_path / "peer")
+    index = metadata.read(checkpoint / "release")
+    tensor = index.tensors.pop(changed)
+    if place is not None:
+        index.tensors[place] = tensor
+    (checkpoint / "release" / metadata.FILE).write_bytes(metadata.dumps(index))
+    with pytest.raises(BadInput, match=refused) as error:
+        mcore_to_hf(checkpoint, tmp_path / "out", hf_config=HERE / "hf-moe")
+    assert "\n" not in str(error.value)
+
+
+def test_layers_that_are_also_stacked_are_refused(tmp_path: Path) -> None:
+    checkpoint = copy(HERE / "pai-megatron-patch-moe", tmp_path / "peer")
+    index = metadata.read(checkpoint / "release")
+    (first,) = index.tensors[ROUTER.format("0.")].chunks
+    data = replace(first.data, offset=0, length=0)
+    whole = replace(first, offsets=(0, 0, 0), sizes=(3, 6, 20), data=data)
+    index.tensors[ROUTER.format("")] = ChunkedTensor(torch.bfloat16, whole.sizes, [whole])
+    (checkpoint / "release" / metadata.FILE).write_bytes(metadata.dumps(index))
+    with pytest.raises(BadInput, match=r"does not fit the 3 layers .* two checkpoints are mixed"):
+        mcore_to_hf(checkpoint, tmp_path / "out", hf_config=HERE / "hf-moe")
+
+
+def test_layers_that_differ_keep_keys_of_their_own(tmp_path: Path) -> None:
+    source = write_tiny_checkpoint(tmp_path / "hf", moe=True, text={"mlp_only_layers": [1]})
+    hf_to_mcore(source, tmp_path / "mcore", dialect="megatron-bridge")
+    assert any(
+        "decoder.layers.1." in k for k in TorchDistCheckpoint(tmp_path / "mcore").model_keys()
+    )
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert_same_tensors(source, tmp_path / "back")
+
+
 def test_a_config_of_another_tower_is_refused(tmp_path: Path) -> None:
     other = copy(HERE / "hf-dense", tmp_path / "hf")
     edit_config(other, vision_config__depth=5)
@@ -195,7 +283,7 @@ def test_a_config_of_another_tower_is_refused(tmp_path: Path) -> None:
         mcore_to_hf(HERE / "ms-swift-dense", tmp_path / "out", hf_config=other)
 
 
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", WRITTEN)
 def test_it_holds_what_the_peers_own_holds(tmp_path: Path, peer: str) -> None:
     maker, source, out = peer.rpartition("-")[0], source_of(peer), tmp_path / "out"
     hf_to_mcore(source, out, dialect=maker)
@@ -228,4 +316,6 @@ def test_only_a_language_model_in_torch_dist_has_a_dialect(tmp_path: Path) -> No
         BadInput, match="dialect 'x' is not known: megatron-bridge and ms-swift can"
     ):
         hf_to_mcore(source, tmp_path / "out", dialect="x")
+    with pytest.raises(BadInput, match=r"is only read, since its MoE recipes .* ms-swift can"):
+        hf_to_mcore(source, tmp_path / "out", dialect="pai-megatron-patch")
     assert not (tmp_path / "out").exists()
