@@ -27,7 +27,7 @@ from mcore_qwen3vl.verify.mistakes import Verdict, mistake, permuted
 from mcore_qwen3vl.verify.report import Report
 from mcore_qwen3vl.verify.settings import SETTINGS, compare_settings
 
-_PRESENCE = {
+_FLAWS = {
     ONLY_A: ("further tensor", "is no tensor of the Hugging Face checkpoint"),
     ONLY_B: ("missing tensor", "is not in the examined checkpoint"),
 }
@@ -123,7 +123,7 @@ def _explain(finding: Finding, examined: Side, right: Side) -> Verdict:
     """Say what is wrong with the tensor of a finding that failed."""
     name = finding.name
     if finding.flaw:
-        return _PRESENCE.get(finding.flaw, ("another shape", f"is {finding.flaw}"))
+        return _FLAWS.get(finding.flaw, ("another shape", "does not have Hugging Face's shape"))
     if right.pieces[name][0].source.index is None:
         weights = _Weights(examined, right)
         return mistake(weights, name, weights.weight(name))

@@ -209,7 +209,8 @@ def _compare(name: str, left: Side, right: Side, rounded: bool) -> Finding:
         return Finding(TENSORS, name, flaw=ONLY_A)
     if not mine or not theirs:
         return Finding(TENSORS, name, flaw="not the shape that the config gives it")
-    if len(mine) != len(theirs) or mine[0].row.shape[1:] != theirs[0].row.shape[1:]:
+    shapes = [[(p.numel, p.row.shape[1:]) for p in pieces] for pieces in (mine, theirs)]
+    if shapes[0] != shapes[1]:  # rows are as many as Megatron's vocabulary is padded to
         return Finding(TENSORS, name, flaw="the two configs give it different shapes")
     dtypes = left.dtype(mine[0]), right.dtype(theirs[0])
     if dtypes[0] != dtypes[1] and not rounded:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,14 @@ def _own_config(examined: Path, right: Architecture) -> Iterator[Finding]:
     folder = find_hf_folder(examined) if is_megatron(examined) else examined
     if folder is None:
         return
-    own = Architecture.from_hf(folder)
-    for field in fields(Architecture):
-        if field.name not in NO_COMPUTATION:
-            yield _compared(field.name, getattr(own, field.name), getattr(right, field.name))
+    own, wanted = _flat(Architecture.from_hf(folder)), _flat(right)
+    yield from (_compared(name, own[name], wanted[name]) for name in wanted)
+
+
+def _flat(architecture: Architecture) -> dict[str, Any]:
+    values = asdict(architecture)
+    vision = {f"vision.{name}": value for name, value in values.pop("vision").items()}
+    return {name: value for name, value in values.items() if name not in NO_COMPUTATION} | vision
 
 
 def _compared(name: str, found: Any, right: Any) -> Finding:

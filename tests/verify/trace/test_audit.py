@@ -19,6 +19,7 @@ from mcore_qwen3vl.converters.mapping.dialects import MEGATRON_BRIDGE, MS_SWIFT
 from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.audit import audit
+from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
 from tests.command import exit_code
 from tests.converters.checkpoints import copy, load, save
 from tests.converters.peers.test_peers import HERE, PEERS, QKV, source_of
@@ -52,7 +53,7 @@ def test_a_right_conversion_of_another_project_is_right(peer: str) -> None:
     assert result.verdict.startswith(
         "The conversion is right: all 105 tensors are those of Hugging"
     )
-    assert result.environment["stored as"] == "bfloat16"
+    assert "bfloat16" in result.environment["stored as"]
 
 
 def test_a_tower_by_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +117,29 @@ def test_missing_and_further_tensors_are_named(tmp_path: Path) -> None:
         "model.visual.merger.norm.bias": "missing tensor",
         "model.visual.class_token": "further tensor",
     }
+
+
+def test_a_checkpoint_of_other_sizes_has_other_shapes(tmp_path: Path) -> None:
+    """Tensors with more or fewer rows differ too, even those of one dimension."""
+    small, large = (
+        write_tiny_checkpoint(tmp_path / str(size), vision={"intermediate_size": size}, seed=5)
+        for size in (40, 48)
+    )
+    names = {
+        name for name, tensor in load(small).items() if tensor.shape != load(large)[name].shape
+    }
+    assert {name.rpartition(".mlp.")[2] for name in names} == {
+        "linear_fc1.weight",
+        "linear_fc1.bias",
+        "linear_fc2.weight",
+    }
+    for examined, right in ((small, large), (large, small)):
+        result = audit(examined, right)
+        found = {name for name, (kind, _) in result.mistakes.items() if kind == "another shape"}
+        assert found == names
+        assert "vision.intermediate_size" in result.verdict
+        flaws = {f.name for f in compare_checkpoints(examined, right).failures if f.flaw}
+        assert flaws >= names
 
 
 def test_the_command(tmp_path: Path) -> None:
