@@ -182,8 +182,8 @@ RECORDS = {
     # --ckpt-assume-constant-structure it also keeps the prefix of the files that they write.
     f"{DCP}.filesystem": ("_StorageInfo", "_StoragePrefix"),
     f"{DCP}.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
-    # From June 2024 to December 2025 Megatron had its own class of plans.
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan",),
+    # Megatron's own classes of plans (June 2024 to December 2025) and metadata (0.15).
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
     # The value of these is not needed.
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath",),
@@ -219,7 +219,7 @@ def _is(value: Any, name: str) -> bool:
 
 
 def _index(metadata: Any) -> CheckpointIndex:
-    if not _is(metadata, "Metadata"):
+    if not (_is(metadata, "Metadata") or _is(metadata, "MCoreMetadata")):
         raise pickle.UnpicklingError("it does not hold a Metadata object")
     ranges = _ranges(metadata["storage_data"])
     index = CheckpointIndex()

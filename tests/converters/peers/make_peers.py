@@ -39,6 +39,21 @@ Of each, the iteration's tensors and metadata are kept, and the tracker; of Hugg
 config and the weights; of VERL's, which has no tracker, ``ckpt_contents.json``, the tensors and
 metadata of the model, and its config.
 
+Megatron-Bridge's `pretrain` and ms-swift's `megatron sft` were run for two steps of training, and
+export to Hugging Face at the same time. They ran with transformers 5.12.1, datasets 4.8.4, peft
+0.20 and nvidia-resiliency-ext 0.7.0. Besides the extension, these are replaced: Megatron-Bridge's
+refusal to start without CUDA, the index that it compiles for text, its smallest picture, and
+ms-swift's fixed number of the image token, which a small vocabulary does not have::
+
+    python $peers hf hf-small small
+    for maker in megatron-bridge ms-swift; do
+        $two $maker-trained hf-small $maker-trained tensor_model_parallel_size=2
+    done
+
+Of each, an archive has the tensors and metadata of the iteration, the trackers, the states of
+training beside them, and the config and weights of the export; `run_config.yaml` and `args.json`
+are left out. Dense and MoE models as above were compared in the same way, and are not kept.
+
 Checkpoints that we write in their dialects go the other way: their own loaders read one, strictly
 and under another layout, and their own functions write it again, to be compared with the source::
 

@@ -184,6 +184,13 @@ def test_reading_what_torch_2_11_wrote() -> None:
         assert torch.equal(checkpoint.tensor(key), tensor)
 
 
+def test_reading_what_megatron_0_15_wrote() -> None:
+    """Its metadata is of a class of its own, with torch's fields and one more."""
+    checkpoint = TorchDistCheckpoint(Path(__file__).parent / "megatron-0.15")
+    assert torch.equal(checkpoint.tensor("a"), torch.arange(12.0).reshape(3, 4))
+    assert set(checkpoint.index.tensors) == {"a"}
+
+
 @pytest.fixture
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore torch's own reading and writing, whatever was called before."""
