@@ -21,7 +21,11 @@ from mcore_qwen3vl.converters.hf.companions import companion_files, digest, read
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import renamed
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
-from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
+from mcore_qwen3vl.converters.mcore.formats import (
+    is_megatron,
+    open_megatron,
+    refuse_other_folders,
+)
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.offline import manifest
@@ -115,12 +119,12 @@ class Side:
     """
 
     def __init__(self, path: Path, config: Path) -> None:
+        own = _config_folder(path)
         self.architecture = architecture = Architecture.from_hf(config)
         self.stored: MegatronCheckpoint | HuggingFaceCheckpoint
         self.stored = (
             open_megatron(path, architecture) if is_megatron(path) else HuggingFaceCheckpoint(path)
         )
-        own = _config_folder(path)
         self.companions = companion_files(own) if own else {}
         if isinstance(self.stored, MegatronCheckpoint):
             vocabulary, form = self.stored.vocab_size, read_form(config)
@@ -195,6 +199,7 @@ class Side:
 
 
 def _config_folder(path: Path) -> Path | None:
+    refuse_other_folders(path)
     if is_megatron(path):
         try:
             return hf_folder(path)

@@ -25,6 +25,7 @@ from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
+from mcore_qwen3vl.verify.audit import audit
 from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
 from tests.converters.checkpoints import assert_same_tensors, copy, load
 from tests.converters.peers.test_peers import HERE, MAKERS
@@ -126,6 +127,9 @@ def test_the_checkpoint_of_a_run_of_ms_swifts_is_named(runs: Path) -> None:
         inspect_path(run)
     with pytest.raises(BadInput, match=refused):
         check_surroundings(arguments("--load", str(run), "--finetune").args)
+    for compare in (compare_checkpoints, audit):
+        with pytest.raises(BadInput, match=refused):
+            compare(run, START)
 
 
 def without_megatron(runs: Path, folder: Path, *, iteration: bool) -> Path:
