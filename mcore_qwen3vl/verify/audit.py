@@ -21,6 +21,7 @@ from mcore_qwen3vl.converters.mcore.formats import is_megatron, require_huggingf
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.staging import Progress
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.checkpoints import ONLY_A, ONLY_B, TENSORS, Side, compare_sides
 from mcore_qwen3vl.verify.measurement import Finding
 from mcore_qwen3vl.verify.mistakes import Verdict, mistake, permuted
@@ -94,6 +95,9 @@ def audit(examined: str | Path, hf: str | Path, *, progress: Progress | None = N
         examined: a Megatron checkpoint by any known maker, or a Hugging Face checkpoint.
         hf: Hugging Face checkpoint directory, which is right.
 
+    Returns:
+        A report, whose environment says so if settings are there but cannot be read.
+
     Raises:
         BadInput: a checkpoint is damaged, or is of another kind.
     """
@@ -107,7 +111,10 @@ def audit(examined: str | Path, hf: str | Path, *, progress: Progress | None = N
             kind, sentence = result.mistakes[finding.name] = _explain(finding, left, right)
             finding = replace(finding, flaw=f"{kind}: {sentence}")
         result.findings.append(finding)
-    result.findings += compare_settings(examined, left.stored, right.architecture)
+    try:
+        result.findings += compare_settings(examined, left.stored, right.architecture)
+    except BadInput as error:  # such as objects of another project, which are not unpickled
+        result.environment["settings"] = f"not compared: {error}"
     return result
 
 

@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -214,3 +215,13 @@ def test_the_settings_of_the_run_are_compared(
         "rotary_base": "is 1000000; the config says 5000000",
         "moe_router_score_function": "is sigmoid; the config says softmax",
     }
+
+
+def test_settings_that_are_not_unpickled_leave_the_tensors_to_judge(tmp_path: Path) -> None:
+    hf_to_mcore(HERE / "hf-dense", tmp_path / "mcore")
+    torch.save({"args": Namespace(step=Fraction(1, 3))}, tmp_path / "mcore/release/common.pt")
+    result = audit(tmp_path / "mcore", HERE / "hf-dense")
+    assert result.ok
+    said = result.environment["settings"]
+    assert said.startswith("not compared: ")
+    assert "fractions.Fraction, which has no place" in said
