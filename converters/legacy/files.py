@@ -1,166 +1,25 @@
-"""The files of a legacy checkpoint, mapped, and checked against each other and against a run.
-
-A legacy file holds the tensors beside Megatron's arguments, optimizer and random states. It is read
-by the same guarded unpickler as all pickles here, which admits tensors and plain containers. This
-module lists what else Megatron puts into such a file, and admits nothing else. Each class is
-replaced by an inert stand-in, so that neither megatron nor numpy is imported.
-"""
+"""The files of a legacy checkpoint, mapped, and checked against each other and against a run."""
 
 from __future__ import annotations
 
-import pickle
 import re
 from argparse import Namespace
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.legacy.layout import FILE, Rank, model_key
 from mcore_qwen3vl.converters.mcore.formats import require_own_keys
 from mcore_qwen3vl.converters.mcore.paths import RELEASE
+from mcore_qwen3vl.converters.mcore.saved_state import load
 from mcore_qwen3vl.converters.storage.archive import (
     STORAGES,
-    Archive,
-    BadArchive,
-    TensorUnpickler,
 )
-from mcore_qwen3vl.converters.storage.disk import map_file
-from mcore_qwen3vl.converters.storage.restricted_pickle import FAILURES, Record, Refused, make_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
 from mcore_qwen3vl.layout import Layout
-
-STAND_INS = (
-    # The arguments' values: enumerations of Megatron and Python, paths, nested namespaces.
-    "argparse.Namespace",
-    "megatron.core.enums.ModelType",
-    "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.CudaGraphModule",
-    "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.core.transformer.enums.InferenceCudaGraphScope",
-    "signal.Signals",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",
-    "types.SimpleNamespace",
-    # numpy's random state.
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy.dtypes.UInt32DType",
-    # The state of Megatron's optimizer and of its rerun state machine.
-    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-    "megatron.core.rerun_state_machine.RerunDiagnostic",
-    "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState",
-    # Transformer Engine's FP8 state, as older versions save it.
-    "_io.BytesIO",
-    # Small objects of Python and torch, which are not parts of parameters.
-    "_codecs.encode",  # bytes, under the pickle protocol that torch uses
-    "__builtin__.bytearray",
-    "__builtin__.complex",
-    "collections.Counter",
-    "torch.Tensor",
-    "torch.device",
-    "torch.nn.parameter.Parameter",
-    "torch.serialization._get_layout",
-)
-"""Names that a legacy file may hold beside tensors; ``megatron.core.safe_globals`` admits them."""
-
-
-def load(file: Path, part: slice = slice(None)) -> Any:
-    """Return the content of a legacy file; its tensors are copy-on-write views of the mapped file.
-
-    The arguments are an ``argparse.Namespace``. Every other object that is not a tensor or a plain
-    container is a `Record`. With `part`, only these bytes of the file are read, in which another
-    format keeps what Megatron has saved beside the tensors.
-
-    Raises:
-        BadInput: the file is damaged, or names something outside the list.
-    """
-    try:
-        archive = Archive(map_file(file)[part])
-        archive.check()
-        archive.check_byte_order()
-        content = _Unpickler(archive, largest=2**40).load()
-        for state in content if isinstance(content, list) else [content]:
-            if isinstance(state, dict) and isinstance(state.get("args"), _NamespaceRecord):
-                state["args"] = state["args"].namespace()
-        return content
-    except Refused as error:
-        raise BadInput(
-            f"{file} asks for {error!s:.200}, which has no place in a model's checkpoint. Refused: "
-            "loading it could run code. If you trust the file, load it in Megatron and save it "
-            "again with --ckpt-format torch_dist."
-        ) from None
-    except (OSError, BadArchive, *FAILURES) as error:
-        raise BadInput(
-            f"{file} cannot be read ({type(error).__name__}: {error!s:.200}). Copy the file again."
-        ) from None
-
-
-class _NamespaceRecord(Record):
-    """A stand-in for ``argparse.Namespace``."""
-
-    def namespace(self) -> Namespace:
-        return Namespace(**self.state)  # a TypeError, as on other damage, if it is not names
-
-
-_CLASSES = {name: type("StandIn", (Record,), {}) for name in STAND_INS}
-_CLASSES["argparse.Namespace"] = _NamespaceRecord
-
-
-class _Unpickler(TensorUnpickler):
-    """An unpickler that also admits the list."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        # Parameters are rebuilt without their attributes, of which Megatron sets some.
-        functions: dict[str, Callable[..., Any]] = {
-            "torch._utils._rebuild_tensor_v3": self._rebuild_untyped,
-            "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
-            "torch._tensor._rebuild_from_type_v2": lambda make, _, arguments, *__: make(*arguments),
-            "__builtin__.set": make_set,
-            "builtins.set": make_set,
-        }
-        if full in functions:
-            return functions[full]
-        if (stand_in := _CLASSES.get(full.replace("builtins.", "__builtin__."))) is not None:
-            return stand_in
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        return super().find_class(module, name)
-
-    def storage(self, module: str, name: str) -> torch.dtype | None:
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.uint8
-        found: Any = getattr(torch, name, None) if module == "torch" else None
-        known = isinstance(found, type) and issubclass(found, torch.storage._LegacyStorage)
-        return found._dtype if known else None
-
-    def load_build(self) -> None:
-        if type(self.stack[-2]) is OrderedDict:
-            self.stack.pop()  # the versions that a module's state_dict() keeps as an attribute
-            return
-        super().load_build()
-
-    dispatch = {**TensorUnpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: RUF012
-
-    def _rebuild_untyped(
-        self, memory: Any, offset: int, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
-        *_: Any,
-    ) -> Any:  # fmt: skip
-        """Rebuild a tensor whose dtype has no storage class, from untyped bytes."""
-        if not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError("a tensor without a dtype")
-        typed = memory._replace(dtype=dtype, values=memory.values // dtype.itemsize)
-        return self._rebuild(typed, offset, size, stride)
-
 
 _COMPARED = (
     "tensor_model_parallel_size",

@@ -7,14 +7,14 @@ the data of the optimizer and random states in the files is never read.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.legacy.files import RankFile, open_ranks
+from mcore_qwen3vl.converters.legacy.files import RankFile, open_ranks, saved_arguments
 from mcore_qwen3vl.converters.legacy.layout import (
     FILE,
     OUTPUT,
@@ -67,6 +67,9 @@ class LegacyCheckpoint(MegatronCheckpoint):
         for key, tensor in self.index.tensors.items():
             if not fill(tensor.chunks, tensor.shape):
                 raise self._unfilled(key)
+
+    def arguments(self) -> Mapping[str, Any]:
+        return vars(saved_arguments(self.folder))
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
         return self._values[key, chunk.offsets]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +125,14 @@ class MegatronCheckpoint(ABC):
                 "part of the model that the Hugging Face config describes. Dropping it in silence "
                 "would lose data, so nothing was converted."
             )
+
+    def arguments(self) -> Mapping[str, Any]:
+        """Return Megatron's arguments of the run that saved this, by ``dest``; empty if unknown.
+
+        Raises:
+            BadInput: they are damaged, or beside objects that are not Megatron's.
+        """
+        return {}
 
     def dtype(self, key: str) -> torch.dtype:
         return self.index.tensors[key].dtype
@@ -243,6 +252,9 @@ class StackedLayers(MegatronCheckpoint):
     def _unfilled(self, key: str) -> BadInput:
         return self._stored._unfilled(key)
 
+    def arguments(self) -> Mapping[str, Any]:
+        return self._stored.arguments()
+
 
 class TranslatedCheckpoint(MegatronCheckpoint):
     """The tensors of a checkpoint in a dialect.
@@ -296,3 +308,6 @@ class TranslatedCheckpoint(MegatronCheckpoint):
 
     def _unfilled(self, key: str) -> BadInput:
         return self._stored._unfilled(key)
+
+    def arguments(self) -> Mapping[str, Any]:
+        return self._stored.arguments()

@@ -7,8 +7,9 @@ Neither needs megatron-core, a model or a process group. A checkpoint directory 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     MegatronCheckpoint,
 )
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder
+from mcore_qwen3vl.converters.mcore.saved_state import arguments_in, load
 from mcore_qwen3vl.converters.storage.archive import (
     BadArchive,
     Described,
@@ -59,6 +61,15 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         for key in self.model_keys():
             if not fill(self.index.tensors[key].chunks, self.index.tensors[key].shape):
                 raise self._unfilled(key)
+
+    def arguments(self) -> Mapping[str, Any]:
+        if (file := self.folder / "common.pt").is_file():  # before Megatron 0.19
+            return arguments_in(load(file))
+        for key, place in self.index.objects.items():
+            if key.startswith("common_state/"):
+                part = slice(place.offset, place.offset + place.length)
+                return arguments_in(load(self.folder / place.file, part))
+        return {}
 
     def _unfilled(self, key: str) -> BadInput:
         return BadInput(

@@ -6,7 +6,6 @@ was started with them, trains another model.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,6 @@ import yaml
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.legacy import files as legacy
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
@@ -96,22 +94,8 @@ def _plain(value: Any) -> Any:
 
 def saved_settings(checkpoint: MegatronCheckpoint) -> Mapping[str, Any]:
     """Return the settings in a checkpoint, by the names of its maker; empty if there are none."""
-    folder = checkpoint.folder
-    if (file := folder / "run_config.yaml").is_file():
-        return _run_config(file)
-    if (file := folder / "common.pt").is_file():  # before Megatron 0.19
-        return _arguments(legacy.load(file))
-    for key, place in checkpoint.index.objects.items():
-        if key.startswith("common_state/"):
-            part = slice(place.offset, place.offset + place.length)
-            return _arguments(legacy.load(folder / place.file, part))
-    return vars(legacy.saved_arguments(folder)) if any(folder.glob("mp_rank_*")) else {}
-
-
-def _arguments(common: Any) -> Mapping[str, Any]:
-    common = common[0] if isinstance(common, list) else common
-    args = common.get("args") if isinstance(common, dict) else None
-    return vars(args) if isinstance(args, Namespace) else {}
+    file = checkpoint.folder / "run_config.yaml"
+    return _run_config(file) if file.is_file() else checkpoint.arguments()
 
 
 def _run_config(file: Path) -> dict[str, Any]:

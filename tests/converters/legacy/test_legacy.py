@@ -26,7 +26,7 @@ from mcore_qwen3vl.converters.convert import (
     plan_mcore_to_hf,
 )
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.legacy.files import load
+from mcore_qwen3vl.converters.mcore.saved_state import load
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.restricted_pickle import Record
 from mcore_qwen3vl.errors import BadInput

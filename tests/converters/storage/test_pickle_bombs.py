@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_qwen3vl.converters.legacy import files
 from mcore_qwen3vl.converters.legacy.files import check_run, open_ranks
+from mcore_qwen3vl.converters.mcore.saved_state import load
 from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor
 from mcore_qwen3vl.converters.storage.restricted_pickle import refuse_bombs
 from mcore_qwen3vl.converters.torch_dist import metadata
@@ -110,7 +110,7 @@ def test_legacy_bomb(tmp_path: Path, name: str) -> None:
         file.write_bytes(zipped({"data.pkl": b"\x80\x02" + content, "version": b"3\n"}))
         refused = pytest.raises(BadInput, match=r"cannot be read|Refused: loading it could")
         with little_memory(), nullcontext() if name in HARMLESS else refused:
-            files.load(file)
+            load(file)
 
 
 @pytest.mark.parametrize("name", BOMBS_FOR_TORCH)
