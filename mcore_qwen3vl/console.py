@@ -31,6 +31,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from mcore_qwen3vl.unused import Unused, sentences
+
 _SELDOM = 30.0  # seconds between lines that report progress
 
 json_was_written = ContextVar("json_was_written", default=False)
@@ -47,6 +49,12 @@ def visible(text: str) -> str:
 def plain(text: str) -> str:
     """Return `text` so that rich prints it literally, without markup or terminal control."""
     return escape(visible(text))
+
+
+def name_unused(unused: Iterable[Unused]) -> None:
+    """Print on standard error what was handed over and is not used, one line for each place."""
+    for sentence in sentences(unused):
+        messages.print(plain(sentence), soft_wrap=True)
 
 
 def command_line() -> str:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "pretended",
     "errors",
+    "unused",
     "files",
     "config",
     "labels",
