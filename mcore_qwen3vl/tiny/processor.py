@@ -5,7 +5,7 @@ The tokenizer is a byte-level BPE like Qwen's, with a handful of merges and Qwen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +31,12 @@ _QWEN_SPECIAL = (
     "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
     "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
+_QWEN_ADDED = (
+    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
+    "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
+    "<think>", "</think>",
+)  # fmt: skip
+"""Tokens that Qwen added after the special ones. Decoding keeps them."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,15 @@ class Vocabulary:
     tokens: dict[str, int]  # those that are not special, in the byte-level alphabet
     merges: list[tuple[str, str]]  # pairs of tokens, those merged first in front
     special: dict[str, int]
+    added: dict[str, int] = field(default_factory=dict)
+    """Tokens that are never split, but that are text of an answer."""
 
     def tokenizer(self) -> Any:
         """Make a ``Qwen2Tokenizer``."""
         from transformers import AddedToken, Qwen2Tokenizer
 
         tokenizer = Qwen2Tokenizer(
-            vocab=self.tokens | self.special,
+            vocab=self.tokens | self.special | self.added,
             merges=self.merges,
             eos_token="<|im_end|>",
             pad_token="<|endoftext|>",
@@ -57,9 +65,11 @@ class Vocabulary:
             [AddedToken(token, normalized=False, special=True) for token in self.special],
             special_tokens=True,
         )
-        got = {token: tokenizer.convert_tokens_to_ids(token) for token in self.special}
-        if got != self.special:
-            raise RuntimeError(f"special tokens landed at {got}, expected {self.special}")
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in self.added])
+        wanted = self.special | self.added
+        got = {token: tokenizer.convert_tokens_to_ids(token) for token in wanted}
+        if got != wanted:
+            raise RuntimeError(f"added tokens landed at {got}, expected {wanted}")
         return tokenizer
 
 
@@ -77,7 +87,7 @@ TINY = _tiny_vocabulary()
 
 
 def read_vocabulary(file: str | Path) -> Vocabulary:
-    """Read Qwen's vocabulary, whose merges, tokens and special tokens have the published ids.
+    """Read Qwen's vocabulary, whose merges, tokens and added tokens have the published ids.
 
     Args:
         file: ``qwen.tiktoken``, which the package ``dashscope`` ships in ``dashscope/resources``:
@@ -106,6 +116,7 @@ def read_vocabulary(file: str | Path) -> Vocabulary:
         tokens,
         merges,
         {token: _QWEN_TOKENS + i for i, token in enumerate(_QWEN_SPECIAL)},
+        {token: _QWEN_TOKENS + len(_QWEN_SPECIAL) + i for i, token in enumerate(_QWEN_ADDED)},
     )
 
 

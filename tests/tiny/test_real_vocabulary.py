@@ -74,6 +74,13 @@ def test_special_tokens_and_rows_are_the_published_ones(checkpoint: Path) -> Non
             assert made["text_config"][key] == published["text_config"][key]
     assert tokenizer.eos_token_id == made["text_config"]["eos_token_id"]
     assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == made["image_token_id"]
+    published = {"<tool_call>": 151_657, "<|fim_pad|>": 151_662, "<think>": 151_667}
+    published |= {"</tool_call>": 151_658, "</tool_response>": 151_666, "</think>": 151_668}
+    text = "".join(published)
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(published.values())
+    # They are text of an answer, which decoding without special tokens keeps.
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 @pytest.mark.slow

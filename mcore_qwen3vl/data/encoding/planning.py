@@ -3,12 +3,15 @@
 HF's processor writes out every placeholder token and then tokenises the long text. Tokenising the
 short text and repeating the placeholders afterwards is much faster and gives the same tokens,
 because a tokenizer splits at special tokens before it tokenises the text around them.
+
+A trained answer is tokenised apart from the prompt before it, as generation has both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ from transformers.video_utils import VideoMetadata
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.media import Media, image_size
-from mcore_qwen3vl.data.records.template import Rendered
+from mcore_qwen3vl.data.records.template import Rendered, Span
 from mcore_qwen3vl.data.records.video import probe_video, sample_frames
 
 
@@ -128,17 +131,17 @@ class Planner:
             [m.replacement for m in measured if m.media.kind == "image"],
             [m.replacement for m in measured if m.media.kind == "video"],
         )
-        encoded = self._processor.tokenizer(
-            texts[0], add_special_tokens=False, return_offsets_mapping=True
-        )
-        ids = np.array(encoded["input_ids"], np.int64)  # (t,) before placeholders are repeated
-        begins, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        moved = [
+            replace(span, start=_moved(span.start, replaced[0]), end=_moved(span.end, replaced[0]))
+            for span in rendered.spans
+        ]
+        # (t,) each, before placeholders are repeated
+        ids, begins, ends = self._encode(texts[0], [s for s in moved if s.message is not None])
 
         weights = np.zeros(len(ids), np.float32)
-        for span in rendered.spans:
-            start, end = _moved(span.start, replaced[0]), _moved(span.end, replaced[0])
+        for span in moved:
             # A token is trained if it overlaps the span, as in HF's own assistant mask.
-            weights[(begins < end) & (ends > start)] = span.weight
+            weights[(begins < span.end) & (ends > span.start)] = span.weight
 
         repeats = self._repeats(ids, measured)
         bounds = np.concatenate([[0], np.cumsum(repeats)])  # (t + 1,) bounds of a token's repeats
@@ -150,6 +153,52 @@ class Planner:
             start, end = bounds[within[0]], bounds[within[-1] + 1]
             planned.append(replace(item, start=start, end=end))
         return Plan(np.repeat(ids, repeats), np.repeat(weights, repeats), planned)
+
+    def _encode(self, text: str, answers: Sequence[Span]) -> np.ndarray:
+        """Tokenise a text as it comes about: the prompt alone, and then the answer to it.
+
+        In the whole text, one token may hold the end of the prompt and the beginning of the answer,
+        such as two line breaks. No model ever generates after the first half of a token.
+
+        Returns:
+            (3, t) int64: the tokens, and the characters at which each begins and ends.
+
+        Raises:
+            BadSample: an earlier answer has other tokens in the prompt of a later one, so that no
+                sequence has both as generation has them.
+        """
+        starts = [0, *(span.start for span in answers)]
+        pieces = [text[start:end] for start, end in pairwise([*starts, len(text)])]
+        if len(answers) < 2:
+            return self._encode_pieces(pieces)
+        prompt, answer = text[: starts[-1]], text[starts[-1] :]
+        encoded = self._encode_pieces([prompt, answer])
+        apart = self._encode_pieces(pieces)
+        if not np.array_equal(apart[0], encoded[0]):
+            unequal = next(
+                span
+                for span, start in zip(answers, starts[2:])
+                if not np.array_equal(*(part[0, part[1] < start] for part in (apart, encoded)))
+            )
+            beginning = text[unequal.start : unequal.end][:8]
+            raise BadSample(
+                f"message {unequal.message} begins with {beginning!r}, which has other tokens as "
+                "an answer than in the prompt of a later message, so both cannot be trained in one "
+                "sample: take the line breaks at its beginning out, or train_on last."
+            )
+        return encoded
+
+    def _encode_pieces(self, pieces: Sequence[str]) -> np.ndarray:
+        """Tokenise the pieces of a text one by one; returns what :meth:`_encode` does."""
+        columns, length = [], 0
+        for piece in pieces:
+            encoded = self._processor.tokenizer(
+                piece, add_special_tokens=False, return_offsets_mapping=True
+            )
+            places = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2) + length
+            columns.append(np.vstack([np.array(encoded["input_ids"], np.int64), places.T]))
+            length += len(piece)
+        return np.hstack(columns)
 
     def _repeats(self, ids: np.ndarray, measured: list[PlannedMedia]) -> np.ndarray:
         """Return how often each token is repeated, (t,) int64: 1, except for placeholders."""

@@ -28,6 +28,9 @@ class Span:
     start: int
     end: int
     weight: float
+    message: int | None = None
+    """Number of the message, from 1, that a model generates after all text before it; None: it is
+    part of a document."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Renderer:
         for index, weight in enumerate(record.weights):
             if weight > 0:
                 start, end = self._turn(record, index, text)
-                spans.append(Span(start, end, weight))
+                spans.append(Span(start, end, weight, index + 1))
         return Rendered(text, spans, record.media)
 
     def _turn(self, record: Conversation, index: int, text: str) -> tuple[int, int]:

@@ -1,0 +1,97 @@
+"""Prompts and answers are the tokens that generation has, with Qwen's own vocabulary."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.data import load_processor
+from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.encoding.planning import Planner
+from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.parse import parse_record
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading
+from mcore_qwen3vl.data.records.template import Renderer
+from mcore_qwen3vl.generation.prompts import process
+from mcore_qwen3vl.tiny import read_vocabulary, tiny_config, write_processor
+from tests.data.records.published_templates import INSTRUCT, THINKING
+
+ANSWERS = (
+    "Paris.", "\nParis.", "\n\nParis.", "\n\n\n\nParis.", "\r\nParis.", " \n Paris.", "  Paris.",
+    "\tParis.", "  \u4e2d", " 42", "42 is it.", "\u5df4\u9ece\u3002", "\U0001f642\U0001f680!",
+    "\u0301accent", "\ufe0fstyle", "assistant", "<think>\n\n</think>\n\nParis.", "{\n\n}",
+    "<think>Well.</think>Paris.", "<tool_call>\n{}\n</tool_call>", "\u00a0\u2003x", "'s", "\n's",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    (package,) = find_spec("dashscope").submodule_search_locations  # not imported: it is a client
+    vocabulary = read_vocabulary(Path(package) / "resources" / "qwen.tiktoken")
+    path = tmp_path_factory.mktemp("qwen")
+    write_processor(path, tiny_config()["vision_config"], vocabulary)
+    return load_processor(path)
+
+
+def planned(processor: Any, record: dict[str, Any], reading: Reading = PLAIN) -> Any:
+    parsed = parse_record(record, MediaFolder(Path(), {}), reading)
+    return Planner(processor, DataConfig(4096)).plan(Renderer(processor).render(parsed))
+
+
+def prompt_ids(processor: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """Return the tokens that ``generate`` gives the model."""
+    return process(processor, [messages])["input_ids"][0].tolist()
+
+
+def talk(*answers: str, **last: Any) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
+    for answer in answers:
+        messages += [
+            {"role": "user", "content": "Capital of France?"},
+            {"role": "assistant", "content": answer},
+        ]
+    messages[-1] |= last
+    return messages
+
+
+@pytest.mark.parametrize("template", [INSTRUCT, THINKING], ids=["instruct", "thinking"])
+@pytest.mark.parametrize("reasoning", [None, "", "Hm.", "\n\nHm.\n", " \n"])
+def test_an_answer_is_trained_after_the_prompt_that_generation_has(
+    qwen: Any, template: str, reasoning: str | None
+) -> None:
+    qwen.chat_template = template
+    if reasoning is not None and template == INSTRUCT:
+        pytest.skip("this template has no reasoning")
+    extra = {} if reasoning is None else {"reasoning_content": reasoning}
+    for answer in ANSWERS:
+        messages = talk("\n\nBefore.", answer, **extra)
+        plan = planned(qwen, {"messages": messages}, Reading(train_on="last"))
+        prompt = prompt_ids(qwen, messages[:-1])
+        assert plan.input_ids[: len(prompt)].tolist() == prompt
+        answered = [1.0] * plan.trained_tokens + [0.0]  # a line break follows the end of turn
+        assert plan.loss_weights.tolist() == [0.0] * len(prompt) + answered
+        text = qwen.apply_chat_template(messages)
+        assert qwen.tokenizer.decode(plan.input_ids.tolist()) == text
+
+
+def test_every_trained_turn_follows_its_own_prompt(qwen: Any) -> None:
+    qwen.chat_template = INSTRUCT
+    kept = 0
+    for answer in ANSWERS:
+        messages = talk(answer, "Yes.", answer)
+        try:
+            plan = planned(qwen, {"messages": messages})
+        except BadSample as error:
+            assert answer.lstrip(" ")[0] in "\r\n"
+            assert str(error).startswith(f"message 3 begins with {answer[:2]!r}"[:-1])
+            continue
+        kept += 1
+        for index in (2, 4, 6):
+            prompt = prompt_ids(qwen, messages[:index])
+            assert plan.input_ids[: len(prompt)].tolist() == prompt
+            assert plan.loss_weights[len(prompt) - 1] == 0 < plan.loss_weights[len(prompt)]
+    assert kept > len(ANSWERS) / 2
