@@ -59,9 +59,13 @@ class Fields:
     def _is_known(self, name: str, value: Any) -> bool:
         if name in self.used or name in self.inert:
             return True
-        # 1 == True in Python, but they are two different values of a field.
+        # 1 == True in Python, but they are two different values of a field; 1 and 1.0 are not.
         harmless = self.without_effect.get(name, NO_VALUES)
-        return any(value == one and type(value) is type(one) for one in harmless)
+        return any(value == one and _is_flag(value) == _is_flag(one) for one in harmless)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def sentences(unused: Iterable[Unused]) -> list[str]:

@@ -48,6 +48,7 @@ ORDER = (
     "data.scores",
     "data.encoding",
     "data",
+    "owners",
     "inference",
     "generation",
     "training",

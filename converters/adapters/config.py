@@ -14,6 +14,7 @@ from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
+from mcore_qwen3vl.unused import Fields, Unused
 
 FILE = "adapter_config.json"
 
@@ -43,6 +44,20 @@ UNSUPPORTED = {
     "monteclora_config": "MonteCLoRA",
 }
 """Fields that must be absent or false, and the feature that each asks for."""
+
+_OTHERS = Fields(
+    FILE,
+    used=("peft_type", "bias", "init_lora_weights", "base_model_name_or_path", *UNSUPPORTED),
+    inert=(
+        *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
+        *("runtime_config", "megatron_core", "qalora_group_size"),
+        # How the factors began, once they are trained.
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    ),
+    without_effect={"fan_in_fan_out": (False,)},
+    reasons={"fan_in_fan_out": "no adapted weight is stored transposed"},
+)
+"""The fields of ``LoraConfig`` that are no attributes of `AdapterConfig`."""
 
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that leave the base weights alone; PiSSA and others do not."""
@@ -133,6 +148,11 @@ class AdapterConfig:
                 f"{where} has lora_dropout {self.lora_dropout:g} and target_parameters; PEFT has "
                 "no dropout for parameters such as fused experts. Set lora_dropout to 0."
             )
+
+    @property
+    def unused(self) -> list[Unused]:
+        """The fields of the file that nothing uses; those without effect are not among them."""
+        return _OTHERS.unused(self.raw)
 
     @property
     def has_score(self) -> bool:

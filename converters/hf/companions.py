@@ -18,6 +18,7 @@ from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, For
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_links_out, refuse_special_files
+from mcore_qwen3vl.unused import Unused
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.hf.config_file import Changes
@@ -45,22 +46,48 @@ def companion_files(path: Path) -> dict[str, Path]:
     # Imports torch, without which `train` answers a typo.
     from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 
-    found: list[Path] = []
-    for folder, folders, files in path.walk():
-        folders[:] = [name for name in folders if not _is_left_out(name)]
-        for file in (folder / name for name in files):
-            weights = file.name in (INDEX, FORM_FILE) or file.suffix in WEIGHTS
-            if weights or MEGATRON.fullmatch(file.name):
-                continue
-            if file.is_file() and file.stat().st_size <= LARGEST:
-                found.append(file)
-    found.sort()
+    found = [
+        file
+        for file in _files(path)
+        if file.name not in (INDEX, FORM_FILE) and file.suffix not in WEIGHTS and _is_small(file)
+    ]
     refuse_links_out(found, path)
     return {str(file.relative_to(path)): file for file in found}
 
 
-def _is_left_out(folder: str) -> bool:
-    return folder.startswith(".") or MEGATRON.fullmatch(folder) is not None
+def unused_files(path: Path) -> list[Unused]:
+    """Return the files of an HF checkpoint that are neither read nor copied.
+
+    They are weights in other formats and states of training, files over `LARGEST`, and links to
+    folders. The safetensors files of the folder itself are the checkpoint's own, which
+    :class:`.hf_checkpoint.HuggingFaceCheckpoint` judges.
+    """
+    unused = {}
+    for file in _files(path):
+        if file.is_dir():
+            unused[file] = "a link to a folder"
+        elif file.suffix in WEIGHTS and (file.suffix != ".safetensors" or file.parent != path):
+            unused[file] = "weights or state that is not read, nor copied"
+        elif file.suffix not in WEIGHTS and not _is_small(file):
+            unused[file] = f"larger than {LARGEST // 2**20} MiB, so it is not copied"
+    return [
+        Unused("the model's folder", str(file.relative_to(path)), why)
+        for file, why in unused.items()
+    ]
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files below `path`, sorted, and links to folders, without what is left out."""
+    below = []
+    for folder, folders, files in path.walk():
+        folders[:] = [n for n in folders if not (n.startswith(".") or MEGATRON.fullmatch(n))]
+        links = [name for name in folders if (folder / name).is_symlink()]
+        below += [folder / name for name in (*files, *links) if not MEGATRON.fullmatch(name)]
+    return sorted(below)
+
+
+def _is_small(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size <= LARGEST
 
 
 def copy_companions(source: Path, target: Path, changes: Changes) -> None:

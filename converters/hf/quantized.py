@@ -26,6 +26,7 @@ from mcore_qwen3vl.converters.hf.shards import FLOATS, FP8, TensorHeader
 from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
 from mcore_qwen3vl.converters.storage.dtypes import cast, dtype_name
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.unused import Fields, Unused
 
 BLOCK = 128
 SUFFIX = "_scale_inv"
@@ -45,6 +46,12 @@ UNDERSTOOD = {
 SKIPPED = ("modules_to_not_convert", "ignored_layers")
 """Fields of ``quantization_config`` that list modules which are not quantised."""
 
+FIELDS = Fields(
+    "quantization_config of config.json",
+    used=(*UNDERSTOOD, *SKIPPED),
+    without_effect={"dequantize": (False, True)},
+)
+
 LEFTOVER = re.compile(
     r"(weight|input|output|activation|[qkv])_(scale|zero_point)(_\d)?$|_scale_inv$|_scales?$"
     r"|\.(scales|biases|qweight|qzeros|g_idx|SCB|weight_packed|weight_shape|weight_format|absmax)$"
@@ -61,14 +68,7 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     Raises:
         BadInput: the quantisation is of a kind that is not understood; the message names it.
     """
-    sections = (config, config.get("text_config"), config.get("vision_config"))
-    found = [
-        section[key]
-        for section in sections
-        if isinstance(section, dict)
-        for key in ("quantization_config", "compression_config")
-        if section.get(key)
-    ]
+    found = _declarations(config)
     if not found:
         return None
     quantization = found[0]
@@ -90,6 +90,24 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             f"config.json: {' or '.join(SKIPPED)} in its quantization_config is not a list."
         )
     return quantization
+
+
+def _declarations(config: Mapping[str, Any]) -> list[Any]:
+    sections = (config, config.get("text_config"), config.get("vision_config"))
+    keys = ("quantization_config", "compression_config")
+    return [
+        section[key]
+        for section in sections
+        if isinstance(section, dict)
+        for key in keys
+        if section.get(key)
+    ]
+
+
+def unused_of_quantization(config: Mapping[str, Any]) -> list[Unused]:
+    """Return the fields of the ``quantization_config`` of a ``config.json`` that nothing uses."""
+    sections = filter(lambda section: isinstance(section, dict), _declarations(config))
+    return [unused for section in sections for unused in FIELDS.unused(section)]
 
 
 def without(config: Mapping[str, Any]) -> dict[str, Any]:

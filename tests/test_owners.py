@@ -1,0 +1,187 @@
+"""What a model's folder holds and nothing uses is named; what transformers knows is sorted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
+
+from mcore_qwen3vl.config import CONFIG, EXPERTS, TEXT, VISION, unused_of_config
+from mcore_qwen3vl.converters.adapters.config import _FIELDS, _OTHERS, AdapterConfig
+from mcore_qwen3vl.owners import GENERATION, OWNERS, TOKENIZER, unused_of
+from mcore_qwen3vl.tiny import YARN, tiny_config
+from mcore_qwen3vl.unused import Fields, Unused
+
+NEW = {"frobnicate": 1}
+
+
+def known(owner: Fields) -> set[str]:
+    return {*owner.used, *owner.inert, *owner.without_effect, *owner.reasons}
+
+
+def write(folder: Path, **files: Any) -> Path:
+    """Write JSON files, whose names lack the ending, and return their folder."""
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def quantized() -> dict[str, Any]:
+    return {"quant_method": "fp8", "weight_block_size": [128, 128], **NEW}
+
+
+@pytest.mark.parametrize(
+    ("where", "change"),
+    [
+        ("config.json", NEW),
+        ("text_config of config.json", {"text_config": NEW}),
+        ("vision_config of config.json", {"vision_config": NEW}),
+        ("text_config.rope_scaling of config.json", {"text_config": {"rope_scaling": NEW}}),
+        (
+            "vision_config.rope_parameters of config.json",
+            {"vision_config": {"rope_parameters": {"rope_theta": 1e4, **NEW}}},
+        ),
+        ("quantization_config of config.json", {"quantization_config": quantized()}),
+        (
+            "quantization_config of config.json",
+            {"text_config": {"quantization_config": quantized()}},
+        ),
+    ],
+)
+@pytest.mark.parametrize("moe", [False, True])
+def test_an_unknown_field_of_the_config_is_named(
+    where: str, change: dict[str, Any], moe: bool, tmp_path: Path
+) -> None:
+    config = merged(tiny_config(moe=moe), change)
+    write(tmp_path, config=config)
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert unused_of(source) == [Unused(where, "frobnicate")]
+
+
+def merged(config: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` with `change`, object by object."""
+    for name, value in change.items():
+        both = isinstance(value, dict) and isinstance(config.get(name), dict)
+        config[name] = merged(config[name], value) if both else value
+    return config
+
+
+@pytest.mark.parametrize("name", ["generation_config", "tokenizer_config"])
+def test_an_unknown_field_of_other_files_is_named(name: str, tmp_path: Path) -> None:
+    write(tmp_path, config=tiny_config(), **{name: NEW})
+    assert unused_of(tmp_path) == [Unused(f"{name}.json", "frobnicate")]
+
+
+def test_a_file_that_nobody_reads_or_copies_is_named(tmp_path: Path) -> None:
+    write(tmp_path, config=tiny_config())
+    (tmp_path / "original").mkdir()
+    for name in ("model.safetensors", "README.md", "notes.py", ".git", "iter_0000001"):
+        (tmp_path / name).touch()
+    for name in ("pytorch_model.bin", "training_args.bin", "original/consolidated.safetensors"):
+        (tmp_path / name).touch()
+    (tmp_path / "linked").symlink_to(tmp_path / "original")
+    names = {unused.name for unused in unused_of(tmp_path)}
+    assert names == {
+        *("pytorch_model.bin", "training_args.bin", "original/consolidated.safetensors", "linked")
+    }
+
+
+def test_a_second_chat_template_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("a")
+    write(tmp_path, config=tiny_config(), tokenizer_config={"chat_template": "a"})
+    assert unused_of(tmp_path) == []
+    write(tmp_path, tokenizer_config={"chat_template": "b"})
+    assert [unused.name for unused in unused_of(tmp_path)] == ["chat_template"]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"text_config": {"attention_dropout": 0.1}}, ["attention_dropout"]),
+        ({"text_config": {"sliding_window": 128}}, ["sliding_window"]),
+        ({"text_config": {"norm_topk_prob": False}}, ["norm_topk_prob"]),
+        ({"text_config": {"pad_token_id": 3}}, ["pad_token_id"]),
+        ({"text_config": {"num_experts": 8}}, ["num_experts"]),
+        ({"text_config": {"rope_scaling": {"factor": 4.0}}}, ["factor"]),
+        ({"text_config": {"image_token_id": 1}}, ["image_token_id"]),
+        ({"vision_config": {"initializer_range": 0.1}}, ["initializer_range"]),
+        ({"vision_config": {"dtype": "float16"}}, ["dtype"]),
+        ({"vocab_size": 77, "head_dim": 24}, ["vocab_size"]),
+        ({"num_labels": 3}, ["num_labels"]),
+        ({"auto_map": {"AutoModel": "evil.Model"}}, ["auto_map"]),
+        ({"transformers_version": "9", "text_config": {"use_cache": False, **YARN}}, []),
+    ],
+)
+def test_a_field_is_named_if_its_value_asks_for_something(
+    change: dict[str, Any], names: list[str]
+) -> None:
+    assert [unused.name for unused in unused_of_config(merged(tiny_config(), change))] == names
+
+
+def fields_of(config: PreTrainedConfig) -> set[str]:
+    made_inside = {"_output_attentions", "_post_init_done"}
+    return {*config.__dict__, *config.attribute_map} - made_inside
+
+
+@pytest.mark.parametrize("kind", [Qwen3VLConfig, Qwen3VLMoeConfig])
+def test_every_field_of_transformers_configs_is_sorted(kind: type[PreTrainedConfig]) -> None:
+    config = kind()
+    with_experts = {*known(TEXT), *(EXPERTS if kind is Qwen3VLMoeConfig else ())}
+    labels = {"id2label", "label2id", "problem_type"}  # of interest at the top level alone
+    sections = {"dtype", *labels}
+    assert fields_of(config) <= known(CONFIG)
+    assert fields_of(config.vision_config) - sections <= known(VISION)
+    assert fields_of(config.text_config) - sections <= with_experts
+
+
+def test_what_transformers_writes_is_not_named() -> None:
+    """Neither class writes a field, by default or with a tiny model's sizes, that is named."""
+    for kind, moe in ((Qwen3VLConfig, False), (Qwen3VLMoeConfig, True)):
+        written = kind(**tiny_config(moe=moe)).to_dict()
+        assert unused_of_config(json.loads(json.dumps(written))) == []
+
+
+def test_every_field_of_generation_config_is_sorted() -> None:
+    asked = {  # named if they are there at all
+        *("max_time", "stop_strings", "cache_config", "bad_words_ids", "forced_bos_token_id"),
+        *("forced_eos_token_id", "exponential_decay_length_penalty", "suppress_tokens"),
+        *("begin_suppress_tokens", "sequence_bias", "watermarking_config", "constraints"),
+        *("decoder_start_token_id", "dola_layers", "force_words_ids"),
+    }
+    assert set(GenerationConfig().__dict__) - known(GENERATION) == asked - known(GENERATION)
+    given = {
+        "num_beams": 4,
+        "no_repeat_ngram_size": 3,
+        "temperature": 0.5,
+        "num_return_sequences": 1,
+    }
+    assert [unused.name for unused in GENERATION.unused(given)] == [
+        "num_beams",
+        "no_repeat_ngram_size",
+    ]
+
+
+def test_every_field_of_a_lora_config_is_sorted() -> None:
+    assert {field.name for field in fields(peft.LoraConfig)} <= known(_OTHERS) | set(_FIELDS)
+    written = peft.LoraConfig(r=4, target_modules=["q_proj"]).to_dict()
+    assert AdapterConfig.from_dict(json.loads(json.dumps(written, default=list))).unused == []
+    config = AdapterConfig.from_dict({"peft_type": "LORA", **NEW, "fan_in_fan_out": True})
+    assert [unused.name for unused in config.unused] == ["frobnicate", "fan_in_fan_out"]
+
+
+def test_the_tiny_checkpoint_has_nothing_unused(dense: Path, moe: Path) -> None:
+    assert [*unused_of(dense), *unused_of(moe)] == []
+    assert TOKENIZER.unused({"pad_token": "x", "padding_side": "left", "add_bos_token": True}) == [
+        Unused("tokenizer_config.json", "add_bos_token", "tokenizer.json says what is added")
+    ]
+    assert len(OWNERS) == len(set(OWNERS))
