@@ -38,17 +38,24 @@ _SELDOM = 30.0  # seconds between lines that report progress
 json_was_written = ContextVar("json_was_written", default=False)
 """Whether this command has written its JSON result: a check that fails later writes no second."""
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Control characters, the separators of lines, and what changes the direction of writing.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_NOT_OF_LINES = re.compile(rf"(?![\t\n]){_CONTROLS.pattern}")
 
 
-def visible(text: str) -> str:
-    """Return `text` with control characters spelled out (``\\x1b``): the terminal obeys none."""
-    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+def visible(text: str, *, lines: bool = False) -> str:
+    """Return `text` with control characters spelled out (``\\x1b``): the terminal obeys none.
+
+    A name, a path or an error is one line, whatever it holds: a line break in it would write a line
+    of its own into a log. Text that may have several `lines` keeps its line breaks and tabs.
+    """
+    controls = _NOT_OF_LINES if lines else _CONTROLS
+    return controls.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
-def plain(text: str) -> str:
-    """Return `text` so that rich prints it literally, without markup or terminal control."""
-    return escape(visible(text))
+def plain(text: str, *, lines: bool = False) -> str:
+    """Return `text` so that rich prints it literally, see `visible`."""
+    return escape(visible(text, lines=lines))
 
 
 def name_unused(unused: Iterable[Unused]) -> None:
@@ -63,7 +70,7 @@ def command_line() -> str:
 
 
 # Piped output goes to grep and files: names must not be wrapped at eighty columns.
-output = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+output = Console(highlight=False, width=None if os.isatty(1) else 200)
 messages = Console(stderr=True, highlight=False)
 
 
@@ -80,10 +87,12 @@ def restart_in_utf8() -> None:
 def prepare_streams() -> None:
     """Prepare standard output and error for every locale, and for readers that leave.
 
-    Text is read and written as UTF-8 whatever the locale, also in libraries and in child processes.
+    A closed stream, which a ``cron`` job may have, becomes ``/dev/null``. Text is read and written
+    as UTF-8 whatever the locale, also in libraries and in child processes.
     A character that the terminal's encoding lacks is printed as ``\\xe9`` instead of failing. When
     the reader of a pipe leaves, as ``head`` does, the command goes on, and ends as it would have.
     """
+    _open_closed_streams()
     if locale.getencoding().upper() != "UTF-8":
         with suppress(locale.Error):
             locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
@@ -92,6 +101,22 @@ def prepare_streams() -> None:
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):
             setattr(sys, name, _that_outlives_its_reader(stream))
+
+
+def _open_closed_streams() -> None:
+    """Open ``/dev/null`` in place of a closed stream.
+
+    Otherwise the next file that is opened would get its number, and whatever a library or a child
+    process prints would be written into that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 class _Outliving(io.FileIO):

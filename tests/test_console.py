@@ -16,10 +16,11 @@ import pytest
 from rich.console import Console
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import data
-from mcore_qwen3vl.console import byte_progress, plain, quiet_libraries, table
+from mcore_qwen3vl.cli import data, main
+from mcore_qwen3vl.console import byte_progress, plain, quiet_libraries, table, visible
 from mcore_qwen3vl.data.check import DataReport, Flaw
 from mcore_qwen3vl.training.logs.summary import show_summary
+from mcore_qwen3vl.verify import audit
 from mcore_qwen3vl.verify.measurement import Finding
 from mcore_qwen3vl.verify.report import Report, render
 from mcore_qwen3vl.verify.report_page import html, junit
@@ -41,9 +42,48 @@ def test_notes_of_libraries_are_not_shown_and_warnings_are(
 
 
 def test_text_of_others_does_not_steer_the_terminal() -> None:
-    assert plain("a\x1b]0;title\x07\r\x9b2J[bold]\tb\nc") == (
-        r"a\x1b]0;title\x07\x0d\x9b2J\[bold]" + "\tb\nc"
+    text = "a\x1b]0;title\x07\r\x9b2J[bold]\tb\nc\x85d\u2028e\u202ef\u2066g\u200fh é✓"
+    assert plain(text) == (
+        r"a\x1b]0;title\x07\r\x9b2J\[bold]\tb\nc\x85d\u2028e\u202ef\u2066g\u200fh é✓"
     )
+    assert visible("a\tb\n\rc\u2029", lines=True) == "a\tb\n" + r"\rc\u2029"
+
+
+def test_a_name_in_an_error_writes_no_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["inspect", "a\nok: all tensors are right\u2028b"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(r"error: a\nok: all tensors are right\u2028b ")
+
+
+def test_a_name_writes_no_line_of_an_audit() -> None:
+    names = ["model.layers.0.a\nb", "model.layers.1.a\nb", "c\nd"]
+    wrong = audit.Audit("a", mistakes=dict.fromkeys(names, ("transposed", "is transposed")))
+    assert [line.count("\n") for line in wrong.notes.values()] == [1]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_changes_nothing(closed: str, tmp_path: Path) -> None:
+    """As some cron jobs have them; a file that the command opens must not take the number."""
+    program = (
+        "import os, subprocess, sys\n"
+        "from mcore_qwen3vl import console\n"
+        "console.prepare_streams()\n"
+        "with open('done', 'w') as file:\n"
+        "    console.say('a'); console.name_unused([]); console.messages.print('a')\n"
+        "    console.emit_json(['a']); os.write(1, b'a'); os.write(2, b'a'); sys.stdin.read()\n"
+        "    subprocess.run(['sh', '-c', 'echo a; echo a >&2; cat'], check=True)\n"
+        "    file.write('b')\n"
+        "sys.exit(7)\n"
+    )
+    shell = f'exec "$0" -c "$1" {closed}'
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    done = subprocess.run(
+        ["sh", "-c", shell, sys.executable, program], cwd=tmp_path, **streams, check=False
+    )
+    assert (done.returncode, (tmp_path / "done").read_text()) == (7, "b"), done.stderr
+    assert (b"a" in done.stdout) is (">&-" not in closed.split())
+    assert (b"a" in done.stderr) is ("2>&-" not in closed.split())
 
 
 HOSTILE = "[red]a[/red]\x1b[2J<script>"

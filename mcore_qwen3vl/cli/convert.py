@@ -259,4 +259,5 @@ def lora_convert(
     notes = vllm_notes(read, Architecture.from_hf(base), roles)
     result = {"target": str(out), "from": read.roles, "to": roles, "notes": notes}
     said = [str(out), f"fused experts: {read.roles} roles to {roles} roles", *notes]
-    console.present(json, result, output.print, f"[bold green]done[/] {plain('\n'.join(said))}")
+    shown = "\n".join(map(plain, said))
+    console.present(json, result, output.print, f"[bold green]done[/] {shown}")

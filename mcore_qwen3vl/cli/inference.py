@@ -119,7 +119,8 @@ def generate(
         print()
     for asked, answer in zip(prompt, answers, strict=True):
         if not streams:
-            console.output.print(f"[bold]{console.plain(asked)}[/]\n{console.plain(answer.text)}\n")
+            question, text = (console.plain(t, lines=True) for t in (asked, answer.text))
+            console.output.print(f"[bold]{question}[/]\n{text}\n")
     for answer in answers:
         console.messages.print(
             f"{answer.prompt_tokens} prompt tokens, {len(answer.token_ids)} new ones, ended by "
@@ -130,7 +131,7 @@ def generate(
 
 def _print_text(_: int, text: str) -> None:
     """Print a piece of the answer; a module's function, because ranks on GPUs get it pickled."""
-    print(console.visible(text), end="", flush=True)
+    print(console.visible(text, lines=True), end="", flush=True)
 
 
 def _is_missing_file(reference: str) -> bool:

@@ -150,7 +150,7 @@ def _show_mapping(lines: Sequence[MappingLine]) -> None:
     for line in lines:
         parts = f" in {line.tp_parts} parts" if line.tp_parts > 1 else ""
         shown.add_row(
-            plain("\n".join(line.hf)),
+            "\n".join(map(plain, line.hf)),
             "\n".join(map(dimensions, line.hf_shapes)),
             plain(line.mcore),
             dimensions(line.shape),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from textwrap import indent
 
 from rich.table import Table
 
@@ -242,7 +243,7 @@ def _error(outcome: RoleOutcome) -> None:
         return
     console.output.print(
         f"[bold]{outcome.role.name}: {error['kind']}[/] at {console.plain(error['place'])}\n"
-        f"  {console.plain(error['message'])}",
+        + console.plain(indent(error["message"], "  "), lines=True),
         soft_wrap=True,
     )
 

@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mcore.formats import is_megatron, require_huggingface
 from mcore_qwen3vl.converters.storage.archive import as_bytes
@@ -78,9 +79,9 @@ class Audit(Report):
 
 def _line(name: str, sentences: list[str]) -> str:
     if len(sentences) == 1:
-        return f"{name} {sentences[0]}."
+        return visible(f"{name} {sentences[0]}.")
     which = "each" if len(set(sentences)) == 1 else "the first"
-    return f"{name}, {len(sentences)} tensors: {which} {sentences[0]}."
+    return visible(f"{name}, {len(sentences)} tensors: {which} {sentences[0]}.")
 
 
 def audit(examined: str | Path, hf: str | Path, *, progress: Progress | None = None) -> Audit:

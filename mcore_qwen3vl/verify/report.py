@@ -168,7 +168,7 @@ def render(report: Report) -> Group:
     verdict = "[bold green]equal[/]" if report.ok else "[bold red]different[/]"
     lines: list[str | Table] = [f"{verdict}: {plain(report.title)}. {plain(report.verdict)}"]
     for heading, text in report.notes.items():
-        lines.append(f"[bold]{plain(heading)}[/]\n" + plain(indent(text, "  ")))
+        lines.append(f"[bold]{plain(heading)}[/]\n" + plain(indent(text, "  "), lines=True))
     if report.findings:
         lines.append(by_part(report))
     failures, shown = report.failures, report.failures_shown

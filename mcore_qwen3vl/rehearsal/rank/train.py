@@ -18,6 +18,7 @@ from unittest import mock
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import flops
@@ -304,5 +305,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
