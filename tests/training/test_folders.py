@@ -57,7 +57,7 @@ def test_only_a_refused_runs_own_files_go_and_none_once_it_has_begun(tmp_path: P
 
 @pytest.fixture
 def runs(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the current folder, with the run ``run`` of steps 2 and 4, a link to it, and ``hf``."""
+    """Return the current folder, with a run of steps 2 and 4, a link to it, and ``hf``."""
     for step in (2, 4):
         hf_to_mcore(dense, tmp_path / "converted")
         (tmp_path / "run").mkdir(exist_ok=True)
@@ -92,7 +92,7 @@ INSIDE = "the checkpoint .*/{}, or inside it: name another folder with {}"
         ("--load run --finetune --save run/new", "--save run/new is the folder that the weights"),
         ("--pretrained-checkpoint base --save base", "--save base is the folder that the weights"),
         ("--load run --finetune --save run/iter_0000004", INSIDE.format("iter_0000004", "--save")),
-        ("--load-hf run/exports/iter_0000004 --save run/exports/iter_0000004", "or inside it: name"),
+        ("--save run/exports/iter_0000004", INSIDE.format("exports/iter_0000004", "--save")),
         ("--load-hf hf --save hf", INSIDE.format("hf", "--save")),
         ("--load-hf hf --save-hf hf", INSIDE.format("hf", "--save-hf")),
         ("--hf-model hf --save-hf hf/../hf/new", INSIDE.format("hf", "--save-hf")),
@@ -113,6 +113,7 @@ def test_a_run_overwrites_nothing_that_it_does_not_resume(
     length = ["--cpu", "--train-iters", "8", "--data-path", str(data)]
     command = CommandLine(["--hf-model", str(dense), *length, *words])
     if message is None:
-        return check_early(command)
+        check_early(command)
+        return
     with pytest.raises(BadInput, match=message):
         check_early(command)
