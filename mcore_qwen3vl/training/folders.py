@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mcore_qwen3vl.converters.mcore.paths import numbered_iterations
+from mcore_qwen3vl.converters.mcore.paths import (
+    ADAPTER_CONFIG,
+    TRACKER,
+    folder_name,
+    numbered_iterations,
+    tracked,
+)
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
@@ -52,6 +58,64 @@ def disk_error(folder: Path, size: int) -> str | None:
             os.fsync(file.fileno())
     except OSError as error:
         return error.strerror
+    return None
+
+
+def check_overwriting(args: argparse.Namespace) -> None:
+    """Raise BadInput if the run would write into a checkpoint, or over another run's.
+
+    Only the run that is resumed may be written to, after its newest checkpoint. Paths are compared
+    as the file system resolves them.
+    """
+    targets = {"--save": args.save, "--save-hf": args.save_hf}
+    for flag, target in targets.items():
+        if target and (place := _checkpoint_around(Path(target).resolve())):
+            raise BadInput(
+                f"{flag} {target} is the checkpoint {place}, or inside it: name another folder "
+                f"with {flag}."
+            )
+    if not args.save:
+        return
+    save = Path(args.save).resolve()
+    if args.save_hf and Path(args.save_hf).resolve() == save:
+        raise BadInput(
+            f"--save and --save-hf are both {args.save}, where an export would replace the "
+            "checkpoint of the same step: name another folder, for example one below it."
+        )
+    load = Path(args.load).resolve() if args.load else save
+    base = args.pretrained_checkpoint and Path(args.pretrained_checkpoint).resolve()
+    if load in save.parents or base in (save, *save.parents):
+        raise BadInput(
+            f"--save {args.save} is the folder that the weights are loaded from, or inside it: "
+            "name another folder with --save."
+        )
+    newest = tracked(save)
+    if newest is None:
+        return
+    starts_over = {"--load": load != save, "--finetune": args.finetune}
+    if flags := " and ".join(flag for flag, does in starts_over.items() if does):
+        raise BadInput(
+            f"--save {args.save} holds a run, up to {folder_name(newest)}, which {flags} would "
+            f"overwrite: name another folder with --save, or leave out {flags} to go on with it."
+        )
+    if args.ckpt_step and isinstance(newest, int) and newest > args.ckpt_step:
+        raise BadInput(
+            f"--save {args.save} holds a run, up to {folder_name(newest)}, which a run from "
+            f"--ckpt-step {args.ckpt_step} would overwrite: add --load {args.save}, and name "
+            "another folder with --save."
+        )
+
+
+def _checkpoint_around(folder: Path) -> Path | None:
+    """Return the Hugging Face checkpoint, adapter or iteration that `folder` is or is inside."""
+    from mcore_qwen3vl.converters.hf.hf_checkpoint import is_huggingface  # torch takes seconds
+    from mcore_qwen3vl.converters.mcore.formats import is_megatron
+
+    for place in (folder, *folder.parents):
+        if (place / TRACKER).is_file():  # a run, perhaps with Hugging Face files beside it
+            continue
+        if is_huggingface(place) or (place / ADAPTER_CONFIG).is_file() or is_megatron(place):
+            return place
     return None
 
 

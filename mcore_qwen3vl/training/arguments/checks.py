@@ -27,7 +27,7 @@ from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.help import asked_words
 from mcore_qwen3vl.training.arguments.lora import check_targets
-from mcore_qwen3vl.training.folders import check_export, check_writable
+from mcore_qwen3vl.training.folders import check_export, check_overwriting, check_writable
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:
@@ -190,6 +190,7 @@ def check_early(command: CommandLine) -> None:
     if targets and os.environ.get("RANK", "0") == "0":
         for folder in targets:
             check_writable(folder)
+        check_overwriting(args)
         check_export(args)
         refuse_links_out((file for glob in SMALL for file in model.glob(glob)), model)
 

@@ -105,6 +105,7 @@ class CommandLine:
         """Our flags and the early ones of Megatron's, or BadInput for an invalid value."""
         args = _parser().parse_known_args(self.words)[0]
         check_data_arguments(args)
+        args.load = as_saved(args.load, args.save)
         return args
 
     @cached_property
@@ -184,6 +185,12 @@ def _parser() -> StrictParser:
     for flag in _SWITCHES:
         parser.add_argument(flag, action="store_true")
     return parser
+
+
+def as_saved(load: str | None, save: str | None) -> str | None:
+    """Return `load`, written as `save` if both are the same folder."""
+    same = load and save and Path(load).resolve() == Path(save).resolve()
+    return save if same else load
 
 
 def flag_list(megatron: str) -> Path:

@@ -20,7 +20,7 @@ from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check
-from mcore_qwen3vl.training.arguments.command_line import CommandLine, refuse
+from mcore_qwen3vl.training.arguments.command_line import CommandLine, as_saved, refuse
 from mcore_qwen3vl.training.arguments.defaults import LOOP, kernel_defaults, run_defaults
 from mcore_qwen3vl.training.arguments.lora import check_flags
 from mcore_qwen3vl.training.arguments.losses import (
@@ -96,9 +96,9 @@ class ArgumentSetup:
             **kernel_defaults(spec, cpu=command.cpu),
             spec=[spec],
         )
-        if explicit.get("save"):
+        if save := explicit.get("save"):
             # The same command starts a run and resumes it.
-            parser.set_defaults(load=explicit["save"])
+            explicit["load"] = as_saved(explicit.get("load", save), save)
         layout = command.layout(self._world_size)
         if kept := Kept.of(explicit):
             self._kept_batch = kept.batch is not None

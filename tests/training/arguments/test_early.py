@@ -75,7 +75,7 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
             ["--train-iters", "3", "--save-hf", "{run}"],
             "holds the export of step 10 of another run",
         ),
-        (["--train-iters", "3", "--save-hf", "{run}", "--save", "{run}"], None),
+        (["--train-iters", "3", "--save-hf", "{run}", "--save", "{run}"], "--save-hf are both"),
     ],
 )
 def test_what_is_answered_at_once(

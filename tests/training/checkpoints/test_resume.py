@@ -234,8 +234,7 @@ def test_a_resumed_run_may_train_less_and_says_so(
     two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     run, saved, whole = two_checkpoints
-    save = shutil.copytree(saved, tmp_path / "save")
-    flags = ("--save", str(save), "--save-interval", "100", "--ckpt-step", str(HALF))
+    flags = ("--load", str(saved), "--ckpt-step", str(HALF))
     rest = train(run, tmp_path / "again", *flags, "--freeze", "vision")
     assert rest[0]["lm loss"] == whole[HALF]["lm loss"]
     said = (tmp_path / "again" / "output.txt").read_text()
