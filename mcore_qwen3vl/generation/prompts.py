@@ -17,7 +17,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rgb
-from mcore_qwen3vl.data.records.video import load_frames, probe_video
+from mcore_qwen3vl.data.records.video import load_frames, probe_video, sample_frames
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
 
@@ -208,7 +208,7 @@ def _video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
     try:
         media = _HERE.resolve("video", reference)
         metadata = probe_video(media)
-        metadata.frames_indices = processor.video_processor.sample_frames(metadata)
+        metadata.frames_indices = sample_frames(media, metadata, processor.video_processor)
         return load_frames(media, metadata.frames_indices), metadata
-    except (BadSample, ValueError) as error:  # ValueError: too short to sample from
+    except (BadSample, ValueError) as error:
         raise BadInput(f"Video {reference!r:.120} cannot be read: {error}") from error

@@ -18,7 +18,7 @@ from mcore_qwen3vl.data.encoding import pixels
 from mcore_qwen3vl.data.loading import tables
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.media import Media
+from mcore_qwen3vl.data.records.media import Media, image_size, load_image
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question, write_png, write_video
 
@@ -120,3 +120,20 @@ def test_links_and_devices_in_tars(
     (flaw,) = report.bad
     assert "png" in flaw.reason
     assert report.images == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"image .*x\.png is empty: it has 0 bytes\."),
+        (b"ab", r"image .*x\.png cannot be decoded: it is only 2 bytes; "),
+        (b"\x89PNG\r\n\x1a\n\0\0", r"image .*x\.png cannot be decoded: it is a damaged PNG\."),
+        (b"not an image at all", r"it is of no format that PIL knows; AVIF, "),
+    ],
+)
+def test_images_that_hold_next_to_nothing(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(content)
+    for place in (tmp_path / "x.png", content):
+        for read in (image_size, load_image):
+            with pytest.raises(BadSample, match=message):
+                read(Media("image", place, str(tmp_path / "x.png")))

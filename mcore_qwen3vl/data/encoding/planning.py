@@ -104,7 +104,7 @@ class Planner:
         self._check_pixels(media, metadata.height, metadata.width)
         metadata.frames_indices = sample_frames(media, metadata, videos)
         sampled = len(metadata.frames_indices)
-        size = media.options.size(videos.size, sampled)
+        size = media.options.size(videos.size, sampled, videos.temporal_patch_size)
         patches = videos.get_num_of_video_patches(
             sampled, metadata.height, metadata.width, {"size": size}
         )

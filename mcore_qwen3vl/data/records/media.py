@@ -11,8 +11,9 @@ import binascii
 import os
 import re
 import stat
+import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from io import BytesIO
@@ -40,7 +41,10 @@ _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 # Length tells bare base64 from a path: shorter text is no image, and longer text is no path.
 _SHORTEST_BASE64 = 64
 _LONGEST_PATH = 4095
-_OF_RECORD = ("fps", "sample_fps", "min_pixels", "max_pixels")
+_OF_RECORD = (
+    "fps", "sample_fps", "nframes", "min_frames", "max_frames",
+    "min_pixels", "max_pixels", "total_pixels",
+)  # fmt: skip
 """Keys of a record that hold for all of its media; they have no other meaning there."""
 TAG = re.compile("<(image|video)>")
 """The place of an image or a video in a text."""
@@ -53,29 +57,38 @@ class MediaOptions:
     fps: float | None = None  # frames a second to sample from a file, or of a list of frames
     start: float | None = None  # seconds of a file between which its clip is
     end: float | None = None
+    frames: float | None = None  # to sample from a file
+    min_frames: float | None = None  # to sample from a file at a rate
+    max_frames: float | None = None
+    raw_fps: float | None = None  # frames a second by which a list's frames are timed
     timestamps: tuple[float, ...] | None = None  # seconds, of the frames of a list
     min_pixels: float | None = None  # of the resized image, or of each resized frame
     max_pixels: float | None = None
+    total_pixels: float | None = None  # of all resized frames; frames of one patch count once
 
-    def size(self, usual: Mapping[str, int], frames: int = 1) -> dict[str, int] | None:
+    def size(
+        self, usual: Mapping[str, int], frames: int = 1, in_patch: int = 1
+    ) -> dict[str, int] | None:
         """Return the ``size`` for HF's processor if it differs from `usual`, else None.
 
         Args:
             usual: the processor's own ``size``, in pixels of the image or of all frames.
+            frames: the frames that are sampled.
+            in_patch: the frames that a patch covers.
         """
-        if self.min_pixels is None and self.max_pixels is None:
+        if (self.min_pixels, self.max_pixels, self.total_pixels) == (None, None, None):
             return None
-        low, high = (
-            usual[edge] if given is None else int(given) * frames
-            for edge, given in (
-                ("shortest_edge", self.min_pixels),
-                ("longest_edge", self.max_pixels),
-            )
-        )
+        low, upper = usual["shortest_edge"], []
+        if self.min_pixels is not None:
+            low = int(self.min_pixels) * frames
+        if self.max_pixels is not None:
+            upper.append(int(self.max_pixels) * frames)
+        if self.total_pixels is not None:  # as in `qwen_vl_utils`, a little above min_pixels
+            least = int((self.min_pixels or 0) * 1.05) * frames
+            upper.append(max(int(self.total_pixels * in_patch), least))
+        high = min(upper, default=max(low, usual["longest_edge"]))
         if self.min_pixels is None:
             low = min(low, high)
-        if self.max_pixels is None:
-            high = max(low, high)
         if low > high:
             raise BadSample(f"min_pixels {low // frames} is above max_pixels {high // frames}.")
         return {"shortest_edge": low, "longest_edge": high}
@@ -83,16 +96,35 @@ class MediaOptions:
 
 USUAL = MediaOptions()
 _PIXELS: dict[str, tuple[str, ...]] = {"min_pixels": ("min_pixels",), "max_pixels": ("max_pixels",)}
-_OPTION_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
+_OPTION_KEYS: dict[Kind, dict[str, tuple[str, ...]]] = {
     "image": _PIXELS,
     "video": {
         **_PIXELS,
+        "total_pixels": ("total_pixels",),
         "fps": ("fps", "sample_fps"),
+        "frames": ("nframes",),
+        "min_frames": ("min_frames",),
+        "max_frames": ("max_frames",),
+        "raw_fps": ("raw_fps",),
         "start": ("video_start", "start"),
         "end": ("video_end", "end"),
+        "timestamps": ("timestamps",),
     },
 }
 """Keys of a record for each option; the names are those of ``qwen_vl_utils``, and shorter ones."""
+
+OPTION_NAMES: dict[Kind, tuple[str, ...]] = {
+    kind: tuple(key for keys in options.values() for key in keys)
+    for kind, options in _OPTION_KEYS.items()
+}
+"""The keys of a part, or of a reference's object, that :func:`read_options` reads."""
+
+_OF_FILES: dict[str, str] = {
+    "start": "start and end", "end": "start and end",
+    "frames": "nframes", "min_frames": "min_frames", "max_frames": "max_frames",
+}  # fmt: skip
+_OF_LISTS = ("timestamps", "raw_fps")
+"""Options that hold for video files only, as messages call them, and for lists of frames only."""
 
 
 def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
@@ -101,14 +133,17 @@ def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
     Args:
         fields: the keys of its part or reference; other keys are left alone.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for option, keys in _OPTION_KEYS[kind].items():
-        if (key := next((key for key in keys if fields.get(key) is not None), None)) is not None:
+        key = next((key for key in keys if fields.get(key) is not None), None)
+        if key == "timestamps":
+            options[option] = _timestamps(fields[key])
+        elif key is not None:
             limit = {"least" if option in ("start", "end") else "above": 0}
-            found[option] = number(f"{kind}'s {key}", fields[key], **limit)
-    if kind == "video" and fields.get("timestamps") is not None:
-        found["timestamps"] = _timestamps(fields["timestamps"])
-    return MediaOptions(**found)
+            options[option] = number(f"{kind}'s {key}", fields[key], **limit)
+    if "frames" in options and options.keys() & {"fps", "min_frames", "max_frames"}:
+        raise BadSample("nframes is given with fps, min_frames or max_frames: keep one of them.")
+    return MediaOptions(**options)
 
 
 def _timestamps(values: Any) -> tuple[float, ...]:
@@ -132,12 +167,19 @@ class Media:
     def open(self) -> BinaryIO:
         """Open the encoded bytes."""
         assert not isinstance(self.content, tuple)
-        if isinstance(self.content, bytes):
-            return BytesIO(self.content)
         try:
-            # Opening a pipe would wait for a writer, and a device may have no end.
-            if not stat.S_ISREG(self.content.stat().st_mode):
-                raise BadSample(f"{self.kind} {self.content} is not a regular file.")
+            if isinstance(self.content, bytes):
+                size = len(self.content)
+            else:
+                file = self.content.stat()
+                # Opening a pipe would wait for a writer, and a device may have no end.
+                if not stat.S_ISREG(file.st_mode):
+                    raise BadSample(f"{self.kind} {self.content} is not a regular file.")
+                size = file.st_size
+            if size == 0:
+                raise BadSample(f"{self.kind} {self.name} is empty: it has 0 bytes.")
+            if isinstance(self.content, bytes):
+                return BytesIO(self.content)
             return self.content.open("rb")
         except OSError as error:
             raise BadSample(f"{self.kind} {self.content}: {error.strerror}.") from error
@@ -168,15 +210,20 @@ class MediaFolder:
         options = read_options(kind, fields)
         if kind == "video" and isinstance(reference, list | tuple) and reference:
             return self._frames(reference, options)
-        if options.timestamps is not None:
-            raise BadSample("timestamps are given for a video file; they are for a list of frames.")
+        for name in _OF_LISTS:
+            if getattr(options, name) is not None:
+                raise BadSample(f"{name} is given for a video file; it is for a list of frames.")
         return replace(self._locate(kind, reference), options=options)
 
     def _frames(self, references: Sequence[Any], options: MediaOptions) -> Media:
         frames = tuple(self.resolve("image", one) for one in references)
         name = f"of {len(frames)} frames from {frames[0].name}"
-        if options.start is not None or options.end is not None:
-            raise BadSample(f"video {name}: start and end are for video files; list fewer frames.")
+        for option, called in _OF_FILES.items():
+            if getattr(options, option) is not None:
+                verb = "are" if " " in called else "is"
+                raise BadSample(
+                    f"video {name}: {called} {verb} for video files; list fewer frames."
+                )
         if options.timestamps is not None and len(options.timestamps) != len(frames):
             raise BadSample(f"video {name} has {len(options.timestamps)} timestamps.")
         return Media("video", frames, name, options)
@@ -288,11 +335,14 @@ def _image(media: Media) -> Iterator[Image.Image]:
     try:
         with media.open() as stream, Image.open(stream, formats=_formats()) as image:
             yield image
-    except UnidentifiedImageError:
-        raise BadSample(
-            f"image {media.name} cannot be decoded: it is {_kind_of(media)}; "
-            f"{', '.join(_formats())} are read."
-        ) from None
+    except (UnidentifiedImageError, struct.error):  # the latter for a few bytes
+        kind, read = _kind_of(media), _formats()
+        what = (
+            f"it is a damaged {kind}."
+            if kind in read
+            else f"it is {kind}; {', '.join(read)} are read."
+        )
+        raise BadSample(f"image {media.name} cannot be decoded: {what}") from None
     # PIL raises the first three, `to_rgb` the last.
     except (OSError, SyntaxError, Image.DecompressionBombError, ValueError) as error:
         raise BadSample(
@@ -312,7 +362,9 @@ def _kind_of(media: Media) -> str:
     with media.open() as stream:
         beginning = stream.read(16)
     accepting = (name for name, (_, accept) in Image.OPEN.items() if accept and accept(beginning))
-    return next(accepting, "of no format that PIL knows")
+    with suppress(struct.error):
+        return next(accepting, "of no format that PIL knows")
+    return f"only {len(beginning)} bytes"
 
 
 def image_size(media: Media) -> tuple[int, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import av
@@ -13,6 +15,7 @@ import numpy as np
 from av.video.reformatter import VideoReformatter
 from transformers.video_utils import VideoMetadata
 
+from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media, MediaOptions, image_size, load_image
 
@@ -53,21 +56,52 @@ def probe_video(media: Media) -> VideoMetadata:
         # Some containers (WebM) do not state the count, so packets are counted.
         count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         fps = float(stream.average_rate)
+        height, width = stream.height, stream.width
+        if _shown(stream).sideways:
+            height, width = width, height
         return VideoMetadata(
             total_num_frames=count,
             fps=fps,
             duration=count / fps,
             video_backend="pyav",
-            height=stream.height,
-            width=stream.width,
+            height=height,
+            width=width,
         )
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """How a player shows frames: rows and columns swapped, then each in one direction."""
+
+    sideways: bool = False
+    rows: int = 1  # -1: from the last to the first
+    columns: int = 1
+
+    def __call__(self, frame: np.ndarray) -> np.ndarray:
+        upright = frame.swapaxes(0, 1) if self.sideways else frame
+        return upright[:: self.rows, :: self.columns]
+
+
+def _shown(stream: Any) -> _Shown:
+    """Read the container's display matrix, by which phones say that a frame lies on its side.
+
+    Other angles than multiples of 90 degrees are rounded to one, as by torchcodec.
+    """
+    matrix = stream.codec_context.coded_side_data.get("display_matrix")
+    if matrix is None:
+        return _Shown()
+    # FFmpeg's libavutil/display.h: x' = a x + c y and y' = b x + d y.
+    a, b, _, c, d = np.frombuffer(matrix, np.int32, 5).tolist()
+    sideways = abs(b) > abs(a)
+    down, right = (b, c) if sideways else (d, a)
+    return _Shown(sideways, -1 if down < 0 else 1, -1 if right < 0 else 1)
 
 
 def _probe_frames(frames: tuple[Media, ...], options: MediaOptions) -> VideoMetadata:
     height, width = image_size(frames[0])
     # HF divides the indices by the rate to get seconds, so at 1 frame a second they are seconds.
     times = options.timestamps
-    fps = 1.0 if times is not None else options.fps or LISTED_FPS
+    fps = 1.0 if times is not None else options.raw_fps or options.fps or LISTED_FPS
     return VideoMetadata(
         total_num_frames=len(frames),
         fps=fps,
@@ -84,9 +118,23 @@ def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.n
 
     Returns:
         (F,) indices among all frames of the file, of which :func:`probe_video` gave `metadata`.
+
+    Raises:
+        BadSample: the clip is empty, or there are fewer frames than a patch covers.
     """
-    if metadata.frames_indices is not None:
-        return np.asarray(metadata.frames_indices)
+    indices = metadata.frames_indices
+    if indices is None:
+        indices = _sampled(media, metadata, processor)
+    if len(indices) < (fewest := processor.temporal_patch_size):
+        raise BadSample(
+            f"video {media.name}: {counted(len(indices), 'frame')} of its "
+            f"{metadata.total_num_frames} would be used, and the model needs at least {fewest}. "
+            "Give a single frame as an image."
+        )
+    return np.asarray(indices)
+
+
+def _sampled(media: Media, metadata: VideoMetadata, processor: Any) -> np.ndarray:
     options, most = media.options, metadata.total_num_frames - 1
     # A time that is a frame's own, but for rounding, is that frame.
     first = 0 if options.start is None else math.ceil(options.start * metadata.fps - 1e-6)
@@ -98,7 +146,35 @@ def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.n
             f"{metadata.total_num_frames} frames, of {metadata.duration:g} s."
         )
     clip = VideoMetadata(total_num_frames=last - first + 1, fps=metadata.fps)
-    return first + np.asarray(processor.sample_frames(clip, fps=options.fps))
+    return first + _spread(media, clip, processor)
+
+
+def _spread(media: Media, clip: VideoMetadata, processor: Any) -> np.ndarray:
+    """Choose frames of a clip: as the record says, or else with the settings of the processor."""
+    options, factor = media.options, processor.temporal_patch_size
+    total = clip.total_num_frames
+    if options.frames is not None:
+        count = round(options.frames / factor) * factor
+        if not factor <= count <= total:
+            raise BadSample(
+                f"video {media.name}: nframes is {options.frames:g}; from {factor} to {total} are "
+                "possible."
+            )
+        return np.linspace(0, total - 1, count).round().astype(int)
+    if (options.fps, options.min_frames, options.max_frames) != (None, None, None):
+        limited = copy.copy(processor)
+        # Bounds are rounded to whole patches, as `qwen_vl_utils` does.
+        if options.min_frames is not None:
+            limited.min_frames = math.ceil(options.min_frames / factor) * factor
+        if options.max_frames is not None:
+            limited.max_frames = math.floor(options.max_frames / factor) * factor
+        rate = options.fps or processor.fps or LISTED_FPS
+        return np.asarray(limited.sample_frames(clip, fps=rate))
+    if not processor.do_sample_frames:
+        return np.arange(total)
+    return np.asarray(
+        processor.sample_frames(clip, num_frames=processor.num_frames, fps=processor.fps)
+    )
 
 
 def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
@@ -139,9 +215,10 @@ def _load_listed(frames: tuple[Media, ...], name: str) -> np.ndarray:
 def _in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
     frames: dict[int, np.ndarray] = {}
     left = set(wanted)
-    to_rgb = _rgb_converter()
     with _video(media) as container:
-        container.streams.video[0].codec_context.thread_count = 1
+        stream = container.streams.video[0]
+        to_rgb = _rgb_converter(stream)
+        stream.codec_context.thread_count = 1
         for index, frame in enumerate(container.decode(video=0)):
             if index in left:
                 frames[index] = to_rgb(frame)
@@ -180,7 +257,7 @@ def _decode_at(
         keys: times of the key frames, ascending.
     """
     stream = container.streams.video[0]
-    to_rgb = _rgb_converter()
+    to_rgb = _rgb_converter(stream)
     frames: dict[int, np.ndarray] = {}
     decoded: Iterator[Any] = iter(())
     last = None  # time of the last decoded frame
@@ -201,11 +278,11 @@ def _decode_at(
     return frames
 
 
-def _rgb_converter() -> Callable[[Any], np.ndarray]:
-    """Return a converter of frames to RGB that uses one thread.
+def _rgb_converter(stream: Any) -> Callable[[Any], np.ndarray]:
+    """Return a converter of the stream's frames to RGB, as players show them, that uses one thread.
 
     PyAV's shared converter keeps threads that do not survive the fork of a data worker, which would
     wait for them forever.
     """
-    reformat = VideoReformatter().reformat
-    return lambda frame: reformat(frame, format="rgb24", threads=1).to_ndarray()
+    reformat, upright = VideoReformatter().reformat, _shown(stream)
+    return lambda frame: upright(reformat(frame, format="rgb24", threads=1).to_ndarray())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ LISTED: dict[str, tuple[dict[str, Any], list[int], float]] = {
     "sample_fps of the record": (about(video(FRAMES), sample_fps=0.5), [0, 1, 2, 3, 4], 0.5),
     "the part's before the record's": (about(video(FRAMES, fps=8), fps=1), [0, 1, 2, 3, 4], 8.0),
     "frames": (about(video({"frames": FRAMES, "fps": 3})), [0, 1, 2, 3, 4], 3.0),
+    "raw_fps": (about(video(FRAMES, sample_fps=1, raw_fps=5)), [0, 1, 2, 3, 4], 5.0),
     "timestamps": (
         about(video(FRAMES, timestamps=[0, 0.5, 3, 7.2, 8])),
         [0, 5, 30, 72, 80],
@@ -123,6 +125,92 @@ def test_clips_and_rates_of_files(
     chosen = first + processor.video_processor.sample_frames(part, fps=rate)
     record = about(video("clip.mp4", **said))
     equals(processor, record, folder, clip(folder)[chosen], chosen.tolist(), 10.0)
+
+
+def smart_nframes(said: dict[str, int], total: int, rate: float) -> int:
+    """Return the number of frames as ``qwen_vl_utils`` does, from ``nframes`` or frame bounds."""
+    if "nframes" in said:
+        return round(said["nframes"] / 2) * 2
+    least = math.ceil(said.get("min_frames", 2) / 2) * 2
+    most = math.floor(said.get("max_frames", 768) / 2) * 2
+    return int(min(max(total / 10 * rate, least), most, total))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"nframes": 4},
+        {"nframes": 7},
+        {"nframes": 6, "video_start": 0.5},
+        {"max_frames": 3},
+        {"min_frames": 9},
+        {"fps": 8, "max_frames": 8},
+        {"fps": 1, "min_frames": 6, "video_end": 1.9},
+    ],
+)
+def test_numbers_of_frames(said: dict[str, Any], processor: Any, folder: Path) -> None:
+    first = 5 if "video_start" in said else 0
+    count = (20 if "video_end" in said else 23) - first
+    chosen = torch.linspace(
+        first, first + count - 1, smart_nframes(said, count, said.get("fps", 2))
+    )
+    indices = chosen.round().long().tolist()
+    for record in (about(video("clip.mp4", **said)), about(video("clip.mp4"), **said)):
+        if record.keys() & {"video_start", "video_end"}:
+            continue  # a clip is said of each video
+        equals(processor, record, folder, clip(folder)[indices], indices, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "low", "high"),  # pixels of all four frames
+    [
+        ({"total_pixels": 1024}, 256, 2048),
+        ({"total_pixels": 100}, 200, 200),
+        ({"total_pixels": 1024, "max_pixels": 400}, 256, 1600),
+        ({"total_pixels": 1024, "min_pixels": 640}, 2560, 672 * 4),
+    ],
+)
+def test_total_pixels_count_the_frames_of_a_patch_once(
+    said: dict[str, Any], low: int, high: int, processor: Any, folder: Path
+) -> None:
+    indices = [0, 7, 15, 22]
+    record = about(video("clip.mp4", nframes=4, **said))
+    size = {"shortest_edge": low, "longest_edge": high}
+    equals(processor, record, folder, clip(folder)[indices], indices, 10.0, size=size)
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"num_frames": 6, "fps": None},
+    {"num_frames": 40, "fps": None},  # more than the video has
+    {"fps": None},
+    {"fps": None, "max_frames": 9},
+    {"fps": None, "min_frames": 30},
+    {"fps": 0.3},
+    {"fps": 3.7, "min_frames": 5, "max_frames": 7},
+    {"fps": 30},
+    {"do_sample_frames": False},
+    {"do_sample_frames": False, "num_frames": 6},
+]
+
+
+@pytest.mark.parametrize("settings", SAMPLING, ids=str)
+def test_frames_are_those_that_the_processor_would_sample(
+    settings: dict[str, Any], processor: Any, folder: Path
+) -> None:
+    """HF's processor samples the decoded video itself, with its own settings."""
+    for name, value in settings.items():
+        setattr(processor.video_processor, name, value)
+    plan, parsed = planned(processor, about(video("clip.mp4")), folder)
+    expected = processor(
+        text=[processor.apply_chat_template(parsed.messages, tokenize=False)],
+        videos=[torch.from_numpy(clip(folder)).permute(0, 3, 1, 2)],
+        video_metadata=[
+            VideoMetadata(total_num_frames=23, fps=10.0, frames_indices=list(range(23)))
+        ],
+        return_tensors="pt",
+    )
+    assert plan.input_ids.tolist() == expected["input_ids"][0].tolist()
+    assert_pixels_are_hf_s(PixelLoader(processor), plan, expected, torch.uint8)
 
 
 def test_pixels_of_each_frame(processor: Any, folder: Path) -> None:
@@ -168,6 +256,12 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
         video(FRAMES, min_pixels=99, max_pixels=98),
         r"min_pixels 99 is above max_pixels 98",
     ),
+    "nframes": (video("clip.mp4", nframes=24), r"nframes is 24; from 2 to 23 are possible"),
+    "nframes and fps": (video("clip.mp4", nframes=2, fps=2), r"nframes is given with fps"),
+    "nframes of a list": (video(FRAMES, nframes=2), r"nframes is for video files"),
+    "raw_fps of a file": (video("clip.mp4", raw_fps=2), r"raw_fps is given for a video file"),
+    "one frame": (video("clip.mp4", end=0), r"clip\.mp4: 1 frame of its 23 would be used, and the"),
+    "a list of one": (video(FRAMES[:1]), r"1 frame of its 1 would be used"),
     "negative": (video("clip.mp4", end=-1), r"video's end is -1; a number of at least 0"),
 }
 

@@ -14,17 +14,31 @@ import pytest
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.flaws import BadSample, time_limit
 from mcore_qwen3vl.data.records.media import Media
-from mcore_qwen3vl.data.records.video import load_frames
+from mcore_qwen3vl.data.records.video import load_frames, probe_video
 
 
 def write(
-    path: Path, codec: str, *, frames: int = 120, uneven: bool = False, **options: str
+    path: Path,
+    codec: str,
+    *,
+    frames: int = 120,
+    uneven: bool = False,
+    rotation: int | None = None,
+    matrix: list[int] | None = None,
+    **options: str,
 ) -> Media:
-    """Write a video whose frames all differ; `uneven` ones are shown for unequal times."""
+    """Write a video whose frames all differ; `uneven` ones are shown for unequal times.
+
+    A `rotation`, counter-clockwise, or a display `matrix` says how players show it.
+    """
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25, options=options)
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
         stream.codec_context.time_base = Fraction(1, 1000)
+        if rotation is not None:
+            stream.set_display_rotation(rotation)
+        if matrix is not None:
+            stream.set_display_matrix(matrix)
         time = 0
         for index in range(frames):
             picture = np.zeros((48, 64, 3), np.uint8)
@@ -123,3 +137,37 @@ def test_decoding_stops_when_time_is_up(tmp_path: Path) -> None:
     for indices in ([5, 118], range(119)):
         with pytest.raises(BadSample, match=r"takes more than 0\.01 s"), time_limit(0.01):
             decode_for_a_minute(np.array(indices))
+
+
+PIXEL_16 = 1 << 16  # 1 in the first two columns of a display matrix
+
+
+@pytest.mark.parametrize("columns", [1, -1])
+@pytest.mark.parametrize("rows", [1, -1])
+@pytest.mark.parametrize("sideways", [False, True])
+def test_frames_are_turned_and_mirrored_as_players_show_them(
+    sideways: bool, rows: int, columns: int, tmp_path: Path
+) -> None:
+    """A display matrix maps the place (x, y) of a pixel to (a x + c y, b x + d y)."""
+    a, b, c, d = (0, rows, columns, 0) if sideways else (columns, 0, 0, rows)
+    matrix = [a * PIXEL_16, b * PIXEL_16, 0, c * PIXEL_16, d * PIXEL_16, 0, 0, 0, 1 << 30]
+    plain = write(tmp_path / "plain.mp4", "libx264", frames=40, g="10")
+    stored = load_frames(plain, np.arange(40))
+    held = write(tmp_path / "held.mp4", "libx264", frames=40, matrix=matrix, g="10")
+    metadata = probe_video(held)
+    shown = np.empty((40, metadata.height, metadata.width, 3), np.uint8)
+    ys, xs = np.mgrid[:48, :64]
+    new_y, new_x = b * xs + d * ys, a * xs + c * ys
+    shown[:, new_y - new_y.min(), new_x - new_x.min()] = stored
+    for indices in (np.arange(40), np.array([3, 39])):  # in order, and sought
+        assert np.array_equal(load_frames(held, indices), shown[indices])
+
+
+def test_a_quarter_turn_is_that_of_pyav(tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain.mp4", "libx264", frames=4)
+    turned = write(tmp_path / "turned.mp4", "libx264", frames=4, rotation=90)
+    with av.open(str(tmp_path / "turned.mp4")) as container:
+        degrees = next(container.decode(video=0)).rotation
+    assert degrees == 90  # counter-clockwise
+    expected = np.rot90(load_frames(plain, np.arange(4)), 1, (1, 2))
+    assert np.array_equal(load_frames(turned, np.arange(4)), expected)
