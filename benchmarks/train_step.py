@@ -297,7 +297,9 @@ def hf_step(
         )
     model.train()
     if options.recompute:
-        model.gradient_checkpointing_enable()
+        # transformers 5.24 renamed it, and warns of the earlier name.
+        renamed = getattr(model, "activation_checkpointing_enable", None)
+        (renamed or model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
     inputs = hf_inputs(architecture, batch, dtype, device)
     autocast = torch.autocast(options.device, torch.bfloat16, enabled=cuda)
