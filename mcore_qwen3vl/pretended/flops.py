@@ -24,6 +24,8 @@ from torch.utils.flop_counter import flop_registry
 from mcore_qwen3vl.pretended.integers import host_view
 
 KINDS = ("gemm", "attention", "convolution")
+ONE_KEY = "attention of one key"
+"""The key of the FLOPs that attention would take if each of its queries had one key."""
 BYTES = "bytes"
 """The key of the bytes, beside :data:`KINDS`."""
 FUSED = "fused"
@@ -78,9 +80,9 @@ class CountWork(TorchDispatchMode):
         packet = func._overloadpacket
         formula = flop_registry.get(packet)
         if func.namespace == "torch_attn":
-            self.counts["attention"] += _varlen(packet.__name__, args)
+            self.counts.update(_varlen(packet.__name__, args))
         elif packet.__name__.startswith("_scaled_dot_product"):
-            self.counts["attention"] += _dense(packet.__name__, args)
+            self.counts.update(_dense(packet.__name__, args))
         elif packet.__name__ == "_grouped_mm":
             self.counts["gemm"] += _grouped(*args[:2])
         elif formula is not None and packet.__name__ in _GEMMS:
@@ -153,8 +155,8 @@ def _grouped(a: Tensor, b: Tensor) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
-def _dense(name: str, args: Any) -> int:
-    """Return the FLOPs of ``scaled_dot_product_attention``.
+def _dense(name: str, args: Any) -> dict[str, int]:
+    """Return the work of ``scaled_dot_product_attention``.
 
     PyTorch's own counter refuses grouped heads before version 2.12.
     """
@@ -162,25 +164,33 @@ def _dense(name: str, args: Any) -> int:
     (b, heads, queries, width), (*_, keys, _), (*_, of_values) = (
         tensor.shape for tensor in args[int(backward) :][:3]
     )
-    flops = 2 * b * heads * queries * keys * (width + of_values)
-    return int(flops * (BACKWARD_OVER_FORWARD if backward else 1))
+    one_key = 2 * b * heads * queries * (width + of_values)
+    return _attention(one_key * keys, one_key, backward=backward)
 
 
-def _varlen(name: str, args: Any) -> int:
-    """Return the FLOPs of ``torch.nn.attention.varlen``."""
+def _attention(flops: float, one_key: float, *, backward: bool) -> dict[str, int]:
+    times = BACKWARD_OVER_FORWARD if backward else 1
+    return {"attention": int(flops * times), ONE_KEY: int(one_key * times)}
+
+
+def _varlen(name: str, args: Any) -> dict[str, int]:
+    """Return the work of ``torch.nn.attention.varlen``."""
     backward = name.endswith("backward")
     query = args[1] if backward else args[0]  # (t, heads, D)
     bounds = [a for a in args if isinstance(a, Tensor) and a.dtype == torch.int32][:2]
     window = next((a for a in args if isinstance(a, list | tuple) and len(a) == 2), (-1, -1))
     flops = segmented(query, bounds[0], bounds[-1], causal=window[1] == 0)
-    return int(flops * (BACKWARD_OVER_FORWARD if backward else 1))
+    return _attention(*flops, backward=backward)
 
 
-def segmented(query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> float:
-    """Return the FLOPs of attention's two matmuls over the query-key pairs of each segment.
+def segmented(
+    query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: bool
+) -> tuple[float, float]:
+    """Return the FLOPs of attention's two matmuls, and what they would be with one key a query.
 
-    The queries are the last positions of their segment. With causal attention a query is paired
-    with all keys before the queries, and with half of the queries on average.
+    They are over the query-key pairs of each segment. The queries are the last positions of their
+    segment. With causal attention a query is paired with all keys before the queries, and with half
+    of the queries on average.
 
     Args:
         query: (..., heads, D).
@@ -191,29 +201,30 @@ def segmented(query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: boo
     pairs = float((queries * keys).sum())
     if causal:
         pairs -= float((queries * queries).sum()) / 2
-    return 4 * query.shape[-2] * query.shape[-1] * pairs
+    a_pair = 4 * query.shape[-2] * query.shape[-1]
+    return a_pair * pairs, a_pair * float(queries.sum())
 
 
 @contextmanager
 def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
     """Add the work of Transformer Engine's kernels to `counts`, if it is imported."""
     extension = sys.modules.get(_TE_EXTENSION)
-    products: dict[str, tuple[str, Callable[..., float]]] = {
-        "generic_gemm": ("gemm", _te_product),
-        "te_general_grouped_gemm": ("gemm", _te_products),
-        "fused_attn_fwd": ("attention", _te_attention),
-        "fused_attn_bwd": ("attention", lambda *a: BACKWARD_OVER_FORWARD * _te_attention(*a)),
+    works: dict[str, Callable[..., dict[str, int]]] = {
+        "generic_gemm": lambda *a: {"gemm": int(_te_product(*a))},
+        "te_general_grouped_gemm": lambda *a: {"gemm": int(_te_products(*a))},
+        "fused_attn_fwd": lambda *a: _attention(*_te_attention(*a), backward=False),
+        "fused_attn_bwd": lambda *a: _attention(*_te_attention(*a), backward=True),
     }
 
     def counted(name: str, original: Any) -> Any:
-        kind, amount = products.get(name, (BYTES, None))
+        work = works.get(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if amount is not None:
-                counts[kind] += int(amount(*args))
+            if work is not None:
+                counts.update(work(*args))
             result = original(*args, **kwargs)
-            if amount is None:
-                counts[kind] += sum(size_of([args, list(kwargs.values()), result]))
+            if work is None:
+                counts[BYTES] += sum(size_of([args, list(kwargs.values()), result]))
             return result
 
         return call
@@ -241,7 +252,7 @@ def _te_products(a: list[Any], transposed: bool, b: list[Any], *_: Any) -> float
     return sum(_te_product(x, transposed, y) for x, y in zip(a, b, strict=True))
 
 
-def _te_attention(*args: Any) -> float:
+def _te_attention(*args: Any) -> tuple[float, float]:
     first = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.int32)
     causal = any("CAUSAL" in str(a) for a in args[:first] if "Mask" in type(a).__name__)
     of_queries, of_keys, query = args[first : first + 3]

@@ -13,7 +13,7 @@ import torch
 
 from mcore_qwen3vl.pretended import groups
 from mcore_qwen3vl.pretended.device import COUNTERS, Device
-from mcore_qwen3vl.pretended.flops import BYTES, FUSED, KINDS, CountWork
+from mcore_qwen3vl.pretended.flops import BYTES, FUSED, KINDS, ONE_KEY, CountWork
 from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes
 from mcore_qwen3vl.pretended.preload import Routing, Unavailable, preloaded
 from mcore_qwen3vl.pretended.report import HostSync, Interval, Report, Traffic
@@ -50,6 +50,7 @@ class Rank:
             host_syncs=self._new_host_syncs(),
             traffic=self._new_traffic(),
             flops={kind: n for kind, n in self.work.counts.items() if kind in KINDS},
+            one_key=self.work.counts[ONE_KEY],
             moved=self.work.counts[BYTES],
             fused=self.work.counts[FUSED],
             launches=self.device.new_launches(),

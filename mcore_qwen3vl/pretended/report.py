@@ -61,6 +61,8 @@ class Interval:
     traffic: list[Traffic]
     flops: dict[str, int]
     """FLOPs by the names in :data:`.flops.KINDS`."""
+    one_key: int = 0
+    """FLOPs that attention would take if each query had one key; see :data:`.flops.ONE_KEY`."""
     moved: int = 0
     """Bytes that all other kernels read and write."""
     fused: int = 0

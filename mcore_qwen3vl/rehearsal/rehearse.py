@@ -59,7 +59,8 @@ class Options:
         """Return the GPU that a rank of `command` has, and its memory."""
         allowance = self.allowance_gib
         if allowance is None:
-            allowance = allowance_gib(command.layout)
+            moe = command.line.architecture.is_moe
+            allowance = allowance_gib(command.layout, moe=moe)
         memory = self.gpu.memory_gib if self.memory_gib is None else self.memory_gib
         if memory <= allowance:
             raise BadInput(

@@ -12,6 +12,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.pretended.flops import ONE_KEY
 from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.material import sample_of
@@ -127,11 +128,11 @@ def candidates(
     The run's own layout is among them, with its virtual stages and its own pipeline split.
     """
     trained = trained_of(command, a)
-    assumed = allowance_gib(command.without(*_REPLACED).layout)
+    assumed = allowance_gib(command.without(*_REPLACED).layout, moe=a.is_moe)
 
     def candidate(run: Command, flags: tuple[str, ...]) -> Candidate:
         peak = max(stage.total for stage in estimate_stages(run, a, trained))
-        extra = (allowance_gib(run.layout) - assumed) * GIB
+        extra = (allowance_gib(run.layout, moe=a.is_moe) - assumed) * GIB
         return Candidate(run, flags, step_seconds(run, a, gpu, constants), peak + extra)
 
     try:
@@ -212,6 +213,7 @@ def work_of(command: Command, a: Architecture) -> list[RankWork]:
         for chunk in range(layout.vpp):
             gemm = products + vision * (stage == chunk == 0)
             compute = {"gemm": gemm / divided / 3, "attention": attention / divided / 3}
+            compute[ONE_KEY] = compute["attention"] / (sample / 2)  # half of it is before a token
             forward = compute | {_key(t): size for t, size, _ in exchanges}
             backward = {name: (2 + again) * n for name, n in compute.items()}
             backward |= {_key(t): size + again * first for t, first, size in exchanges}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.pretended.flops import BYTES, KINDS
+from mcore_qwen3vl.pretended.flops import BYTES, KINDS, ONE_KEY
 from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, COMBINE, DISPATCH, FORWARD
 from mcore_qwen3vl.runtime.gpus import Gpu
@@ -39,27 +39,37 @@ _COPIES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_
 class Constants:
     """Assumptions about what cannot be counted without a GPU; a file can replace each of them.
 
+    Those of one GPU and its host were measured on one H100, see docs/gpu.md. Those of exchanges are
+    assumed.
+
     Attributes:
-        gemm: share of the GPU's dense bf16 peak that matmuls reach (cuBLAS on large ones).
-        attention: share of that peak that attention kernels reach (FlashAttention 2 on an H100).
-        memory: share of the memory's bandwidth that other kernels reach.
+        gemm: share of the GPU's dense bf16 peak that matmuls reach (measured: 0.70 to 0.78).
+        attention: share of that peak that attention kernels reach if their queries have many keys.
+        attention_keys: number of keys of a query at which they reach half of that. With both,
+            samples of 512, 2,048 and 8,192 tokens have 73, 196 and 338 TFLOP/s; PyTorch's kernels
+            had 75, 185 and 284, Transformer Engine's 66, 206 and 454.
+        memory: share of the memory's bandwidth that other kernels reach: 0.88 in plain copies, 0.4
+            over views that are not contiguous; this is what training loops had.
         link: share of the links' bandwidth that NCCL reaches.
         network_gb_per_s: bandwidth of each GPU to other nodes, in one direction (400 Gb/s).
         gpus_per_node: GPUs that NVLink connects.
-        launch_us: microseconds that the host needs to launch one kernel.
+        launch_us: microseconds of the host for one kernel, with the Python and the autograd around
+            it. Steps that the host bound took 34 to 57 on a virtual machine with 16 cores; alone, a
+            launch takes 9. A published run of 30B-A3B (docs/rehearse.md) leaves at most 35.
         wait_us: microseconds that a host sync costs, until kernels follow again.
         tp_overlap: share of the TP exchange hidden by ``--tp-comm-overlap``.
         ep_overlap: share of the EP exchange hidden by ``--overlap-moe-expert-parallel-comm``, as
             far as the other micro-batch computes for that long.
     """
 
-    gemm: float = 0.7
-    attention: float = 0.4
-    memory: float = 0.8
+    gemm: float = 0.74
+    attention: float = 0.45
+    attention_keys: float = 1300.0
+    memory: float = 0.52
     link: float = 0.75
     network_gb_per_s: float = 50.0
     gpus_per_node: int = 8
-    launch_us: float = 8.0
+    launch_us: float = 35.0
     wait_us: float = 20.0
     tp_overlap: float = 0.7
     ep_overlap: float = 0.9
@@ -258,7 +268,8 @@ class Model:
         products = work.get("gemm", 0) + work.get("convolution", 0)
         spent = {
             GEMM: products / (c.gemm * peak),
-            ATTENTION: work.get("attention", 0) / (c.attention * peak),
+            ATTENTION: (work.get("attention", 0) + c.attention_keys * work.get(ONE_KEY, 0))
+            / (c.attention * peak),
             MEMORY: work.get(BYTES, 0) / (c.memory * gpu.memory_tb_per_s * 1e12),
         }
         for key, size in work.items():
@@ -328,7 +339,7 @@ def _totals(interval: Interval) -> dict[str, float]:
     counters = interval.counters
     host = {"launches": counters["launches"] - interval.fused, "host_syncs": counters["host_syncs"]}
     flops = {kind: interval.flops.get(kind, 0) for kind in KINDS}
-    return {**flops, BYTES: interval.moved, **host, **traffic}
+    return {**flops, ONE_KEY: interval.one_key, BYTES: interval.moved, **host, **traffic}
 
 
 def _overlapped(t: Traffic) -> bool:

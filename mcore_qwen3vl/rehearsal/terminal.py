@@ -231,7 +231,7 @@ def _step(rehearsal: Rehearsal) -> None:
             table.add_row(name, *shown)
     console.output.print(table)
     console.output.print(
-        f"Modelled, not compared with a real GPU: {step.summary(rehearsal.command.gpus)}. "
+        f"Modelled, with rates measured on one H100: {step.summary(rehearsal.command.gpus)}. "
         "--constants FILE replaces what is assumed.",
         soft_wrap=True,
     )

@@ -107,11 +107,14 @@ def test_skewed_routing_crowds_the_first_quarter_of_the_experts(workbench: Workb
 def test_flops_are_those_of_the_products(workbench: Workbench) -> None:
     """Causal attention counts half of each segment's square; backward is five products, not two."""
     _, report = workbench.call(f"{HERE}:flops")
-    counted = report.interval("end").flops
+    interval = report.interval("end")
+    counted = interval.flops
     assert counted["gemm"] == 3 * 2 * 7 * 30 * 50 + 2 * 3 * 11 * 13 * 17 + 2 * 23 * 7 * 19
     square = 4 * 4 * 16 * (10**2 + 20**2)
     grouped = 4 * 2 * 6 * 5 * 9 * 16
     assert counted["attention"] == square / 2 * (1 + 2.5) + square + grouped * (1 + 2.5)
+    # What it would be if each query had one key: 30 queries twice, and ten of nine keys.
+    assert interval.one_key == 4 * 4 * 16 * 30 * (1 + 2.5 + 1) + grouped / 9 * (1 + 2.5)
 
 
 def test_what_nobody_sends_is_zeros(workbench: Workbench) -> None:

@@ -55,11 +55,12 @@ def test_attention_is_over_the_pairs_of_each_segment(extension: SimpleNamespace)
     counts: Counter[str] = Counter()
     with te_flops.count_transformer_engine(counts):
         extension.fused_attn_fwd(9, NVTE_Mask_Type.NVTE_NO_MASK, bounds, bounds, query)
-        assert counts == {"attention": full}
+        one_key = 4 * heads * width * 9
+        assert counts == {"attention": full, te_flops.ONE_KEY: one_key}
         extension.fused_attn_bwd(
             9, NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK, True, bounds, bounds, query
         )
-    assert counts == {"attention": full + 2.5 * full / 2}
+    assert counts == {"attention": full + 2.5 * full / 2, te_flops.ONE_KEY: 3.5 * one_key}
 
 
 def test_without_transformer_engine_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

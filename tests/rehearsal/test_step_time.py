@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.pretended.flops import ONE_KEY
 from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import find_gpu
 
 GPU = replace(find_gpu("h100"), tflops=1000.0, memory_tb_per_s=2.0, nvlink_gb_per_s=400.0)
 PLAIN = Constants(
-    gemm=0.5, attention=0.25, memory=0.5, link=0.5, network_gb_per_s=40, launch_us=10, wait_us=30
-)
+    gemm=0.5, attention=0.25, attention_keys=1000, memory=0.5, link=0.5, network_gb_per_s=40,
+    launch_us=10, wait_us=30,
+)  # fmt: skip
 TP = Traffic("TENSOR_MODEL_PARALLEL_GROUP[4]", "all_gather", 2, 0, 4)
 EP = Traffic("EXPERT_MODEL_PARALLEL_GROUP[16]", "all_to_all", 2, 0, 16)
 DP = Traffic("DATA_PARALLEL_GROUP_WITH_CP[2]", "reduce_scatter", 1, 8 * 10**9, 9)
@@ -59,6 +61,20 @@ def test_work_takes_what_the_gpu_needs() -> None:
     assert step.tokens_per_s == pytest.approx(16_000 * 3 * 4 / 8.11)
     assert step.tflops == pytest.approx(800 * 3 / 8.11)
     assert step.mfu == pytest.approx(step.tflops / 1000)
+
+
+def test_attention_is_slow_where_queries_have_few_keys() -> None:
+    """At 1000 keys it takes twice as long as its FLOPs do, and at 500 three times."""
+    forward = {**FORWARD, ONE_KEY: 5e13 / 500}
+    spent = modelled(found=interval(one_key=2 * 10**11), forward=forward).roles[0].seconds
+    assert spent["attention"] == pytest.approx(6 * (3 * 0.2 + 0.4))
+    # A pass that runs before the micro-batches has its own.
+    alone = interval(one_key=10**12, flops={"gemm": int(6e14), "attention": int(3e14)})
+    before, after = (
+        modelled(found=made).roles[0].seconds["optimizer and finalization"]
+        for made in (interval(), alone)
+    )
+    assert after - before == pytest.approx(1000 * 1e12 / (0.25 * 1e15))
 
 
 def test_the_host_counts_where_it_is_slower() -> None:
