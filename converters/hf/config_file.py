@@ -33,12 +33,14 @@ class Changes:
         dtype: new dtype of all weights, if it changed.
         untied: whether the embeddings were tied and no longer are.
         labels: labels of the classifier's head, if the weights have one.
+        vocab_size: new number of rows of embedding and head, if it changed.
     """
 
     layout: ExpertLayout | None = None
     dtype: torch.dtype | None = None
     untied: bool = False
     labels: Labels | None = None
+    vocab_size: int | None = None
 
     def config(self, config: Config) -> bytes | None:
         """Return the ``config.json`` for the converted weights, which are never quantised.
@@ -50,6 +52,10 @@ class Changes:
             wanted |= {"tie_word_embeddings": False}
             if "tie_word_embeddings" in wanted["text_config"]:
                 wanted["text_config"] |= {"tie_word_embeddings": False}
+        if self.vocab_size is not None:
+            for section in (wanted, wanted["text_config"]):
+                if "vocab_size" in section:
+                    section["vocab_size"] = self.vocab_size
         if self.labels:
             wanted = self.labels.in_config(wanted)
         if self.layout is not None:
