@@ -8,14 +8,12 @@ This module imports neither torch nor megatron, so that conversion and inspectio
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
-from mcore_qwen3vl.unused import Fields, Unused
 
 ExpertLayout = Literal["published", "v5"]
 """How fused experts lie on disk: ``published`` is gate_up [E, H, 2I] and down [E, I, H]
@@ -24,6 +22,9 @@ ExpertLayout = Literal["published", "v5"]
 TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+"""Other names that transformers takes in ``vision_config``."""
 
 VISION_ACTIVATION = "gelu_pytorch_tanh"
 VISION_ROPE_THETA = 10000.0
@@ -48,162 +49,6 @@ ROPE_OPTIONS = {
 }
 """Further fields of a scaled rope, for which transformers has defaults. All but ``truncate``, which
 is true or false, are numbers."""
-
-
-_METADATA = (
-    *("model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path"),
-    *("return_dict", "output_hidden_states", "output_attentions", "use_cache"),
-    *("_attn_implementation", "attn_implementation", "_experts_implementation"),
-    *("_attn_implementation_internal", "_experts_implementation_internal", "_commit_hash"),
-)
-"""Fields of any section that tell where it came from, or how transformers is to compute."""
-
-_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            *("chunk_size_feed_forward", "min_length", "no_repeat_ngram_size"),
-            *("diversity_penalty", "encoder_no_repeat_ngram_size"),
-        ),
-        (0,),
-    ),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "temperature"), (1,)),
-    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "length_penalty"), (1,)),
-    **dict.fromkeys(("is_encoder_decoder", "is_decoder", "add_cross_attention"), (False,)),
-    **dict.fromkeys(("tie_encoder_decoder", "torchscript", "use_bfloat16"), (False,)),
-    **dict.fromkeys(("tf_legacy_loss", "do_sample", "early_stopping", "output_scores"), (False,)),
-    **dict.fromkeys(("return_dict_in_generate", "remove_invalid_values"), (False,)),
-    "max_length": (20,),
-    "top_k": (50,),
-    "pruned_heads": ({},),
-    "id2label": ({"0": "LABEL_0", "1": "LABEL_1"},),
-    "label2id": ({"LABEL_0": 0, "LABEL_1": 1},),
-}
-"""Fields that transformers before 5 wrote into every section, with the values that ask nothing."""
-
-_QUANTIZATION = ("quantization_config", "compression_config")
-_CODE = {"auto_map": "a checkpoint's code is never run"}
-
-CONFIG = Fields(
-    "config.json",
-    used=(
-        *("text_config", "vision_config", "image_token_id", "video_token_id", "dtype"),
-        *("vision_start_token_id", "vision_end_token_id", "tie_word_embeddings", "torch_dtype"),
-        *("id2label", "label2id", "problem_type", *_QUANTIZATION),
-    ),
-    inert=(*_METADATA, "bos_token_id"),
-    without_effect={k: v for k, v in _DEFAULTS.items() if k not in ("id2label", "label2id")},
-    reasons={**_CODE, "num_labels": "id2label names the labels"},
-)
-"""The fields of the top level; ``label2id`` follows from ``id2label``."""
-
-TEXT = Fields(
-    "text_config of config.json",
-    used=(
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-        *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "initializer_range"),
-        *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
-        *("attention_bias", "hidden_act", "layer_types", "partial_rotary_factor"),
-        *("tie_word_embeddings", "eos_token_id", *_QUANTIZATION),
-    ),
-    inert=(*_METADATA, "bos_token_id"),
-    without_effect={
-        **_DEFAULTS,
-        "attention_dropout": (0,),
-        "use_sliding_window": (False,),
-        "max_window_layers": (0,),
-        "pretraining_tp": (1,),
-        "mlp_bias": (False,),
-        "output_router_logits": (False,),
-        "norm_topk_prob": (True,),
-        # A dense model has no use for these.
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([],),
-        "num_experts": (0,),
-    },
-    reasons={
-        **_CODE,
-        "attention_dropout": "train --attention-dropout, with the te spec, has it",
-        "output_router_logits": "train --moe-aux-loss-coeff adds that loss",
-        "norm_topk_prob": "the weights of a token's experts always add up to 1",
-        "pad_token_id": "the row of that token is trained as every other",
-        "sliding_window": "every layer attends to all earlier tokens",
-        "use_sliding_window": "every layer attends to all earlier tokens",
-    },
-)
-"""The fields of a dense language model."""
-
-EXPERTS = (
-    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("router_aux_loss_coef", "decoder_sparse_step", "mlp_only_layers"),
-)
-"""The fields that a MoE model uses besides."""
-
-_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
-"""Other names that transformers takes in ``vision_config``."""
-
-VISION = Fields(
-    "vision_config of config.json",
-    used=(
-        *("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "patch_size"),
-        *("spatial_merge_size", "temporal_patch_size", "out_hidden_size", "hidden_act"),
-        *("num_position_embeddings", "deepstack_visual_indexes", "rope_parameters"),
-        *(*_ALIASES, *_QUANTIZATION),
-    ),
-    inert=_METADATA,
-    without_effect={**_DEFAULTS, "tie_word_embeddings": (False, True), "attention_dropout": (0,)},
-    reasons={**_CODE, "initializer_range": "that of text_config initialises both"},
-)
-
-_ROPE_FIELDS = (
-    *("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved"),
-    "partial_rotary_factor",
-)
-
-
-def unused_of_config(config: Mapping[str, Any]) -> list[Unused]:
-    """Return the fields of a ``config.json`` that nothing uses, in its sections too.
-
-    A field that repeats what the section says that counts is not among them. The fields of
-    ``quantization_config`` have another owner.
-
-    Raises:
-        BadInput: see :meth:`Architecture.from_hf`.
-    """
-    architecture = Architecture.from_hf(dict(config))
-    text, vision = config["text_config"], config["vision_config"]
-    rope = {name: text[name] for name in ("rope_parameters", "rope_scaling") if text.get(name)}
-    kind = dict(architecture.rope_scaling).get("rope_type", "default")
-    of_kind = () if kind == "default" else (*ROPE_NUMBERS[kind], *ROPE_OPTIONS[kind])
-    text_fields = replace(TEXT, used=(*TEXT.used, *EXPERTS)) if architecture.is_moe else TEXT
-    dtypes = dict.fromkeys(("dtype", "torch_dtype"), (architecture.dtype,))
-    same_range = {"initializer_range": (architecture.initializer_range,)}
-    copies = {name: (text[name],) for name in text_fields.used if name in text}
-    shared = {name: (config[name],) for name in CONFIG.used if name in config}
-    return [
-        *_with(CONFIG, copies, "text_config counts").unused(config),
-        *_with(text_fields, {**shared, **dtypes}, "the top level counts").unused(text),
-        *(
-            unused
-            for name, section in rope.items()
-            for unused in Fields(
-                f"text_config.{name} of config.json", (*_ROPE_FIELDS, *of_kind)
-            ).unused(section)
-        ),
-        *_with(VISION, {**shared, **dtypes, **same_range}, "the top level counts").unused(vision),
-        *Fields("vision_config.rope_parameters of config.json", ("rope_type", "rope_theta")).unused(
-            vision.get("rope_parameters") or {}
-        ),
-    ]
-
-
-def _with(fields: Fields, values: Mapping[str, tuple[Any, ...]], why: str) -> Fields:
-    """Return `fields` with further values that are without effect, and why others are not used."""
-    more = {name: (*fields.without_effect.get(name, ()), *values[name]) for name in values}
-    return replace(
-        fields,
-        without_effect={**fields.without_effect, **more},
-        reasons={**dict.fromkeys(values, why), **fields.reasons},
-    )
 
 
 @dataclass(frozen=True)
@@ -374,7 +219,7 @@ def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
 
 
 def _vision(vision: dict[str, Any]) -> VisionArchitecture:
-    for alias, name in _ALIASES.items():
+    for alias, name in ALIASES.items():
         _require_same(vision, name, alias, "vision_config.")
     numbers = {
         name: _size(vision, name)
