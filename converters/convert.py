@@ -117,6 +117,12 @@ def mcore_to_hf(
     return convert(partial(plan_mcore_to_hf, hf_config=hf_config), src, dst, dict(options))
 
 
-def hf_to_hf(src: str | Path, dst: str | Path, **options: Unpack[HFOptions]) -> ConversionResult:
+def hf_to_hf(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    vocab_size: int | None = None,
+    **options: Unpack[HFOptions],
+) -> ConversionResult:
     """Write a Hugging Face checkpoint of the same model; see `plan_hf_to_hf` and `write`."""
-    return convert(plan_hf_to_hf, src, dst, dict(options))
+    return convert(partial(plan_hf_to_hf, vocab_size=vocab_size), src, dst, dict(options))

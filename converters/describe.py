@@ -50,6 +50,7 @@ class Inspection:
 
     Attributes:
         kind: "huggingface", "megatron" or "config" (a config without weights).
+        config: the folder of its config, or that file.
         expert_layout: declared layout of the fused experts; None for a dense model.
         iteration: name of the iteration's folder in a Megatron checkpoint; else None.
         maker: who wrote a Megatron checkpoint in a dialect; else None.
@@ -61,6 +62,7 @@ class Inspection:
 
     path: str
     kind: str
+    config: str
     architecture: Architecture
     form: Form
     expert_layout: str | None
@@ -134,6 +136,7 @@ def _megatron(path: Path, hf_config: Path | None) -> Inspection:
         architecture,
         read_form(folder),
         tensors,
+        config=str(folder),
         kind="megatron",
         maker=None if checkpoint.dialect is None else checkpoint.dialect.maker,
         iteration=checkpoint.folder.name,
@@ -148,7 +151,7 @@ def _huggingface(path: Path) -> Inspection:
         _info(checkpoint.form.names.stored(name), entry.shape, entry.stored)
         for name, entry in (checkpoint.entries | checkpoint.scales).items()
     )
-    facts = {"kind": "huggingface", "files": len(checkpoint.files)}
+    facts: dict[str, Any] = {"kind": "huggingface", "files": len(checkpoint.files)}
     return _inspection(path, Architecture.from_hf(path), checkpoint.form, tensors, **facts)
 
 
@@ -165,10 +168,13 @@ def _inspection(
     architecture: Architecture,
     form: Form,
     tensors: tuple[TensorInfo, ...],
+    *,
+    config: str | None = None,
     **facts: Any,
 ) -> Inspection:
     return Inspection(
         path=str(path),
+        config=config or str(path),
         architecture=architecture,
         form=form,
         expert_layout=architecture.expert_layout,

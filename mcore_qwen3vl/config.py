@@ -8,18 +8,23 @@ This module imports neither torch nor megatron, so that conversion and inspectio
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
-from mcore_qwen3vl.unused import Fields, Unused
 
 ExpertLayout = Literal["published", "v5"]
 """How fused experts lie on disk: ``published`` is gate_up [E, H, 2I] and down [E, I, H]
 (transformers 4.57), ``v5`` is gate_up [E, 2I, H] and down [E, H, I] (transformers 5)."""
+
+TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+"""Other names that transformers takes in ``vision_config``."""
 
 VISION_ACTIVATION = "gelu_pytorch_tanh"
 VISION_ROPE_THETA = 10000.0
@@ -44,162 +49,6 @@ ROPE_OPTIONS = {
 }
 """Further fields of a scaled rope, for which transformers has defaults. All but ``truncate``, which
 is true or false, are numbers."""
-
-
-_METADATA = (
-    *("model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path"),
-    *("return_dict", "output_hidden_states", "output_attentions", "use_cache"),
-    *("_attn_implementation", "attn_implementation", "_experts_implementation"),
-    *("_attn_implementation_internal", "_experts_implementation_internal", "_commit_hash"),
-)
-"""Fields of any section that tell where it came from, or how transformers is to compute."""
-
-_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            *("chunk_size_feed_forward", "min_length", "no_repeat_ngram_size"),
-            *("diversity_penalty", "encoder_no_repeat_ngram_size"),
-        ),
-        (0,),
-    ),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "temperature"), (1,)),
-    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "length_penalty"), (1,)),
-    **dict.fromkeys(("is_encoder_decoder", "is_decoder", "add_cross_attention"), (False,)),
-    **dict.fromkeys(("tie_encoder_decoder", "torchscript", "use_bfloat16"), (False,)),
-    **dict.fromkeys(("tf_legacy_loss", "do_sample", "early_stopping", "output_scores"), (False,)),
-    **dict.fromkeys(("return_dict_in_generate", "remove_invalid_values"), (False,)),
-    "max_length": (20,),
-    "top_k": (50,),
-    "pruned_heads": ({},),
-    "id2label": ({"0": "LABEL_0", "1": "LABEL_1"},),
-    "label2id": ({"LABEL_0": 0, "LABEL_1": 1},),
-}
-"""Fields that transformers before 5 wrote into every section, with the values that ask nothing."""
-
-_QUANTIZATION = ("quantization_config", "compression_config")
-_CODE = {"auto_map": "a checkpoint's code is never run"}
-
-CONFIG = Fields(
-    "config.json",
-    used=(
-        *("text_config", "vision_config", "image_token_id", "video_token_id", "dtype"),
-        *("vision_start_token_id", "vision_end_token_id", "tie_word_embeddings", "torch_dtype"),
-        *("id2label", "label2id", "problem_type", *_QUANTIZATION),
-    ),
-    inert=(*_METADATA, "bos_token_id"),
-    without_effect={k: v for k, v in _DEFAULTS.items() if k not in ("id2label", "label2id")},
-    reasons={**_CODE, "num_labels": "id2label names the labels"},
-)
-"""The fields of the top level; ``label2id`` follows from ``id2label``."""
-
-TEXT = Fields(
-    "text_config of config.json",
-    used=(
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-        *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "initializer_range"),
-        *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
-        *("attention_bias", "hidden_act", "layer_types", "partial_rotary_factor"),
-        *("tie_word_embeddings", "eos_token_id", *_QUANTIZATION),
-    ),
-    inert=(*_METADATA, "bos_token_id"),
-    without_effect={
-        **_DEFAULTS,
-        "attention_dropout": (0,),
-        "use_sliding_window": (False,),
-        "max_window_layers": (0,),
-        "pretraining_tp": (1,),
-        "mlp_bias": (False,),
-        "output_router_logits": (False,),
-        "norm_topk_prob": (True,),
-        # A dense model has no use for these.
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([],),
-        "num_experts": (0,),
-    },
-    reasons={
-        **_CODE,
-        "attention_dropout": "train --attention-dropout, with the te spec, has it",
-        "output_router_logits": "train --moe-aux-loss-coeff adds that loss",
-        "norm_topk_prob": "the weights of a token's experts always add up to 1",
-        "pad_token_id": "the row of that token is trained as every other",
-        "sliding_window": "every layer attends to all earlier tokens",
-        "use_sliding_window": "every layer attends to all earlier tokens",
-    },
-)
-"""The fields of a dense language model."""
-
-EXPERTS = (
-    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("router_aux_loss_coef", "decoder_sparse_step", "mlp_only_layers"),
-)
-"""The fields that a MoE model uses besides."""
-
-_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
-"""Other names that transformers takes in ``vision_config``."""
-
-VISION = Fields(
-    "vision_config of config.json",
-    used=(
-        *("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "patch_size"),
-        *("spatial_merge_size", "temporal_patch_size", "out_hidden_size", "hidden_act"),
-        *("num_position_embeddings", "deepstack_visual_indexes", "rope_parameters"),
-        *(*_ALIASES, *_QUANTIZATION),
-    ),
-    inert=_METADATA,
-    without_effect={**_DEFAULTS, "tie_word_embeddings": (False, True), "attention_dropout": (0,)},
-    reasons={**_CODE, "initializer_range": "that of text_config initialises both"},
-)
-
-_ROPE_FIELDS = (
-    *("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved"),
-    "partial_rotary_factor",
-)
-
-
-def unused_of_config(config: Mapping[str, Any]) -> list[Unused]:
-    """Return the fields of a ``config.json`` that nothing uses, in its sections too.
-
-    A field that repeats what the section says that counts is not among them. The fields of
-    ``quantization_config`` have another owner.
-
-    Raises:
-        BadInput: see :meth:`Architecture.from_hf`.
-    """
-    architecture = Architecture.from_hf(dict(config))
-    text, vision = config["text_config"], config["vision_config"]
-    rope = {name: text[name] for name in ("rope_parameters", "rope_scaling") if text.get(name)}
-    kind = dict(architecture.rope_scaling).get("rope_type", "default")
-    of_kind = () if kind == "default" else (*ROPE_NUMBERS[kind], *ROPE_OPTIONS[kind])
-    text_fields = replace(TEXT, used=(*TEXT.used, *EXPERTS)) if architecture.is_moe else TEXT
-    dtypes = dict.fromkeys(("dtype", "torch_dtype"), (architecture.dtype,))
-    same_range = {"initializer_range": (architecture.initializer_range,)}
-    copies = {name: (text[name],) for name in text_fields.used if name in text}
-    shared = {name: (config[name],) for name in CONFIG.used if name in config}
-    return [
-        *_with(CONFIG, copies, "text_config counts").unused(config),
-        *_with(text_fields, {**shared, **dtypes}, "the top level counts").unused(text),
-        *(
-            unused
-            for name, section in rope.items()
-            for unused in Fields(
-                f"text_config.{name} of config.json", (*_ROPE_FIELDS, *of_kind)
-            ).unused(section)
-        ),
-        *_with(VISION, {**shared, **dtypes, **same_range}, "the top level counts").unused(vision),
-        *Fields("vision_config.rope_parameters of config.json", ("rope_type", "rope_theta")).unused(
-            vision.get("rope_parameters") or {}
-        ),
-    ]
-
-
-def _with(fields: Fields, values: Mapping[str, tuple[Any, ...]], why: str) -> Fields:
-    """Return `fields` with further values that are without effect, and why others are not used."""
-    more = {name: (*fields.without_effect.get(name, ()), *values[name]) for name in values}
-    return replace(
-        fields,
-        without_effect={**fields.without_effect, **more},
-        reasons={**dict.fromkeys(values, why), **fields.reasons},
-    )
 
 
 @dataclass(frozen=True)
@@ -296,52 +145,93 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         raise BadInput("text_config.attention_bias is true; no Qwen3-VL model has one.")
     if text.get("hidden_act", "silu") != "silu":
         raise BadInput(f"text_config.hidden_act is {text['hidden_act']!r:.40}; expected 'silu'.")
+    types = text.get("layer_types") or []
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        raise BadInput(f"text_config.layer_types is {types!r:.80}; expected full_attention in all.")
     rope = _rope(text)
-    layers = _integer(text, "num_hidden_layers")
-    heads, kv_heads, head_dim = _heads(text)
-    section = _integers(rope, "mrope_section", default=(24, 20, 20))
-    if len(section) != 3 or sum(section) * 2 != head_dim:
+    layers = _size(text, "num_hidden_layers")
+    heads, kv_heads, head_dim = _heads(text, moe)
+    axes = _integers(rope, "mrope_section", default=(24, 20, 20))
+    if len(axes) != 3 or sum(axes) * 2 != head_dim or min(axes) < 0:
         raise BadInput(
-            f"mrope_section is {list(section)}: three numbers that add up to half of head_dim "
+            f"mrope_section is {list(axes)}: three numbers that add up to half of head_dim "
             f"{head_dim} are needed."
         )
-    dtypes = (level.get(name) for level in (config, text) for name in ("dtype", "torch_dtype"))
+    vocab_size, hidden_size = _size(text, "vocab_size"), _size(text, "hidden_size")
+    vision = _vision(_section(config, "vision_config"))
+    if vision.out_hidden_size != hidden_size:
+        raise BadInput(
+            f"config.json: out_hidden_size of vision_config is {vision.out_hidden_size}, and "
+            f"hidden_size of text_config is {hidden_size}: the two must be equal."
+        )
+    if len(vision.deepstack_visual_indexes) > layers:
+        raise BadInput(
+            f"vision_config.deepstack_visual_indexes is {list(vision.deepstack_visual_indexes)}: "
+            f"more than the num_hidden_layers {layers} that take their features."
+        )
+    tokens = {name: _integer(config, name) for name in TOKEN_IDS}
+    for name, token in tokens.items():
+        if token >= vocab_size:
+            raise BadInput(
+                f"config.json: {name} is {token}, and the vocab_size {vocab_size} of text_config "
+                "leaves no row for it."
+            )
+    experts = _expert_count(text) if moe else 0
     return Architecture(
-        vocab_size=_integer(text, "vocab_size"),
-        hidden_size=_integer(text, "hidden_size"),
-        intermediate_size=_integer(text, "intermediate_size"),
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=_size(text, "intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_number(text, "rms_norm_eps", 1e-6),
-        rope_theta=_number(rope, "rope_theta"),
+        rms_norm_eps=_positive(text, "rms_norm_eps", 1e-6),
+        rope_theta=_positive(rope, "rope_theta"),
         rope_scaling=_rope_scaling(rope),
-        mrope_section=(section[0], section[1], section[2]),
-        max_position_embeddings=_integer(text, "max_position_embeddings"),
-        initializer_range=_number(text, "initializer_range", 0.02),
+        mrope_section=(axes[0], axes[1], axes[2]),
+        max_position_embeddings=_size(text, "max_position_embeddings"),
+        initializer_range=_number(text, "initializer_range", 0.02, least=0),
         tie_word_embeddings=ties_embeddings(config),
-        dtype=str(next((dtype for dtype in dtypes if dtype is not None), "bfloat16")),
-        image_token_id=_integer(config, "image_token_id"),
-        video_token_id=_integer(config, "video_token_id"),
-        vision_start_token_id=_integer(config, "vision_start_token_id"),
-        vision_end_token_id=_integer(config, "vision_end_token_id"),
-        vision=_vision(_section(config, "vision_config")),
-        num_experts=_expert_count(text) if moe else 0,
-        num_experts_per_tok=_integer(text, "num_experts_per_tok") if moe else 0,
-        moe_intermediate_size=_integer(text, "moe_intermediate_size") if moe else 0,
-        router_aux_loss_coef=_number(text, "router_aux_loss_coef", 0.001) if moe else 0.0,
+        dtype=_dtype(config, text),
+        image_token_id=tokens["image_token_id"],
+        video_token_id=tokens["video_token_id"],
+        vision_start_token_id=tokens["vision_start_token_id"],
+        vision_end_token_id=tokens["vision_end_token_id"],
+        vision=vision,
+        num_experts=experts,
+        num_experts_per_tok=_size(text, "num_experts_per_tok", most=experts) if moe else 0,
+        moe_intermediate_size=_size(text, "moe_intermediate_size") if moe else 0,
+        router_aux_loss_coef=_number(text, "router_aux_loss_coef", 0.001, least=0) if moe else 0.0,
         moe_layers=_moe_layers(text, layers) if moe else (False,) * layers,
         expert_layout=declared_expert_layout(config) if moe else None,
     )
 
 
+def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
+    """Return the dtype of the weights, torch's name; the top level counts."""
+    for where, section in (("", config), ("text_config.", text)):
+        _require_same(section, "dtype", "torch_dtype", where)
+    named = (level.get(name) for level in (config, text) for name in ("dtype", "torch_dtype"))
+    dtype = next((name for name in named if name is not None), "bfloat16")
+    if dtype not in DTYPES:
+        raise BadInput(f"config.json: dtype is {dtype!r:.40}; expected {', '.join(DTYPES)}.")
+    return str(dtype)
+
+
 def _vision(vision: dict[str, Any]) -> VisionArchitecture:
+    for alias, name in ALIASES.items():
+        _require_same(vision, name, alias, "vision_config.")
     numbers = {
-        name: _integer(vision, name)
+        name: _size(vision, name)
         for name in VisionArchitecture.__dataclass_fields__
         if name != "deepstack_visual_indexes"
     }
+    if numbers["hidden_size"] % (4 * numbers["num_heads"]):
+        raise BadInput(
+            f"vision_config.hidden_size {numbers['hidden_size']} cannot be divided into num_heads "
+            f"{numbers['num_heads']} heads whose size is a multiple of 4, as their rotary "
+            "positions in two directions need."
+        )
     if vision.get("hidden_act", VISION_ACTIVATION) != VISION_ACTIVATION:
         raise BadInput(
             f"vision_config.hidden_act is {vision['hidden_act']!r:.40}; "
@@ -354,7 +244,12 @@ def _vision(vision: dict[str, Any]) -> VisionArchitecture:
             f"vision_config.rope_parameters.rope_theta is {theta!r:.40}; "
             f"expected {VISION_ROPE_THETA}."
         )
-    indexes = _integers(vision, "deepstack_visual_indexes", default=())
+    if rope.get("rope_type", "axial") not in ("axial", "default"):
+        raise BadInput(
+            f"vision_config.rope_parameters.rope_type is {rope['rope_type']!r:.40}; expected "
+            "'axial'."
+        )
+    indexes = _integers(vision, "deepstack_visual_indexes", default=(8, 16, 24))
     if any(not 0 <= i < numbers["depth"] for i in indexes) or len(set(indexes)) < len(indexes):
         raise BadInput(
             f"vision_config.deepstack_visual_indexes is {list(indexes)}, "
@@ -371,7 +266,10 @@ def ties_embeddings(config: dict[str, Any]) -> bool:
     """
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
-    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    ties = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    if not isinstance(ties, bool | None):
+        raise BadInput(f"config.json: tie_word_embeddings is {ties!r:.40}; expected true or false.")
+    return bool(ties)
 
 
 def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:
@@ -410,7 +308,7 @@ def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:
 
 def _expert_count(text: dict[str, Any]) -> int:
     names = ("num_experts", "num_local_experts")
-    counts = {_integer(text, name) for name in names if name in text}
+    counts = {_size(text, name) for name in names if name in text}
     if len(counts) != 1:
         raise BadInput(
             "text_config must give one expert count in num_experts or num_local_experts; "
@@ -425,14 +323,64 @@ def _moe_layers(text: dict[str, Any], layers: int) -> tuple[bool, ...]:
     Every `decoder_sparse_step`-th layer is, unless ``mlp_only_layers`` lists it.
     """
     dense = _integers(text, "mlp_only_layers", default=())
-    step = _integer({"decoder_sparse_step": 1, **text}, "decoder_sparse_step", least=1)
+    if any(not 0 <= i < layers for i in dense):
+        raise BadInput(
+            f"text_config.mlp_only_layers is {list(dense)}, but must name layers below "
+            f"num_hidden_layers {layers}."
+        )
+    step = _size({"decoder_sparse_step": 1, **text}, "decoder_sparse_step")
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
 
 
+def rope_of(text: dict[str, Any]) -> dict[str, Any]:
+    """Return all that a ``text_config`` says of its rope, as transformers 5 writes it.
+
+    Raises:
+        BadInput: two of its fields contradict each other.
+    """
+    names = [name for name in ("rope_parameters", "rope_scaling") if text.get(name)]
+    theta = text.get("rope_theta")
+    ropes = [{"rope_theta": theta, **_section(text, name)} for name in names]
+    rope = ropes[0] if ropes else {"rope_theta": theta}
+    if len(ropes) > 1 and _plain(rope) != _plain(ropes[1]):
+        raise BadInput(
+            f"text_config gives two ropes that differ, rope_parameters {ropes[0]!r:.300} and "
+            f"rope_scaling {ropes[1]!r:.300}: transformers 5 would use the second alone. Leave one "
+            "of them, with all of its fields."
+        )
+    if theta is not None and rope["rope_theta"] not in (None, theta):
+        raise BadInput(
+            f"text_config contradicts itself: rope_theta is {theta!r:.40}, and "
+            f"{names[0]}.rope_theta is {rope['rope_theta']!r:.40}. Leave one of them."
+        )
+    kinds = {_plain_kind(rope[name]) for name in ("rope_type", "type") if rope.get(name)}
+    if len(kinds) > 1:
+        raise BadInput(
+            f"text_config.{names[0]} contradicts itself: rope_type is {rope['rope_type']!r:.40}, "
+            f"and type is {rope['type']!r:.40}. Leave one of them."
+        )
+    return rope
+
+
+def _plain(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return a rope without what is said twice or left open."""
+    kind = _plain_kind(rope.get("rope_type") or rope.get("type") or "default")
+    return {k: v for k, v in rope.items() if v is not None and k != "type"} | {"rope_type": kind}
+
+
+def _plain_kind(kind: Any) -> str:
+    # Checkpoints that were saved before 4.57 called the same thing "mrope".
+    return "default" if kind == "mrope" else str(kind)
+
+
 def _rope(text: dict[str, Any]) -> dict[str, Any]:
-    names = ("rope_parameters", "rope_scaling")
-    rope = dict(next((_section(text, name) for name in names if text.get(name)), {}))
-    rope.setdefault("rope_theta", text.get("rope_theta"))
+    rope = rope_of(text)
+    for place in (text, rope):
+        if place.get("partial_rotary_factor") not in (None, 1):
+            raise BadInput(
+                f"partial_rotary_factor is {place['partial_rotary_factor']!r:.40}; Qwen3-VL "
+                "rotates whole heads."
+            )
     if rope["rope_theta"] is None:
         raise BadInput(
             "config.json gives no rotary base: neither text_config.rope_parameters.rope_theta "
@@ -444,20 +392,17 @@ def _rope(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(rope: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind in ("default", "mrope"):  # checkpoints saved before 4.57 called the same thing "mrope"
+    kind = _plain(rope)["rope_type"]
+    if kind == "default":
         return ()
-    if not isinstance(kind, str) or kind not in ROPE_NUMBERS:
+    if kind not in ROPE_NUMBERS:
         raise BadInput(
             f"rope_type {kind!r:.40} is not supported; use default, {', '.join(ROPE_NUMBERS)}."
         )
     options = [name for name in ROPE_OPTIONS[kind] if rope.get(name) is not None]
     truncate = {name: bool(rope[name]) for name in options if name == "truncate"}
     named = [name for name in (*ROPE_NUMBERS[kind], *options) if name not in truncate]
-    numbers = {name: _number(rope, name) for name in named}
-    for name, number in numbers.items():
-        if number <= 0:
-            raise BadInput(f"config.json: {name} of rope_type {kind} is {number}; must be above 0.")
+    numbers = {name: _positive(rope, name) for name in named}
     return tuple({"rope_type": kind, **numbers, **truncate}.items())
 
 
@@ -477,25 +422,49 @@ LARGEST = 2**31 - 1
 """The largest value of every other whole number in a config."""
 
 
-def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
-    """Return the number of query heads, of key/value heads, and the size of one head."""
-    heads = _integer(text, "num_attention_heads", least=1)
+def _heads(text: dict[str, Any], moe: bool) -> tuple[int, int, int]:
+    """Return the number of query heads, of key/value heads, and the size of one head.
+
+    Where these are left out, transformers has defaults: all the heads for null, 128 for the size of
+    a dense model's heads, and for that of a MoE model the part of the hidden size.
+    """
+    heads = _size(text, "num_attention_heads")
     kv_heads = heads
-    if text.get("num_key_value_heads") is not None:
-        kv_heads = _integer(text, "num_key_value_heads", least=1)
+    if "num_key_value_heads" not in text or text["num_key_value_heads"] is not None:
+        kv_heads = _size(text, "num_key_value_heads")
     if heads % kv_heads:
         raise BadInput(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads "
             f"{kv_heads}."
         )
-    if text.get("head_dim") is not None:
-        return heads, kv_heads, _integer(text, "head_dim", least=1)
-    return heads, kv_heads, _integer(text, "hidden_size") // heads
+    if not moe or text.get("head_dim") is not None:
+        return heads, kv_heads, _size({"head_dim": 128, **text}, "head_dim")
+    if (hidden := _size(text, "hidden_size")) % heads:
+        raise BadInput(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
+            "and there is no head_dim."
+        )
+    return heads, kv_heads, hidden // heads
 
 
-def _integer(section: dict[str, Any], name: str, *, least: int = 0) -> int:
+def _require_same(section: dict[str, Any], name: str, other: str, where: str) -> None:
+    """Raise BadInput if two names of one field have different values."""
+    values = [section[key] for key in (name, other) if section.get(key) is not None]
+    if len(values) > 1 and values[0] != values[1]:
+        raise BadInput(
+            f"config.json contradicts itself: {where}{name} is {values[0]!r:.40}, and "
+            f"{where}{other}, another name of it, is {values[1]!r:.40}. Leave one of them."
+        )
+
+
+def _size(section: dict[str, Any], name: str, *, most: int = LARGEST) -> int:
+    """Return a number of things, of which there is at least one."""
+    return _integer(section, name, least=1, most=most)
+
+
+def _integer(section: dict[str, Any], name: str, *, least: int = 0, most: int = LARGEST) -> int:
     value = section.get(name)
-    most = LIMITS.get(name, LARGEST)
+    most = min(most, LIMITS.get(name, LARGEST))
     if type(value) is not int or not least <= value <= most:
         raise BadInput(
             f"config.json: {name} is {value!r:.40}; a whole number from {least} to {most} is "
@@ -513,8 +482,19 @@ def _integers(section: dict[str, Any], name: str, default: tuple[int, ...]) -> t
     return tuple(values)
 
 
-def _number(section: dict[str, Any], name: str, default: float | None = None) -> float:
+def _number(
+    section: dict[str, Any], name: str, default: float | None = None, *, least: float = -1e300
+) -> float:
     value = section.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         raise BadInput(f"config.json: {name} is {value!r:.40}; a number is needed.")
+    if value < least:
+        raise BadInput(f"config.json: {name} is {value}; at least {least} is needed.")
     return float(value)
+
+
+def _positive(section: dict[str, Any], name: str, default: float | None = None) -> float:
+    number = _number(section, name, default)
+    if number <= 0:
+        raise BadInput(f"config.json: {name} is {number}; it must be above 0.")
+    return number

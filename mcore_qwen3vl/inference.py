@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, is_adapter
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.forms import SCORE
@@ -25,8 +26,10 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.lora.attach import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.owners import unused_of
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.unused import Unused
 
 _WEEK = 7 * 86400.0  # seconds: a command may take long, and the user can interrupt it
 
@@ -89,6 +92,17 @@ class CheckedModel:
         if self.adapter is not None:
             adapt(chunks, self.adapter)
         return chunks
+
+
+def unused_by(request: ModelRequest, command: str) -> list[Unused]:
+    """Return what a command does not use of the checkpoint's files and of the adapter's config.
+
+    Raises:
+        BadInput: see :func:`hf_folder_of`, or a file cannot be read.
+    """
+    folder = hf_folder_of(request.checkpoint, request.hf, command)
+    adapter = [] if request.lora is None else AdapterConfig.from_file(request.lora).unused
+    return [*unused_of(folder), *adapter]
 
 
 def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:

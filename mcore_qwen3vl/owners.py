@@ -2,15 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.config import read_config_file, unused_of_config
+from mcore_qwen3vl.config import (
+    ALIASES,
+    ROPE_NUMBERS,
+    ROPE_OPTIONS,
+    Architecture,
+    read_config_file,
+)
 from mcore_qwen3vl.converters.hf.companions import unused_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
 from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.unused import Fields, Unused
+
+_METADATA = (
+    *("model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path"),
+    *("return_dict", "output_hidden_states", "output_attentions", "use_cache"),
+    *("_attn_implementation", "attn_implementation", "_experts_implementation"),
+    *("_attn_implementation_internal", "_experts_implementation_internal", "_commit_hash"),
+)
+"""Fields of any section that tell where it came from, or how transformers is to compute."""
+
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("chunk_size_feed_forward", "min_length", "no_repeat_ngram_size"),
+            *("diversity_penalty", "encoder_no_repeat_ngram_size"),
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "temperature"), (1,)),
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("is_encoder_decoder", "is_decoder", "add_cross_attention"), (False,)),
+    **dict.fromkeys(("tie_encoder_decoder", "torchscript", "use_bfloat16"), (False,)),
+    **dict.fromkeys(("tf_legacy_loss", "do_sample", "early_stopping", "output_scores"), (False,)),
+    **dict.fromkeys(("return_dict_in_generate", "remove_invalid_values"), (False,)),
+    "max_length": (20,),
+    "top_k": (50,),
+    "pruned_heads": ({},),
+    "id2label": ({"0": "LABEL_0", "1": "LABEL_1"},),
+    "label2id": ({"LABEL_0": 0, "LABEL_1": 1},),
+}
+"""Fields that transformers before 5 wrote into every section, with the values that ask nothing."""
+
+_QUANTIZATION = ("quantization_config", "compression_config")
+_CODE = {"auto_map": "a checkpoint's code is never run"}
+
+CONFIG = Fields(
+    "config.json",
+    used=(
+        *("text_config", "vision_config", "image_token_id", "video_token_id", "dtype"),
+        *("vision_start_token_id", "vision_end_token_id", "tie_word_embeddings", "torch_dtype"),
+        *("id2label", "label2id", "problem_type", *_QUANTIZATION),
+    ),
+    inert=(*_METADATA, "bos_token_id"),
+    without_effect={k: v for k, v in _DEFAULTS.items() if k not in ("id2label", "label2id")},
+    reasons={**_CODE, "num_labels": "id2label names the labels"},
+)
+"""The fields of the top level; ``label2id`` follows from ``id2label``."""
+
+TEXT = Fields(
+    "text_config of config.json",
+    used=(
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "initializer_range"),
+        *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
+        *("attention_bias", "hidden_act", "layer_types", "partial_rotary_factor"),
+        *("tie_word_embeddings", "eos_token_id", *_QUANTIZATION),
+    ),
+    inert=(*_METADATA, "bos_token_id"),
+    without_effect={
+        **_DEFAULTS,
+        "attention_dropout": (0,),
+        "use_sliding_window": (False,),
+        "max_window_layers": (0,),
+        "pretraining_tp": (1,),
+        "mlp_bias": (False,),
+        "output_router_logits": (False,),
+        "norm_topk_prob": (True,),
+        # A dense model has no use for these.
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+        "num_experts": (0,),
+    },
+    reasons={
+        **_CODE,
+        "attention_dropout": "train --attention-dropout, with the te spec, has it",
+        "output_router_logits": "train --moe-aux-loss-coeff adds that loss",
+        "norm_topk_prob": "the weights of a token's experts always add up to 1",
+        "pad_token_id": "the row of that token is trained as every other",
+        "sliding_window": "every layer attends to all earlier tokens",
+        "use_sliding_window": "every layer attends to all earlier tokens",
+    },
+)
+"""The fields of a dense language model."""
+
+EXPERTS = (
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("router_aux_loss_coef", "decoder_sparse_step", "mlp_only_layers"),
+)
+"""The fields that a MoE model uses besides."""
+
+VISION = Fields(
+    "vision_config of config.json",
+    used=(
+        *("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "patch_size"),
+        *("spatial_merge_size", "temporal_patch_size", "out_hidden_size", "hidden_act"),
+        *("num_position_embeddings", "deepstack_visual_indexes", "rope_parameters"),
+        *(*ALIASES, *_QUANTIZATION),
+    ),
+    inert=_METADATA,
+    without_effect={**_DEFAULTS, "tie_word_embeddings": (False, True), "attention_dropout": (0,)},
+    reasons={**_CODE, "initializer_range": "that of text_config initialises both"},
+)
+
+_ROPE_FIELDS = (
+    *("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved"),
+    "partial_rotary_factor",
+)
+
 
 GENERATION = Fields(
     "generation_config.json",
@@ -51,6 +165,8 @@ GENERATION = Fields(
 """The fields of transformers' ``GenerationConfig``, as :class:`.generation.decoding.Sampler` and
 :func:`.generation.generate.generate` use them."""
 
+TEMPLATE = "chat_template.jinja"
+
 TOKENIZER = Fields(
     "tokenizer_config.json",
     used=(
@@ -90,6 +206,52 @@ def unused_of(source: Path) -> list[Unused]:
     return [unused for owner in folders for unused in owner(source)]
 
 
+def unused_of_config(config: Mapping[str, Any]) -> list[Unused]:
+    """Return the fields of a ``config.json`` that nothing uses, in its sections too.
+
+    A field that repeats what the section says that counts is not among them. The fields of
+    ``quantization_config`` have another owner.
+
+    Raises:
+        BadInput: see :meth:`.config.Architecture.from_hf`.
+    """
+    architecture = Architecture.from_hf(dict(config))
+    text, vision = config["text_config"], config["vision_config"]
+    rope = {name: text[name] for name in ("rope_parameters", "rope_scaling") if text.get(name)}
+    kind = dict(architecture.rope_scaling).get("rope_type", "default")
+    of_kind = () if kind == "default" else (*ROPE_NUMBERS[kind], *ROPE_OPTIONS[kind])
+    text_fields = replace(TEXT, used=(*TEXT.used, *EXPERTS)) if architecture.is_moe else TEXT
+    dtypes = dict.fromkeys(("dtype", "torch_dtype"), (architecture.dtype,))
+    same_range = {"initializer_range": (architecture.initializer_range,)}
+    copies = {name: (text[name],) for name in text_fields.used if name in text}
+    shared = {name: (config[name],) for name in CONFIG.used if name in config}
+    return [
+        *_with(CONFIG, copies, "text_config counts").unused(config),
+        *_with(text_fields, {**shared, **dtypes}, "the top level counts").unused(text),
+        *(
+            unused
+            for name, section in rope.items()
+            for unused in Fields(
+                f"text_config.{name} of config.json", (*_ROPE_FIELDS, *of_kind)
+            ).unused(section)
+        ),
+        *_with(VISION, {**shared, **dtypes, **same_range}, "the top level counts").unused(vision),
+        *Fields("vision_config.rope_parameters of config.json", ("rope_type", "rope_theta")).unused(
+            vision.get("rope_parameters") or {}
+        ),
+    ]
+
+
+def _with(fields: Fields, values: Mapping[str, tuple[Any, ...]], why: str) -> Fields:
+    """Return `fields` with further values that are without effect, and why others are not used."""
+    more = {name: (*fields.without_effect.get(name, ()), *values[name]) for name in values}
+    return replace(
+        fields,
+        without_effect={**fields.without_effect, **more},
+        reasons={**dict.fromkeys(values, why), **fields.reasons},
+    )
+
+
 def _of_config(source: Path) -> list[Unused]:
     return unused_of_config(read_config_file(source))
 
@@ -103,11 +265,11 @@ def _of_generation(folder: Path) -> list[Unused]:
 
 
 def _of_tokenizer(folder: Path) -> list[Unused]:
-    content = _content(folder / TOKENIZER.where)
-    template = folder / "chat_template.jinja"
-    unused = TOKENIZER.unused(content)
-    if template.is_file() and content.get("chat_template") not in (None, template.read_text()):
-        unused.append(Unused(TOKENIZER.where, "chat_template", f"{template.name} counts"))
+    unused, template = TOKENIZER.unused(_content(folder / TOKENIZER.where)), folder / TEMPLATE
+    text = template.read_text("utf-8", "replace") if template.is_file() else None
+    for name in (TOKENIZER.where, "chat_template.json"):
+        if text is not None and _content(folder / name).get("chat_template") not in (None, text):
+            unused.append(Unused(name, "chat_template", f"{TEMPLATE} counts"))
     return unused
 
 

@@ -3,10 +3,14 @@
 import json
 
 import pytest
+from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
 from mcore_qwen3vl.config import Architecture, declared_expert_layout
+from mcore_qwen3vl.converters.hf.config_file import with_layout
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import YARN, tiny_config
+
+WIDE = {"num_attention_heads": 4, "rope_scaling": {"mrope_section": [24, 20, 20]}}
 
 
 def as_v5(config: dict) -> dict:
@@ -80,7 +84,7 @@ def test_not_qwen3_vl(change, message):
         ({"rope_scaling": {"mrope_section": [5, 4, 3], "rope_type": "dynamic"}}, "'dynamic'.*yarn"),
         ({"rope_scaling": {"mrope_section": [5, 4, 3], "rope_type": ["yarn"]}}, "is not supported"),
         ({"rope_scaling": {**YARN["rope_scaling"], "factor": None}}, "factor is None"),
-        ({"rope_scaling": {**YARN["rope_scaling"], "factor": 0}}, "factor of rope_type yarn is 0"),
+        ({"rope_scaling": {**YARN["rope_scaling"], "factor": 0}}, "factor is 0"),
         ({"rope_scaling": {**YARN["rope_scaling"], "beta_fast": "32"}}, "beta_fast is '32'"),
         ({"attention_bias": True}, "attention_bias"),
     ],
@@ -102,6 +106,140 @@ def test_unusable_text_config(text, message):
 def test_unusable_vision_config(vision, message):
     with pytest.raises(BadInput, match=message):
         Architecture.from_hf(tiny_config(vision=vision))
+
+
+IMPOSSIBLE = [
+    ("vision_config", {"num_heads": 3}, "num_heads 3 heads"),
+    ("vision_config", {"num_heads": 16}, "a multiple of 4"),
+    ("vision_config", {"patch_size": 0}, "patch_size is 0"),
+    ("vision_config", {"patch_size": [4, 4]}, "patch_size is \\[4, 4"),
+    ("vision_config", {"spatial_merge_size": -2}, "spatial_merge_size is -2"),
+    ("vision_config", {"temporal_patch_size": 2.0}, "temporal_patch_size is 2.0"),
+    ("vision_config", {"depth": 0}, "depth is 0"),
+    ("vision_config", {"in_channels": True}, "in_channels is True"),
+    ("vision_config", {"num_position_embeddings": 0}, "num_position_embeddings is 0"),
+    ("vision_config", {"out_hidden_size": 40}, "out_hidden_size of vision_config is 40"),
+    ("vision_config", {"deepstack_visual_indexes": [-1]}, "distinct layers below"),
+    ("vision_config", {"deepstack_visual_indexes": [0, 1, 2, 3, 4]}, "more than the num_hidden"),
+    ("vision_config", {"num_attention_heads": 2}, "num_heads is 4.*num_attention_heads"),
+    ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+    ("text_config", {"vocab_size": 0}, "vocab_size is 0"),
+    ("text_config", {"vocab_size": 288}, "video_token_id is 288"),
+    ("text_config", {"hidden_size": 0}, "hidden_size is 0"),
+    ("text_config", {"intermediate_size": 0}, "intermediate_size is 0"),
+    ("text_config", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ("text_config", {"num_attention_heads": 6}, "6 is not a multiple of num_key_value_heads 4"),
+    ("text_config", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+    ("text_config", {"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+    ("text_config", {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    ("text_config", {"rope_theta": -1}, "rope_theta is -1"),
+    ("text_config", {"initializer_range": -0.1}, "initializer_range is -0.1"),
+    ("text_config", {"rope_scaling": {"mrope_section": [14, -1, -1]}}, "mrope_section is"),
+    ("text_config", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ("text_config", {"layer_types": 4}, "layer_types"),
+    ("text_config", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("text_config", {"dtype": "frob"}, "dtype is 'frob'"),
+]
+
+
+@pytest.mark.parametrize(("section", "change", "message"), IMPOSSIBLE)
+@pytest.mark.parametrize("moe", [False, True])
+def test_impossible_shapes_name_their_field(section, change, message, moe):
+    config = tiny_config(moe=moe)
+    config[section] |= change
+    with pytest.raises(BadInput, match=message):
+        Architecture.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"num_experts_per_tok": 99}, "num_experts_per_tok is 99"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        ({"mlp_only_layers": [4]}, "must name layers below"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"head_dim": None, "num_attention_heads": 20}, "and there is no head_dim"),
+    ],
+)
+def test_impossible_experts(change, message):
+    with pytest.raises(BadInput, match=message):
+        Architecture.from_hf(tiny_config(moe=True, text=change))
+
+
+PLAIN_ROPE = {"rope_type": "default", "mrope_section": [5, 4, 3], "mrope_interleaved": True}
+SCALED = {**PLAIN_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"rope_parameters": {**PLAIN_ROPE, "rope_theta": 5000000}, "rope_scaling": SCALED}, "two"),
+        ({"rope_scaling": {**PLAIN_ROPE, "rope_theta": 1e4}}, "rope_theta is 5000000, and"),
+        ({"rope_scaling": {**PLAIN_ROPE, "type": "yarn"}}, "rope_type is 'default', and type"),
+        ({"torch_dtype": "bfloat16"}, "text_config.dtype is 'float32'.*torch_dtype"),
+        ({"num_local_experts": 4, "num_experts": 8}, "one expert count"),
+    ],
+)
+def test_two_forms_of_a_field_that_differ_are_refused(text, message):
+    config = tiny_config(moe="num_experts" in text)
+    config["text_config"] |= text
+    with pytest.raises(BadInput, match=message):
+        Architecture.from_hf(config)
+
+
+def test_two_ropes_of_which_transformers_would_lose_the_base_are_refused():
+    """The config of transformers 5 with the rope of its README added."""
+    config = as_v5(tiny_config())
+    config["text_config"]["rope_scaling"] = SCALED
+    with pytest.raises(BadInput, match="gives two ropes that differ"):
+        Architecture.from_hf(config)
+    config["text_config"]["rope_parameters"] |= SCALED
+    with pytest.raises(BadInput, match="gives two ropes that differ"):  # no rope_theta
+        Architecture.from_hf(config)
+
+
+def test_two_ropes_that_say_the_same_are_one():
+    config = as_v5(tiny_config(text={**YARN}))
+    wanted = Architecture.from_hf(config)
+    config["text_config"]["rope_scaling"] = dict(config["text_config"]["rope_parameters"])
+    assert Architecture.from_hf(config) == wanted
+    for layout, name in (("published", "rope_scaling"), ("v5", "rope_parameters")):
+        text = with_layout(config, layout)["text_config"]
+        assert Architecture.from_hf(with_layout(config, layout)) == wanted
+        assert text[name]["factor"] == 4.0
+        assert text.get("rope_theta", 5000000) == 5000000
+
+
+@pytest.mark.parametrize(
+    ("moe", "text", "drop"),
+    [
+        (False, {"hidden_size": 1024, **WIDE}, ["head_dim"]),  # 128, not 1024 / 4
+        (True, {"hidden_size": 1024, **WIDE, "rope_scaling": {"mrope_section": [128, 0, 0]}},
+         ["head_dim"]),
+        (False, {"num_key_value_heads": None}, []),
+    ],
+)  # fmt: skip
+def test_what_is_left_out_is_as_in_transformers(moe, text, drop):
+    config = tiny_config(moe=moe, text=text)
+    config["vision_config"]["out_hidden_size"] = config["text_config"]["hidden_size"]
+    for name in drop:
+        del config["text_config"][name]
+    theirs = (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(**json.loads(json.dumps(config)))
+    ours = Architecture.from_hf(config)
+    assert ours.head_dim == theirs.text_config.head_dim
+    assert ours.num_key_value_heads == theirs.text_config.num_key_value_heads
+
+
+def test_left_out_heads_and_layers_are_not_guessed():
+    config = tiny_config()
+    del config["text_config"]["num_key_value_heads"]
+    with pytest.raises(BadInput, match="num_key_value_heads is None"):
+        Architecture.from_hf(config)
+    config = tiny_config(vision={"depth": 27})
+    del config["vision_config"]["deepstack_visual_indexes"]
+    assert Architecture.from_hf(config).vision.deepstack_visual_indexes == (8, 16, 24)
 
 
 def test_unreadable_file(tmp_path):

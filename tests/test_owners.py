@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,23 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from mcore_qwen3vl.config import CONFIG, EXPERTS, TEXT, VISION, unused_of_config
 from mcore_qwen3vl.converters.adapters.config import _FIELDS, _OTHERS, AdapterConfig
-from mcore_qwen3vl.owners import GENERATION, OWNERS, TOKENIZER, unused_of
+from mcore_qwen3vl.generation import load_generation_config
+from mcore_qwen3vl.owners import (
+    CONFIG,
+    EXPERTS,
+    GENERATION,
+    OWNERS,
+    TEXT,
+    TOKENIZER,
+    VISION,
+    unused_of,
+    unused_of_config,
+)
 from mcore_qwen3vl.tiny import YARN, tiny_config
-from mcore_qwen3vl.unused import Fields, Unused
+from mcore_qwen3vl.training.run import Run
+from mcore_qwen3vl.unused import Fields, Unused, as_json, sentences
+from tests.command import exit_code
 
 NEW = {"frobnicate": 1}
 
@@ -100,8 +114,11 @@ def test_a_second_chat_template_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("a")
     write(tmp_path, config=tiny_config(), tokenizer_config={"chat_template": "a"})
     assert unused_of(tmp_path) == []
-    write(tmp_path, tokenizer_config={"chat_template": "b"})
-    assert [unused.name for unused in unused_of(tmp_path)] == ["chat_template"]
+    write(tmp_path, tokenizer_config={"chat_template": "b"}, chat_template={"chat_template": "c"})
+    assert [unused.where for unused in unused_of(tmp_path)] == [
+        "tokenizer_config.json",
+        "chat_template.json",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +194,55 @@ def test_every_field_of_a_lora_config_is_sorted() -> None:
     assert AdapterConfig.from_dict(json.loads(json.dumps(written, default=list))).unused == []
     config = AdapterConfig.from_dict({"peft_type": "LORA", **NEW, "fan_in_fan_out": True})
     assert [unused.name for unused in config.unused] == ["frobnicate", "fan_in_fan_out"]
+
+
+def test_commands_name_what_they_do_not_use(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(dense, tmp_path / "model")
+    config = merged(tiny_config(), {"text_config": NEW, "vision_config": NEW, "new": 1})
+    write(model, config=config, generation_config={"num_beams": 4}, tokenizer_config=NEW)
+    data = tmp_path / "data.jsonl"
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    data.write_text(json.dumps({"messages": turns}))
+    wanted = [as_json([unused])[0] for unused in unused_of(model)]
+    assert [one["name"] for one in wanted] == ["new", *["frobnicate"] * 3, "num_beams"]
+    for command in (
+        ("inspect", model),
+        ("inspect", "--hf-config", model),
+        ("convert", "hf-to-hf", model, tmp_path / "out", "--dry-run"),
+        ("convert", "hf-to-mcore", model, tmp_path / "mcore"),
+        ("inspect", tmp_path / "mcore"),
+        ("data", "check", data, "--hf-model", model),
+    ):
+        assert exit_code(*command, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["unused"] == wanted
+    assert exit_code("convert", "hf-to-hf", model, tmp_path / "out") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "not used of" in line] == sentences(unused_of(model))
+
+
+def test_the_start_of_training_names_it(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(dense, tmp_path / "model")
+    write(model, config=merged(tiny_config(), NEW))
+    adapter = write(tmp_path, adapter_config={"peft_type": "LORA", "r": 2, **NEW})
+    words = {"hf_model": str(model), "lora_init": None, "lora_config": adapter}
+    args = Namespace(**words, teacher=None, loss="sft", load_hf=None, pretrained_checkpoint=None)
+    run = object.__new__(Run)
+    run.args = args
+    assert sentences(run._unused()) == [
+        "not used of config.json: frobnicate",
+        "not used of adapter_config.json: frobnicate",
+    ]
+
+
+def test_generation_without_its_config_stops_as_the_model_config_says(tmp_path: Path) -> None:
+    config = merged(tiny_config(), {"text_config": {"eos_token_id": 7}})
+    write(tmp_path, config=config)
+    ours = load_generation_config(tmp_path)
+    assert ours.eos_token_id == GenerationConfig.from_model_config(config).eos_token_id == 7
 
 
 def test_the_tiny_checkpoint_has_nothing_unused(dense: Path, moe: Path) -> None:

@@ -102,7 +102,7 @@ def plan_merge(
     untied = tied and _parts_embeddings(found)
     merged = Merged(checkpoint, found, architecture, swapped=layout == "published")
     written = replace(architecture, tie_word_embeddings=False) if untied else architecture
-    return lay_out(
+    plan = lay_out(
         "lora merge",
         base,
         table(written, expert_layout=layout, head=form.head),
@@ -127,6 +127,7 @@ def plan_merge(
             *((_UNTIED,) if untied else ()),
         ),
     )
+    return replace(plan, unused=tuple(found.config.unused))
 
 
 _UNTIED = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mcore_qwen3vl.config import MODEL_TYPES, ExpertLayout
+from mcore_qwen3vl.config import MODEL_TYPES, ExpertLayout, rope_of
 from mcore_qwen3vl.converters.hf import quantized
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.labels import Labels
@@ -33,12 +33,14 @@ class Changes:
         dtype: new dtype of all weights, if it changed.
         untied: whether the embeddings were tied and no longer are.
         labels: labels of the classifier's head, if the weights have one.
+        vocab_size: new number of rows of embedding and head, if it changed.
     """
 
     layout: ExpertLayout | None = None
     dtype: torch.dtype | None = None
     untied: bool = False
     labels: Labels | None = None
+    vocab_size: int | None = None
 
     def config(self, config: Config) -> bytes | None:
         """Return the ``config.json`` for the converted weights, which are never quantised.
@@ -50,6 +52,10 @@ class Changes:
             wanted |= {"tie_word_embeddings": False}
             if "tie_word_embeddings" in wanted["text_config"]:
                 wanted["text_config"] |= {"tie_word_embeddings": False}
+        if self.vocab_size is not None:
+            for section in (wanted, wanted["text_config"]):
+                if "vocab_size" in section:
+                    section["vocab_size"] = self.vocab_size
         if self.labels:
             wanted = self.labels.in_config(wanted)
         if self.layout is not None:
@@ -94,8 +100,9 @@ def dumps(config: Config) -> bytes:
 
 
 def _published(text: Config, vision: Config, family: str) -> None:
-    rope = dict(text.pop("rope_parameters", None) or text.get("rope_scaling") or {})
-    text["rope_theta"] = rope.pop("rope_theta", text.get("rope_theta"))
+    rope = rope_of(text)
+    text.pop("rope_parameters", None)
+    text["rope_theta"] = rope.pop("rope_theta")
     text["rope_scaling"] = rope
     if "num_local_experts" in text:
         text["num_experts"] = text.pop("num_local_experts")
@@ -104,10 +111,9 @@ def _published(text: Config, vision: Config, family: str) -> None:
 
 
 def _v5(text: Config, vision: Config, family: str) -> None:
-    rope = dict(text.pop("rope_scaling", None) or text.get("rope_parameters") or {})
-    theta = text.pop("rope_theta", None)
-    rope.setdefault("rope_theta", theta)
-    text["rope_parameters"] = rope
+    text["rope_parameters"] = rope_of(text)
+    text.pop("rope_scaling", None)
+    text.pop("rope_theta", None)
     if "num_experts" in text:
         text["num_local_experts"] = text.pop("num_experts")
     vision["model_type"] = f"{family}_vision"

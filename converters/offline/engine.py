@@ -23,6 +23,7 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.staging import Meter, Progress, Staging, check_target, staging
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.machine import usable_cores
+from mcore_qwen3vl.unused import Unused
 
 NONFINITE_SHOWN = 5
 """The most tensors that a note on NaN or infinite values names."""
@@ -76,6 +77,7 @@ class ConversionPlan:
         units: the work, in order.
         identity: JSON that distinguishes this plan from another; a resumed run must have the same.
         notes: what the user should know, one sentence each.
+        unused: what nothing uses of files other than those beside the config.
     """
 
     direction: str
@@ -88,6 +90,7 @@ class ConversionPlan:
     conversion: Conversion = field(repr=False)
     files: int = 1
     notes: tuple[str, ...] = ()
+    unused: tuple[Unused, ...] = ()
 
     @property
     def tensors(self) -> int:

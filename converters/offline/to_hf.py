@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -293,6 +293,7 @@ def lay_out(
             "layout": [layout, changes.layout],
             "names": names.key,
             "untied": changes.untied,
+            "vocab_size": changes.vocab_size,
             "labels": labels and [*labels.names, labels.problem_type],
         },
         conversion=ToHuggingFace(stream, parts, hf_config, changes),
@@ -332,13 +333,16 @@ def plan_hf_to_hf(
     dtype: str = "keep",
     max_shard_size: str = "5GB",
     expert_layout: LayoutChoice = "source",
+    vocab_size: int | None = None,
 ) -> ConversionPlan:
     """Check a Hugging Face checkpoint and plan how to rewrite it; write nothing.
 
-    It may get another layout of experts, another dtype or other shards.
+    It may get another layout of experts, another dtype, other shards or more rows.
 
     Args:
         dtype, max_shard_size, expert_layout: see `plan_mcore_to_hf`.
+        vocab_size: number of rows that embedding and head are to have; each row that is added is
+            the mean of those that were there. Default: as many as there are.
 
     Raises:
         BadInput: the input cannot be converted exactly with these options.
@@ -350,20 +354,35 @@ def plan_hf_to_hf(
     layout = chosen_layout(architecture, expert_layout)
     checkpoint = open_checkpoint(source, architecture)
     form = checkpoint.form if expert_layout == "source" else checkpoint.form.for_transformers
+    rows, notes = architecture.vocab_size, layout_notes(layout)
+    if vocab_size is not None:
+        if vocab_size < rows:
+            raise BadInput(
+                f"--resize-vocab {vocab_size} would take rows away: {source} has {rows:,}, and the "
+                "tokens of the last ones would have none."
+            )
+        added = f"{vocab_size - rows:,} rows were added to the {rows:,} of the vocabulary"
+        notes = (*notes, f"{added}; each is the mean of those.")
 
     return lay_out(
         "hf-to-hf",
         source,
-        table(architecture, expert_layout=layout, head=form.head),
+        table(
+            replace(architecture, vocab_size=vocab_size or rows),
+            expert_layout=layout,
+            head=form.head,
+        ),
         partial(stream_copy, checkpoint, swapped=layout != architecture.expert_layout),
         origin=lambda _, named: (named.name, checkpoint.entries[named.name].dtype),
         hf_config=source,
         files=checkpoint.files,
-        changes=Changes(None if expert_layout == "source" else expert_layout, wanted),
+        changes=Changes(
+            None if expert_layout == "source" else expert_layout, wanted, vocab_size=vocab_size
+        ),
         max_shard_size=max_shard_size,
         layout=layout,
         form=form,
-        notes=(*reading_notes(checkpoint, wanted), *layout_notes(layout)),
+        notes=(*reading_notes(checkpoint, wanted), *notes),
     )
 
 
@@ -372,17 +391,24 @@ def stream_copy(
 ) -> Iterator[Tensor]:
     """Yield HF piece `number` of `row` as `dtype`, read from the tensor of that name; see `Stream`.
 
-    `swapped` says whether to swap the last two axes of fused experts.
+    `swapped` says whether to swap the last two axes of fused experts. Rows that the checkpoint does
+    not have are the mean of those that it has.
     """
     source = row.sources[number]
     if source.index is not None:
         expert = checkpoint.read(source.name, (source.index,), dtype)
         yield expert.T if swapped else expert
         return
-    step = max_rows(row, dtype)
-    for first in range(0, source.shape[0], step):
-        last = min(first + step, source.shape[0])
-        yield checkpoint.read(source.name, (slice(first, last),), dtype)
+    step, stored = max_rows(row, dtype), checkpoint.entries[source.name].shape[0]
+    added, total = source.shape[0] - stored, torch.zeros(source.shape[1:], dtype=torch.float64)
+    for first in range(0, stored, step):
+        box = (slice(first, min(first + step, stored)),)
+        if added:
+            total += checkpoint.read(source.name, box, torch.float32).sum(0, dtype=torch.float64)
+        yield checkpoint.read(source.name, box, dtype)
+    for first in range(0, added, step):
+        mean = cast((total / stored).float(), dtype, source.name)
+        yield mean.repeat(min(step, added - first), 1)
 
 
 def layout_notes(layout: str | None) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.console import counted, dimensions, output, plain, size, table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.unused import Unused, as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult
@@ -54,20 +55,33 @@ def convert(
     After Ctrl-C, the next run continues with what is done.
     """
     from mcore_qwen3vl.converters.convert import write
+    from mcore_qwen3vl.owners import unused_of
+
+    unused: list[Unused] = []
+
+    def noted() -> "ConversionPlan":
+        planned = plan()
+        unused.extend([*unused_of(planned.companion_files["config.json"].parent), *planned.unused])
+        if not json:
+            console.name_unused(unused)
+        return planned
 
     if dry_run:
-        planned = plan()
+        planned = noted()
         steps = [asdict(tensor) for tensor in planned.planned]
         facts = {"direction": planned.direction, "bytes": planned.nbytes, "steps": steps}
-        console.present(json, facts, _show_plan, planned)
+        console.present(json, {**facts, "unused": as_json(unused)}, _show_plan, planned)
         return
     try:
         with console.byte_progress("converting", quiet=json) as report:
-            summary = write(plan, dst, force=force, workers=workers, progress=report, strict=strict)
+            summary = write(
+                noted, dst, force=force, workers=workers, progress=report, strict=strict
+            )
     except KeyboardInterrupt:
         console.messages.print("interrupted: run the same command to continue")
         raise typer.Exit(130) from None
-    console.present(json, asdict(summary), _show_summary, summary)
+    facts = {**asdict(summary), "unused": as_json(unused)}
+    console.present(json, facts, _show_summary, summary)
 
 
 def _show_plan(plan: "ConversionPlan") -> None:
@@ -190,12 +204,24 @@ def hf_to_hf(
     ] = "source",
     dtype: Dtype = "keep",
     max_shard_size: MaxShardSize = "5GB",
+    resize_vocab: Annotated[
+        int | None,
+        typer.Option(
+            metavar="ROWS",
+            help="Give embedding and head this many rows, for tokens that were added to the "
+            "tokenizer; each new row is the mean of the old ones.",
+        ),
+    ] = None,
 ) -> "ConversionPlan":
-    """Hugging Face to Hugging Face: the other layout of fused experts, another dtype."""
+    """Hugging Face to Hugging Face: the other layout of fused experts, another dtype, more rows."""
     from mcore_qwen3vl.converters.convert import plan_hf_to_hf
 
     return plan_hf_to_hf(
-        src, dtype=dtype, max_shard_size=max_shard_size, expert_layout=expert_layout
+        src,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        expert_layout=expert_layout,
+        vocab_size=resize_vocab,
     )
 
 
@@ -254,10 +280,14 @@ def lora_convert(
     from mcore_qwen3vl.converters.adapters.files import convert_adapter
     from mcore_qwen3vl.converters.adapters.inspect import require_base, vllm_notes
 
-    base = require_base(AdapterConfig.from_file(adapter), hf_config)
+    config = AdapterConfig.from_file(adapter)
+    base = require_base(config, hf_config)
     read = convert_adapter(adapter, out, base, roles=roles, from_roles=from_roles, force=force)
     notes = vllm_notes(read, Architecture.from_hf(base), roles)
     result = {"target": str(out), "from": read.roles, "to": roles, "notes": notes}
     said = [str(out), f"fused experts: {read.roles} roles to {roles} roles", *notes]
     shown = "\n".join(map(plain, said))
+    result["unused"] = as_json(config.unused)
     console.present(json, result, output.print, f"[bold green]done[/] {shown}")
+    if not json:
+        console.name_unused(config.unused)

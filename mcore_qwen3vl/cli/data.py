@@ -14,6 +14,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.data_flags import PREPROCESS
+from mcore_qwen3vl.unused import as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.check import DataReport
@@ -83,6 +84,7 @@ def check(
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.check import check_data, clean_file, plot_report
     from mcore_qwen3vl.machine import require_extra
+    from mcore_qwen3vl.owners import unused_of
 
     if plot is not None:  # before the data is read
         require_extra("matplotlib", "--plot")
@@ -94,6 +96,7 @@ def check(
         seq_length, packing=True, teacher_temperature=distill_temperature, **reading
     )
     folder = config_folder(hf_model)
+    unused = unused_of(folder)
     with nullcontext() if write_clean is None else clean_file(write_clean, path) as write:
         report = check_data(
             path,
@@ -112,9 +115,10 @@ def check(
         plot_report(report, plot)
     if json:
         found = {"samples": report.samples, "summary": report.totals(), **asdict(report)}
-        console.emit_json(found)
+        console.emit_json({**found, "unused": as_json(unused)})
     else:
         show_report(report)
+        console.name_unused(unused)
         if plot is not None:
             console.say(f"  histograms in {plot}")
         if write_clean is not None and report.tokens:

@@ -14,8 +14,10 @@ from mcore_qwen3vl.cli.data import DATA_SETS, Preprocess, Split
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import ANSWERS
+from mcore_qwen3vl.unused import Unused, as_json
 
 if TYPE_CHECKING:
+    from mcore_qwen3vl.inference import ModelRequest
     from mcore_qwen3vl.scoring.output import Tally
 
 _NO_PATH = ("http://", "https://", "data:")
@@ -55,7 +57,10 @@ def generate(
     layout: Layout,
     image: Annotated[list[str] | None, typer.Option(help="Path or URL; repeatable.")] = None,
     video: Annotated[list[Path] | None, typer.Option(help="Path; repeatable.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longest answer, in tokens; default: the checkpoint's, or 128."),
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy; default: the checkpoint's.")
     ] = None,
@@ -107,13 +112,15 @@ def generate(
             "stream": _print_text if streams else None,
         },
     )
+    unused = _name_unused(request, "generate")
     answers = run(request, on_cpu=cpu)
     seconds = time.monotonic() - start
     if int(os.environ.get("RANK", "0")):
         return
     if json:
         found = [{"prompt": p, **asdict(a)} for p, a in zip(prompt, answers, strict=True)]
-        console.emit_json({"layout": str(layout), "seconds": seconds, "answers": found})
+        facts = {"layout": str(layout), "seconds": seconds, "answers": found}
+        console.emit_json({**facts, "unused": as_json(unused)})
         return
     if streams:
         print()
@@ -216,12 +223,24 @@ def score(
         force=force, split=split, preprocess=preprocess, task=task, answers=answers, top_k=top_k,
         **reading,
     )  # fmt: skip
+    unused = _name_unused(request, "score")
     found = run(request, on_cpu=cpu)
     if found is None:  # a rank of torchrun other than the first
         return
     written = str(request.written)
-    console.present(json, {"out": written, **asdict(found)}, _show_scores, found, written)
+    facts = {"out": written, **asdict(found), "unused": as_json(unused)}
+    console.present(json, facts, _show_scores, found, written)
     options.require(bool(found.scored), f"No record of {data} could be scored.")
+
+
+def _name_unused(request: "ModelRequest", command: str) -> list[Unused]:
+    """Name once what the command does not use of the model's files, and return it."""
+    from mcore_qwen3vl.inference import unused_by
+
+    unused = unused_by(request, command)
+    if os.environ.get("RANK", "0") == "0":
+        console.name_unused(unused)
+    return unused
 
 
 def _prepare(cpu: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,8 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.console import counted, dimensions, output, plain, size, table
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused import as_json as unused_as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.adapters.inspect import AdapterInspection
@@ -49,20 +51,23 @@ def inspect(
 ) -> None:
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
     from mcore_qwen3vl.converters.adapters.adapter import is_adapter
+    from mcore_qwen3vl.converters.adapters.config import AdapterConfig
     from mcore_qwen3vl.converters.adapters.inspect import inspect_adapter
     from mcore_qwen3vl.converters.describe import estimate, inspect_path, mapping_lines
+    from mcore_qwen3vl.owners import unused_of
 
     if path is not None and is_adapter(path) and not table:
         console.quiet_libraries()
         adapter = inspect_adapter(path, hf_config)
-        console.present(json, asdict(adapter), _show_adapter, adapter)
+        unused = AdapterConfig.from_file(path).unused
+        _present(json, asdict(adapter), unused, _show_adapter, adapter)
     elif path is None:
         if hf_config is None:
             raise BadInput("name one thing to inspect: PATH, or --hf-config DIR.")
         if table:
             raise BadInput("--table takes PATH, which may be a config.json, not --hf-config.")
         expected = estimate(hf_config, workers=workers, disk_gb_per_s=disk_gb_per_s)
-        console.present(json, asdict(expected), _show_estimate, expected)
+        _present(json, asdict(expected), unused_of(hf_config), _show_estimate, expected)
     elif table:
         inspection = inspect_path(path, hf_config=hf_config)
         lines = mapping_lines(inspection.mapping())
@@ -73,7 +78,21 @@ def inspect(
         inspection = inspect_path(path, hf_config=hf_config)
         total = {"total_parameters": inspection.total_parameters}
         facts = {**total, **asdict(inspection), "form": inspection.form.record}
-        console.present(json, facts, _show_inspection, inspection, tensors)
+        unused = unused_of(Path(inspection.config))
+        _present(json, facts, unused, _show_inspection, inspection, tensors)
+
+
+def _present(
+    as_json: bool,
+    facts: dict[str, Any],
+    unused: Sequence[Unused],
+    show: Callable[..., None],
+    *shown: Any,
+) -> None:
+    """Show the facts, and what nothing uses of the files that they are from."""
+    console.present(as_json, {**facts, "unused": unused_as_json(unused)}, show, *shown)
+    if not as_json:
+        console.name_unused(unused)
 
 
 def _show_inspection(inspection: Inspection, tensors: bool) -> None:

@@ -47,8 +47,9 @@ def load_processor(checkpoint: str | Path) -> Any:
     """Load a checkpoint's HF processor (tokenizer, image and video processor, chat template).
 
     Raises:
-        BadInput: the directory lacks one of the processor's files; or transformers is older than
-            5.18, whose processors format and count videos differently.
+        BadInput: the directory lacks one of the processor's files; the tokenizer has a token for
+            which the model's embedding has no row; or transformers is older than 5.18, whose
+            processors format and count videos differently.
     """
     from transformers import AutoProcessor
 
@@ -68,11 +69,31 @@ def load_processor(checkpoint: str | Path) -> Any:
             f"{checkpoint} holds no usable processor: {' '.join(str(error).split())} Copy the "
             "tokenizer, the processor configs and chat_template.jinja from the model's repository."
         ) from error
+    _require_rows(processor.tokenizer, Path(checkpoint))
     videos = processor.video_processor
     if getattr(videos, "cap_pixels_per_frame", False) is None:
         # Frames may be as large as the budgets allow, even if a later transformers would cap them.
         videos.cap_pixels_per_frame = False
     return processor
+
+
+def _require_rows(tokenizer: Any, folder: Path) -> None:
+    """Raise BadInput if a token's id is beyond the rows that the model in `folder` has.
+
+    Under TP the embedding has more rows than the config says, as padding: no layer can tell.
+    """
+    if not (folder / "config.json").is_file():
+        return
+    rows = Architecture.from_hf(folder).vocab_size
+    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows}
+    if beyond:
+        first = min(beyond)
+        raise BadInput(
+            f"The tokenizer in {folder} has {len(beyond)} of its tokens beyond the {rows:,} rows "
+            f"of the model's embedding (vocab_size in config.json): {beyond[first]!r:.60} has the "
+            f"id {first}. Give them rows with `mcore-qwen3vl convert hf-to-hf {folder} "
+            f"NEW --resize-vocab {max(beyond) + 1}`, or use the tokenizer that came with the model."
+        )
 
 
 Position = tuple[tuple[int, ...], int]

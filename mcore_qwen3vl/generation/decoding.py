@@ -27,6 +27,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.prompts import Prompts
@@ -214,14 +215,20 @@ def _torch_attention(model: Qwen3VLModel) -> Iterator[None]:
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig:
-    """Load the generation config of a checkpoint of either kind; it is empty if there is no file.
+    """Load the generation config of a checkpoint of either kind.
+
+    Without a file it has what ``config.json`` says of it, as in transformers: the tokens that end
+    an answer.
 
     Raises:
         BadInput: the file exists and cannot be read.
     """
     folder = config_folder(Path(path))
     if not (folder / "generation_config.json").is_file():
-        return GenerationConfig()
+        if not (folder / "config.json").is_file():
+            return GenerationConfig()
+        text = read_config_file(folder)["text_config"]
+        return GenerationConfig(eos_token_id=text.get("eos_token_id"))
     try:
         return GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -263,21 +270,34 @@ class Sampler:
             raise BadInput(
                 "top_p and top_k have no effect on greedy decoding: set a temperature above 0."
             )
-        self.processors = LogitsProcessorList()
-        if (penalty := config.repetition_penalty or 1.0) != 1.0:
-            self.processors.append(RepetitionPenaltyLogitsProcessor(penalty))
-        if not self.greedy:
-            if (divisor := _first(temperature, config.temperature, 1.0)) != 1.0:
-                self.processors.append(TemperatureLogitsWarper(divisor))
-            if count := _first(top_k, config.top_k, 50):
-                self.processors.append(TopKLogitsWarper(count))
-            if (share := _first(top_p, config.top_p, 1.0)) < 1.0:
-                self.processors.append(TopPLogitsWarper(share))
+        try:
+            self.processors = self._processors(config, temperature, top_p, top_k)
+        except (ValueError, TypeError) as error:
+            raise BadInput(f"generation_config.json cannot be used: {error}.") from None
         self.generator = torch.Generator(device)
         if seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(seed)
+
+    def _processors(
+        self,
+        config: GenerationConfig,
+        temperature: float | None,
+        top_p: float | None,
+        top_k: int | None,
+    ) -> LogitsProcessorList:
+        processors = LogitsProcessorList()
+        if (penalty := config.repetition_penalty or 1.0) != 1.0:
+            processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+        if not self.greedy:
+            if (divisor := first_of(temperature, config.temperature, 1.0)) != 1.0:
+                processors.append(TemperatureLogitsWarper(divisor))
+            if count := first_of(top_k, config.top_k, 50):
+                processors.append(TopKLogitsWarper(count))
+            if (share := first_of(top_p, config.top_p, 1.0)) < 1.0:
+                processors.append(TopPLogitsWarper(share))
+        return processors
 
     def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Choose the next token of each sequence, (B,) int64.
@@ -294,14 +314,18 @@ class Sampler:
 
 def stop_tokens(config: GenerationConfig, tokenizer: Any) -> set[int]:
     """Return the ids that end an answer: the config's, or else the tokenizer's."""
-    ids = _first(config.eos_token_id, tokenizer.eos_token_id, [])
-    return {ids} if isinstance(ids, int) else set(ids)
+    ids = first_of(config.eos_token_id, tokenizer.eos_token_id, [])
+    ids = ids if isinstance(ids, list) else [ids]
+    if any(type(token) is not int for token in ids):
+        raise BadInput(f"eos_token_id of generation_config.json is {ids!r:.80}: ids are needed.")
+    return set(ids)
 
 
 def pad_token(config: GenerationConfig, tokenizer: Any) -> int:
     """Return the id that pads answers which end before the others."""
-    return _first(config.pad_token_id, tokenizer.pad_token_id, 0)
+    return first_of(config.pad_token_id, tokenizer.pad_token_id, 0)
 
 
-def _first(*values: Any) -> Any:
+def first_of(*values: Any) -> Any:
+    """Return the first value that is not None."""
     return next(value for value in values if value is not None)

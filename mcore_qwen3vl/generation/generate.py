@@ -16,6 +16,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.decoding import (
     Sampler,
     decode,
+    first_of,
     load_generation_config,
     pad_token,
     stop_tokens,
@@ -45,7 +46,7 @@ def generate(
     processor: Any,
     conversations: Sequence[Messages] | Prompts,
     *,
-    max_new_tokens: int = MAX_NEW_TOKENS,
+    max_new_tokens: int | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
@@ -61,6 +62,7 @@ def generate(
     Args:
         conversations: conversations of any lengths, which are padded on the left, or the result of
             :func:`mcore_qwen3vl.generation.prompts.encode_prompts` for them.
+        max_new_tokens: default: the generation config's, or else :data:`MAX_NEW_TOKENS`.
         stream: function that is called as answers grow, on every rank that passes one.
         generation_config: stop tokens and defaults of sampling, from
             :func:`mcore_qwen3vl.generation.load_generation_config`.
@@ -86,14 +88,15 @@ def generate(
         seed=seed,
         device=next(model.parameters()).device,
     )
-    check_lengths(model.architecture, prompts, max_new_tokens)
+    limit = first_of(max_new_tokens, config.max_new_tokens, MAX_NEW_TOKENS)
+    check_lengths(model.architecture, prompts, limit)
     streamers = [_Streamer(processor.tokenizer, i, stream) for i in range(len(prompts.lengths))]
     stop = stop_tokens(config, processor.tokenizer)
     answers = decode(
         model,
         prompts,
         sampler,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=limit,
         stop=stop,
         pad=pad_token(config, processor.tokenizer),
         streamers=streamers if stream else [],
@@ -135,8 +138,8 @@ def _only_chunk(models: Qwen3VLModel | Sequence[Qwen3VLModel]) -> Qwen3VLModel:
 
 def check_lengths(architecture: Architecture, prompts: Prompts, max_new_tokens: int) -> None:
     """Raise BadInput unless prompts and answers fit the model's positions."""
-    if max_new_tokens < 1:
-        raise BadInput(f"max_new_tokens is {max_new_tokens}: ask for at least one.")
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise BadInput(f"max_new_tokens is {max_new_tokens!r:.40}: ask for at least one.")
     limit, longest = architecture.max_position_embeddings, max(prompts.lengths)
     if longest + max_new_tokens > limit:
         raise BadInput(
@@ -169,16 +172,18 @@ def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
     layout, model = request.layout, CheckedModel(request, "generate")
     if layout.vpp > 1 or layout.cp > 1:
         raise BadInput(f"Generation does not use VPP and CP: drop them from {layout}.")
-    config = load_generation_config(model.folder)
-    options = {"generation_config": config, **request.options}
+    options = {"generation_config": load_generation_config(model.folder), **request.options}
+    config = options["generation_config"]
     processor = load_processor(model.folder)
     multiple = layout.tp if layout.sp else 1
     prompts = encode_prompts(
         model.architecture, processor, request.conversations, multiple_of=multiple
     )
-    check_lengths(model.architecture, prompts, options.get("max_new_tokens", MAX_NEW_TOKENS))
+    limit = first_of(options.get("max_new_tokens"), config.max_new_tokens, MAX_NEW_TOKENS)
+    check_lengths(model.architecture, prompts, limit)
     sampling: Any = {name: options.get(name) for name in ("temperature", "top_p", "top_k")}
-    Sampler(options["generation_config"], **sampling)  # raises if a value cannot be used
+    Sampler(config, **sampling)  # both raise if a value cannot be used
+    stop_tokens(config, processor.tokenizer)
     job = partial(_on_rank, model, processor, prompts, options)
     answers: list[Generation] = on_all_ranks(job, layout, on_cpu=on_cpu, purpose="generate")
     return answers

@@ -13,10 +13,12 @@ import warnings
 from collections.abc import Collection
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import compile_where_possible, order_transfers
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
@@ -28,6 +30,7 @@ from mcore_qwen3vl.training.folders import locked, nothing_left
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.progress import RunProgress
 from mcore_qwen3vl.training.logs.quiet import quiet
+from mcore_qwen3vl.unused import Unused, sentences
 
 _NO_NUMBER = "in local grad norm for bucket"
 """What Megatron's check of the gradients says, which does not name the step as its log does."""
@@ -110,12 +113,28 @@ class Run:
         """Print what the run will do; one rank calls this."""
         from mcore_qwen3vl.training.logs.summary import show_summary, summary
 
-        taken = statement(self.args, explicit)
+        taken, unused = statement(self.args, explicit), sentences(self._unused())
         if screen is not None:
             rows = summary(self.args, self.architecture, explicit, self.lora, self.other)
-            show_summary(screen, rows)
-        elif taken:
-            print(f"not given, so: {taken}", file=sys.stderr, flush=True)
+            names = [("not used", sentence.removeprefix("not used ")) for sentence in unused]
+            show_summary(screen, [*rows, *names])
+            return
+        for sentence in [*([f"not given, so: {taken}"] if taken else []), *map(visible, unused)]:
+            print(sentence, file=sys.stderr, flush=True)
+
+    def _unused(self) -> list[Unused]:
+        """Return what the run does not use of its models' files and of its adapters' configs."""
+        from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+        from mcore_qwen3vl.owners import unused_of
+        from mcore_qwen3vl.training.second_model import folder_of
+
+        args = self.args
+        folders = filter(None, (Path(args.hf_model), folder_of(args)))
+        adapters = filter(None, (args.lora_init, args.lora_config))
+        return [
+            *(unused for folder in folders for unused in unused_of(folder)),
+            *(unused for file in adapters for unused in AdapterConfig.from_file(file).unused),
+        ]
 
     def train(self) -> int:
         """Call ``megatron.training.pretrain``; return 0, or 128 + N if signal N stopped it."""

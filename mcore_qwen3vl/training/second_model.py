@@ -52,12 +52,18 @@ def architecture_of(args: argparse.Namespace, trained: Architecture) -> Architec
     The weights that training starts from have the shape `trained`, so no config is read beside
     them.
     """
-    source = source_of(args)
-    if source is None:
+    if source_of(args) is None:
         return None
-    if source.path in (args.load_hf, args.pretrained_checkpoint, args.hf_model):
-        return trained
-    return Architecture.from_hf(config_folder(resolve(source.path, weights=False)))
+    folder = folder_of(args)
+    return trained if folder is None else Architecture.from_hf(folder)
+
+
+def folder_of(args: argparse.Namespace) -> Path | None:
+    """Return the folder of the second model's own config; None if it has the trained model's."""
+    source = source_of(args)
+    if source is None or source.path in (args.load_hf, args.pretrained_checkpoint, args.hf_model):
+        return None
+    return config_folder(resolve(source.path, weights=False))
 
 
 def layout_for(layout: Layout, trained: Architecture, second: Architecture) -> Layout:

@@ -10,7 +10,7 @@ from transformers import AutoProcessor, GenerationConfig
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import generate
-from mcore_qwen3vl.generation.decoding import Sampler
+from mcore_qwen3vl.generation.decoding import Sampler, stop_tokens
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from tests.generation.cases import (
@@ -130,6 +130,27 @@ def test_the_model_is_afterwards_as_it_was() -> None:
 def test_sampling_values_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         Sampler(GenerationConfig(), **options)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": -1.0},
+        {"temperature": "0.7"},
+        {"top_p": 2.0},
+        {"top_p": "0.8"},
+        {"top_k": -1},
+        {"repetition_penalty": -1.0},
+    ],
+)
+def test_a_generation_config_that_cannot_be_used_is_refused(given: dict[str, Any]) -> None:
+    config = GenerationConfig(do_sample=True)
+    vars(config).update(given)
+    with pytest.raises(BadInput, match=r"generation_config\.json cannot be used: "):
+        Sampler(config)
+    vars(config).update(eos_token_id=["end"])
+    with pytest.raises(BadInput, match=r"eos_token_id of generation_config\.json is \['end'\]"):
+        stop_tokens(config, None)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_hf, hf_to_mcore, mcore_to_hf, plan_hf_to_hf
 from mcore_qwen3vl.converters.hf.config_file import with_layout
+from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
+from mcore_qwen3vl.converters.offline import to_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.checkpoints import TENSORS, compare_checkpoints
 from mcore_qwen3vl.verify.measurement import measure
@@ -170,3 +172,32 @@ def test_bad_input(tiny: Tiny, mcore_dense: Path, tmp_path: Path) -> None:
         hf_to_hf(tiny("moe"), tiny("moe") / "inside")
     with pytest.raises(BadInput, match="exists"):
         hf_to_hf(tiny("moe"), tmp_path)
+
+
+@pytest.mark.parametrize("case", ["dense", "dense-tied", "moe-v5", "bf16-sharded"])
+def test_added_rows_are_the_mean_and_the_others_keep_their_bits(
+    tiny: Callable[[str], Path], tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(to_hf, "max_rows", lambda row, dtype: 100)
+    result = hf_to_hf(tiny(case), tmp_path / "hf", vocab_size=600)
+    assert "248 rows were added to the 352 of the vocabulary; each is the mean of those." in (
+        result.notes
+    )
+    old, new = load(tiny(case)), load(tmp_path / "hf")
+    assert old.keys() == new.keys()
+    resized = {name for name in old if old[name].shape != new[name].shape}
+    tied = Architecture.from_hf(tiny(case)).tie_word_embeddings
+    assert resized == {INPUT_EMBEDDING, LM_HEAD} - ({LM_HEAD} if tied else set())
+    for name, tensor in old.items():
+        assert torch.equal(new[name][: len(tensor)], tensor)
+    for name in resized:
+        assert new[name].shape == (600, old[name].shape[1])
+        mean = old[name].double().mean(0).float().to(old[name].dtype)
+        assert torch.equal(new[name][352:], mean.expand(248, -1))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["text_config"].pop("vocab_size") == 600
+    before = json.loads((tiny(case) / "config.json").read_text())
+    del before["text_config"]["vocab_size"]
+    assert config == before
+    with pytest.raises(BadInput, match="--resize-vocab 300 would take rows away"):
+        plan_hf_to_hf(tiny(case), vocab_size=300)

@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import tarfile
 import tempfile
 import time
@@ -25,8 +26,10 @@ import torch
 from megatron.energon import savable_loader
 from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from transformers import AutoTokenizer
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, loader, redistribute
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
@@ -481,3 +484,17 @@ def test_frames_are_capped_by_the_budgets_alone_and_nothing_is_said_of_it(
     frames = np.zeros((4, 3, 64, 64), np.uint8)
     videos(videos=[frames], do_sample_frames=False, return_tensors="pt")
     assert said == []
+
+
+def test_a_token_beyond_the_rows_of_the_model_is_refused(dense: Path, tmp_path: Path) -> None:
+    """Under TP the padding would give it a row, and with it a log-probability."""
+    folder = shutil.copytree(dense, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    free = Architecture.from_hf(folder).vocab_size - len(tokenizer)
+    tokenizer.add_tokens([f"<new{i}>" for i in range(free)])
+    tokenizer.save_pretrained(folder)
+    assert load_processor(folder)
+    tokenizer.add_tokens(["<a>", "<b>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(BadInput, match=r"2 of its tokens.*352 rows.*'<a>' has the id 352.*ab 354`"):
+        load_processor(folder)
