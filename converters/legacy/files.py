@@ -75,7 +75,8 @@ class RankFile:
 
     def layers(self, vp: int) -> int:
         """Return the number of decoder layers in chunk `vp`: one more than the highest index."""
-        numbers = (re.match(r"decoder\.layers\.(\d+)\.", name) for name in self.models[vp])
+        # A larger number is no layer's; it is left over, and refused by its name.
+        numbers = (re.match(r"decoder\.layers\.(\d{1,4})\.", name) for name in self.models[vp])
         return max((int(found[1]) + 1 for found in numbers if found), default=0)
 
 
@@ -176,9 +177,12 @@ def _rank(path: Path, layout: Layout) -> Rank:
 
 def _state(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     state = content.get(key)
-    if not isinstance(state, dict):
-        there = ", ".join(map(str, content))
-        raise BadInput(f"{path} holds no {key!r} with parameters, but {there}. Copy it again.")
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        there = ", ".join(_shown(name) for name in content)
+        raise BadInput(
+            f"{path} holds no {key!r} with parameters by their names, but {there:.200}. Copy it "
+            "again."
+        )
     return state
 
 

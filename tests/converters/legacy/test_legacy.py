@@ -209,6 +209,14 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "part of the experts is lost",
     ),
     "no model": (lambda c: c.pop("model"), "holds no 'model'"),
+    "a number as name": (
+        lambda c: c["model"].update({7: torch.ones(2)}),
+        "holds no 'model' with parameters by their names",
+    ),
+    "more digits than Python reads": (
+        lambda c: c["model"].update({QKV.replace("1", "9" * 5000): torch.ones(2)}),
+        "holds the tensor mp_rank_00_000_000/decoder.layers.999",
+    ),
 }
 
 

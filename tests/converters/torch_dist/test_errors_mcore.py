@@ -89,6 +89,10 @@ MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda p: (p / "latest_checkpointed_iteration.txt").write_text("../../x"),
         r"says '../../x'",
     ),
+    "tracker with more digits than Python reads": (
+        lambda p: (p / "latest_checkpointed_iteration.txt").write_text("1" * 5000),
+        r"says '1{40}'; a number",
+    ),
     "other backend": (
         lambda p: (p / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
         r"format is 'zarr', version 1; only torch_dist, version 1, can be read",
