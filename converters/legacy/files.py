@@ -16,6 +16,7 @@ from mcore_qwen3vl.converters.mcore.paths import RELEASE
 from mcore_qwen3vl.converters.mcore.saved_state import load
 from mcore_qwen3vl.converters.storage.archive import (
     STORAGES,
+    Sums,
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
@@ -80,8 +81,8 @@ class RankFile:
         return max((int(found[1]) + 1 for found in numbers if found), default=0)
 
 
-def open_ranks(folder: Path) -> list[RankFile]:
-    """Map every rank's file.
+def open_ranks(folder: Path, sums: Sums | None = None) -> list[RankFile]:
+    """Map every rank's file; note the checksums of its tensors' data in `sums`.
 
     Raises:
         BadInput: there are no files, one is damaged or missing, or they belong to different
@@ -90,7 +91,7 @@ def open_ranks(folder: Path) -> list[RankFile]:
     found = []
     for path in _rank_files(folder):
         refuse_special_files(path.parent)
-        content = load(path)
+        content = load(path, sums=sums)
         layout = _layout(content, path)
         models = [_state(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)]
         found.append(RankFile(path, _rank(path, layout), layout, models))
