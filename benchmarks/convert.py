@@ -36,7 +36,7 @@ from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.shapes import SHAPES
 
-ORDERS = (0, 1, 2, 3), (1, 0, 3, 2)
+ORDERS = (0, 1, 2, 3, 4), (1, 0, 4, 3, 2)
 
 
 def write_checkpoint(config: dict[str, Any], path: Path) -> Path:
@@ -57,6 +57,14 @@ def write_checkpoint(config: dict[str, Any], path: Path) -> Path:
     if len(files) > 1:
         (path / "model.safetensors.index.json").write_bytes(shards.index_json(files))
     return path
+
+
+def export_as_trained(mcore: Path, target: Path, **options: Any) -> None:
+    """Convert without the manifest, as a checkpoint from training: the zips' CRC-32 is checked."""
+    manifest = mcore / "manifest.json"
+    aside = manifest.rename(mcore.with_name(manifest.name))
+    mcore_to_hf(mcore, target, **options)
+    aside.rename(manifest)
 
 
 def copy(source: Path, target: Path) -> None:
@@ -149,6 +157,7 @@ def one_round(
 ) -> dict[str, dict[str, float]]:
     """Run each step once: the copy first in even rounds, the conversion first in odd ones."""
     mcore, back, copied = scratch / "mcore", scratch / "back", scratch / "copy"
+    exported = scratch / "exported"
     options = {"workers": workers}
     results = {}
     steps = [
@@ -156,6 +165,7 @@ def one_round(
         ("HF to mcore", lambda a, b: hf_to_mcore(a, b, **options), source, mcore),
         ("copy of mcore", copy, mcore, copied),
         ("mcore to HF", lambda a, b: mcore_to_hf(a, b, **options), mcore, back),
+        ("trained to HF", lambda a, b: export_as_trained(a, b, **options), mcore, exported),
     ]
     for name, function, origin, target in (steps[i] for i in ORDERS[number % 2]):
         forget(origin)
@@ -164,7 +174,7 @@ def one_round(
         results[name] = measure(function, origin, target, look_at_memory=look_at_memory)
         forget(target)
         shutil.rmtree(copied, ignore_errors=True)
-    for path in (mcore, back):
+    for path in (mcore, back, exported):
         shutil.rmtree(path)
     return results
 
@@ -258,6 +268,7 @@ def compare(source: Path, scratch: Path, args: argparse.Namespace) -> dict[str, 
     rounds = [one_round(source, scratch, args.workers, number) for number in range(args.rounds)]
     memory = one_round(source, scratch, args.workers, 0, look_at_memory=True)
     pairs = {"HF to mcore": "copy of HF", "mcore to HF": "copy of mcore"}
+    pairs["trained to HF"] = "copy of mcore"
     return summarise(rounds, memory, bytes_of(source), pairs)
 
 

@@ -16,6 +16,7 @@ from mcore_qwen3vl.converters.mcore.paths import RELEASE
 from mcore_qwen3vl.converters.mcore.saved_state import load
 from mcore_qwen3vl.converters.storage.archive import (
     STORAGES,
+    Sums,
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
@@ -75,12 +76,13 @@ class RankFile:
 
     def layers(self, vp: int) -> int:
         """Return the number of decoder layers in chunk `vp`: one more than the highest index."""
-        numbers = (re.match(r"decoder\.layers\.(\d+)\.", name) for name in self.models[vp])
+        # A larger number is no layer's; it is left over, and refused by its name.
+        numbers = (re.match(r"decoder\.layers\.(\d{1,4})\.", name) for name in self.models[vp])
         return max((int(found[1]) + 1 for found in numbers if found), default=0)
 
 
-def open_ranks(folder: Path) -> list[RankFile]:
-    """Map every rank's file.
+def open_ranks(folder: Path, sums: Sums | None = None) -> list[RankFile]:
+    """Map every rank's file; note the checksums of its tensors' data in `sums`.
 
     Raises:
         BadInput: there are no files, one is damaged or missing, or they belong to different
@@ -89,7 +91,7 @@ def open_ranks(folder: Path) -> list[RankFile]:
     found = []
     for path in _rank_files(folder):
         refuse_special_files(path.parent)
-        content = load(path)
+        content = load(path, sums=sums)
         layout = _layout(content, path)
         models = [_state(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)]
         found.append(RankFile(path, _rank(path, layout), layout, models))
@@ -176,9 +178,12 @@ def _rank(path: Path, layout: Layout) -> Rank:
 
 def _state(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     state = content.get(key)
-    if not isinstance(state, dict):
-        there = ", ".join(map(str, content))
-        raise BadInput(f"{path} holds no {key!r} with parameters, but {there}. Copy it again.")
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        there = ", ".join(_shown(name) for name in content)
+        raise BadInput(
+            f"{path} holds no {key!r} with parameters by their names, but {there:.200}. Copy it "
+            "again."
+        )
     return state
 
 

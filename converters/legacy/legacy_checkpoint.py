@@ -34,6 +34,7 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     MegatronCheckpoint,
 )
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder
+from mcore_qwen3vl.converters.storage.archive import BadArchive, Sums
 from mcore_qwen3vl.converters.storage.boxes import Shape, fill
 from mcore_qwen3vl.errors import BadInput
 
@@ -51,7 +52,8 @@ class LegacyCheckpoint(MegatronCheckpoint):
 
     def __init__(self, path: Path, architecture: Architecture) -> None:
         folder = iteration_folder(path)
-        self._ranks = open_ranks(folder)
+        self._sums = Sums()
+        self._ranks = open_ranks(folder, self._sums)
         self.layout = self._ranks[0].layout
         self._experts = max(architecture.num_experts // self.layout.ep, 1)  # per layer on one rank
         self._by_tp = {(f.rank.pp, f.rank.tp): f for f in self._ranks}
@@ -72,7 +74,16 @@ class LegacyCheckpoint(MegatronCheckpoint):
         return vars(saved_arguments(self.folder))
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
-        return self._values[key, chunk.offsets]
+        tensor = self._values[key, chunk.offsets]
+        if self.checks:
+            try:
+                self._sums.check(tensor)
+            except BadArchive as error:
+                raise BadInput(
+                    f"{self.folder}: a rank's part of {key} is damaged: {error}. Copy the "
+                    "checkpoint again."
+                ) from None
+        return tensor
 
     def _unfilled(self, key: str) -> BadInput:
         return BadInput(

@@ -69,9 +69,11 @@ class MegatronCheckpoint(ABC):
         data_files: the files that hold tensors.
         files: the files whose identity distinguishes this checkpoint from another.
         dialect: whose keys the files have; None for the table's own.
+        checks: whether data is checked against the checksums in the files; see `check_data`.
     """
 
     dialect: Dialect | None = None
+    checks = False
 
     def __init__(
         self, folder: Path, index: CheckpointIndex, data_files: list[Path], *others: Path
@@ -87,6 +89,13 @@ class MegatronCheckpoint(ABC):
     @abstractmethod
     def _unfilled(self, key: str) -> BadInput:
         """Return the error for chunks that do not fill the tensor."""
+
+    def check_data(self) -> None:
+        """From now on, check what is read against the checksums in the files.
+
+        Reading then raises BadInput if data has another one.
+        """
+        self.checks = True
 
     @property
     def vocab_size(self) -> int:
@@ -249,6 +258,9 @@ class StackedLayers(MegatronCheckpoint):
         part = Chunk(chunk.offsets[1:], chunk.sizes[1:], chunk.data)
         return self._stored._tensor(own, part).unsqueeze(0)
 
+    def check_data(self) -> None:
+        self._stored.check_data()
+
     def _unfilled(self, key: str) -> BadInput:
         return self._stored._unfilled(key)
 
@@ -305,6 +317,9 @@ class TranslatedCheckpoint(MegatronCheckpoint):
         row, theirs = self._vision[key]
         whole = self._stored.read(theirs, tuple(slice(0, n) for n in theirs.shape))
         return row.to_mcore(*theirs.to_hf(whole))
+
+    def check_data(self) -> None:
+        self._stored.check_data()
 
     def _unfilled(self, key: str) -> BadInput:
         return self._stored._unfilled(key)

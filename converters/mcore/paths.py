@@ -15,6 +15,8 @@ from mcore_qwen3vl.labels import Labels
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 HF_FOLDER = "hf"
+LONGEST_ITERATION = 18
+"""Most digits in an iteration's number, which megatron keeps in 64 bits."""
 VERL_HF_FOLDER = "huggingface"
 VERL_FOLDERS = ("dist_ckpt", "model/dist_ckpt", "actor/dist_ckpt", "actor/model/dist_ckpt")
 """Where VERL saves Megatron's weights, below ``global_step_N`` or its ``actor`` folder.
@@ -42,7 +44,7 @@ def tracked(path: Path) -> str | int | None:
         raise BadInput(f"{tracker} cannot be read: {error}. Write the iteration into it.") from None
     if said == RELEASE:
         return RELEASE
-    if not said.isdigit():
+    if not said.isdigit() or len(said) > LONGEST_ITERATION:
         raise BadInput(
             f"{tracker} says {said[:40]!r}; a number or 'release' is expected. Write the newest "
             "iteration into it."

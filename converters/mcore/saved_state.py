@@ -19,6 +19,7 @@ import torch
 from mcore_qwen3vl.converters.storage.archive import (
     Archive,
     BadArchive,
+    Sums,
     TensorUnpickler,
 )
 from mcore_qwen3vl.converters.storage.disk import map_file
@@ -63,17 +64,18 @@ STAND_INS = (
 """What Megatron saves beside tensors; ``megatron.core.safe_globals`` admits these names."""
 
 
-def load(file: Path, part: slice = slice(None)) -> Any:
+def load(file: Path, part: slice = slice(None), sums: Sums | None = None) -> Any:
     """Return the content of a file of Megatron's, or of the bytes `part` of it.
 
     Tensors are copy-on-write views of the mapped file. The arguments are an ``argparse.Namespace``.
-    Every other object that is not a tensor or a plain container is a `Record`.
+    Every other object that is not a tensor or a plain container is a `Record`. The checksums of the
+    tensors' data are noted in `sums`.
 
     Raises:
         BadInput: the file is damaged, or names something outside the list.
     """
     try:
-        archive = Archive(map_file(file)[part])
+        archive = Archive(map_file(file)[part], sums)
         archive.check()
         archive.check_byte_order()
         content = _Unpickler(archive, largest=2**40).load()

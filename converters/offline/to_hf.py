@@ -217,6 +217,9 @@ def plan_mcore_to_hf(
     padded = checkpoint.vocab_size
     rows = table(architecture, expert_layout=layout, padded_vocab_size=padded, head=form.head)
     checkpoint.require(rows)
+    sources = (source for row in rows for source in row.sources)
+    if any(manifest.stated_checksum(stated, one) is None for one in sources):
+        checkpoint.check_data()
     padding = padded - architecture.vocab_size
     left_out = f"The last {padding} rows of the vocabulary are padding and were left out."
     return lay_out(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.disk import DirectFile
+from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in
 from mcore_qwen3vl.converters.storage.restricted_pickle import (
     FAILURES,
     Refused,
@@ -69,17 +69,49 @@ def write_archive(
         _add(archive, "version", [b"3\n"])
 
 
-def read_tensor(view: memoryview) -> Tensor:
+CHECKED_BYTES = 2**24
+"""Data that is checked at a time, between which other threads read and write."""
+
+
+class Sums:
+    """What archives state as the CRC-32 of their tensors' data, each of which is checked once."""
+
+    def __init__(self) -> None:
+        self._stated: dict[int, int | None] = {}  # by the data's address; None: it was right
+
+    def note(self, data: Tensor, stated: int) -> None:
+        """Note what an archive states of `data`, all bytes of one storage."""
+        self._stated.setdefault(data.data_ptr(), stated)
+
+    def check(self, tensor: Tensor) -> None:
+        """Check all data of the storage of `tensor`, a view of an archive.
+
+        Raises:
+            BadArchive: the data has another checksum.
+            OSError: it cannot be read.
+        """
+        data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        if (stated := self._stated.get(data.data_ptr())) is None:
+            return
+        actual = 0
+        for piece in data.split(CHECKED_BYTES):
+            actual = zlib.crc32(as_bytes(bring_in(piece)), actual)
+        if actual != stated:
+            raise BadArchive(f"its CRC-32 is {actual:08x}, and {stated:08x} was saved")
+        self._stated[data.data_ptr()] = None
+
+
+def read_tensor(view: memoryview, sums: Sums | None = None) -> Tensor:
     """Return the tensor in an archive, sharing `view`'s memory.
 
     The archive is not trusted: the offsets of its parts are checked against each other, and the
-    tensor's extent against its data, before use.
+    tensor's extent against its data, before use. The checksum of its data is noted in `sums`.
 
     Raises:
         BadArchive: the archive is damaged, or holds anything but one strided CPU tensor.
     """
     with _damage():
-        archive = Archive(view)
+        archive = Archive(view, sums)
         archive.check_byte_order()
         tensor = TensorUnpickler(archive, LARGEST_PICKLE).load()
         if not isinstance(tensor, Tensor):
@@ -90,8 +122,9 @@ def read_tensor(view: memoryview) -> Tensor:
 class Archive:
     """The parts of an archive that is being read; its methods raise `BadArchive` on damage."""
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, view: memoryview, sums: Sums | None = None) -> None:
         self._view = view
+        self._sums = sums or Sums()
         with _damage():
             self._zip = zipfile.ZipFile(_View(view))
             self._folder = self._zip.namelist()[0].split("/")[0]
@@ -108,11 +141,14 @@ class Archive:
             return self._zip.read(part)
 
     def data(self, key: str) -> memoryview:
-        """Return the data of a tensor without a copy; its checksum is not checked."""
+        """Return the data of a tensor without a copy; its checksum is noted, but not checked."""
         part = self._part(f"data/{key}")
         with _damage():
             start = _data_start(self._view, part)
-        return self._view[start : start + part.file_size]
+        data = self._view[start : start + part.file_size]
+        if data:
+            self._sums.note(torch.frombuffer(data, dtype=torch.uint8), part.CRC)
+        return data
 
     def check_byte_order(self) -> None:
         """Raise BadArchive if the archive is big-endian.

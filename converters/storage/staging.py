@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.errors import BadInput, CheckFailed
 
 Progress = Callable[[int, int, str], None]
 """Called as work proceeds with the bytes done, the bytes in all, and the name of a tensor."""
@@ -97,8 +97,8 @@ def staging(
 ) -> Iterator[Staging]:
     """Yield a `Staging` that no other process uses at the same time.
 
-    If the body raises `BadInput`, the work is deleted; after any other exception it is kept, so
-    that a later run can resume it.
+    If the body raises `BadInput` or `CheckFailed`, the work is deleted; after any other exception
+    it is kept, so that a later run can resume it.
 
     Args:
         fingerprint: identifies the plan; only a run with the same fingerprint is resumed.
@@ -124,7 +124,7 @@ def staging(
     with lock:
         try:
             yield Staging(target, fingerprint, force=force)
-        except BadInput:  # running again would only stop again
+        except (BadInput, CheckFailed):  # running again would only stop again
             shutil.rmtree(folder, ignore_errors=True)
             raise
 

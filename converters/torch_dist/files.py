@@ -27,6 +27,7 @@ from mcore_qwen3vl.converters.mcore.saved_state import arguments_in, load
 from mcore_qwen3vl.converters.storage.archive import (
     BadArchive,
     Described,
+    Sums,
     read_tensor,
     write_archive,
 )
@@ -56,6 +57,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         files = [folder / name for name in dict.fromkeys(chunk.data.file for chunk in chunks)]
         super().__init__(folder, index, files, folder / metadata.FILE)
         self._mapped: dict[str, memoryview] = {}
+        self._sums = Sums()
         for chunk in chunks:
             self._view(chunk.data)
         for key in self.model_keys():
@@ -83,7 +85,9 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             view = self._view(chunk.data)
             for end in (view[:ENDS], view[-ENDS:]):
                 bring_in(torch.frombuffer(end, dtype=torch.uint8))
-            tensor = read_tensor(view)
+            tensor = read_tensor(view, self._sums)
+            if self.checks:
+                self._sums.check(tensor)
         except BadArchive as error:
             raise BadInput(f"{where} is damaged or of another kind: {error}.") from None
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != self.dtype(key):

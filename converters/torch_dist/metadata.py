@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
@@ -60,7 +61,23 @@ def dumps(index: CheckpointIndex) -> bytes:
         storage[dcp.MetadataIndex(key)] = _storage_info(data)
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(dcp.Metadata(described, storage_data=storage))
-    return buffer.getvalue()
+    return _with_checksum(buffer.getvalue())
+
+
+_MARK = b"\nxxh3_128 "
+"""What precedes the checksum. It follows the pickle, at whose end every reader stops."""
+
+
+def _with_checksum(content: bytes) -> bytes:
+    return content + _MARK + xxhash.xxh3_128_hexdigest(content).encode()
+
+
+def _without_checksum(data: bytes) -> bytes:
+    """Return the pickle alone, after checking it; others write no checksum."""
+    content, mark, stated = data.rpartition(_MARK)
+    if mark and stated != xxhash.xxh3_128_hexdigest(content).encode():
+        raise pickle.UnpicklingError("it has other bytes than were saved, by its own checksum")
+    return content if mark else data
 
 
 def read(folder: Path) -> CheckpointIndex:
@@ -87,17 +104,17 @@ def read(folder: Path) -> CheckpointIndex:
 
 def loads(data: bytes) -> Any:
     """Return the pickle's content with every class replaced by an inert `Record`."""
-    return _Unpickler(data).load()
+    return _Unpickler(_without_checksum(data)).load()
 
 
 def guard_reads() -> None:
     """Make torch and Megatron in this process refuse the classes that `read` refuses.
 
     Both read ``.metadata`` with ``FileSystemReader.read_metadata``, which unpickles whatever the
-    file names. The patch also lets them read the files of every torch version. A second call
-    changes nothing. Afterwards torch's own calls raise BadInput if the file names a class or
-    function that does not belong there, or if an archive of the checkpoint unpacks to more than its
-    size.
+    file names. The patch also lets them read the files of every torch version, and adds a checksum
+    to the files that they write. A second call changes nothing. Afterwards torch's own calls raise
+    BadInput if the file names a class or function that does not belong there, or if an archive of
+    the checkpoint unpacks to more than its size.
     """
     refuse_bombs()
     filesystem.pickle = _GuardedPickle  # type: ignore[assignment]
@@ -126,12 +143,14 @@ def _keep_to_old_fields() -> None:
 class _GuardedPickle:
     """A stand-in for the module ``pickle`` in torch's reader and writer of ``.metadata``."""
 
-    dump = staticmethod(pickle.dump)
+    @staticmethod
+    def dump(metadata: Any, stream: Any) -> None:
+        stream.write(_with_checksum(pickle.dumps(metadata)))
 
     @staticmethod
     def load(stream: Any) -> Any:
         try:
-            return _Admitting(stream).load()
+            return _Admitting(io.BytesIO(_without_checksum(stream.read()))).load()
         except Refused as error:
             raise _hostile(Path(getattr(stream, "name", FILE)), error) from None
 

@@ -83,8 +83,13 @@ def _flat(architecture: Architecture) -> dict[str, Any]:
 
 
 def _compared(name: str, found: Any, right: Any) -> Finding:
-    same = _plain(found) == _plain(right)
-    return Finding(SETTINGS, name, flaw="" if same else f"is {found}; the config says {right}")
+    items = found if isinstance(found, list | tuple) else [found]
+    # Lists of lists may share their items, and take no end to compare or print.
+    if any(isinstance(item, list | tuple | dict) for item in items):
+        shown, same = f"a nested {type(found).__name__}", False
+    else:
+        shown, same = f"{found!s:.80}", _plain(found) == _plain(right)
+    return Finding(SETTINGS, name, flaw="" if same else f"is {shown}; the config says {right}")
 
 
 def _plain(value: Any) -> Any:
@@ -98,10 +103,17 @@ def saved_settings(checkpoint: MegatronCheckpoint) -> Mapping[str, Any]:
     return _run_config(file) if file.is_file() else checkpoint.arguments()
 
 
+class _Loader(yaml.SafeLoader):
+    """Loads YAML without merge keys (``<<``), which could double a mapping on every line."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Leave merge keys in place, for which there is no constructor."""
+
+
 def _run_config(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = yaml.load(file.read_text("utf-8"), _Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise BadInput(f"{file} cannot be read as YAML: {error!s:.200}. Copy it again.") from None
     model = content.get("model") if isinstance(content, dict) else None
     return model if isinstance(model, dict) else {}

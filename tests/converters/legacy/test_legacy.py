@@ -209,6 +209,14 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "part of the experts is lost",
     ),
     "no model": (lambda c: c.pop("model"), "holds no 'model'"),
+    "a number as name": (
+        lambda c: c["model"].update({7: torch.ones(2)}),
+        "holds no 'model' with parameters by their names",
+    ),
+    "more digits than Python reads": (
+        lambda c: c["model"].update({QKV.replace("1", "9" * 5000): torch.ones(2)}),
+        "holds the tensor mp_rank_00_000_000/decoder.layers.999",
+    ),
 }
 
 
@@ -219,6 +227,20 @@ def test_a_file_that_does_not_fit_is_refused(mcore: Path, tmp_path: Path, change
     with pytest.raises(BadInput, match=reason):
         mcore_to_hf(damaged, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_a_bit_of_the_data_is_named(mcore: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(mcore, tmp_path / "damaged"))
+    (damaged / "manifest.json").unlink()  # as in a checkpoint from training
+    file = damaged / "release" / "mp_rank_00_000_000" / "model_optim_rng.pt"
+    values = torch.load(file, weights_only=False)["model"][QKV]
+    content = bytearray(file.read_bytes())
+    content[content.index(values.view(torch.uint8).numpy().tobytes()) + 7] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(
+        BadInput, match=r"a rank's part of \S+linear_qkv.weight is damaged: its CRC"
+    ):
+        mcore_to_hf(damaged, tmp_path / "back")
 
 
 def test_a_parameter_lost_from_every_rank_is_named(mcore: Path, tmp_path: Path) -> None:

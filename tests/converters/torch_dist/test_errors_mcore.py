@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mcore_qwen3vl.converters.convert import mcore_to_hf
+from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from tests.converters.checkpoints import copy, cut, edit_config, tree_digests
 
@@ -45,6 +47,33 @@ def overwrite_archive(path: Path) -> None:
     file.write_bytes(data)
 
 
+FC1 = "decoder.layers.mlp.linear_fc1.weight"
+
+
+def flip_a_bit(path: Path) -> None:
+    """As in a checkpoint from training, which has no manifest."""
+    (path / "manifest.json").unlink()
+    place = metadata.read(path / "release").tensors[FC1].chunks[1].data
+    file = path / "release" / place.file
+    data = bytearray(file.read_bytes())
+    data[place.offset + place.length // 2] ^= 1
+    file.write_bytes(data)
+
+
+def exchange_chunks(path: Path) -> None:
+    """Exchange the places of two chunks of one shape."""
+    (path / "manifest.json").unlink()
+    file, index = path / "release" / metadata.FILE, metadata.read(path / "release")
+    first, second, *others = index.tensors[FC1].chunks
+    index.tensors[FC1].chunks = [
+        replace(first, data=second.data),
+        replace(second, data=first.data),
+        *others,
+    ]
+    _, mark, checksum = file.read_bytes().rpartition(metadata._MARK)
+    file.write_bytes(metadata.dumps(index).rpartition(mark)[0] + mark + checksum)
+
+
 MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {
     "hostile metadata": (
         lambda p: metadata_with(p, pickle.dumps(Bomb())),
@@ -67,6 +96,11 @@ MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda p: cut(p / "release" / "__0_0.distcp", 700_000),
         r"__0_0.distcp has 700000 bytes, but .metadata places data up to",
     ),
+    "a bit of the data": (
+        flip_a_bit,
+        r"data of decoder.layers.mlp.linear_fc1.weight at \[1, 0, 0\] is damaged .*its CRC-32 is",
+    ),
+    "chunks exchanged": (exchange_chunks, r"\.metadata is not .*other bytes than were saved"),
     "damaged archive": (overwrite_archive, r"__0_0.distcp: the data of visual\S+ .* is damaged"),
     "config with more layers": (other_dense_config, r"has shape \[4, .* makes it \[5, "),
     "untied checkpoint, tied config": (
@@ -88,6 +122,10 @@ MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {
     "unreadable tracker": (
         lambda p: (p / "latest_checkpointed_iteration.txt").write_text("../../x"),
         r"says '../../x'",
+    ),
+    "tracker with more digits than Python reads": (
+        lambda p: (p / "latest_checkpointed_iteration.txt").write_text("1" * 5000),
+        r"says '1{40}'; a number",
     ),
     "other backend": (
         lambda p: (p / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}'),

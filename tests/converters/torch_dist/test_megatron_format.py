@@ -225,6 +225,25 @@ def test_fields_of_a_newer_torch_do_not_matter(
         assert properties == TensorProperties.create_from_tensor(tensor)
 
 
+def test_torchs_writer_adds_a_checksum_which_both_readers_check(
+    tmp_path: Path, unguarded: None
+) -> None:
+    metadata.guard_reads()
+    dcp.save({"a": torch.randn(3, 4)}, checkpoint_id=tmp_path, no_dist=True)
+    file = tmp_path / ".metadata"
+    written = file.read_bytes()
+    assert set(metadata.read(tmp_path).tensors) == {"a"}
+    assert set(dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata) == {"a"}
+    assert set(pickle.loads(written).state_dict_metadata) == {"a"}  # as others read it
+    for at in range(0, len(written), 16):
+        file.write_bytes(written[:at] + bytes([written[at] ^ 1]) + written[at + 1 :])
+        if metadata._MARK in file.read_bytes():
+            with pytest.raises(BadInput, match=r"other bytes than were saved"):
+                metadata.read(tmp_path)
+            with pytest.raises(pickle.UnpicklingError, match=r"other bytes than were saved"):
+                dcp.FileSystemReader(tmp_path).read_metadata()
+
+
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_a_path_as_any_python_writes_it(module: str, unguarded: None) -> None:
     """It is read: torch stores a folder's path, which Python 3.13 pickles under another module."""

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from string import ascii_lowercase as LETTERS
 
 import pytest
 import torch
@@ -215,6 +217,35 @@ def test_the_settings_of_the_run_are_compared(
         "rotary_base": "is 1000000; the config says 5000000",
         "moe_router_score_function": "is sigmoid; the config says softmax",
     }
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            "a: &a [1, 1]\n"
+            + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise(LETTERS))
+            + f"model: {{rotary_base: *{LETTERS[-1]}}}\n",
+            "is a nested list; the config says 5000000",
+        ),
+        (
+            "a: &a {x: 1}\n"
+            + "".join(f"{b}: &{b} {{<<: [*{a}, *{a}]}}\n" for a, b in pairwise(LETTERS)),
+            "cannot be read as YAML",
+        ),
+        ("model: " + "[" * 5000 + "]" * 5000, "cannot be read as YAML"),
+        ("model: {rotary_base: " + "1" * 5000 + "}", "cannot be read as YAML"),
+    ],
+    ids=["shared lists", "merged mappings", "nested", "digits"],
+)
+def test_a_config_of_others_takes_no_more_memory_than_it_has_bytes(
+    tmp_path: Path, content: str, said: str
+) -> None:
+    """A few lines of YAML can stand for more lists than any memory holds."""
+    hf_to_mcore(HERE / "hf-dense", tmp_path / "mcore", dialect="megatron-bridge")
+    (tmp_path / "mcore" / "release" / "run_config.yaml").write_text(content, "utf-8")
+    result = audit(tmp_path / "mcore", HERE / "hf-dense")
+    assert said in " ".join([result.environment.get("settings", ""), *result.notes.values()])
 
 
 def test_settings_that_are_not_unpickled_leave_the_tensors_to_judge(tmp_path: Path) -> None:
