@@ -7,8 +7,9 @@ declares the layout. Fields that mean the same in both forms are left as they ar
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +34,14 @@ class Changes:
         dtype: new dtype of all weights, if it changed.
         untied: whether the embeddings were tied and no longer are.
         labels: labels of the classifier's head, if the weights have one.
+        files: content of other files that changed, by name, such as a processor's config.
     """
 
     layout: ExpertLayout | None = None
     dtype: torch.dtype | None = None
     untied: bool = False
     labels: Labels | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     def config(self, config: Config) -> bytes | None:
         """Return the ``config.json`` for the converted weights, which are never quantised.

@@ -82,6 +82,7 @@ def check(
     from mcore_qwen3vl.converters.mcore.paths import config_folder
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.check import check_data, clean_file, plot_report
+    from mcore_qwen3vl.data.processor import unused_of_processor
     from mcore_qwen3vl.machine import require_extra
 
     if plot is not None:  # before the data is read
@@ -104,6 +105,7 @@ def check(
             limit=limit,
             preprocess=preprocess,
             architecture=Architecture.from_hf(folder),
+            unused=unused_of_processor(folder),
             ranks=dp,
             micro_batches=max(1, global_batch_size // dp),
             **({} if write is None else {"usable": write}),
