@@ -137,7 +137,7 @@ def test_nothing_is_said_of_published_configs(folder: Path) -> None:
     saved = dict.fromkeys(("crop_size", "device", "do_center_crop", "do_pad", "pad_size"))
     saved |= {"data_format": "channels_first", "default_to_square": True, "resample": 3}
     (folder / "processor_config.json").unlink()
-    kinds = ({"image_processor_type": "Qwen2VLImageProcessorFast"}, {})
+    kinds: tuple[dict[str, str], ...] = ({"image_processor_type": "Qwen2VLImageProcessorFast"}, {})
     for extra in ({}, saved):
         for name, kind in zip(FILES, kinds, strict=True):
             (folder / name).write_text(json.dumps({**common, **kind, **extra}))

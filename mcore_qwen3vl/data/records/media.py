@@ -177,7 +177,7 @@ class Media:
                 raise BadSample(f"{self.kind} {self.name} is empty: it has 0 bytes.")
             return content.open("rb") if isinstance(content, Path) else BytesIO(content)
         except OSError as error:
-            raise BadSample(f"{self.kind} {str(content)}: {error.strerror}.") from error
+            raise BadSample(f"{self.kind} {content!s}: {error.strerror}.") from error
 
 
 @dataclass(frozen=True)
