@@ -212,7 +212,8 @@ def check_data(
             report.bad.append(Flaw(sample_id(crude), reason_of(error)))
         else:
             usable(crude)
-            _record(report, sample_id(crude), plans, parts[0].unread)
+            unread = (*parts[0].unread, *raw.folder.unread)
+            _record(report, sample_id(crude), plans, unread)
     _pack(report, config)
     if architecture is not None and ranks > 1 and report.sizes:
         report.balance = _balance(report, config, architecture, ranks, micro_batches)

@@ -24,7 +24,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.reading import number
+from mcore_qwen3vl.data.records.reading import Observed, number
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -186,6 +186,12 @@ class MediaFolder:
 
     root: Path
     parts: Mapping[str, bytes]
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The parts that nothing has read, if `parts` remember it."""
+        unread = self.parts.unread if isinstance(self.parts, Observed) else ()
+        return tuple(f"{name} in a tar" for name in unread)
 
     def resolve(self, kind: Kind, reference: Any, fields: Mapping[str, Any] | None = None) -> Media:
         """Return the image or video that a record refers to.
