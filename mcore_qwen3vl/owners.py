@@ -16,6 +16,7 @@ from mcore_qwen3vl.config import (
 )
 from mcore_qwen3vl.converters.hf.companions import unused_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
+from mcore_qwen3vl.data.processor import unused_of_processor
 from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.unused import Fields, Unused
 
@@ -282,6 +283,7 @@ OWNERS: tuple[Callable[[Path], list[Unused]], ...] = (
     _of_quantization,
     _of_tokenizer,
     _of_generation,
+    unused_of_processor,
     unused_files,
 )
 """Each returns what it does not use of a model's folder; the first two take a config.json too."""

@@ -103,7 +103,7 @@ def copy_companions(source: Path, target: Path, changes: Changes) -> None:
     for name, file in companion_files(source).items():
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        changed = config if name == "config.json" else None
+        changed = config if name == "config.json" else changes.files.get(name)
         write_durably(copy, file.read_bytes() if changed is None else changed)
 
 

@@ -7,8 +7,9 @@ declares the layout. Fields that mean the same in both forms are left as they ar
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Changes:
         untied: whether the embeddings were tied and no longer are.
         labels: labels of the classifier's head, if the weights have one.
         vocab_size: new number of rows of embedding and head, if it changed.
+        files: content of other files that changed, by name, such as a processor's config.
     """
 
     layout: ExpertLayout | None = None
@@ -41,6 +43,7 @@ class Changes:
     untied: bool = False
     labels: Labels | None = None
     vocab_size: int | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     def config(self, config: Config) -> bytes | None:
         """Return the ``config.json`` for the converted weights, which are never quantised.

@@ -44,7 +44,6 @@ from mcore_qwen3vl.converters.storage.disk import DirectFile
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.staging import Staging, staging, write_durably
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.labels import Labels
 
 BUCKET_BYTES = 256 * 2**20
 """Most bytes of tensors that are gathered at once; a larger tensor is gathered by itself."""
@@ -83,6 +82,7 @@ def save_hf(
     max_shard_size: str = "5GB",
     force: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
+    changed_files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint; the files are those of the offline export.
 
@@ -95,6 +95,7 @@ def save_hf(
             layout of the fused experts.
         max_shard_size: largest safetensors file, like "5GB".
         force: replace `path` if it is a checkpoint.
+        changed_files: content, by name, in place of that of the files of `hf_config`.
 
     Raises:
         BadInput: a rank cannot write, or the ranks do not hold the whole model in one dtype per
@@ -120,8 +121,8 @@ def save_hf(
             if writing is None or writing.exception() is None:
                 writing = thread.submit(_write, first[0], files, gathered)
         together(lambda: writing and writing.result(), path)
-        labels = unwrap(models)[0].head_labels
-        together(lambda: _publish(stage, files, hf_config, labels), path)
+        changes = Changes(labels=unwrap(models)[0].head_labels, files=changed_files or {})
+        together(lambda: _publish(stage, files, hf_config, changes), path)
 
 
 class Gatherer:
@@ -232,11 +233,11 @@ def _prepare(
 
 
 def _publish(
-    stage: Staging | None, files: Sequence[shards.Shard], hf_config: Path, labels: Labels | None
+    stage: Staging | None, files: Sequence[shards.Shard], hf_config: Path, changes: Changes
 ) -> None:
     if stage is None:
         return
-    copy_companions(hf_config, stage.tree, Changes(labels=labels))
+    copy_companions(hf_config, stage.tree, changes)
     if len(files) > 1:
         write_durably(stage.tree / INDEX, shards.index_json(files))
     stage.publish()

@@ -14,7 +14,6 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.data_flags import PREPROCESS
-from mcore_qwen3vl.unused import as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.check import DataReport
@@ -96,7 +95,6 @@ def check(
         seq_length, packing=True, teacher_temperature=distill_temperature, **reading
     )
     folder = config_folder(hf_model)
-    unused = unused_of(folder)
     with nullcontext() if write_clean is None else clean_file(write_clean, path) as write:
         report = check_data(
             path,
@@ -107,6 +105,7 @@ def check(
             limit=limit,
             preprocess=preprocess,
             architecture=Architecture.from_hf(folder),
+            unused=unused_of(folder),
             ranks=dp,
             micro_batches=max(1, global_batch_size // dp),
             **({} if write is None else {"usable": write}),
@@ -115,10 +114,9 @@ def check(
         plot_report(report, plot)
     if json:
         found = {"samples": report.samples, "summary": report.totals(), **asdict(report)}
-        console.emit_json({**found, "unused": as_json(unused)})
+        console.emit_json(found)
     else:
         show_report(report)
-        console.name_unused(unused)
         if plot is not None:
             console.say(f"  histograms in {plot}")
         if write_clean is not None and report.tokens:

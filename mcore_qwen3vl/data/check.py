@@ -23,12 +23,14 @@ from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import parse_sources
+from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.flaws import OverlongSample, reason_of
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.scores import teachers_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.machine import require_extra
+from mcore_qwen3vl.unused import Unused, sentences
 
 _BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is
 _KEYS_NAMED = 10
@@ -59,6 +61,8 @@ class DataReport:
     """Samples whose images are changed when they are read, by the kind of change."""
     unread: dict[str, list[str]] = field(default_factory=dict)
     """Samples with a key that is not read, by key; ``id`` is left out."""
+    unused: list[Unused] = field(default_factory=list)
+    """Fields of the processor's configs that nothing uses."""
     bad: list[Flaw] = field(default_factory=list)
     overlong: list[Flaw] = field(default_factory=list)
     packing_efficiency: float | None = None
@@ -105,6 +109,9 @@ class DataReport:
         ]
         if self.unread:
             rows.append(("keys that are not read", self._unread()))
+        for sentence in sentences(self.unused):
+            place, _, names = sentence.partition(": ")
+            rows.append((place, names))
         for name, values in self._measured().items():
             low, median, high = np.percentile(values, [0, 50, 100]).astype(int)
             rows.append((f"{name} a sample", f"{low:,} to {high:,}, median {median:,}"))
@@ -154,6 +161,7 @@ def check_data(
     limit: int | None = None,
     preprocess: str | None = None,
     architecture: Architecture | None = None,
+    unused: Sequence[Unused] = (),
     ranks: int = 1,
     micro_batches: int = 1,
     usable: Callable[[Any], object] = lambda sample: None,
@@ -162,17 +170,21 @@ def check_data(
 
     Args:
         path: a file, a directory, a metadataset or a mixture file, as for the loader.
-        architecture: shape of the model, for the balance of work and the teacher's vocabulary.
+        architecture: shape of the model, for the balance of work, the teacher's vocabulary and the
+            sizes of patches.
+        unused: what of the model's files is not used, to be reported.
         ranks: data-parallel ranks to divide the work over; 1: measure no balance.
         micro_batches: micro-batches of a rank in a step.
         usable: called with each crude sample that can be used.
 
     Raises:
-        BadInput: the data set is missing or empty.
+        BadInput: the data set is missing or empty, or the processor is another model's.
     """
+    if architecture is not None:
+        require_fitting(processor, architecture)
     sources = parse_sources([str(path)], preprocess)
     preparation = Preparation(processor, config, sources)
-    report = DataReport(path, config.seq_length)
+    report = DataReport(path, config.seq_length, unused=list(unused))
     samples = CrudeSamples(sources, split=split, trust=config.trust_data)
     teachers = teachers_of(
         sources,
@@ -200,7 +212,8 @@ def check_data(
             report.bad.append(Flaw(sample_id(crude), reason_of(error)))
         else:
             usable(crude)
-            _record(report, sample_id(crude), plans, parts[0].unread)
+            unread = (*parts[0].unread, *raw.folder.unread)
+            _record(report, sample_id(crude), plans, unread)
     _pack(report, config)
     if architecture is not None and ranks > 1 and report.sizes:
         report.balance = _balance(report, config, architecture, ranks, micro_batches)

@@ -44,10 +44,14 @@ class MediaLimits:
         # One video token covers temporal_patch_size frames.
         self._set_size(videos, "video", token_pixels * videos.temporal_patch_size)
         if self.video_fps is not None:
-            videos.fps = self.video_fps
-        if self.video_max_frames is not None:
-            videos.max_frames = self.video_max_frames
-            videos.min_frames = min(videos.min_frames, self.video_max_frames)
+            videos.do_sample_frames, videos.num_frames, videos.fps = True, None, self.video_fps
+        if (most := self.video_max_frames) is not None:
+            if not videos.do_sample_frames:  # all frames, up to the limit
+                videos.do_sample_frames, videos.num_frames, videos.fps = True, None, None
+            if videos.num_frames is not None:
+                videos.num_frames = min(videos.num_frames, most)
+            videos.max_frames = most
+            videos.min_frames = min(videos.min_frames, most)
 
     def _set_size(self, processor: Any, kind: str, token_pixels: int) -> None:
         least, most, tokens = (

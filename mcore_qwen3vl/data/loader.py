@@ -10,17 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.energon import WorkerConfig, get_savable_loader
 from megatron.energon.savable_loader import SavableCheckpoint
-from packaging.version import Version
 from torch.utils.data import get_worker_info
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.companions import require_processor
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder
 from mcore_qwen3vl.data.encoding.batch import Batch
@@ -37,63 +34,9 @@ from mcore_qwen3vl.machine import usable_cores
 from mcore_qwen3vl.model.flops import ALL, Trained
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 
-OLDEST_TRANSFORMERS = "5.18"
 _PREFETCHED = 2  # batches that a data worker keeps ready
 _LOOK = 1.0  # seconds between two checks that the parent lives
 _BACK = 2  # batches that may have been read since the position of a state
-
-
-def load_processor(checkpoint: str | Path) -> Any:
-    """Load a checkpoint's HF processor (tokenizer, image and video processor, chat template).
-
-    Raises:
-        BadInput: the directory lacks one of the processor's files; the tokenizer has a token for
-            which the model's embedding has no row; or transformers is older than 5.18, whose
-            processors format and count videos differently.
-    """
-    from transformers import AutoProcessor
-
-    if Version(installed := version("transformers")) < Version(OLDEST_TRANSFORMERS):
-        raise BadInput(
-            f"Data and prompts need transformers {OLDEST_TRANSFORMERS} or newer; {installed} is "
-            "installed, which is enough for model, conversion, checks and VERL. Upgrade it."
-        )
-    require_processor(Path(checkpoint))
-    try:
-        processor = AutoProcessor.from_pretrained(
-            checkpoint, local_files_only=True, trust_remote_code=False
-        )
-    # transformers raises OSError, ValueError, KeyError and more for files that are missing.
-    except Exception as error:
-        raise BadInput(
-            f"{checkpoint} holds no usable processor: {' '.join(str(error).split())} Copy the "
-            "tokenizer, the processor configs and chat_template.jinja from the model's repository."
-        ) from error
-    _require_rows(processor.tokenizer, Path(checkpoint))
-    videos = processor.video_processor
-    if getattr(videos, "cap_pixels_per_frame", False) is None:
-        # Frames may be as large as the budgets allow, even if a later transformers would cap them.
-        videos.cap_pixels_per_frame = False
-    return processor
-
-
-def _require_rows(tokenizer: Any, folder: Path) -> None:
-    """Raise BadInput if a token's id is beyond the rows that the model in `folder` has.
-
-    Under TP the embedding has more rows than the config says, as padding: no layer can tell.
-    """
-    if not (folder / "config.json").is_file():
-        return
-    rows = Architecture.from_hf(folder).vocab_size
-    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows}
-    if beyond:
-        first = min(beyond)
-        raise BadInput(
-            f"The tokenizer in {folder} has {len(beyond)} of its tokens beyond the {rows:,} rows "
-            f"of the model's embedding (vocab_size in config.json): {beyond[first]!r:.60} has the "
-            f"id {first}. Give them rows with `mcore-qwen3vl convert hf-to-hf {folder} "
-            f"NEW --resize-vocab {max(beyond) + 1}`, or use the tokenizer that came with the model."
-        )
 
 
 Position = tuple[tuple[int, ...], int]
@@ -127,15 +70,16 @@ class Loader(Iterator[Batch]):
         Args:
             sources: data sets with their weights and how their records are read. JSON, JSONL and
                 Parquet files have no splits.
-            processor: processor from :func:`load_processor`; its budgets are set to those of
-                `config`.
+            processor: processor from :func:`.processor.load_processor`; its budgets are set to
+                those of `config`.
             num_workers: processes that prepare batches; 0: prepare them in this process. Sizes, for
                 balanced work, are measured on all cores.
             checkpoint_every_seconds: seconds between the states that a worker notes. Resuming
                 prepares again, and discards, the batches since the last one.
 
         Raises:
-            BadInput: a data set is missing or empty, or leaves a worker of this rank without data.
+            BadInput: a data set is missing or empty, or leaves a worker of this rank without data;
+                or the processor is another model's.
         """
         self._place = {"rank": dp_rank, "world_size": dp_size, "num_workers": num_workers}
         self._balanced = config.balance

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig, TextStreamer
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.loader import load_processor
+from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.decoding import (
     Sampler,

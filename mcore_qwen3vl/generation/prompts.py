@@ -15,6 +15,7 @@ from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rgb
 from mcore_qwen3vl.data.records.video import load_frames, probe_video, sample_frames
@@ -88,6 +89,7 @@ def encode_prompts(
     multiple_of: int = 1,
 ) -> Prompts:
     """Render, tokenise, load images and videos, and compute positions."""
+    require_fitting(processor, architecture)
     inputs = process(processor, conversations, multiple_of=multiple_of)
     return prompts_from_inputs(architecture, inputs)
 

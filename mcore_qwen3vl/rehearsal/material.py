@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -136,10 +135,10 @@ def _config(model: Path) -> Path:
 def write_made_up(data: Path, model: Path, args: argparse.Namespace) -> None:
     """Write the file of a teacher for whom K tokens and all others together are equally likely."""
     # Imported here, because they take seconds.
-    from mcore_qwen3vl.data.config import DataConfig, MediaLimits
-    from mcore_qwen3vl.data.loader import load_processor
+    from mcore_qwen3vl.data.config import DataConfig
     from mcore_qwen3vl.data.loading.datasets import CrudeSamples
     from mcore_qwen3vl.data.loading.sources import parse_sources
+    from mcore_qwen3vl.data.processor import load_processor
     from mcore_qwen3vl.data.scores import (
         digest,
         encoded_top,
@@ -150,12 +149,12 @@ def write_made_up(data: Path, model: Path, args: argparse.Namespace) -> None:
         write_teacher,
     )
     from mcore_qwen3vl.scoring.records import Records
+    from mcore_qwen3vl.training.arguments.data_flags import media_limits
 
     processor, architecture = load_processor(model), Architecture.from_hf(model)
-    media = MediaLimits(**{f.name: getattr(args, f.name) for f in fields(MediaLimits)})
     sources = parse_sources([str(data)])
     samples = CrudeSamples(sources, split="train", trust=False)
-    config = DataConfig(args.seq_length, media=media)
+    config = DataConfig(args.seq_length, media=media_limits(args))
     records = Records(samples, sources, architecture, processor, config, 1)
     lines = []
     for micro in records.plan(range(len(samples))):

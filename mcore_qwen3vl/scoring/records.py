@@ -18,6 +18,7 @@ from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import Place, place_of
 from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.scores import digest
 from mcore_qwen3vl.scoring.output import OVERLONG
@@ -87,6 +88,7 @@ class Records:
         *,
         alone: bool = False,
     ) -> None:
+        require_fitting(processor, architecture)
         self._samples = samples
         self._architecture, self._config = architecture, config
         self._multiple, self._alone = width_multiple, alone

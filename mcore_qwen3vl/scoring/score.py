@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
-from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import fingerprint
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
+from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of, teacher_of, vocabulary_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import only_writer

@@ -189,7 +189,7 @@ def _check_inputs(
     args: argparse.Namespace, trained: Architecture, source: Source, second: Architecture
 ) -> None:
     """Refuse a second model that needs other tokens, patches or positions in its batches."""
-    from mcore_qwen3vl.data.loader import load_processor
+    from mcore_qwen3vl.data.processor import load_processor
     from mcore_qwen3vl.data.scores import vocabulary_of
 
     name = f"{source.flag} {source.path}"

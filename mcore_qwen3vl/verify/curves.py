@@ -73,8 +73,9 @@ def batch_names(
 
     `data` is the run's training or validation data.
     """
-    from mcore_qwen3vl.data.loader import Loader, load_processor
+    from mcore_qwen3vl.data.loader import Loader
     from mcore_qwen3vl.data.loading.sources import parse_sources
+    from mcore_qwen3vl.data.processor import load_processor
     from mcore_qwen3vl.training.arguments.parser import validate
     from mcore_qwen3vl.training.broadcast.provider import data_config
 

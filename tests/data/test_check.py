@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +324,38 @@ def test_other_tokens_than_a_teachers_stop_the_run(dense: Path, tmp_path: Path) 
     loader = Loader([Source(file)], shape, load_processor(dense), config, num_workers=0)
     with pytest.raises(BadInput, match=r"^\S+train\.jsonl:\d no longer has the tokens"):
         next(loader)
+
+
+def test_every_member_of_a_tar_is_used_or_counted(
+    processor: Any, media: Path, tmp_path: Path
+) -> None:
+    """A caption belongs to all images of its sample; a part that nothing reads is named."""
+    (tmp_path / "tars").mkdir()
+    picture = (media / "0.png").read_bytes()
+    record = json.dumps(
+        chat(("user", [{"type": "image", "image": "a.png"}]), ("assistant", "this"))
+    ).encode()
+    members = {
+        "0.left.png": picture, "0.right.png": picture, "0.txt": b"Two of them.",
+        "1.a.png": picture, "1.b.png": picture, "1.json": record, "1.npy": b"1", "1.txt": b"no",
+    }  # fmt: skip
+    with tarfile.open(tmp_path / "tars" / "0.tar", "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    report = check_data(tmp_path / "tars", processor, DataConfig(4096, packing=True))
+    assert (report.bad, report.images) == ([], 3)
+    assert set(report.unread) == {"b.png in a tar", "npy in a tar", "txt in a tar"}
+    caption = {"text": "Two of them.", "images": ["0.png", "0.png"]}
+    assert report.tokens[0] == len(planned(processor, caption, media)[0].input_ids)
+
+
+def test_a_mixture_that_names_a_mixture_is_refused(processor: Any, tmp_path: Path) -> None:
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text("datasets:\n  - path: mixture.yaml\n")
+    with pytest.raises(BadInput, match=r"data set 1 is a mixture file itself, mixture\.yaml"):
+        check_data(mixture, processor, DataConfig(64))
+    mixture.write_text("data:\n  - path: a.jsonl\n")
+    with pytest.raises(BadInput, match=r"neither a mixture file, .* nor an energon metadataset"):
+        check_data(mixture, processor, DataConfig(64))

@@ -19,7 +19,15 @@ from mcore_qwen3vl.data.encoding.packing import Division, Measure, divide, extra
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.index import sample_id
-from mcore_qwen3vl.data.loading.measured import BAD, OVERLONG, MeasuredFactory, Size, Unusable
+from mcore_qwen3vl.data.loading.measured import (
+    BAD,
+    OVERLONG,
+    MeasuredFactory,
+    Measuring,
+    Size,
+    Unusable,
+    stamp_of,
+)
 from mcore_qwen3vl.data.loading.measured import measure as measure_data
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
@@ -157,18 +165,29 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             factory = MeasuredFactory(one.dataset, number)
             source = self._sources[factory.subflavors[SOURCE]]
             said = [self._settings, repr(source.reading), repr(source.limits)]
-            measure_data(factory, self._size, json.dumps(said), processes)
+            measuring = Measuring(self._measure, self._stamp)
+            measure_data(factory, measuring, json.dumps(said), processes)
             self._data_sets.append(factory)
             one.dataset = factory
         return list(datasets)
 
-    def _size(self, sample: CrudeSample) -> Size | Unusable:
+    def _measure(self, sample: CrudeSample) -> tuple[Size | Unusable, int]:
+        stamp = 0
         try:
-            return size_of(self.preparation.plan(self.preparation.raw(sample)))
+            raw = self.preparation.raw(sample)
+            parsed = self.preparation.parse(raw)
+            stamp = stamp_of(parsed.media)
+            return size_of(self.preparation.plan(raw, parsed)), stamp
         except Exception as error:  # as in the loader, any exception makes the sample bad
             (source,) = sample["__sources__"]
             kind = OVERLONG if isinstance(error, OverlongSample) else BAD
-            return Unusable(kind, reason_of(error), source.shard_name, int(source.index))
+            return Unusable(kind, reason_of(error), source.shard_name, int(source.index)), stamp
+
+    def _stamp(self, sample: CrudeSample) -> int:
+        try:
+            return stamp_of(self.preparation.parse(self.preparation.raw(sample)).media)
+        except Exception:  # as above
+            return 0
 
     @stateless
     def cook(self, sample: CrudeSample) -> Any:
@@ -205,10 +224,22 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
     @stateless
     def postencode_sample(self, sample: Any) -> Any:
         """Read, tokenise and decode a sample."""
+        factory = self._data_sets[sample.data_set]
         with self.guard.skipping(sample):
-            crude = self._data_sets[sample.data_set].read(sample.index)
+            crude = factory.read(sample.index)
             raw = self.preparation.raw(crude)
-            plans = [self.preparation.plan(raw)]
+            try:
+                plans = [self.preparation.plan(raw)]
+            except Exception:
+                factory.forget()
+                raise
+            if (size := size_of(plans[0])) != sample.size:
+                factory.forget()
+                raise BadSample(
+                    f"it has {size.tokens} tokens and {size.patches} patches, and had "
+                    f"{sample.size.tokens} and {sample.size.patches} when it was measured: its "
+                    "media or its hook have changed. The next start measures the data again."
+                )
         return super().postencode_sample(
             Record.derive_from(sample, plans=plans, source=raw.source, name=sample_id(crude))
         )

@@ -34,6 +34,7 @@ from mcore_qwen3vl.data.encoding.planning import Plan, check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
 from mcore_qwen3vl.data.loading.sources import Source, source_names
+from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.preference import SIDES
@@ -159,6 +160,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         config: DataConfig,
         sources: Sequence[Source],
     ) -> None:
+        require_fitting(processor, architecture)
         self.config = config
         self.guard = BadSampleGuard(config.max_bad_fraction, config.bad_fraction_floor)
         self.preparation = Preparation(processor, config, sources)

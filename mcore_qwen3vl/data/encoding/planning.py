@@ -24,6 +24,9 @@ from mcore_qwen3vl.data.records.media import Media, image_size
 from mcore_qwen3vl.data.records.template import Rendered, Span
 from mcore_qwen3vl.data.records.video import probe_video, sample_frames
 
+_COMPOSED = 4
+"""Most characters that Unicode composes to one of a token, such as letter and accents, or more."""
+
 
 @dataclass(frozen=True)
 class PlannedMedia:
@@ -62,6 +65,8 @@ class Planner:
         self._config = config
         self._tokens = {"image": processor.image_token, "video": processor.video_token}
         self._merged = processor.image_processor.merge_size**2
+        longest = max(map(len, processor.tokenizer.get_vocab()))  # a character a byte
+        self._most_characters = _COMPOSED * longest * config.seq_length
 
     def plan(self, rendered: Rendered) -> Plan:
         """Tokenise a rendered record and measure its media.
@@ -71,6 +76,13 @@ class Planner:
                 is trained.
             OverlongSample: the sample is too long, and the policy is to drop it.
         """
+        # Tokenising takes minutes and gigabytes for a text of 50 MB, and cannot be interrupted.
+        characters = len(rendered.text)
+        if characters > self._most_characters and self._config.overlong == "drop":
+            raise OverlongSample(
+                f"{characters:,} characters are more than seq_length {self._config.seq_length} "
+                "tokens can hold."
+            )
         self._check_placeholders(rendered)
         measured = [self._measure(media) for media in rendered.media]
         return self._fit(self._tokenise(rendered, measured), rendered.trains)

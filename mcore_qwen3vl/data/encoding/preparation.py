@@ -27,7 +27,7 @@ from mcore_qwen3vl.data.records.preference import (
     parse_pair,
     require_pair,
 )
-from mcore_qwen3vl.data.records.reading import find_hook, preprocessed
+from mcore_qwen3vl.data.records.reading import Observed, find_hook, preprocessed
 from mcore_qwen3vl.data.records.tasks import (
     is_classification,
     parse_classification,
@@ -82,7 +82,7 @@ class Preparation:
         return RawSample(
             **basic_sample_keys(crude),
             record=record,
-            folder=MediaFolder(root, parts),
+            folder=MediaFolder(root, Observed(parts)),
             source=source,
         )
 

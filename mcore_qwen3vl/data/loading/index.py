@@ -8,9 +8,12 @@ for beside the data itself. From the indexes come the places of records, for mes
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import sys
+import tarfile
+from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +25,7 @@ from filelock import FileLock, Timeout
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors import BaseWebdatasetFactory
 from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexWriter
+from megatron.energon.flavors.webdataset.config import split_name_re
 from megatron.energon.source_info import SourceInfo, get_source_info
 
 from mcore_qwen3vl.data.loading import readers
@@ -145,12 +149,49 @@ def _index_tars(path: Path) -> None:
             f"{origin(path)} holds neither .tar nor .parquet files, nor a Hugging Face dataset "
             "(state.json, dataset_dict.json), nor an energon index (.nv-meta)."
         )
-    with redirect_stdout(sys.stderr):  # a command's own output may be JSON
-        BaseWebdatasetFactory.prepare_dataset(
-            path, tars, split_parts_ratio=[("train", 1.0)], workers=min(8, len(tars))
-        )
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):  # a command's own output may be JSON
+            BaseWebdatasetFactory.prepare_dataset(
+                path, tars, split_parts_ratio=[("train", 1.0)], workers=min(8, len(tars))
+            )
+    # energon exits where a key comes twice, and asserts that every tar has samples.
+    except (SystemExit, AssertionError) as error:
+        raise BadInput(_flaw_of(path, tars) or f"{origin(path)}: {error}") from None
+    print(said.getvalue(), end="", file=sys.stderr)
     # Written last, so that whoever sees this file finds the rest complete.
     (path / ".nv-meta" / "dataset.yaml").write_text(_CRUDE, encoding="utf-8")
+
+
+def _flaw_of(path: Path, tars: Sequence[str]) -> str | None:
+    """Return a sentence on why the tars of a folder cannot be indexed."""
+    places: dict[str, str] = {}
+    for name in tars:
+        there, before = f"{origin(path) / name}", None
+        try:
+            with tarfile.open(path / name) as tar:
+                files = [member.name for member in tar if member.isfile()]
+        except (tarfile.TarError, OSError, EOFError) as error:
+            return f"{there} is damaged: {error}. Write it again, or move it out of the folder."
+        matches = [found for file in files if (found := split_name_re.match(file))]
+        if not matches:
+            return f"{there} holds no sample: move it out of the folder."
+        for match in matches:
+            if (key := match[1]) == before:
+                continue
+            if places.get(key) == there:
+                return (
+                    f"{there}: the files of the sample {key} lie apart, {match[0]} after those of "
+                    "other samples. Write the files of a sample one after the other, as "
+                    "`tar --sort=name` does."
+                )
+            if key in places:
+                return (
+                    f"{places[key]} and {there} both have a sample {key}, and each needs a name "
+                    "of its own: put the files of each tar into a folder inside it."
+                )
+            places[key], before = there, key
+    return None
 
 
 def line_of(path: Path, record: int) -> int:

@@ -42,6 +42,8 @@ _BUDGETS: dict[str, type] = {
     name: float if hint == float | None else int
     for name, hint in get_type_hints(MediaLimits).items()
 }
+_OF_YAML = {"datasets", "splits", "__class__"}
+"""Keys of a YAML file, one of which says that it is a mixture file or a metadataset."""
 _KEYS = {**dict.fromkeys(("path", "name", "media", *_TEXTS), str), **_NUMBERS, **_BUDGETS}
 
 
@@ -99,7 +101,12 @@ def _expanded(path: Path, weight: float) -> list[Source]:
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return [Source(path, weight)]
     content = _content(path)
-    if not isinstance(content, Mapping) or "datasets" not in content:
+    if not isinstance(content, Mapping) or not content.keys() & _OF_YAML:
+        raise BadInput(
+            f"{path} is neither a mixture file, which has the key datasets, nor an energon "
+            "metadataset, which has splits."
+        )
+    if "datasets" not in content:
         return [Source(path, weight)]
     sources = _mixture(content, path)
     total = sum(source.weight for source in sources)
@@ -142,6 +149,12 @@ def _source(entry: Any, where: str, file: Path) -> Source:
         return {key: entry[key] for key in keys if key in entry}
 
     here = file.absolute().parent
+    if (inner := here / entry["path"]).suffix in (".yaml", ".yml") and inner.is_file():
+        content = _content(inner)
+        if isinstance(content, Mapping) and "datasets" in content:
+            raise BadInput(
+                f"{where} is a mixture file itself, {entry['path']}: write its data sets here."
+            )
     return Source(
         here / entry["path"],
         reading=Reading(**given(_TEXTS)),

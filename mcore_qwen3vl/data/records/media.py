@@ -24,7 +24,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.reading import number
+from mcore_qwen3vl.data.records.reading import Observed, number
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -166,23 +166,18 @@ class Media:
 
     def open(self) -> BinaryIO:
         """Open the encoded bytes."""
-        assert not isinstance(self.content, tuple)
+        content = self.content
+        assert not isinstance(content, tuple)
         try:
-            if isinstance(self.content, bytes):
-                size = len(self.content)
-            else:
-                file = self.content.stat()
-                # Opening a pipe would wait for a writer, and a device may have no end.
-                if not stat.S_ISREG(file.st_mode):
-                    raise BadSample(f"{self.kind} {self.content} is not a regular file.")
-                size = file.st_size
+            # Opening a pipe would wait for a writer, and a device may have no end.
+            if isinstance(content, Path) and not stat.S_ISREG(content.stat().st_mode):
+                raise BadSample(f"{self.kind} {content} is not a regular file.")
+            size = content.stat().st_size if isinstance(content, Path) else len(content)
             if size == 0:
                 raise BadSample(f"{self.kind} {self.name} is empty: it has 0 bytes.")
-            if isinstance(self.content, bytes):
-                return BytesIO(self.content)
-            return self.content.open("rb")
+            return content.open("rb") if isinstance(content, Path) else BytesIO(content)
         except OSError as error:
-            raise BadSample(f"{self.kind} {self.content}: {error.strerror}.") from error
+            raise BadSample(f"{self.kind} {content!s}: {error.strerror}.") from error
 
 
 @dataclass(frozen=True)
@@ -191,6 +186,12 @@ class MediaFolder:
 
     root: Path
     parts: Mapping[str, bytes]
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The parts that nothing has read, if `parts` remember it."""
+        unread = self.parts.unread if isinstance(self.parts, Observed) else ()
+        return tuple(f"{name} in a tar" for name in unread)
 
     def resolve(self, kind: Kind, reference: Any, fields: Mapping[str, Any] | None = None) -> Media:
         """Return the image or video that a record refers to.

@@ -194,12 +194,12 @@ def join_parts(parts: Mapping[str, Any], record: Any) -> Any:
     record = dict(record or {})
     if {"messages", "conversations", "texts", "chosen", "query", "completion"} & record.keys():
         return record
-    for name in sorted(parts):
-        kind = media_kind(name)
-        if kind and f"{kind}s" not in record and kind not in record:
-            record[kind] = name
-    if "txt" in parts:
-        record.setdefault("text", parts["txt"].decode("utf-8"))
+    for kind in KINDS:
+        names = sorted(name for name in parts if media_kind(name) == kind)
+        if names and f"{kind}s" not in record and kind not in record:
+            record[f"{kind}s"] = names
+    if "text" not in record and "txt" in parts:
+        record["text"] = parts["txt"].decode("utf-8")
     return record
 
 

@@ -71,6 +71,11 @@ def check_data_arguments(args: argparse.Namespace) -> None:
     DataConfig(**{name: value for name, value in given.items() if value is not None})
 
 
+def media_limits(args: argparse.Namespace) -> MediaLimits:
+    """Return the budgets of the command line."""
+    return MediaLimits(**{field.name: getattr(args, field.name) for field in fields(MediaLimits)})
+
+
 def _add(group: argparse._ArgumentGroup, name: str, kind: Any, default: Any) -> None:
     flag, text = name.replace("_", "-"), TEXTS[name]
     if name in _DECIDED_LATER:

@@ -15,13 +15,15 @@ from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.loader import Loader, load_processor
+from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
+from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.training.arguments.data_flags import media_limits
 from mcore_qwen3vl.training.arguments.losses import (
     DISTILL,
     KTO,
@@ -60,8 +62,7 @@ def data_config(args: argparse.Namespace) -> DataConfig:
         chosen["teacher_temperature"] = distillation_of(args).temperature
     per_step = args.micro_batch_size * args.data_parallel_size
     chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
-    media = MediaLimits(**{f.name: given[f.name] for f in fields(MediaLimits)})
-    return DataConfig(**chosen, media=media)
+    return DataConfig(**chosen, media=media_limits(args))
 
 
 def _tokens_of_a_product(args: argparse.Namespace) -> int:

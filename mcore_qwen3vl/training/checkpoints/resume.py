@@ -39,8 +39,10 @@ from mcore_qwen3vl.converters.mcore.paths import (
 from mcore_qwen3vl.converters.storage.restricted_pickle import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
+from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import replacing
+from mcore_qwen3vl.training.arguments.data_flags import media_limits
 from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.training.broadcast import data_state
 
@@ -213,14 +215,16 @@ def save_companions(args: argparse.Namespace) -> None:
     """Copy the files of ``--hf-model`` other than weights into the ``hf`` folder of ``--save``.
 
     A conversion does the same. With them, the checkpoints can be exported, compared and used for
-    generation as they are. One rank calls this; the folder appears whole or not at all.
+    generation as they are; the processor has the run's budgets. One rank calls this; the folder
+    appears whole or not at all.
     """
     folder, source = Path(args.save) / HF_FOLDER, Path(args.hf_model)
     if folder.exists():
         return
     with replacing(folder) as partial:
         labels = labels_of(args)
-        copy_companions(source, partial, Changes(labels=labels))
+        files = with_budgets(source, media_limits(args))
+        copy_companions(source, partial, Changes(labels=labels, files=files))
         write_form(partial, Form(head=head_of(labels)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments import lora as lora_flags
 from mcore_qwen3vl.training.arguments import losses as preference
+from mcore_qwen3vl.training.arguments.data_flags import media_limits
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.losses import DISTILL, distillation_of
 from mcore_qwen3vl.training.arguments.tasks import answers_of, contrastive_of, labels_of, ranking_of
@@ -258,6 +259,14 @@ def _writes(args: argparse.Namespace) -> str:
     if args.save_hf:
         kind = "PEFT adapters" if lora_flags.asked(args) else "Hugging Face checkpoints"
         writes.append(f"{kind} to {args.save_hf}")
+    budgets = [
+        f"--{name.replace('_', '-')} {value:g}"
+        for name, value in asdict(media_limits(args)).items()
+        if value is not None
+    ]
+    if budgets and (args.save or args.save_hf):
+        of_adapter = "; an adapter has no processor" if lora_flags.asked(args) else ""
+        writes.append(f"the processor beside them has {', '.join(budgets)}{of_adapter}")
     if args.log_json:
         writes.append(f"numbers to {args.log_json}")
     if args.tensorboard_dir:

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.loader import load_processor
+from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.model.decoder.attention import PackedSequence

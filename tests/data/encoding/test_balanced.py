@@ -19,7 +19,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
 from mcore_qwen3vl.data.loading import measured
 from mcore_qwen3vl.errors import BadInput
-from tests.data.conftest import WriteJsonl, chat, question
+from tests.data.conftest import WriteJsonl, chat, question, write_png
 from tests.turns import slow_except
 
 CONFIG = DataConfig(
@@ -111,6 +111,60 @@ def test_sizes_are_measured_once_and_again_when_something_changes(
     data.write_text(data.read_text() + json.dumps(question(1)) + "\n")
     make(data, 0)
     assert len(files()) == 3
+
+
+NAMES = ["grows", "shrinks", "comes", "goes", "stays"]
+ONCE = replace(CONFIG, seq_length=64, packing_buffer=len(NAMES), max_bad_fraction=1.0)
+
+
+@pytest.fixture
+def pictures(write_jsonl: WriteJsonl, tmp_path: Path) -> Path:
+    """Write a record about each of `NAMES`; one image is too large, and one is not there."""
+    chats = [chat(("user", "<image>?"), ("assistant", "a")) for _ in NAMES]
+    path = write_jsonl(
+        [{**one, "images": [f"{name}.png"]} for one, name in zip(chats, NAMES, strict=True)]
+    )
+    for name in set(NAMES) - {"comes"}:
+        write_png(tmp_path / f"{name}.png", *((160, 160) if name == "shrinks" else (32, 32)))
+    return path
+
+
+def replace_pictures(folder: Path, side: int) -> None:
+    write_png(folder / "grows.png", side, side)
+    for name in ("shrinks", "comes"):
+        write_png(folder / f"{name}.png", 32, 32)
+    (folder / "goes.png").unlink()
+
+
+def names_of(loader: Loader, batches: int) -> set[str]:
+    return {NAMES[n - 1] for _ in range(batches) for n in numbers(next(loader))}
+
+
+def test_replaced_media_are_measured_again_at_the_start(
+    make: Callable[..., Loader], pictures: Path
+) -> None:
+    """A record that could not be used is used once its image is there, or small enough."""
+    assert names_of(make(pictures, 0, ONCE, ranks=1), 6) == {"grows", "goes", "stays"}
+    replace_pictures(pictures.parent, 160)
+    assert names_of(make(pictures, 0, ONCE, ranks=1), 6) == {"shrinks", "comes", "stays"}
+
+
+def test_media_replaced_in_a_run_are_left_out_and_the_sizes_forgotten(
+    make: Callable[..., Loader],
+    pictures: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They do not fit the packs that were made for them, and data sets are not compared whole."""
+    cache = pictures.parent / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    loader = make(pictures, 0, ONCE, ranks=1)
+    assert len(sizes_in(cache)) == 1
+    replace_pictures(pictures.parent, 40)
+    with caplog.at_level(logging.WARNING):
+        assert names_of(loader, 6) == {"stays"}
+    assert sizes_in(cache) == []
+    assert "tokens and 100 patches, and had" in caplog.text
 
 
 def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(

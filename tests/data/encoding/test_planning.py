@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -372,3 +373,18 @@ def test_the_message_that_a_template_refuses_is_named(
     parsed = parse_record(chat(*turns), MediaFolder(Path(), {}))
     with pytest.raises(BadSample, match=r"refuses message 3, of role user: .*gone"):
         Renderer(processor).render(parsed)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tokens", "error"),
+    [("drop", 33, OverlongSample), ("drop", 8, TimeoutError), ("truncate", 33, TimeoutError)],
+)
+def test_a_text_that_no_row_can_hold_is_not_tokenised(
+    policy: Any, tokens: int, error: type[Exception], processor: Any, media: Path
+) -> None:
+    longest = max(map(len, processor.tokenizer.get_vocab()))
+    record = chat(("user", "w" * (4 * longest * tokens)), ("assistant", "a"))
+    rendered = Renderer(processor).render(parse_record(record, MediaFolder(media, {})))
+    planner = Planner(processor, DataConfig(32, overlong=policy))
+    with mock.patch.object(Planner, "_tokenise", side_effect=TimeoutError), pytest.raises(error):
+        planner.plan(rendered)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import shutil
 import tarfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,50 @@ def test_what_cannot_be_indexed_is_named_where_it_really_is(
 def test_folder_without_tars_is_refused(make: MakeLoader, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=f"{tmp_path} holds neither"):
         make(tmp_path)
+
+
+def tar_of(path: Path, *members: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name in members:
+            content = b"a caption" if name.endswith("txt") else name.encode()
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("tars", "message"),
+    [
+        (
+            {"0.tar": ["0.png", "1.png", "0.txt", "1.txt"]},
+            r"0\.tar: the files of the sample 0 lie apart, 0\.txt after those of other samples\.",
+        ),
+        (
+            {"0.tar": ["0.png", "0.txt"], "1.tar": ["1.txt", "0.txt"]},
+            r"0\.tar and .*1\.tar both have a sample 0, and each needs a name of its own",
+        ),
+        ({"0.tar": ["0.txt"], "1.tar": []}, r"1\.tar holds no sample: move it out of the folder"),
+    ],
+)
+def test_tars_that_cannot_be_indexed_say_what_is_wrong(
+    tars: dict[str, list[str]], message: str, tmp_path: Path
+) -> None:
+    for name, members in tars.items():
+        tar_of(tmp_path / "tars" / name, *members)
+    with pytest.raises(BadInput, match=message):
+        ensure_index(tmp_path / "tars")
+
+
+@pytest.mark.parametrize("damage", [lambda tar: b"x" * len(tar), lambda tar: tar[:514]])
+def test_a_tar_that_cannot_be_read_is_not_left_out(
+    damage: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    tar_of(tmp_path / "tars" / "0.tar", "0.txt")
+    other = tar_of(tmp_path / "tars" / "1.tar", "1.txt", "2.txt")
+    other.write_bytes(damage(other.read_bytes()))
+    with pytest.raises(BadInput, match=r"1\.tar is damaged: "):
+        ensure_index(tmp_path / "tars")
+    tar_of(other, "1.txt", "2.txt")
+    ensure_index(tmp_path / "tars")

@@ -1,0 +1,274 @@
+"""A checkpoint's HF processor: loaded, checked, and written with the budgets of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.companions import require_processor
+from mcore_qwen3vl.converters.hf.config_file import dumps
+from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.unused import Fields, Unused
+
+OLDEST_TRANSFORMERS = "5.18"
+
+_NESTED = "processor_config.json"
+_FILES = {
+    "image_processor": ("preprocessor_config.json",),
+    "video_processor": ("video_preprocessor_config.json", "preprocessor_config.json"),
+}
+"""The files that transformers looks for if processor_config.json lacks a section, in order."""
+
+_CLASSES = {"image_processor": "Qwen2VLImageProcessor", "video_processor": "Qwen3VLVideoProcessor"}
+"""The classes whose counts and pixels are reproduced; older names end in ``Fast``."""
+
+_BOTH = (
+    "size", "patch_size", "temporal_patch_size", "merge_size", "resample",
+    "do_resize", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std",
+)  # fmt: skip
+_USED = {
+    "image_processor": (*_BOTH, "image_processor_type", "min_pixels", "max_pixels"),
+    "video_processor": (
+        *_BOTH, "video_processor_type", "do_sample_frames", "num_frames", "fps", "min_frames",
+        "max_frames", "cap_pixels_per_frame", "max_video_tokens",
+    ),
+}  # fmt: skip
+_INERT = (
+    # which classes read the file, which of them wrote it, and in what form they return tensors
+    "processor_class", "image_processor_type", "video_processor_type", "feature_extractor_type",
+    "transformers_version", "data_format", "input_data_format", "return_tensors",
+    "return_metadata", "model_input_names", "device", "disable_grouping", "default_to_square",
+    "max_image_size",
+)  # fmt: skip
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "do_convert_rgb": (True,), "do_center_crop": (False,), "do_pad": (False,),
+}  # fmt: skip
+_REASONS = {
+    "do_convert_rgb": "images are always converted to RGB",
+    "do_center_crop": "transformers does not crop for this model",
+    "do_pad": "transformers does not pad for this model",
+    "auto_map": "code of a checkpoint is not run",
+    "min_pixels": "the budget is size.shortest_edge",
+    "max_pixels": "the budget is size.longest_edge",
+}
+_SIZE = ("shortest_edge", "longest_edge")
+
+
+def load_processor(checkpoint: str | Path) -> Any:
+    """Load a checkpoint's HF processor (tokenizer, image and video processor, chat template).
+
+    Raises:
+        BadInput: the directory lacks one of the processor's files; a setting would give pixels that
+            are not finite, or is not supported; the tokenizer has a token for which the model's
+            embedding has no row; or transformers is older than 5.18, whose processors format and
+            count videos differently.
+    """
+    from transformers import AutoProcessor
+
+    if Version(installed := version("transformers")) < Version(OLDEST_TRANSFORMERS):
+        raise BadInput(
+            f"Data and prompts need transformers {OLDEST_TRANSFORMERS} or newer; {installed} is "
+            "installed, which is enough for model, conversion, checks and VERL. Upgrade it."
+        )
+    require_processor(Path(checkpoint))
+    try:
+        processor = AutoProcessor.from_pretrained(
+            checkpoint, local_files_only=True, trust_remote_code=False
+        )
+    # transformers raises OSError, ValueError, KeyError and more for files that are missing.
+    except Exception as error:
+        raise BadInput(
+            f"{checkpoint} holds no usable processor: {' '.join(str(error).split())} Copy the "
+            "tokenizer, the processor configs and chat_template.jinja from the model's repository."
+        ) from error
+    _require_rows(processor.tokenizer, Path(checkpoint))
+    for section, (where, _) in _sections(Path(checkpoint)).items():
+        _check(section, getattr(processor, section), f"{checkpoint}: {where}")
+    videos = processor.video_processor
+    if getattr(videos, "cap_pixels_per_frame", False) is None:
+        # Frames may be as large as the budgets allow, even if a later transformers would cap them.
+        videos.cap_pixels_per_frame = False
+    return processor
+
+
+def _require_rows(tokenizer: Any, folder: Path) -> None:
+    """Raise BadInput if a token's id is beyond the rows that the model in `folder` has.
+
+    Under TP the embedding has more rows than the config says, as padding: no layer can tell.
+    """
+    if not (folder / "config.json").is_file():
+        return
+    rows = Architecture.from_hf(folder).vocab_size
+    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows}
+    if beyond:
+        first = min(beyond)
+        raise BadInput(
+            f"The tokenizer in {folder} has {len(beyond)} of its tokens beyond the {rows:,} rows "
+            f"of the model's embedding (vocab_size in config.json): {beyond[first]!r:.60} has the "
+            f"id {first}. Give them rows with `mcore-qwen3vl convert hf-to-hf {folder} "
+            f"NEW --resize-vocab {max(beyond) + 1}`, or use the tokenizer that came with the model."
+        )
+
+
+def _sections(folder: Path) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Return what transformers reads of each section: the place, for messages, and the fields."""
+    nested = _read(folder / _NESTED)
+    sections = {}
+    for section, names in _FILES.items():
+        file = next((name for name in names if (folder / name).is_file()), _NESTED)
+        if section in nested:
+            sections[section] = (f"{_NESTED}, {section}", nested[section])
+        else:
+            sections[section] = (file, _read(folder / file))
+    return sections
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{file} cannot be read: {error}. Restore the file.") from error
+    if not isinstance(content, Mapping):
+        raise BadInput(f"{file} is not a JSON object. Restore the file.")
+    return content
+
+
+def unused_of_processor(folder: Path) -> list[Unused]:
+    """Return the fields of a checkpoint's processor configs that nothing uses.
+
+    Raises:
+        BadInput: a config cannot be read.
+    """
+    sections = _sections(folder)
+    read = {where for where, _ in sections.values()}
+    unused = Fields(
+        _NESTED, used=(*_FILES, "chat_template"), inert=_INERT, reasons=_REASONS
+    ).unused(_read(folder / _NESTED))
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        if (folder / name).is_file() and name not in read:
+            unused.append(Unused(name, "all of it", f"{_NESTED} is read in its place"))
+    for section, (where, fields) in sections.items():
+        if where == _NESTED:  # no section of its own, and named above
+            continue
+        owner = Fields(where, _USED[section], _INERT, _WITHOUT_EFFECT, _REASONS)
+        unused += owner.unused(fields)
+        if isinstance(size := fields.get("size"), Mapping):
+            unused += Fields(f"{where}, size", _SIZE).unused(size)
+    return unused
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_of_channels(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 3 and all(map(_is_number, value))
+
+
+_FLAGS = ("do_resize", "do_rescale", "do_normalize", "do_sample_frames")
+_COUNTS = ("patch_size", "temporal_patch_size", "merge_size", "min_frames", "max_frames")
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
+    **dict.fromkeys(_COUNTS, (_is_count, "a number from 1")),
+    "num_frames": (lambda value: value is None or _is_count(value), "a number from 1, or null"),
+    "fps": (
+        lambda value: value is None or (_is_number(value) and value > 0),
+        "a number above 0, or null",
+    ),
+    "resample": (lambda value: value in range(6), "one of PIL's filters, 0 to 5"),
+    "rescale_factor": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    "image_mean": (_is_of_channels, "a list of three numbers"),
+    "image_std": (
+        lambda value: _is_of_channels(value) and min(value) > 0,
+        "a list of three numbers above 0",
+    ),
+}
+"""For each field, the values that it may have, in code and in words."""
+
+
+def _check(section: str, processor: Any, where: str) -> None:
+    """Raise BadInput if a setting gives pixels that are not finite, or others than here."""
+    if (kind := type(processor).__name__.removesuffix("Fast")) != _CLASSES[section]:
+        raise BadInput(f"{where}: a {kind} is not supported; {_CLASSES[section]} is.")
+    for name, (fits, wanted) in _VALUES.items():
+        if hasattr(processor, name) and not fits(value := getattr(processor, name)):
+            raise BadInput(f"{where}: {name} is {value!r:.80}; it must be {wanted}.")
+    least, most = (processor.size.get(edge) for edge in _SIZE)
+    if not (_is_count(least) and _is_count(most) and least <= most):
+        raise BadInput(
+            f"{where}: size has shortest_edge {least!r:.40} and longest_edge {most!r:.40}; they "
+            "must be numbers of pixels, the first not above the second."
+        )
+    if not processor.do_resize:
+        raise BadInput(
+            f"{where}: do_resize is false, and images are always resized to whole tokens. Set it "
+            "to true."
+        )
+    both = getattr(processor, "num_frames", None), getattr(processor, "fps", None)
+    if None not in both and processor.do_sample_frames:
+        raise BadInput(
+            f"{where}: num_frames is {both[0]} and fps is {both[1]}, of which transformers takes "
+            "one. Set the other to null; the default of fps is 2."
+        )
+
+
+def require_fitting(processor: Any, architecture: Architecture) -> None:
+    """Raise BadInput if the processor cuts images into other patches than the model takes."""
+    vision = architecture.vision
+    for section in _FILES:
+        for name, needed in (
+            ("patch_size", vision.patch_size),
+            ("temporal_patch_size", vision.temporal_patch_size),
+            ("merge_size", vision.spatial_merge_size),
+        ):
+            if (value := getattr(getattr(processor, section), name)) != needed:
+                raise BadInput(
+                    f"The {section.replace('_', ' ')} has {name} {value}, and the model takes "
+                    f"{needed}. Use the processor that belongs to this checkpoint."
+                )
+
+
+def with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
+    """Return the processor configs in `folder` with the budgets of a run, by file name.
+
+    Only files that the budgets change are returned.
+
+    Raises:
+        BadInput: the processor cannot be loaded, or a budget is empty.
+    """
+    if limits == MediaLimits():
+        return {}
+    processor = load_processor(folder)
+    usual = {section: getattr(processor, section).to_dict() for section in _FILES}
+    limits.apply(processor)
+    files: dict[str, dict[str, Any]] = {}
+    for section, (where, fields) in _sections(folder).items():
+        before, after = usual[section], getattr(processor, section).to_dict()
+        # `to_dict` leaves out what is null.
+        names = {**before, **after}
+        changed = {name: after.get(name) for name in names if after.get(name) != before.get(name)}
+        if not changed:
+            continue
+        file = where.partition(",")[0]
+        content = files.setdefault(file, dict(_read(folder / file)))
+        if where != file:
+            content[section] = content = dict(fields)
+        if "size" in changed:  # which transformers would replace with these
+            content.pop("min_pixels", None)
+            content.pop("max_pixels", None)
+        content |= changed
+    return {name: dumps(content) for name, content in files.items()}
