@@ -232,6 +232,7 @@ class Run:
             "logical_and_across_model_parallel_group": partial(
                 hooks.success_of_all, fp16=args.fp16
             ),
+            "get_optimizer_param_scheduler": self._schedule,
             "setup_model_and_optimizer": self._set_up,
             "get_forward_backward_func": schedule_of(args, self.second),
         }
@@ -258,7 +259,12 @@ class Run:
         import torch
         from megatron.training.utils import is_last_rank
 
-        found = original(*args, **kwargs)
+        config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
+        variable, config.variable_seq_lengths = config.variable_seq_lengths, True
+        try:  # with --packing too, a validation's batches differ in length
+            found = original(*args, **kwargs)
+        finally:
+            config.variable_seq_lengths = variable
         losses = found[0]
         iteration = self._validated_at
         if losses is not None:  # None if the run's time was up meanwhile
@@ -295,6 +301,11 @@ class Run:
         take_other_chains(optimizer)
         scale_on_host(optimizer)
         return optimizer
+
+    def _schedule(self, original: Any, optimizer: Any) -> Any:
+        if self.args.num_epochs:
+            self.args.train_iters = self.data.count_steps()
+        return original(optimizer)
 
     def _finalize_gradients(
         self, model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any
