@@ -191,7 +191,7 @@ class Loader(Iterator[Batch]):
         batches: int,
     ) -> Any:
         """Make the batches of a validation, again and again."""
-        encoder.parts = parts = [Part(one.dataset) for one in datasets]
+        parts = self._open_parts(encoder, workers, datasets)
         period = batches * self._config.micro_batch_size * workers.world_size
         records = min(period, sum(map(len, parts)))
         return self._blocks(encoder, Order(parts), workers, end=records, period=period)
@@ -208,12 +208,10 @@ class Loader(Iterator[Batch]):
         config = self._config
         if config.balance:
             datasets = encoder.measured(datasets, usable_cores())
-        encoder.parts = parts = [Part(one.dataset) for one in datasets]
+        parts = self._open_parts(encoder, workers, datasets)
         order = order_of(datasets, parts, blend_mode, seed)
         end = None if self._epochs is None else self._epochs * length_of_epoch(order)
         self.length = end
-        records, per_rank = sum(map(len, parts)), max(1, workers.num_workers)
-        encoder.guard.expect(records, -(-records // (workers.world_size * per_rank)))
         if not config.packing:
             return self._blocks(encoder, order, workers, end=end)
         buffer = config.packing_buffer * (workers.world_size if config.balance else 1)
@@ -228,6 +226,14 @@ class Loader(Iterator[Batch]):
         packs = encoder.build_stream(stream, buffer, workers)
         self._order, self._turns = (PACKS, packs) if config.balance else (PARTS, None)
         return packs
+
+    def _open_parts(
+        self, encoder: Any, workers: WorkerConfig, datasets: Sequence[LoadedDataset]
+    ) -> list[Part]:
+        encoder.parts = parts = [Part(one.dataset) for one in datasets]
+        records, per_rank = sum(map(len, parts)), max(1, workers.num_workers)
+        encoder.guard.expect(records, -(-records // (workers.world_size * per_rank)))
+        return parts
 
     def _blocks(self, encoder: Any, order: Order, workers: WorkerConfig, **ends: Any) -> Any:
         self._order, self._rows = RECORDS, self._config.micro_batch_size

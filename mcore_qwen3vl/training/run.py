@@ -17,9 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
+from mcore_qwen3vl.console import name_unused
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import compile_where_possible, order_transfers
-from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
+from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu, unused
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
@@ -110,6 +111,7 @@ class Run:
         """Print what the run will do; one rank calls this."""
         from mcore_qwen3vl.training.logs.summary import show_summary, summary
 
+        name_unused(unused(self.args, explicit))
         taken = statement(self.args, explicit)
         if screen is not None:
             rows = summary(self.args, self.architecture, explicit, self.lora, self.other)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.help import asked_words
 from mcore_qwen3vl.training.arguments.lora import check_targets
 from mcore_qwen3vl.training.folders import check_export, check_writable
+from mcore_qwen3vl.unused import Unused
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:
@@ -43,6 +44,8 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
     if args.eval_iters < WHOLE:
         raise BadInput(f"--eval-iters is {args.eval_iters}; leave it out to evaluate on all data.")
     if args.full_validation:
+        if not args.valid_data_path:
+            raise BadInput("--full-validation is set without --valid-data-path.")
         if args.eval_iters != WHOLE:
             raise BadInput(
                 "--full-validation evaluates on all of --valid-data-path, and --eval-iters on a "
@@ -225,6 +228,26 @@ def check_surroundings(args: argparse.Namespace) -> None:
     _check_kinds(args)
     _check_loggers(args)
     _check_packages(args)
+
+
+def unused(args: argparse.Namespace, explicit: Collection[str]) -> list[Unused]:
+    """Return what the command line sets, by its ``dest`` names in `explicit`, and no rank uses."""
+    from mcore_qwen3vl.data.loading.tables import is_table
+
+    found = []
+    paths = [source.path for source in parse_sources(args.train_data_path or args.data_path)]
+    if "shuffle_buffer" in explicit and all(
+        path.suffix in (".json", ".jsonl") or is_table(path) for path in paths
+    ):
+        why = "each epoch of these data has a permutation of its own"
+        found.append(Unused("the command line", "--shuffle-buffer", why))
+    held_out = parse_sources(args.valid_data_path) if args.valid_data_path else []
+    why = "a validation reads each data set once"
+    if len({source.weight for source in held_out}) > 1:
+        found.append(Unused("--valid-data-path", "weight", why))
+    if {source.epochs for source in held_out} - {None, 1}:
+        found.append(Unused("--valid-data-path", "epochs", why))
+    return found
 
 
 def _check_epochs(args: argparse.Namespace) -> None:

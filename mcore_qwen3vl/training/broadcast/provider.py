@@ -17,6 +17,7 @@ from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import name_unused
 from mcore_qwen3vl.converters.mcore.paths import tracked
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.data.encoding.batch import Batch
@@ -37,6 +38,7 @@ from mcore_qwen3vl.training.arguments.losses import (
 from mcore_qwen3vl.training.arguments.tasks import contrastive_of, labels_of
 from mcore_qwen3vl.training.broadcast import data_state, groups
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches
+from mcore_qwen3vl.unused import Unused
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
@@ -66,6 +68,22 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
     media = MediaLimits(**{f.name: given[f.name] for f in fields(MediaLimits)})
     return DataConfig(**chosen, media=media)
+
+
+def validation_config(args: argparse.Namespace) -> DataConfig:
+    """Derive from the flags how the samples of a validation become batches.
+
+    They are not packed, so that the first batches hold the same ones under every layout.
+    """
+    config = data_config(args)
+    return replace(
+        config,
+        packing=False,
+        balance=False,
+        micro_batch_size=args.eval_micro_batch_size,
+        pad_to_longest=config.pad_to_longest or config.packing,
+        length_multiple=_whole(args),
+    )
 
 
 def _whole(args: argparse.Namespace) -> int:
@@ -127,7 +145,7 @@ class DataProvider:
             data_state.load(self.train_loader, args.load, args.iteration, *dp, self._sources)
         valid = None
         if args.valid_data_path:
-            loader = self._validation_loader(config)
+            loader = self._validation_loader()
             valid = self._share(loader, shared_host_group, valid_feed)
         if config.balance or args.valid_data_path:
             groups.wait_for_measuring()
@@ -165,27 +183,20 @@ class DataProvider:
         epochs, steps = (saved or {}).get(data_state.EPOCHS) or (None, None)
         return steps if epochs == args.num_epochs else None
 
-    def _validation_loader(self, config: DataConfig) -> Loader | None:
-        """Set the number of a validation's batches, and open its data on a rank that reads.
-
-        Samples are not packed, so that the first batches hold the same ones under every layout.
-        """
+    def _validation_loader(self) -> Loader | None:
+        """Set the number of a validation's batches, and open its data on a rank that reads."""
         args = self._args
         if not self._reads():
             return None
         sources = parse_sources(args.valid_data_path, args.preprocess)
         records = len(CrudeSamples(sources, split="val", trust=args.trust_data))
         batches = -(-records // args.eval_global_batch_size)
+        if args.eval_iters > batches and args.rank == 0:
+            why = f"the data have {batches}"
+            name_unused([Unused("the command line", f"--eval-iters {args.eval_iters}", why)])
         args.eval_iters = batches if args.eval_iters == WHOLE else min(args.eval_iters, batches)
         own = args.eval_global_batch_size // args.data_parallel_size // args.eval_micro_batch_size
-        config = replace(
-            config,
-            packing=False,
-            balance=False,
-            micro_batch_size=args.eval_micro_batch_size,
-            pad_to_longest=config.pad_to_longest or config.packing,
-            length_multiple=_whole(args),
-        )
+        config = validation_config(args)
         return self._loader(sources, "val", config, batches=max(1, args.eval_iters * own))
 
     def _agree_on_length(self) -> None:
