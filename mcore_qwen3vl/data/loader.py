@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.energon import WorkerConfig, get_savable_loader
+from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
 from megatron.energon.savable_loader import SavableCheckpoint
+from megatron.energon.wrappers.map_dataset import MapDataset
 from torch.utils.data import get_worker_info
 
 from mcore_qwen3vl.config import Architecture
@@ -26,8 +28,17 @@ from mcore_qwen3vl.data.encoding.encoder import (
     LabelledTaskEncoder,
     Qwen3VLTaskEncoder,
 )
-from mcore_qwen3vl.data.loader_state import from_plain, to_plain
-from mcore_qwen3vl.data.loading.datasets import load_sources
+from mcore_qwen3vl.data.loader_state import (
+    PACKS,
+    PARTS,
+    RECORDS,
+    SHARDS,
+    from_plain,
+    go_on_at,
+    to_plain,
+)
+from mcore_qwen3vl.data.loading.datasets import Part, are_numbered, load_sources
+from mcore_qwen3vl.data.loading.order import Blocks, Order, Stream, length_of_epoch, order_of
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.machine import usable_cores
@@ -64,6 +75,8 @@ class Loader(Iterator[Batch]):
         seed: int = 0,
         checkpoint_every_seconds: float = 60.0,
         trained: Trained = ALL,
+        batches: int | None = None,
+        epochs: int | None = None,
     ) -> None:
         """Open the data sets; for balanced work, measure their samples.
 
@@ -76,6 +89,10 @@ class Loader(Iterator[Batch]):
                 balanced work, are measured on all cores.
             checkpoint_every_seconds: seconds between the states that a worker notes. Resuming
                 prepares again, and discards, the batches since the last one.
+            batches: of a validation, the number of this rank's batches. The stream holds the first
+                records in their order, each once, then batches that count for nothing, and begins
+                again after so many. None: training.
+            epochs: number of epochs after which only batches that count for nothing follow.
 
         Raises:
             BadInput: a data set is missing or empty, or leaves a worker of this rank without data;
@@ -83,6 +100,12 @@ class Loader(Iterator[Batch]):
         """
         self._place = {"rank": dp_rank, "world_size": dp_size, "num_workers": num_workers}
         self._balanced = config.balance
+        self._paths = [source.path for source in sources]
+        self._config, self._epochs = config, epochs
+        self.length: int | None = None
+        """Samples, or packs, of all ranks in all `epochs`; None if there is no end."""
+        self._order, self._turns = SHARDS, None
+        self._rows, self._start = None, 0
         encoder = _encoder(
             sources,
             architecture,
@@ -90,49 +113,26 @@ class Loader(Iterator[Batch]):
             config,
             dp_rank=dp_rank,
             dp_size=dp_size,
-            num_workers=num_workers,
             trained=trained,
         )
         workers = WorkerConfig(
-            # For balanced work, all ranks go through the same order of samples, each for its part.
-            rank=0 if config.balance else dp_rank,
-            world_size=1 if config.balance else dp_size,
+            rank=dp_rank,
+            world_size=dp_size,
             num_workers=num_workers,
             seed_offset=seed,
             global_error_handler=encoder.guard.on_error,
         )
-        datasets, blend_mode = load_sources(
-            sources,
-            split=split,
-            training=True,
-            shuffle=config.shuffle,
-            workers=workers,
-            trust=config.trust_data,
-        )
-        if config.balance:
-            datasets = encoder.measured(datasets, usable_cores())
-        buffer = config.packing_buffer * (dp_size if config.balance else 1)
-        dataset = encoder.build_train_datasets(
-            datasets=datasets,
-            blend_mode=blend_mode,
-            worker_config=workers,
-            batch_size=None if config.packing else config.micro_batch_size,
-            batch_drop_last=True,
-            packing_buffer_size=buffer if config.packing else None,
-            shuffle_buffer_size=config.shuffle_buffer if config.shuffle else None,
-        )
-        dealt = [dataset.len_worker(worker) for worker in range(max(num_workers, 1))]
-        if config.balance:  # all ranks meet every bad sample; each counts its share of them
-            encoder.guard.expect(sum(dealt), max(dealt) // dp_size)
+        load = partial(load_sources, sources, split=split, trust=config.trust_data)
+        # Built as for a single worker: what each worker reads is decided by position.
+        alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
+        datasets, blend_mode = load(training=False, shuffle=False, workers=alone)
+        seed_of_order = seed if config.shuffle else None
+        if batches is not None:
+            dataset = self._validation(encoder, workers, datasets, batches)
+        elif are_numbered(datasets):
+            dataset = self._numbered(encoder, workers, datasets, blend_mode, seed_of_order)
         else:
-            encoder.guard.expect(dp_size * sum(dealt), max(dealt))
-        if not all(dealt):
-            named = ", ".join(str(source.path) for source in sources)
-            raise BadInput(
-                f"{named}: fewer samples than data workers ({dp_size} data-parallel ranks x "
-                f"{max(num_workers, 1)} workers). Lower --num-workers or the data-parallel "
-                "size, or add data."
-            )
+            dataset = self._shards(encoder, load, seed)
         self._loader = get_savable_loader(
             dataset,
             checkpoint_every_sec=checkpoint_every_seconds,
@@ -147,6 +147,106 @@ class Loader(Iterator[Batch]):
             start = self._loader.worker_init_fn
             self._loader.worker_init_fn = partial(start_worker, start, temporary)
         self._iterator: Iterator[Batch] | None = None
+
+    def _validation(
+        self,
+        encoder: Any,
+        workers: WorkerConfig,
+        datasets: Sequence[LoadedDataset],
+        batches: int,
+    ) -> Any:
+        """Make the batches of a validation, again and again."""
+        parts = self._open_parts(encoder, workers, datasets)
+        period = batches * self._config.micro_batch_size * workers.world_size
+        records = min(period, sum(map(len, parts)))
+        return self._blocks(encoder, Order(parts), workers, end=records, period=period)
+
+    def _numbered(
+        self,
+        encoder: Any,
+        workers: WorkerConfig,
+        datasets: Sequence[LoadedDataset],
+        blend_mode: DatasetBlendMode,
+        seed: int | None,
+    ) -> Any:
+        """Make endless batches of records that are read by their number."""
+        config = self._config
+        if config.balance:
+            datasets = encoder.measured(datasets, usable_cores())
+        parts = self._open_parts(encoder, workers, datasets)
+        order = order_of(datasets, parts, blend_mode, seed)
+        end = None if self._epochs is None else self._epochs * length_of_epoch(order)
+        self.length = end
+        if not config.packing:
+            return self._blocks(encoder, order, workers, end=end)
+        buffer = config.packing_buffer * (workers.world_size if config.balance else 1)
+        if end is not None:
+            if not config.balance:
+                raise BadInput(
+                    "--num-epochs with --packing needs --balance: otherwise nobody knows how many "
+                    "packs the samples will fill. Leave --packing out, or give --train-iters N."
+                )
+            self.length = encoder.count_packs(order, end, buffer)
+        stream = Stream(order, parts, workers, shared=config.balance, end=end)
+        packs = encoder.build_stream(stream, buffer, workers)
+        self._order, self._turns = (PACKS, packs) if config.balance else (PARTS, None)
+        return packs
+
+    def _open_parts(
+        self, encoder: Any, workers: WorkerConfig, datasets: Sequence[LoadedDataset]
+    ) -> list[Part]:
+        encoder.parts = parts = [Part(one.dataset) for one in datasets]
+        records, per_rank = sum(map(len, parts)), max(1, workers.num_workers)
+        encoder.guard.expect(records, -(-records // (workers.world_size * per_rank)))
+        return parts
+
+    def _blocks(self, encoder: Any, order: Order, workers: WorkerConfig, **ends: Any) -> Any:
+        self._order, self._rows = RECORDS, self._config.micro_batch_size
+        self._turns = blocks = Blocks(order, self._rows, workers, **ends)
+        return MapDataset(blocks, encoder.read_block, stateless_map_fn=True, worker_config=workers)
+
+    def _shards(self, encoder: Any, load: Callable[..., Any], seed: int) -> Any:
+        """Make endless batches of tars, of which each worker reads a part."""
+        if self._epochs is not None:
+            raise BadInput(
+                f"--num-epochs: {self._paths[0]} is read shard by shard, and each data worker has "
+                "epochs of its own. Give --train-iters N, or convert it to JSONL or Parquet."
+            )
+        config, ranks = self._config, self._place["world_size"]
+        workers = WorkerConfig(
+            # For balanced work, all ranks go through the same order of samples, each for its part.
+            rank=0 if config.balance else self._place["rank"],
+            world_size=1 if config.balance else ranks,
+            num_workers=self._place["num_workers"],
+            seed_offset=seed,
+            global_error_handler=encoder.guard.on_error,
+        )
+        datasets, blend_mode = load(training=True, shuffle=config.shuffle, workers=workers)
+        if config.balance:
+            datasets = encoder.measured(datasets, usable_cores())
+        buffer = config.packing_buffer * (ranks if config.balance else 1)
+        dataset = encoder.build_train_datasets(
+            datasets=datasets,
+            blend_mode=blend_mode,
+            worker_config=workers,
+            batch_size=None if config.packing else config.micro_batch_size,
+            batch_drop_last=True,
+            packing_buffer_size=buffer if config.packing else None,
+            shuffle_buffer_size=config.shuffle_buffer if config.shuffle else None,
+        )
+        dealt = [dataset.len_worker(worker) for worker in range(max(workers.num_workers, 1))]
+        if config.balance:  # all ranks meet every bad sample; each counts its share of them
+            encoder.guard.expect(sum(dealt), max(dealt) // ranks)
+        else:
+            encoder.guard.expect(ranks * sum(dealt), max(dealt))
+        if not all(dealt):
+            named = ", ".join(str(path) for path in self._paths)
+            raise BadInput(
+                f"{named}: fewer samples than data workers ({ranks} data-parallel ranks x "
+                f"{max(workers.num_workers, 1)} workers). Lower --num-workers or the data-parallel "
+                "size, or add data."
+            )
+        return dataset
 
     def __iter__(self) -> Loader:
         return self
@@ -213,7 +313,8 @@ class Loader(Iterator[Batch]):
             state = to_plain(energon.save_state_rank())
         finally:
             energon._worker_sample_counters, energon._next_worker_id = now
-        return {**self._place, "balance": self._balanced, "loader": state}
+        own = {"order": self._order, "rows": self._rows, "start": self._start}
+        return {**self._place, "balance": self._balanced, **own, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`; call it before the first batch is read.
@@ -233,6 +334,14 @@ class Loader(Iterator[Batch]):
                 f"The data state was saved {was} --balance, and this run is {now} it: the order of "
                 f"samples differs. {remedy}"
             )
+        if state.get("order", SHARDS) != self._order:
+            raise BadInput(
+                "The data state was saved by an earlier version, or by a run with another setting "
+                "of --packing or with other data: the order of samples differs. To start the data "
+                "from the beginning, pass --load DIR --finetune, and another --save."
+            )
+        if state.get("rows") not in (None, self._rows):
+            state = go_on_at(state, state["rank"], state["world_size"])
         saved = {name: state[name] for name in self._place}
         if saved != self._place:
             raise BadInput(
@@ -242,6 +351,9 @@ class Loader(Iterator[Batch]):
                 "the states of all ranks to mcore_qwen3vl.data.redistribute, which makes those of "
                 "another number of ranks and says how many workers each needs."
             )
+        if self._turns is not None:
+            self._start = state["start"]
+            self._turns.start_at(self._start)
         restored = from_plain(state["loader"])
         self._loader.restore_state_rank(restored)
         if restored is not None and self._place["num_workers"] > 0:

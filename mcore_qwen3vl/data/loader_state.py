@@ -25,6 +25,7 @@ from megatron.energon.state import FlexState
 
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.encoding.balanced import SharedPacking
+from mcore_qwen3vl.data.loading.order import position_after
 from mcore_qwen3vl.errors import BadInput
 
 _CLASSES: dict[str, type] = {
@@ -39,6 +40,10 @@ _CLASSES: dict[str, type] = {
     )
 }
 _CLASS = "$class"
+
+RECORDS, PACKS, PARTS, SHARDS = "records", "packs", "parts", "shards"
+"""What has one order for all ranks: records, or packs of them. Otherwise each worker reads parts of
+its own: of the order of records, or shards of tars."""
 
 
 def to_plain(state: Any) -> Any:
@@ -84,10 +89,12 @@ def from_plain(plain: Any) -> Any:
 def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
     """Distribute the data workers of all ranks over another number of ranks.
 
-    With balanced work all ranks share one stream, and the new ranks take its packs in turn from
-    where the old ranks stopped. Otherwise a worker's stream cannot be split, so the total number of
-    workers must stay the same: each new rank runs ``total / world_size`` of them. No sample is lost
-    or repeated; the order in which the workers' batches form global batches changes.
+    Records that are read by number, one sample a row, have one order for all ranks, and with
+    balanced work all ranks share one stream of packs: the new ranks go on where the old ones
+    stopped, each with as many workers as before. Otherwise a worker's stream cannot be split, so
+    the total number of workers must stay the same: each new rank runs ``total / world_size`` of
+    them. No sample is lost or repeated; the order in which the workers' batches form global batches
+    changes.
 
     Raises:
         BadInput: the workers cannot be distributed evenly, or the states were saved without worker
@@ -102,6 +109,8 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
         return states
     if states[0].get("balance"):
         return _go_on(states[0], world_size)
+    if states[0].get("order") == RECORDS:
+        return [go_on_at(states[0], rank, world_size) for rank in range(world_size)]
     workers = states[0]["num_workers"]
     total = workers * len(states)
     if workers == 0 or total % world_size:
@@ -129,16 +138,45 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     ]
 
 
+def go_on_at(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the state of a rank of `world_size` that goes on at the position of a saved one.
+
+    All ranks of the saved run have read as many micro-batches.
+    """
+    workers = state["loader"]["worker_states"] if state["loader"] else []
+    rows = state["rows"] * state["world_size"]
+    start = position_after(workers, state["start"], rows)
+    own = {"rank": rank, "world_size": world_size, "rows": None, "start": start, "loader": None}
+    return {**state, **own}
+
+
 def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
     """Continue the shared stream after the last pack that the old ranks took."""
     state = copy.deepcopy(state)
     workers = state["loader"]["worker_states"] if state["loader"] else []
+    if state.get("order") == PACKS:
+        state["start"] += state["world_size"] * sum(map(_taken, workers))
+        # All workers read the same stream: they go on from the state that lies furthest back.
+        known = [(one, worker) for worker in workers for one in _shared_packings(worker)]
+        if known:
+            packing, worker = min(known, key=lambda each: each[0]["_place"])
+            SharedPacking.go_on(packing, state["start"])
+            worker |= {"offset": 0} if "offset" in worker else {}
+            workers[:] = [copy.deepcopy(worker) for _ in workers]
+        state["loader"] = {**state["loader"], "next_worker_id": 0} if known else None
+        return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
     for worker in workers:
         for packing in _shared_packings(worker):
-            SharedPacking.go_on(packing, worker.get("offset", 0), state["world_size"])
+            SharedPacking.go_on(packing, packing["_base"] + _taken(worker) * state["world_size"])
         if "offset" in worker:  # a state without data workers has none
             worker["offset"] = 0
     return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
+
+
+def _taken(worker: dict[str, Any]) -> int:
+    """Return how many packs a worker has delivered since its ranks took turns anew."""
+    packing = next(_shared_packings(worker), {"_taken": 0, "_giving": False})
+    return int(packing["_taken"] + packing["_giving"] + worker.get("offset", 0))
 
 
 def _shared_packings(plain: Any) -> Iterator[dict[str, Any]]:

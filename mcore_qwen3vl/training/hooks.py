@@ -60,6 +60,8 @@ HOOKS = {
     # Makes torch's Adam fused and resumable, saves the state in each rank's own part, and keeps
     # the loss scale on the host.
     "get_megatron_optimizer": _LOOP,
+    # First counts the steps of --num-epochs.
+    "get_optimizer_param_scheduler": _LOOP,
     # First builds the second model.
     "setup_model_and_optimizer": _LOOP,
     # Without host syncs.

@@ -65,6 +65,10 @@ def model_provider(
         # Otherwise stages would transfer --seq-length tokens of --micro-batch-size rows, whatever
         # the batch's shape.
         fields_of_all["variable_seq_lengths"] = True
+    elif args.eval_iters:
+        # Validations are not packed. Megatron's schedules ask for variable lengths when they begin
+        # (`Run._evaluate`), but HybridEP when the model is built.
+        fields_of_all["moe_hybridep_pad_uneven_dispatch_inputs"] = True
     if args.compile_pointwise:
         pointwise.switch_on()
     labels = labels_of(args)

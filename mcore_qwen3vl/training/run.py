@@ -21,7 +21,7 @@ from rich.console import Console
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import compile_where_possible, order_transfers
-from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
+from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu, unused_data_flags
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
@@ -113,7 +113,7 @@ class Run:
         """Print what the run will do; one rank calls this."""
         from mcore_qwen3vl.training.logs.summary import show_summary, summary
 
-        taken, unused = statement(self.args, explicit), sentences(self._unused())
+        taken, unused = statement(self.args, explicit), sentences(self._unused(explicit))
         if screen is not None:
             rows = summary(self.args, self.architecture, explicit, self.lora, self.other)
             names = [("not used", sentence.removeprefix("not used ")) for sentence in unused]
@@ -122,8 +122,8 @@ class Run:
         for sentence in [*([f"not given, so: {taken}"] if taken else []), *map(visible, unused)]:
             print(sentence, file=sys.stderr, flush=True)
 
-    def _unused(self) -> list[Unused]:
-        """Return what the run does not use of its models' files and of its adapters' configs."""
+    def _unused(self, explicit: Collection[str]) -> list[Unused]:
+        """Return what the run does not use: data flags, models' files, adapters' configs."""
         from mcore_qwen3vl.converters.adapters.config import AdapterConfig
         from mcore_qwen3vl.owners import unused_of
         from mcore_qwen3vl.training.second_model import folder_of
@@ -132,6 +132,7 @@ class Run:
         folders = filter(None, (Path(args.hf_model), folder_of(args)))
         adapters = filter(None, (args.lora_init, args.lora_config))
         return [
+            *unused_data_flags(args, explicit),
             *(unused for folder in folders for unused in unused_of(folder)),
             *(unused for file in adapters for unused in AdapterConfig.from_file(file).unused),
         ]
@@ -251,6 +252,7 @@ class Run:
             "logical_and_across_model_parallel_group": partial(
                 hooks.success_of_all, fp16=args.fp16
             ),
+            "get_optimizer_param_scheduler": self._schedule,
             "setup_model_and_optimizer": self._set_up,
             "get_forward_backward_func": schedule_of(args, self.second),
         }
@@ -277,7 +279,12 @@ class Run:
         import torch
         from megatron.training.utils import is_last_rank
 
-        found = original(*args, **kwargs)
+        config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
+        variable, config.variable_seq_lengths = config.variable_seq_lengths, True
+        try:  # with --packing too, a validation's batches differ in length
+            found = original(*args, **kwargs)
+        finally:
+            config.variable_seq_lengths = variable
         losses = found[0]
         iteration = self._validated_at
         if losses is not None:  # None if the run's time was up meanwhile
@@ -314,6 +321,11 @@ class Run:
         take_other_chains(optimizer)
         scale_on_host(optimizer)
         return optimizer
+
+    def _schedule(self, original: Any, optimizer: Any) -> Any:
+        if self.args.num_epochs:
+            self.args.train_iters = self.data.count_steps()
+        return original(optimizer)
 
     def _finalize_gradients(
         self, model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any

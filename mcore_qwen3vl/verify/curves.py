@@ -77,25 +77,30 @@ def batch_names(
     from mcore_qwen3vl.data.loading.sources import parse_sources
     from mcore_qwen3vl.data.processor import load_processor
     from mcore_qwen3vl.training.arguments.parser import validate
-    from mcore_qwen3vl.training.broadcast.provider import data_config
+    from mcore_qwen3vl.training.broadcast.provider import data_config, validation_config
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints every argument
         args = validate(job.argv, job.layout.world_size)
+    config, rows, per_step = data_config(args), args.micro_batch_size, args.global_batch_size
+    if split == "val":
+        config = validation_config(args)
+        rows, per_step = args.eval_micro_batch_size, args.eval_global_batch_size
+    per_rank = per_step // job.layout.dp // rows
     loaders = [
         Loader(
             parse_sources([str(data)]),
             Architecture.from_hf(job.checkpoint),
             load_processor(job.checkpoint),
-            data_config(args),
+            config,
             dp_rank=rank,
             dp_size=job.layout.dp,
             num_workers=0,
             split=split,
             seed=args.seed,
+            batches=steps * per_rank if split == "val" else None,
         )
         for rank in range(job.layout.dp)
     ]
-    per_rank = args.global_batch_size // job.layout.dp // args.micro_batch_size
     return [
         [next(loader).names for loader in loaders for _ in range(per_rank)] for _ in range(steps)
     ]
@@ -229,8 +234,9 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
             if only and not any(word in label for word in only):
                 continue
             job = replace(blank, checkpoint=checkpoint, data=data, steps=steps)
-            # The order of samples depends on these; CP pads samples, which changes the packs.
-            order = (job.layout.dp, job.layout.cp if job.packing else 1, job.packing)
+            # Packs depend on these: CP pads samples. The order of samples depends on nothing.
+            packed = (job.layout.dp, job.layout.cp) if job.packing else (1, 1)
+            order = (*packed, job.packing)
             if order not in references:
                 references[order] = hf_curve(job)
             theirs, ours = references[order], curve_of(train(job, folder / label.strip()))

@@ -5,19 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
-from megatron.energon import CrudeSample, Sample, basic_sample_keys, edataclass, stateless
+from megatron.energon import (
+    CrudeSample,
+    Sample,
+    SkipSample,
+    basic_sample_keys,
+    edataclass,
+    stateless,
+)
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers import PackingDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, Record
+from mcore_qwen3vl.data.encoding.epoch_packing import EpochOf, EpochPacking
 from mcore_qwen3vl.data.encoding.packing import Division, Measure, divide, extra_work
 from mcore_qwen3vl.data.encoding.planning import Plan
-from mcore_qwen3vl.data.loading.datasets import SOURCE
+from mcore_qwen3vl.data.loading.datasets import SOURCE, Part
 from mcore_qwen3vl.data.loading.index import sample_id
 from mcore_qwen3vl.data.loading.measured import (
     BAD,
@@ -28,10 +38,15 @@ from mcore_qwen3vl.data.loading.measured import (
     Unusable,
     stamp_of,
 )
+from mcore_qwen3vl.data.loading.measured import ABSENT as ABSENT_KIND
 from mcore_qwen3vl.data.loading.measured import measure as measure_data
+from mcore_qwen3vl.data.loading.order import ABSENT, Order, length_of_epoch
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.model.flops import Trained
+
+NOTHING = Unusable(ABSENT_KIND, "", "", 0)
+"""The size of a sample that stands in a pack without any."""
 
 
 @edataclass
@@ -43,50 +58,49 @@ class MeasuredSample(Sample):
     size: Size | Unusable
 
 
-_KEPT = (
-    *("dataset", "buffer_size", "worker_config", "final_packer", "final_packer_stateless"),
-    *("sample_encoder", "sample_encoder_stateless", "sample_encoder_failure_tolerance"),
-    *("pre_packer_failure_tolerance", "final_packer_failure_tolerance"),
-)
-"""What a shared packing takes over from energon's own."""
-
-
-class SharedPacking(PackingDataset):
+class SharedPacking(EpochPacking):
     """A stream of packs in the same order on all ranks, which take them in turn.
 
-    A rank drops the packs of the others unread. Samples that the packer leaves over go back into
-    the reading buffer, whose content energon saves and restores. The order depends on the number of
-    ranks at the start of the run, which is saved too. With another number of ranks, a run resumes
-    with the very next pack (:func:`mcore_qwen3vl.data.loader_state.redistribute`).
+    So do the data workers of a rank. Each drops the packs of the others unread. Samples that the
+    packer leaves over go back into the reading buffer, whose content energon saves and restores.
+    The order depends on the number of ranks at the start of the run, which is saved too. With
+    another number of ranks, a run resumes with the very next pack
+    (:func:`mcore_qwen3vl.data.loader_state.redistribute`).
     """
 
     _savable_fields = (
-        *PackingDataset._savable_fields,
-        *("buffer_size", "_width", "_rows_per_step", "_carried"),
+        *EpochPacking._savable_fields,
+        *("_width", "_rows_per_step", "_carried"),
         *("_place", "_base", "_taken", "_giving"),
     )
 
     def __init__(
         self,
         packing: PackingDataset,
+        epoch_of: EpochOf,
         divide: Callable[..., Division],
         *,
         rank: int,
         ranks: int,
+        workers: int,
         rows_per_step: int,
     ) -> None:
-        """Replace energon's packing."""
-        self._divide = divide
+        """Replace energon's packing; `workers` of each rank share it too."""
+        self._divide, self._workers = divide, workers
         self._rank, self._ranks = rank, ranks
         self._width, self._rows_per_step = ranks, rows_per_step
-        kept = {name: getattr(packing, name) for name in _KEPT}
-        super().__init__(pre_packer=self._take, **kept)
+        self._start = 0
+        super().__init__(packing, epoch_of, self._take)
+
+    def start_at(self, pack: int) -> None:
+        """Begin at a pack instead of the first, unless a state is restored."""
+        self._start = self._base = pack
 
     def reset_state_own(self) -> None:
         super().reset_state_own()
         self._carried = 0  # first samples of the reading buffer that the last packing left over
         self._place = 0  # packs of all ranks that have left the buffer
-        self._base = 0  # the pack from which these ranks take turns
+        self._base = self._start  # the pack from which these ranks and their workers take turns
         self._taken = 0  # packs that this rank has taken since then
         self._giving = False  # whether this rank's pack at `_place` is being delivered
 
@@ -99,14 +113,13 @@ class SharedPacking(PackingDataset):
         return filled
 
     def _take(self, samples: list[Any]) -> list[list[Any]]:
-        """Return the packs of a full buffer, from this rank's first one on."""
-        division = self._divide(
-            samples, ranks=self._width, carried=self._carried, rows_per_step=self._rows_per_step
+        """Return the packs of a full buffer, from this worker's first one on."""
+        rows, left = rows_of(
+            samples, self._divide, self._width, self._carried, self._rows_per_step, self._ended
         )
-        left = [samples[index] for index in division.left]
         self._carried = len(left)
         self._reading_buffer.extend(left)
-        packs = [[samples[index] for index in pack] for row in division.rows for pack in row]
+        packs = [pack or [absent(samples[0])] for row in rows for pack in row]
         return packs[self._advance(len(packs)) :]
 
     def _advance(self, waiting: int) -> int:
@@ -114,22 +127,53 @@ class SharedPacking(PackingDataset):
         if self._giving:
             self._place += 1
             self._taken += 1
+        # Rows are given to the workers in turn, as the loader asks them for batches.
+        count, turn = self._ranks * self._workers, self._rank
+        if self._workers > 1:
+            turn += self.worker_config.rank_worker_id() * self._ranks
         ahead = self._base - self._place
-        ahead = ahead + self._rank if ahead > 0 else (self._rank + ahead) % self._ranks
+        ahead = ahead + turn if ahead > 0 else (turn + ahead) % count
         dropped = min(ahead, waiting)
         self._place += dropped
         self._giving = dropped < waiting
         return dropped
 
     @staticmethod
-    def go_on(state: dict[str, Any], offset: int, ranks: int) -> None:
-        """Change a state, of `offset` delivered packs ago, so that any number of ranks can go on.
-
-        `ranks` is the number that saved it.
-        """
+    def go_on(state: dict[str, Any], base: int) -> None:
+        """Change a state so that any number of ranks can take turns from the pack `base` on."""
         state["_place"] += state["_giving"]
-        state["_base"] += (state["_taken"] + state["_giving"] + offset) * ranks
-        state["_taken"], state["_giving"] = 0, False
+        state |= {"_base": base, "_taken": 0, "_giving": False}
+
+
+def rows_of(
+    samples: list[Any],
+    divide: Callable[..., Division],
+    ranks: int,
+    carried: int,
+    rows_per_step: int,
+    ended: bool,
+) -> tuple[list[list[list[Any]]], list[Any]]:
+    """Return the rows of packs of a buffer's samples, and those left for the next buffer.
+
+    None are left if the epoch has `ended`; some of its last packs may then be empty.
+    """
+    rows: list[list[list[Any]]] = []
+    if getattr(samples[0], "size", None) == NOTHING:
+        return [
+            [[one] for one in samples[at : at + ranks]] for at in range(0, len(samples), ranks)
+        ], []
+    while samples and (ended or not rows):
+        division = divide(samples, ranks=ranks, carried=carried, rows_per_step=rows_per_step)
+        rows += [[[samples[index] for index in pack] for pack in row] for row in division.rows]
+        samples = [samples[index] for index in division.left]
+        carried = len(samples)
+    return rows, samples
+
+
+def absent(sample: MeasuredSample) -> MeasuredSample:
+    """Return a sample without data that energon can restore, like `sample`."""
+    key = (*sample.__restore_key__[:-1], ABSENT)
+    return replace(sample, size=NOTHING, __restore_key__=key)
 
 
 class BalancedTaskEncoder(Qwen3VLTaskEncoder):
@@ -147,14 +191,12 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         *,
         dp_rank: int,
         dp_size: int,
-        num_workers: int,
         trained: Trained,
     ) -> None:
         """Prepare an encoder; :meth:`measured` must be called before samples are read."""
         super().__init__(architecture, processor, config, sources)
         self._architecture, self._trained = architecture, trained
         self._rank, self._ranks = dp_rank, dp_size
-        self._rows_per_step = max(1, config.micro_batches // max(1, num_workers))
         self._data_sets: list[MeasuredFactory] = []
         self._settings = _settings(processor, config)
         self._sources = sources
@@ -205,15 +247,60 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
                 raise error(sample.size.reason)
         return sample
 
+    def planned(self, part: Part, raw: RawSampleData) -> Any:
+        """Return the stub of a sample."""
+        if not raw.data:
+            empty = dict.fromkeys(("__key__", "__restore_key__"), "")
+            return MeasuredSample(**empty, data_set=0, index=0, size=NOTHING)
+        return super().planned(part, raw)
+
     def build_batch(self, dataset: Any, **options: Any) -> Any:
-        """Build energon's packing, shared by all ranks."""
+        """Build the packing of tars, of which each worker reads shards of its own."""
+        packing = super().build_batch(dataset, **options)
+        workers = max(1, options["worker_config"].num_workers)
+        return self._shared(packing, lambda key: 0, 1, max(1, self.config.micro_batches // workers))
+
+    def _by_epoch(self, packing: Any, epoch_of: EpochOf) -> SharedPacking:
+        workers = max(1, packing.worker_config.num_workers)
+        return self._shared(packing, epoch_of, workers, self.config.micro_batches)
+
+    def _shared(self, packing: Any, epoch_of: EpochOf, workers: int, rows: int) -> SharedPacking:
         return SharedPacking(
-            super().build_batch(dataset, **options),
+            packing,
+            epoch_of,
             self._divide,
             rank=self._rank,
             ranks=self._ranks,
-            rows_per_step=self._rows_per_step,
+            workers=workers,
+            rows_per_step=rows,
         )
+
+    def count_packs(self, order: Order, end: int, buffer: int) -> int:
+        """Return the number of packs, over all ranks, of the records before the position `end`."""
+        count, epoch, carried = 0, 0, 0
+        waiting: list[Any] = []
+
+        def pack(ended: bool) -> None:
+            nonlocal count, carried, waiting
+            rows, waiting = rows_of(
+                waiting, self._divide, self._ranks, carried, self.config.micro_batches, ended
+            )
+            count, carried = count + len(rows) * self._ranks, len(waiting)
+
+        for place in range(end):
+            part, number = order[place]
+            size = self._data_sets[part].sizes[self.parts[part].first + number]
+            if isinstance(size, Unusable):
+                continue
+            if waiting and place // length_of_epoch(order) != epoch:
+                pack(ended=True)
+            epoch = place // length_of_epoch(order)
+            waiting.append(SimpleNamespace(size=size))
+            if len(waiting) == buffer:
+                pack(ended=False)
+        if waiting:
+            pack(ended=True)
+        return count
 
     def _divide(self, samples: Sequence[Any], **options: int) -> Division:
         sizes = [sample.size for sample in samples]
@@ -224,6 +311,8 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
     @stateless
     def postencode_sample(self, sample: Any) -> Any:
         """Read, tokenise and decode a sample."""
+        if sample.size == NOTHING:
+            raise SkipSample
         factory = self._data_sets[sample.data_set]
         with self.guard.skipping(sample):
             crude = factory.read(sample.index)

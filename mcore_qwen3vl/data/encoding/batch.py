@@ -102,6 +102,8 @@ class Batch:
     teacher: Top | None = None
     """A teacher's tokens at the trained positions, row by row, and a last row for all others; from
     a live teacher, those at this rank's positions."""
+    is_spare: bool = False
+    """Whether it counts for nothing: a rank without a record still takes part in every step."""
     __restore_key__: tuple = ()  # set and read by energon
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
@@ -183,7 +185,15 @@ class Batcher:
         if self._config.pad_to_longest:
             width = self._config.padded(max(len(sample.input_ids) for sample in samples))
         places = [(row, 0) for row in range(len(samples))]
-        return self._assemble(samples, places, (len(samples), width), None)
+        rows = len(samples)
+        if not self._config.pad_to_longest:  # stages may transfer batches of one shape only
+            rows = max(rows, self._config.micro_batch_size)
+        return self._assemble(samples, places, (rows, width), None)
+
+    def nothing(self) -> EncodedSample:
+        """Return a sample of two tokens that are not trained."""
+        tokens, weights = torch.full((2,), self._pad_id), torch.zeros(2)
+        return EncodedSample(tokens, weights, Pixels(None, None, None, None), "")
 
     def _assemble(
         self,

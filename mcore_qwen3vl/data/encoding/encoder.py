@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,20 +19,26 @@ from megatron.energon import (
     Sample,
     SkipSample,
     TaskEncoder,
+    WorkerConfig,
     edataclass,
     stateless,
 )
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 from megatron.energon.source_info import SourceInfo
+from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Task
-from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, EncodedSample, without_pixels
+from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, Counts, EncodedSample, without_pixels
+from mcore_qwen3vl.data.encoding.epoch_packing import EpochOf, EpochPacking
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
+from mcore_qwen3vl.data.loading.datasets import Part
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
+from mcore_qwen3vl.data.loading.order import Block, Stream
 from mcore_qwen3vl.data.loading.sources import Source, source_names
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
@@ -175,6 +181,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         self.cookers = (Cooker(self.cook),)
         pad_id = processor.tokenizer.pad_token_id
         self._batcher = Batcher(architecture, config, pad_id, self.preparation.scale)
+        self.parts: Sequence[Part] = ()
+        """The data sets whose records are read by number."""
+        self._carrier: Record | None = None
 
     @stateless
     def cook(self, sample: CrudeSample) -> Any:
@@ -233,13 +242,73 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
     def batch(self, samples: list[Record]) -> Batch:
         return self._batch(self._batcher.pad, samples)
 
-    def _batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
-        if not records:  # all samples had bad pixels
+    @stateless
+    def read_block(self, block: Block) -> Batch:
+        """Read the records of a micro-batch; those that cannot be used leave it smaller."""
+        records = []
+        for part, number in block.records:
+            with suppress(SkipSample):
+                records.append(self._record(part, number))
+        return self.batch(records)
+
+    def _record(self, part: int, number: int) -> Record:
+        of = self.parts[part]
+        record: Record = self.postencode_sample(self.planned(of, of.raw(number)))
+        return record
+
+    def planned(self, part: Part, raw: RawSampleData) -> Any:
+        """Parse and plan a sample of a data set."""
+        with self.guard.skipping(raw):
+            sample = self.cook(part.crude(raw))
+        return self.preencode_sample(sample)
+
+    def build_stream(self, stream: Stream, buffer: int, workers: WorkerConfig) -> Any:
+        """Build the packs of a stream of samples."""
+
+        def read(raw: RawSampleData) -> Any:
+            sample = self.planned(stream.part_of(raw), raw)
+            sample.__restore_key__ = raw.__restore_key__
+            return sample
+
+        samples = MapDataset(stream, read, stateless_map_fn=True, worker_config=workers)
+        packing = TaskEncoder.build_batch(
+            self, samples, batch_size=None, packing_buffer_size=buffer, worker_config=workers
+        )
+        return self._by_epoch(packing, stream.epoch_of)
+
+    def _by_epoch(self, packing: Any, epoch_of: EpochOf) -> EpochPacking:
+        return EpochPacking(packing, epoch_of, self.select_samples_to_pack)
+
+    def _spare(self) -> Record:
+        """Return a record that stands in a batch without any; its losses are not counted."""
+        if not (self._teachers or isinstance(self, GroupTaskEncoder)):
+            return Record(
+                **dict.fromkeys(("__key__", "__restore_key__"), ""),
+                plans=[], source=0, name="", sequences=(self._batcher.nothing(),),
+            )  # fmt: skip
+        for part, number in ((p, n) for p, of in enumerate(self.parts) for n in range(len(of))):
+            if self._carrier is not None:
+                break
+            with suppress(SkipSample):
+                self._carrier = self._record(part, number)
+        if self._carrier is None:  # tars, of which energon reads the next record
             raise SkipSample
+        return self._carrier
+
+    def _batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+        skipped, dropped = self.guard.take()
+        is_spare = not records
+        if is_spare:
+            records = [self._spare()]
+            self.guard.take()  # what it skipped is counted where it is read
+        batch = self._assembled(assemble, records)
+        if is_spare:
+            batch = replace(batch, is_spare=True, counts=Counts(), names=(), data_sets=())
+        return replace(batch, counts=replace(batch.counts, skipped=skipped, dropped=dropped))
+
+    def _assembled(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
         samples = [one for record in records for one in record.sequences]
         batch = assemble(samples)
-        skipped, dropped = self.guard.take()
-        batch = replace(batch, counts=replace(batch.counts, skipped=skipped, dropped=dropped))
         if self._teachers:
             batch = replace(batch, teacher=joined([one.teacher for one in samples if one.teacher]))
         if self._references:
@@ -277,8 +346,8 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
         _require(plans, self.config)
         return {"plans": list(plans.values()), "target": next(iter(plans.values())).target}
 
-    def _batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
-        batch = super()._batch(assemble, records)
+    def _assembled(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+        batch = super()._assembled(assemble, records)
         targets = [record.target for record in records]
         return replace(
             batch,
@@ -312,8 +381,8 @@ class LabelledTaskEncoder(GroupTaskEncoder):
         length = self.config.padded(len(sample.plans[0].input_ids) + more)
         return min(length, self.config.seq_length)
 
-    def _batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
-        batch = super()._batch(assemble, records)
+    def _assembled(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+        batch = super()._assembled(assemble, records)
         sequences = [record.sequences[0] for record in records]
         answers = [sequences[-1], *sequences[:-1]]
         pairs = zip(sequences, answers, strict=True)

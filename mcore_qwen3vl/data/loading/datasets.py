@@ -12,6 +12,8 @@ from unittest import mock
 import yaml
 from megatron.energon import WorkerConfig, dataset_config
 from megatron.energon.eyaml import load_yaml
+from megatron.energon.flavors import BaseWebdatasetFactory
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 from megatron.energon.flavors.webdataset.structs import DatasetSubset
 from megatron.energon.metadataset import load_dataset, traverse_metadataset
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
@@ -125,6 +127,11 @@ def _load(
     return datasets, mode
 
 
+def are_numbered(datasets: Sequence[LoadedDataset]) -> bool:
+    """Return whether any record can be read alone: those of tars are read shard by shard."""
+    return not any(isinstance(one.dataset, BaseWebdatasetFactory) for one in datasets)
+
+
 def _drop_long_subset(factory: Any, max_samples: int | None) -> None:
     """Drop a subset that is longer than the data set, which energon refuses."""
     subset, factory.subset = factory.subset, None
@@ -162,16 +169,23 @@ def _split_of(path: Path, split: str) -> str:
     return split if shards.get(split) else "train"
 
 
-class _Part(Dataset[Any]):
+class Part(Dataset[Any]):
     """The samples of one data set that are used, by their number."""
 
     def __init__(self, factory: Any) -> None:
+        """Take a data set of energon's, whose factory must have been made for a single worker."""
         with redirect_stdout(io.StringIO()):  # energon prints how it divides the data
-            samples = factory.build().dataset
-        self._reader, offsets = samples.join_readers[0], samples.workers_slice_offsets[0]
+            built = factory.build()
+        samples = built.dataset
+        self._readers, self._load = samples.join_readers, built.map_fn
+        offsets = samples.workers_slice_offsets[0]
+        self.first = offsets[0]
+        """The number of the first sample in the files."""
+        self.runs = getattr(self._readers[0], "runs", None)
+        """Rows that are best read together, if there are any; see :class:`TableReader`."""
         self._numbers: Sequence[int] = range(offsets[0], offsets[-1])
         if getattr(factory, "sample_excludes", None):
-            self._numbers = [n for n in self._numbers if self._reader[n] is not None]
+            self._numbers = [n for n in self._numbers if self._readers[0][n] is not None]
         self._subflavors = factory.subflavors
         self.path = origin(Path(str(factory.path)))
 
@@ -179,14 +193,27 @@ class _Part(Dataset[Any]):
         return len(self._numbers)
 
     def __getitem__(self, place: int) -> dict[str, Any]:
+        return {**self.raw(place).data[0], "__subflavors__": self._subflavors}
+
+    def raw(self, place: int) -> RawSampleData:
+        """Read a sample whose JSON is not parsed yet; :meth:`crude` makes energon's sample of it.
+
+        Raises:
+            BadInput: its file is damaged.
+        """
         number = self._numbers[place]
         try:
-            return {**self._reader[number], "__subflavors__": self._subflavors}
+            data = tuple(reader[number] for reader in self._readers)
         except Exception as error:  # readers of tars and tables raise many types
             raise BadInput(
                 f"Record {number + 1} of {self.path} cannot be read: {error}. The file is "
                 "damaged: write it again."
             ) from error
+        return RawSampleData(__restore_key__=("Webdataset", number), data=data)
+
+    def crude(self, raw: RawSampleData) -> Any:
+        """Return energon's crude sample; any exception means that the record is bad."""
+        return self._load(raw)
 
 
 class CrudeSamples(ConcatDataset[Any]):
@@ -201,7 +228,7 @@ class CrudeSamples(ConcatDataset[Any]):
         datasets, _ = load_sources(
             sources, split=split, training=False, shuffle=False, workers=workers, trust=trust
         )
-        parts = [_Part(one.dataset) for one in datasets]
+        parts = [Part(one.dataset) for one in datasets]
         super().__init__(parts)
         self.paths = [part.path for part in parts]
         """The paths of the data sets, including those of a metadataset."""

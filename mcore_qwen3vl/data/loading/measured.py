@@ -200,6 +200,11 @@ class _Stubs:
     def __init__(self, factory: MeasuredFactory) -> None:
         self._factory = factory
 
+    @property
+    def runs(self) -> Any:
+        """Those of the reader of the samples themselves."""
+        return getattr(self._factory._readers[0], "runs", None)
+
     def __len__(self) -> int:
         return len(self._factory.sizes)
 

@@ -25,6 +25,7 @@ _BATCH, _BATCH_BYTES = 32, 64 << 20  # most rows and bytes decoded at a time, bu
 # Most batches and bytes that are kept: a worker reads from a few row groups in turn, and goes back
 # to earlier rows when it resumes, and among samples that are packed together.
 _KEPT, _KEPT_BYTES = 16, 512 << 20
+_SMALL = 64 << 20  # a table of no more bytes is kept, and its rows are read in any order
 # A row group is refused as a bomb if, unpacked, it is larger than both: this many bytes, and this
 # many times its size in the file. Text is usually compressed 3 to 20 times, images not at all.
 _BOMB_BYTES, _BOMB_RATIO = 64 << 20, 100
@@ -78,9 +79,20 @@ class TableReader:
         self.groups = [group for file in _files(path, split) for group in _row_groups(file)]
         self.counts = [group.rows for group in self.groups]
         self._bounds = [0, *accumulate(self.counts)]
+        decoded = sum(group.bytes for group in self.groups)
+        self.runs = (
+            [(group.rows, group.batch * (_KEPT // 2)) for group in self.groups]
+            if decoded > _SMALL
+            else None
+        )
+        """For each part of a large table: its rows, and how many of them are kept once decoded.
+        None: any row can be read at any time."""
+        self._kept = _KEPT if self.runs else self._bounds[-1]
         if self._bounds[-1] == 0:
             raise BadInput(f"The data set {path} is empty.")
         self._batches: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._held = 0  # bytes of them
+        self._tables: dict[Path, Any] = {}  # the Arrow files
         self._parquet_files: dict[Path, Any] = {}
         self._open: dict[int, tuple[int, Iterator[Any]]] = {}  # group: (next batch, the rest)
 
@@ -102,10 +114,17 @@ class TableReader:
         if found is not None:
             self._batches.move_to_end((place, number))
             return found
+        group = self.groups[place]
+        if group.number is None:  # memory-mapped: nothing is decoded or kept
+            if group.file not in self._tables:
+                self._tables[group.file] = _arrow_table(group.file)
+            return self._tables[group.file].slice(number * group.batch, group.batch)
         upcoming, rest = self._open.pop(place, (0, iter(())))
         if upcoming == 0 or number < upcoming:
-            upcoming, rest = 0, self._decode(self.groups[place])
+            upcoming, rest = 0, self._decode(group)
         for batch in rest:
+            if (place, upcoming) not in self._batches:
+                self._held += batch.nbytes
             self._batches[place, upcoming] = batch
             upcoming += 1
             self._forget()
@@ -118,17 +137,16 @@ class TableReader:
 
     def _forget(self) -> None:
         """Drop the least recently used batches beyond the limits, but never the last one."""
-        while len(self._batches) > 1 and (len(self._batches) > _KEPT or self.held() > _KEPT_BYTES):
-            self._batches.popitem(last=False)
+        while len(self._batches) > 1 and (
+            len(self._batches) > self._kept or self._held > _KEPT_BYTES
+        ):
+            self._held -= self._batches.popitem(last=False)[1].nbytes
 
     def held(self) -> int:
         """Return the bytes of the batches that are kept."""
-        return sum(batch.nbytes for batch in self._batches.values())
+        return self._held
 
     def _decode(self, group: RowGroup) -> Iterator[Any]:
-        if group.number is None:
-            table = _arrow_table(group.file)
-            return (table.slice(start, group.batch) for start in range(0, group.rows, group.batch))
         file = self._parquet_file(group.file)
         batches: Iterator[Any] = _rebatched(
             file.iter_batches(group.batch, row_groups=[group.number], use_threads=False),

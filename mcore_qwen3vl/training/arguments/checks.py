@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,9 +25,11 @@ from mcore_qwen3vl.files import refuse_links_out
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.help import asked_words
 from mcore_qwen3vl.training.arguments.lora import check_targets
 from mcore_qwen3vl.training.folders import check_export, check_overwriting, check_writable
+from mcore_qwen3vl.unused import Unused
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:
@@ -39,11 +41,23 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
         )
     if args.eval_iters and not args.valid_data_path:
         raise BadInput("--eval-iters is set without --valid-data-path: say what to evaluate on.")
+    if args.eval_iters < WHOLE:
+        raise BadInput(f"--eval-iters is {args.eval_iters}; leave it out to evaluate on all data.")
     if args.full_validation:
-        raise BadInput(
-            "--full-validation is not supported, because the stream of validation data has no "
-            "end: say how many batches to evaluate on with --eval-iters N."
-        )
+        if not args.valid_data_path:
+            raise BadInput("--full-validation is set without --valid-data-path.")
+        if args.eval_iters != WHOLE:
+            raise BadInput(
+                "--full-validation evaluates on all of --valid-data-path, and --eval-iters on a "
+                "part: leave one of them out."
+            )
+        args.full_validation = False  # Megatron's own would ask each rank's stream for its length
+    for flag in ("rampup_batch_size", "step_batch_size_schedule"):
+        if args.num_epochs and getattr(args, flag, None):
+            raise BadInput(
+                f"--num-epochs with --{flag.replace('_', '-')}: the steps would hold different "
+                "numbers of samples. Give --train-samples N."
+            )
     _check_best(args)
     if args.save_hf_interval is not None and args.save_hf is None:
         raise BadInput("--save-hf-interval is set without --save-hf DIR: say where to export.")
@@ -205,15 +219,47 @@ def check_surroundings(args: argparse.Namespace) -> None:
         )
     if not train:
         missing.append("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
-    if not (args.train_iters or args.train_samples or args.skip_train):
-        missing.append("No length of the run: give --train-iters N.")
+    if not (args.train_iters or args.train_samples or args.num_epochs or args.skip_train):
+        missing.append("No length of the run: give --train-iters N, or --num-epochs N.")
     if missing:
         raise BadInput(" ".join(missing))
     for source in [*parse_sources(train), *parse_sources(args.valid_data_path or train)]:
         require_data_set(source.path)
+    _check_epochs(args)
     _check_kinds(args)
     _check_loggers(args)
     _check_packages(args)
+
+
+def unused_data_flags(args: argparse.Namespace, explicit: Collection[str]) -> list[Unused]:
+    """Return what the command line sets, by its ``dest`` names in `explicit`, and no rank uses."""
+    from mcore_qwen3vl.data.loading.tables import is_table
+
+    found = []
+    paths = [source.path for source in parse_sources(args.train_data_path or args.data_path)]
+    if "shuffle_buffer" in explicit and all(
+        path.suffix in (".json", ".jsonl") or is_table(path) for path in paths
+    ):
+        why = "each epoch of these data has a permutation of its own"
+        found.append(Unused("the command line", "--shuffle-buffer", why))
+    held_out = parse_sources(args.valid_data_path) if args.valid_data_path else []
+    why = "a validation reads each data set once"
+    if len({source.weight for source in held_out}) > 1:
+        found.append(Unused("--valid-data-path", "weight", why))
+    if {source.epochs for source in held_out} - {None, 1}:
+        found.append(Unused("--valid-data-path", "epochs", why))
+    return found
+
+
+def _check_epochs(args: argparse.Namespace) -> None:
+    if args.num_epochs is None:
+        return
+    if args.num_epochs < 1:
+        raise BadInput(f"--num-epochs is {args.num_epochs}; it is at least 1.")
+    for name in ("train_iters", "train_samples"):
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise BadInput(f"--num-epochs and {flag} both set the length: leave one of them out.")
 
 
 def _check_kinds(args: argparse.Namespace) -> None:

@@ -26,8 +26,8 @@ TEXTS = {
     "balance": "make packs of equal work for all data-parallel ranks; measures every sample once, "
     "before training; default: with --packing, except for preference losses and --task, where "
     "each rank packs its own part by length",
-    "shuffle": "read the samples in their order; default: shuffled",
-    "shuffle_buffer": "number of samples among which the next is drawn",
+    "shuffle": "read the samples in their order; default: a new permutation in each epoch",
+    "shuffle_buffer": "of tars: number of samples among which the next is drawn",
     "max_bad_fraction": "stop when more than this share of the data set is bad",
     "bad_fraction_floor": "count at least this many records for --max-bad-fraction, so that a few "
     "bad ones at the start do not stop the run",

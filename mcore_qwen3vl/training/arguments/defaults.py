@@ -12,6 +12,8 @@ from mcore_qwen3vl.runtime.gpus import c_compiler
 SEQ_LENGTH = 8192
 """Default row length, for ``data check`` too; less if the model has fewer positions."""
 
+WHOLE = -1
+"""The number of a validation's batches that stands for all of its data."""
 
 _DTYPES = {"bf16", "fp16", "fp32"}
 
@@ -21,7 +23,6 @@ LOOP = {
     "calculate_per_token_loss": True,
     # SIGTERM and Ctrl-C end a run with a checkpoint.
     "exit_signal_handler": True,
-    "eval_iters": 0,
     "eval_interval": 1000,
     "ckpt_format": "torch_dist",
     # Stores the optimizer so that another layout can resume it exactly. If its state has to be
@@ -67,6 +68,7 @@ def run_defaults(
         "seq_length": min(SEQ_LENGTH, architecture.max_position_embeddings),
         "lr": 1e-5,
         "log_interval": 10,
+        "eval_iters": WHOLE if "valid_data_path" in explicit else 0,
     }
     if not {"seq_length", "packing"} & set(explicit):
         defaults["pad_to_longest"] = True  # rows of the full length would be mostly padding

@@ -12,14 +12,14 @@ from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
 
 COMMON = {
     "--data-path PATH": "training data; several data sets: WEIGHT PATH WEIGHT PATH ...",
-    "--valid-data-path PATH": "validation data, with --eval-iters and --eval-interval",
-    "--eval-iters N": "global batches per validation; default: 0, none",
+    "--valid-data-path PATH": "validation data, read once every --eval-interval steps",
+    "--eval-iters N": "validate on the first N global batches; default: on all data; 0: never",
     "--eval-interval N": "steps between validations; default: 1000",
     "--save DIR": "write checkpoints here; the same command again resumes from there",
     "--save-interval N": "steps between checkpoints; default: 500",
     "--load DIR": "checkpoint directory to resume from; default: the one of --save",
     "--pretrained-checkpoint DIR": "start from the weights of this Megatron-Core checkpoint",
-    "--train-iters N": "steps of the whole run, resumed ones included",
+    "--train-iters N": "steps of the whole run, resumed ones included; or --num-epochs N",
     "--lr X": "highest learning rate; default: 1e-5",
     "--min-lr X": "learning rate at the end",
     "--lr-decay-style STYLE": "constant, linear, cosine, inverse-square-root or WSD",

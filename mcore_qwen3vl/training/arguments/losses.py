@@ -187,6 +187,11 @@ def _check_kto(args: argparse.Namespace) -> None:
             "log-probabilities of answers to other prompts of the micro-batch, which no file has. "
             "Drop the flag: the reference is then the model without its LoRA, or a frozen model."
         )
+    if args.eval_iters and args.eval_micro_batch_size == 1 and args.packing:
+        raise BadInput(
+            "--loss kto with --packing: a validation is not packed, and the records of a "
+            "micro-batch exchange their answers: add --eval-micro-batch-size 2 or more."
+        )
     if args.micro_batch_size == 1 and not args.packing:
         raise BadInput(
             "--loss kto with --micro-batch-size 1: the records of a micro-batch exchange their "

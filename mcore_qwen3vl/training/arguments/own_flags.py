@@ -31,6 +31,8 @@ _TRAINING = {
     "--trainable PATTERN...": f"freeze the rest; {_PATTERNS}",
     "--vision-lr-mult X": "learning rate of the vision blocks / lr",
     "--aligner-lr-mult X": "learning rate of the mergers / lr",
+    "--num-epochs N": "read the training data N times, each record once an epoch, in place of "
+    "--train-iters",
     "--loss NAME": "dpo, simpo or orpo on preference pairs, kto on labelled records, distill from "
     "--teacher or from the tokens that `mcore-qwen3vl score --top-k` wrote, a registered loss or "
     "module:function (see mcore_qwen3vl.training.step.losses)",

@@ -185,7 +185,7 @@ class Kept:
         load: the folder that the run resumes.
         ranks: number of ranks that trained.
         workers: data workers of each rank; 0: the ranks read the data themselves.
-        shared: all ranks take turns in one stream (``--balance``), which any number of them can.
+        shared: all ranks take turns in one order, which any number of them can.
         batch: samples of a step; None where the command line gives a number, or none was stored.
     """
 
@@ -198,6 +198,7 @@ class Kept:
     @classmethod
     def of(cls, explicit: Mapping[str, Any]) -> Kept | None:
         """Return what the run that the command line resumes was trained with, or None."""
+        from mcore_qwen3vl.data.loader_state import RECORDS
         from mcore_qwen3vl.training.broadcast import data_state
         from mcore_qwen3vl.training.checkpoints.resume import latest_iteration
 
@@ -213,7 +214,7 @@ class Kept:
             load,
             saved["world_size"],
             saved["num_workers"],
-            saved.get("balance", False),
+            saved.get("balance", False) or saved.get("order") == RECORDS,
             None if any(name in explicit for name in given) else saved.get(data_state.GLOBAL_BATCH),
         )
 

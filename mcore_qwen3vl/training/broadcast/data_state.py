@@ -26,7 +26,9 @@ from mcore_qwen3vl.files import replacing
 FOLDER = "dataloader"
 SOURCES = "sources"
 GLOBAL_BATCH = "global_batch_size"
-"""Keys in a file besides the loader's own state: its data sources, and the samples per step."""
+EPOCHS = "num_epochs"
+"""Keys in a file besides the loader's own state: its data sources, the samples per step, and the
+number of epochs with that of their steps."""
 
 
 def folder_of(checkpoints: str | Path, iteration: int) -> Path:
@@ -42,17 +44,19 @@ def save(
     sources: Sequence[Source] = (),
     position: Any = None,
     global_batch: int | None = None,
+    epochs: tuple[int | None, int | None] = (None, None),
 ) -> None:
     """Write one data-parallel rank's state; the file appears whole or not at all.
 
     Args:
         position: result of :meth:`Loader.position` to save; None: the loader's current position.
         global_batch: samples per step, which a resumed run keeps.
+        epochs: ``--num-epochs``, and the steps that it stands for.
     """
     folder = folder_of(checkpoints, iteration)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank_{dp_rank:05d}.pt"
-    own = {SOURCES: _described(sources), GLOBAL_BATCH: global_batch}
+    own = {SOURCES: _described(sources), GLOBAL_BATCH: global_batch, EPOCHS: epochs}
     with replacing(file) as partial:
         torch.save({**loader.state_dict(position), **own}, partial)
 
@@ -87,7 +91,8 @@ def load(
     states = [_read(file) for file in (files if len(files) != dp_size else [files[dp_rank]])]
     saved = {tuple(state.pop(SOURCES, ())) for state in states}.pop()
     for state in states:
-        state.pop(GLOBAL_BATCH, None)
+        for key in (GLOBAL_BATCH, EPOCHS):
+            state.pop(key, None)
     given = _described(sources)
     sizes = [(was, size) for (_, was), (_, size) in zip(saved, given, strict=False)]
     # Earlier versions wrote no size for a folder.

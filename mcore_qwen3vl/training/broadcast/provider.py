@@ -5,25 +5,31 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import Fp4Recipe, Fp8Recipe
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import name_unused
+from mcore_qwen3vl.converters.mcore.paths import tracked
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.loader import Loader
+from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.training.arguments.data_flags import media_limits
+from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.losses import (
     DISTILL,
     KTO,
@@ -34,13 +40,13 @@ from mcore_qwen3vl.training.arguments.losses import (
 from mcore_qwen3vl.training.arguments.tasks import contrastive_of, labels_of
 from mcore_qwen3vl.training.broadcast import data_state, groups
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches
+from mcore_qwen3vl.unused import Unused
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
     """Derive from the flags how samples become batches, or raise BadInput for a bad length."""
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
-    local = _tokens_of_a_product(args)
-    whole = length_multiple(cp, tp, args.sequence_parallel, local=local)
+    local, whole = _tokens_of_a_product(args), _whole(args)
     if args.seq_length % whole:
         quantized = f" (FP8 and FP4 need a multiple of {local} on each rank)"
         raise BadInput(
@@ -63,6 +69,28 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     per_step = args.micro_batch_size * args.data_parallel_size
     chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
     return DataConfig(**chosen, media=media_limits(args))
+
+
+def validation_config(args: argparse.Namespace) -> DataConfig:
+    """Derive from the flags how the samples of a validation become batches.
+
+    They are not packed, so that the first batches hold the same ones under every layout.
+    """
+    config = data_config(args)
+    return replace(
+        config,
+        packing=False,
+        balance=False,
+        micro_batch_size=args.eval_micro_batch_size,
+        pad_to_longest=config.pad_to_longest or config.packing,
+        length_multiple=_whole(args),
+    )
+
+
+def _whole(args: argparse.Namespace) -> int:
+    """Return what the length of a batch must be a multiple of."""
+    cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+    return length_multiple(cp, tp, args.sequence_parallel, local=_tokens_of_a_product(args))
 
 
 def _tokens_of_a_product(args: argparse.Namespace) -> int:
@@ -89,6 +117,7 @@ class DataProvider:
         self._sources = parse_sources(args.train_data_path or args.data_path, args.preprocess)
         self._ahead = ThreadPoolExecutor(1, "read ahead") if args.num_workers > 0 else None
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
+        self._steps: int | None = None  # of --num-epochs
         self.train_loader: Loader | None = None
         """The loader of the training data; None on ranks that do not read."""
         self.trained = ALL
@@ -111,18 +140,71 @@ class DataProvider:
         feed = groups.StageFeed.between_stages()
         valid_feed = groups.StageFeed.between_stages() if args.valid_data_path else None
         config = data_config(args)
-        self.train_loader = self._loader(self._sources, "train", config)
+        self.train_loader = self.train_loader or self._training_loader(config)
         if self.train_loader and args.iteration and not args.finetune:
             dp = parallel_state.get_data_parallel_rank(), args.data_parallel_size
             data_state.load(self.train_loader, args.load, args.iteration, *dp, self._sources)
         valid = None
         if args.valid_data_path:
-            sources = parse_sources(args.valid_data_path, args.preprocess)
-            loader = self._loader(sources, "val", config)
+            loader = self._validation_loader()
             valid = self._share(loader, shared_host_group, valid_feed)
-        if config.balance:
+        if config.balance or args.valid_data_path:
             groups.wait_for_measuring()
+        if args.valid_data_path:
+            self._agree_on_length()
         return self._share(self.train_loader, shared_host_group, feed, self._on_batch), valid
+
+    def _training_loader(self, config: DataConfig) -> Loader | None:
+        return self._loader(self._sources, "train", config, epochs=self._args.num_epochs)
+
+    def count_steps(self) -> int:
+        """Return the number of steps of ``--num-epochs``; all ranks call this, with the model."""
+        args, kept = self._args, [0]
+        if dist.get_rank() == 0:
+            kept[0] = self._steps_of_saved() or 0
+            if not kept[0]:
+                self.train_loader = self._training_loader(data_config(args))
+                length = self.train_loader.length if self.train_loader else 0
+                kept[0] = -(-(length or 0) // args.global_batch_size)
+        groups.wait_for_measuring()
+        dist.broadcast_object_list(kept, src=0)
+        self._steps = kept[0]
+        return self._steps
+
+    def _steps_of_saved(self) -> int | None:
+        """Return the steps of the run that is resumed, if it has as many epochs.
+
+        Another number of ranks would pack the samples differently.
+        """
+        args = self._args
+        iteration = args.ckpt_step or (args.load and tracked(Path(args.load)))
+        if args.finetune or not isinstance(iteration, int):
+            return None
+        saved = data_state.first_of(args.load, iteration)
+        epochs, steps = (saved or {}).get(data_state.EPOCHS) or (None, None)
+        return steps if epochs == args.num_epochs else None
+
+    def _validation_loader(self) -> Loader | None:
+        """Set the number of a validation's batches, and open its data on a rank that reads."""
+        args = self._args
+        if not self._reads():
+            return None
+        sources = parse_sources(args.valid_data_path, args.preprocess)
+        records = len(CrudeSamples(sources, split="val", trust=args.trust_data))
+        batches = -(-records // args.eval_global_batch_size)
+        if args.eval_iters > batches and args.rank == 0:
+            why = f"the data have {batches}"
+            name_unused([Unused("the command line", f"--eval-iters {args.eval_iters}", why)])
+        args.eval_iters = batches if args.eval_iters == WHOLE else min(args.eval_iters, batches)
+        own = args.eval_global_batch_size // args.data_parallel_size // args.eval_micro_batch_size
+        config = validation_config(args)
+        return self._loader(sources, "val", config, batches=max(1, args.eval_iters * own))
+
+    def _agree_on_length(self) -> None:
+        """Tell the ranks that do not read how many batches a validation has."""
+        shared = [self._args.eval_iters]
+        dist.broadcast_object_list(shared, src=0)
+        (self._args.eval_iters,) = shared
 
     def _share(
         self, loader: Loader | None, host_group: Any, feed: groups.StageFeed | None, *on_batch: Any
@@ -138,7 +220,9 @@ class DataProvider:
             ahead=self._ahead,
         )
 
-    def _loader(self, sources: Sequence[Source], split: Any, config: DataConfig) -> Loader | None:
+    def _loader(
+        self, sources: Sequence[Source], split: Any, config: DataConfig, **more: Any
+    ) -> Loader | None:
         """Return the loader on a rank that reads; None on the others, which receive its batches."""
         if not self._reads():
             return None
@@ -154,6 +238,7 @@ class DataProvider:
             split=split,
             seed=args.seed,
             trained=self.trained,
+            **more,
         )
 
     def _reads(self) -> bool:
@@ -173,6 +258,7 @@ class DataProvider:
                 self._sources,
                 position,
                 self._args.global_batch_size,
+                (self._args.num_epochs, self._steps),
             )
 
     def close(self) -> None:

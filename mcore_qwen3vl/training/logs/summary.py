@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.console import plain, visible
+from mcore_qwen3vl.console import counted, plain, visible
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.gpus import c_compiler
@@ -20,7 +20,7 @@ from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments import lora as lora_flags
 from mcore_qwen3vl.training.arguments import losses as preference
 from mcore_qwen3vl.training.arguments.data_flags import media_limits
-from mcore_qwen3vl.training.arguments.defaults import statement
+from mcore_qwen3vl.training.arguments.defaults import WHOLE, statement
 from mcore_qwen3vl.training.arguments.losses import DISTILL, distillation_of
 from mcore_qwen3vl.training.arguments.tasks import answers_of, contrastive_of, labels_of, ranking_of
 from mcore_qwen3vl.training.folders import LOGS
@@ -225,8 +225,9 @@ def _data(args: argparse.Namespace) -> str:
 def _validation(args: argparse.Namespace) -> str:
     paths = " ".join(map(str, args.valid_data_path))
     if not args.eval_iters:
-        return f"{paths}, which is never read: --eval-iters N evaluates on N batches"
-    batch = f"{args.eval_iters} batches of {args.global_batch_size}"
+        return f"{paths}, which is never read: --eval-iters 0"
+    count = "all of it" if args.eval_iters == WHOLE else f"the first {args.eval_iters} batches"
+    batch = f"{count}, {args.eval_global_batch_size} samples at a time,"
     ends = []
     if args.early_stop_patience is not None:
         ends.append(f"the run ends after {args.early_stop_patience} without a lower loss")
@@ -237,6 +238,8 @@ def _validation(args: argparse.Namespace) -> str:
 
 def _schedule(args: argparse.Namespace) -> str:
     length = f"{args.train_iters} steps" if args.train_iters else f"{args.train_samples} samples"
+    if args.num_epochs:
+        length = counted(args.num_epochs, "epoch")
     warm = args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction
     decay = f"{args.lr_decay_style} to {args.min_lr or 0:g}"
     rate = f"learning rate {args.lr:g}{' after a warm-up' if warm else ''}"

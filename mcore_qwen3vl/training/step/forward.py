@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.training.step.losses import DataSetLosses, Objective
+from mcore_qwen3vl.training.step.losses import DataSetLosses, Objective, Reduced
 
 Names = tuple[str, ...]
 """Of the samples of a micro-batch: file and line."""
@@ -153,6 +153,11 @@ class ForwardStep:
         The schedule would add normalisers up as int32, so :meth:`normalise` divides instead.
         """
         found = self._objective(batch, local, losses.float())
+        if batch.is_spare:
+            # Not a product with 0, which keeps what is no number.
+            total = losses.float().where(torch.zeros_like(losses, dtype=torch.bool), 0.0).sum()
+            nothing = {name: torch.zeros_like(value) for name, value in found.sums.items()}
+            found = Reduced(total, torch.zeros_like(found.normaliser), nothing)
         normaliser = found.normaliser.detach().double()
         training = torch.is_grad_enabled()
         sums = self.data_sets if training else self.validation_sets

@@ -101,7 +101,7 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
         (N,) float32 log-probabilities, with a gradient for `losses`; (N,) float32 numbers of
         tokens. Those of pairs are in the order chosen, rejected, chosen, rejected and so on.
     """
-    count = batch.counts.samples
+    count = len(batch.lengths)
     own = to_device(local, losses.device)
     trained = batch.loss_weights.index_select(1, own) > 0
     sequence = to_device(batch.sequences(), losses.device).index_select(1, own)  # (B, s)

@@ -220,14 +220,19 @@ def contrasts(
         For each of `batches`, the losses (queries,) of its queries, and the gradient (N, H) of the
         sum of all ranks' losses.
     """
-    own = [batch.groups for batch in batches]
-    targets = [batch.targets for batch in batches if batch.targets is not None]
+    own = [() if batch.is_spare else batch.groups for batch in batches]
+    targets = [
+        batch.targets[: len(of)]
+        for batch, of in zip(batches, own, strict=True)
+        if batch.targets is not None
+    ]
+    vectors = [one[: sum(of)] for one, of in zip(embeddings, own, strict=True)]
     if contrastive.takes_scores and len(targets) < len(batches):
         raise BadInput("The batch has no scores.")
     groups: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
     dist.all_gather_object(groups, own, group=parallel_state.get_data_parallel_group_gloo())
     sizes = [sum(map(sum, of_rank)) for of_rank in groups]
-    everyone = _gathered(torch.cat(list(embeddings)), sizes).requires_grad_()
+    everyone = _gathered(torch.cat(vectors), sizes).requires_grad_()
     queries = [sum(map(len, of_rank)) for of_rank in groups]
     scores = None
     if contrastive.takes_scores:
@@ -238,9 +243,14 @@ def contrasts(
         (gradients,) = torch.autograd.grad(losses.sum(), everyone)
     rank = parallel_state.get_data_parallel_rank()
     mine = losses.detach().split(queries)[rank].split([len(one) for one in own])
-    return list(
-        zip(mine, gradients.split(sizes)[rank].split([sum(one) for one in own]), strict=True)
-    )
+    of_own = gradients.split(sizes)[rank].split([sum(one) for one in own])
+    return [
+        # A spare batch takes part in no loss.
+        (torch.zeros(len(batch.groups), device=one.device), torch.zeros_like(one))
+        if batch.is_spare
+        else (losses, gradient)
+        for batch, one, losses, gradient in zip(batches, embeddings, mine, of_own, strict=True)
+    ]
 
 
 def _gathered(rows: Tensor, sizes: Sequence[int]) -> Tensor:

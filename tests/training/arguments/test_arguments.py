@@ -12,7 +12,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.arguments.checks import check_early, check_surroundings
+from mcore_qwen3vl.training.arguments.checks import check_early, check_surroundings, unused
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.parser import validate
@@ -73,7 +73,9 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
         (("--packing", "--micro-batch-size", "2"), "one sequence"),
         (("--save-hf-interval", "5"), "--save-hf DIR"),
         (("--eval-iters", "2"), "--valid-data-path"),
-        (("--full-validation",), "--eval-iters N"),
+        (("--full-validation",), "without --valid-data-path"),
+        ((*VALIDATION, "--full-validation"), "--eval-iters on a part: leave one of them out"),
+        ((*VALIDATION, "--eval-iters", "-2"), "--eval-iters is -2; leave it out"),
         (("--keep-best", "--save", "run"), "--keep-best needs the validation loss: add --valid"),
         (("--early-stop-patience", "3"), "--early-stop-patience needs the validation loss"),
         ((*VALIDATION, "--early-stop-patience", "0"), "patience is 0; it is at least 1"),
@@ -399,6 +401,30 @@ def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> No
             parsed(dense, *save, *flags, world_size=ranks)
     torch.save({**place, "balance": True, data_state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
     assert parsed(dense, *save, "--packing", world_size=4).num_workers == 2
+
+
+def test_a_number_of_epochs_is_the_only_length(dense: Path) -> None:
+    argv = ["--cpu", "--hf-model", str(dense), "--data-path", str(dense)]
+    for flags, message in (
+        (["--num-epochs", "0"], "--num-epochs is 0; it is at least 1"),
+        (["--num-epochs", "2", "--train-iters", "3"], "and --train-iters both set the length"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            check_surroundings(CommandLine([*argv, *flags]).args)
+    check_surroundings(CommandLine([*argv, "--num-epochs", "2"]).args)
+    ramp = ["--rampup-batch-size", "1", "1", "8", "--global-batch-size", "8", "--lr", "1"]
+    with pytest.raises(BadInput, match=r"--rampup-batch-size: .*Give --train-samples N"):
+        validate([*argv, "--num-epochs", "2", *ramp], 1)
+
+
+def test_what_no_rank_uses_is_named(dense: Path) -> None:
+    data = ("--data-path", "a.jsonl", "--shuffle-buffer", "7")
+    valid = ("--valid-data-path", "0.3", "a.jsonl", "0.7", "b.jsonl")
+    args = parsed(dense, *data, *valid)
+    named = [item.name for item in unused(args, {"shuffle_buffer", "valid_data_path"})]
+    assert named == ["--shuffle-buffer", "weight"]
+    tars = parsed(dense, "--data-path", "tars", "--shuffle-buffer", "7")
+    assert unused(tars, {"shuffle_buffer"}) == []
 
 
 def test_one_rank_of_a_node_reports_bad_input(

@@ -73,9 +73,12 @@ def test_the_summary_says_what_was_chosen(dense: Path, tmp_path: Path) -> None:
     valid = ("--valid-data-path", "b.jsonl")
     found = rows(dense, "--cpu", *valid, "--eval-iters", "3", "--early-stop-patience", "2")
     assert found["validation"] == (
-        "b.jsonl; 3 batches of 1 every 1000 steps; the run ends after 2 without a lower loss"
+        "b.jsonl; the first 3 batches, 1 samples at a time, every 1000 steps; the run ends after "
+        "2 without a lower loss"
     )
-    assert "which is never read: --eval-iters N" in rows(dense, "--cpu", *valid)["validation"]
+    assert "b.jsonl; all of it, 1 samples" in rows(dense, "--cpu", *valid)["validation"]
+    never = rows(dense, "--cpu", *valid, "--eval-iters", "0")["validation"]
+    assert never == "b.jsonl, which is never read: --eval-iters 0"
     assert found["writes"] == "no checkpoint (--save DIR); Megatron's own log is not kept " + (
         "(--verbose: here)"
     )
