@@ -3,7 +3,7 @@
 #   bash launch/sft_8b.sh --hf-model DIR --load-hf DIR --data-path train.jsonl --save runs/8b
 #   sbatch launch/sft_8b.sh --hf-model ...
 #
-# Flags that you append override the script's, and every Megatron flag works. Run the same command
+# Flags that you append override the script's, and Megatron's flags work. Run the same command
 # again to resume from --save. --dry-run prints the final command instead of running it. It refuses a
 # flag that train does not know, and notes on standard error what would stop the run on this machine.
 #

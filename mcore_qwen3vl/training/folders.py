@@ -121,14 +121,16 @@ def _checkpoint_around(folder: Path) -> Path | None:
 
 def check_export(args: argparse.Namespace) -> None:
     """Raise BadInput if ``--save-hf`` holds exports of another run than the one in ``--save``."""
-    found = numbered_iterations(Path(args.save_hf)) if args.save_hf else []
+    folder = Path(args.save_hf or "")
+    found = [folder_name(step) for step in numbered_iterations(folder)] if args.save_hf else []
+    found += ["best"] if args.save_hf and (folder / "best").exists() else []
     owner = owner_of(args.save_hf)
     # Earlier versions named no owner. Then a run that goes on is taken for it.
     goes_on = bool(args.save and numbered_iterations(Path(args.save)))
     own = owner == owner_of(args.save) if owner else goes_on
     if found and not own:
         raise BadInput(
-            f"{args.save_hf} holds the export of step {found[-1]} of another run, which this one "
+            f"{args.save_hf} holds the export {found[-1]} of another run, which this one "
             "would overwrite. Name another folder with --save-hf, or remove it."
         )
 
@@ -155,6 +157,8 @@ def locked(args: argparse.Namespace) -> Iterator[None]:
         for folder in {Path(place).resolve() for place in places if place}:
             folder.mkdir(parents=True, exist_ok=True)
             locks.enter_context(only_writer(folder))
+            for left in folder.glob(".*.[0-9]*.tmp"):  # of `replacing`, in a run that was killed
+                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink()
         yield
 
 

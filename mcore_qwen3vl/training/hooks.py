@@ -6,6 +6,7 @@ lacks one of them, the run refuses to start instead of training without the hook
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import queue
@@ -232,6 +233,40 @@ class NormCheck:
         iteration, (norm,) = pending[0], pending[1].read()
         if not math.isfinite(norm):
             raise self._explain(iteration)
+
+
+class LossScaleSkips:
+    """Counts the steps whose update fp16's loss scaler skips, because a gradient overflowed.
+
+    As with Megatron alone, such a step counts as a step and its samples as used, while weights,
+    optimizer and the learning rate's schedule stay where they are.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._steps = self._skipped = self._reported = 0
+
+    def __bool__(self) -> bool:
+        return self._skipped > 0
+
+    def add(self, skipped: int) -> None:
+        """Count a step; `skipped` is 1 if it was skipped, else 0."""
+        self._steps += 1
+        self._skipped += skipped
+
+    def report(self) -> dict[str, float]:
+        """Return the number of steps that were skipped since the last report."""
+        since, self._reported = self._skipped - self._reported, self._skipped
+        return {"skipped steps": since}
+
+    def __str__(self) -> str:
+        scale = self._args.loss_scale or self._args.initial_loss_scale
+        lower = "--loss-scale" if self._args.loss_scale else "--initial-loss-scale"
+        return (
+            f"{self._skipped} of {self._steps} steps were skipped, because gradients overflowed in "
+            "fp16 at the loss scale: they changed no weight, and the learning rate's schedule does "
+            f"not count them. A {lower} below {scale:g} skips fewer, and --bf16 none"
+        )
 
 
 PIECE = 2**26  # values; 256 MB of float32

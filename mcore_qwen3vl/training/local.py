@@ -32,7 +32,7 @@ def show_help(words: Sequence[str]) -> None:
         prog=PROGRAM,
         usage="%(prog)s --hf-model DIR --data-path PATH [FLAG...]",
         description="Train on this machine with Megatron's loop, one rank a GPU (--cpu: one).",
-        epilog="Every Megatron flag works too: --help WORD shows the flags about a word; "
+        epilog="Megatron's flags work too: --help WORD shows the flags about a word; "
         "launch/train.py --help lists them all.",
         add_help=False,
     )

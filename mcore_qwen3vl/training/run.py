@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mcore_qwen3vl.console import visible
+from mcore_qwen3vl.console import name_unused, visible
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import compile_where_possible, order_transfers
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu, unused_data_flags
@@ -50,6 +50,8 @@ def main(command: CommandLine) -> int:
         _choose_device(cpu=True)
         print_megatron_help(words)
     check_early(command)
+    if os.environ.get("RANK", "0") == "0":
+        name_unused(command.unused())
     run: Run | None = None
     with nothing_left(command, lambda: bool(run and run.begun)), quiet(command) as screen:
         overlap = "--overlap-moe-expert-parallel-comm" in command.words
@@ -85,7 +87,7 @@ class Run:
         from mcore_qwen3vl.training.broadcast.provider import DataProvider
         from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
         from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
-        from mcore_qwen3vl.training.hooks import NormCheck
+        from mcore_qwen3vl.training.hooks import LossScaleSkips, NormCheck
         from mcore_qwen3vl.training.lora import LoraRun
         from mcore_qwen3vl.training.second_model import SecondModel
         from mcore_qwen3vl.training.step.objective import forward_step_of
@@ -99,6 +101,7 @@ class Run:
         self.data = DataProvider(args, self.architecture, self.metrics.count)
         self.forward_step = forward_step_of(args)
         self.last_report: dict[str, float] = {}
+        self.skips = LossScaleSkips(args)
         self.norms = NormCheck(self.forward_step.records.explain)
         self._validated_at = -1
         self._new_validation = True
@@ -158,11 +161,15 @@ class Run:
                 if validations.exhausted and not stopped:
                     progress.say(f"stopped early after step {progress.steps}: {validations}")
                     return 0
+                if self.skips:
+                    progress.say(str(self.skips))
                 again = ": run the same command again to continue" if self.args.save else ""
                 progress.say(f"stopped after step {progress.steps}{again}")
                 return stopped
             if validations.best:
                 progress.say(str(validations))
+            if self.skips:
+                progress.say(str(self.skips))
             progress.say(
                 f"done: step {progress.steps}, {progress.elapsed}"
                 if progress.steps
@@ -350,6 +357,7 @@ class Run:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         losses, iteration = given["loss_dict"], given["iteration"]
         due = iteration % self.args.log_interval == 0
+        self.skips.add(given["skipped_iter"])
         if not self.args.fp16:  # whose loss scaler skips steps with a norm that is no number
             self.norms.add(given["grad_norm"], iteration)
             if due:  # otherwise it is checked a step late
@@ -361,6 +369,7 @@ class Run:
                 norm = given["grad_norm"]
                 numbers |= {"grad norm": None if norm is None else float(norm)}
                 numbers |= {"learning rate": given["learning_rate"]}
+                numbers |= self.skips.report() if self.args.fp16 and due else {}
                 numbers |= self.last_report if due else {}
                 self.progress.show(iteration, numbers)
                 if due and self.args.log_json:

@@ -22,7 +22,7 @@ from mcore_qwen3vl.training.hooks import (
     Stats,
     success_of_all,
 )
-from mcore_qwen3vl.verify.job import Job, curve_of, train, worst_difference
+from mcore_qwen3vl.verify.job import LEARNING_RATE, Job, curve_of, train, worst_difference
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -130,3 +130,22 @@ def test_a_norm_that_is_no_number_stops_the_run_at_the_next_step_or_save(
         check.add(norm, 7)
         with pytest.raises(FloatingPointError, match="step 7"):
             check.settle() if settle else check.add(1.0, 8)
+
+
+def test_steps_that_the_loss_scaler_skips_are_counted_and_said(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    steps = 8
+    flags = ("--fp16", "--initial-loss-scale", str(2.0**15), "--hysteresis", "1")
+    schedule = ("--lr-decay-style", "linear", "--min-lr", "0")
+    log = train(Job(dense, data, Layout(), steps=steps), tmp_path, *flags, *schedule)
+    skipped = [entry["skipped steps"] for entry in log]
+    assert 0 < sum(skipped) < steps
+    assert [entry["grad norm"] is None for entry in log] == [bool(skip) for skip in skipped]
+    taken = 0
+    for entry, skip in zip(log, skipped, strict=True):
+        taken += not skip
+        assert entry["learning rate"] == pytest.approx(LEARNING_RATE * (1 - taken / steps))
+    said = (tmp_path / "output.txt").read_text()
+    assert f"{sum(skipped)} of {steps} steps were skipped" in said
+    assert "loss-scale below 32768" in said

@@ -29,6 +29,7 @@ from mcore_qwen3vl.data.encoding.packing import Division, Measure, divide, extra
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.loading.datasets import SOURCE, Part
 from mcore_qwen3vl.data.loading.index import sample_id
+from mcore_qwen3vl.data.loading.measured import ABSENT as ABSENT_KIND
 from mcore_qwen3vl.data.loading.measured import (
     BAD,
     OVERLONG,
@@ -38,7 +39,6 @@ from mcore_qwen3vl.data.loading.measured import (
     Unusable,
     stamp_of,
 )
-from mcore_qwen3vl.data.loading.measured import ABSENT as ABSENT_KIND
 from mcore_qwen3vl.data.loading.measured import measure as measure_data
 from mcore_qwen3vl.data.loading.order import ABSENT, Order, length_of_epoch
 from mcore_qwen3vl.data.loading.sources import Source

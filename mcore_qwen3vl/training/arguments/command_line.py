@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -20,6 +20,9 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.arguments.data_flags import check_data_arguments
 from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
+from mcore_qwen3vl.unused import Fields, Unused
+
+COMMAND_LINE = "the command line"
 
 NONE = "none"
 """``--FLAG none`` unsets a flag that a script set; Megatron has no value for "unset"."""
@@ -33,7 +36,7 @@ _TEXTS = (
 )
 _LISTS = ("--data-path", "--train-data-path", "--valid-data-path")
 _NUMBERS = (
-    *("--train-iters", "--train-samples", "--ckpt-step", "--global-batch-size"),
+    *("--train-iters", "--train-samples", "--ckpt-step", "--global-batch-size", "--eval-iters"),
     "--microbatch-group-size-per-virtual-pipeline-stage",
     *("--expert-tensor-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
     *("--num-layers-per-virtual-pipeline-stage", "--recompute-num-layers"),
@@ -92,6 +95,13 @@ _ELSEWHERE = {
     "--warmup-steps": "--lr-warmup-iters",
 }
 """Flags of other trainers and of our other commands, with the training flag for each."""
+_ACTS_WITH = {
+    "--eval-interval": ("valid_data_path", "it acts with --valid-data-path"),
+    "--packing-buffer": ("packing", "it acts with --packing"),
+    "--shuffle-buffer": ("shuffle", "it acts without --no-shuffle"),
+    "--save-interval": ("save", "it acts with --save DIR"),
+}
+"""Flags that do nothing without another one: its ``dest``, and the reason."""
 _SIMILAR = 0.75  # of 1; a less similar flag is rarely the one meant
 
 
@@ -157,18 +167,75 @@ class CommandLine:
         return layout
 
     def checked_args(self) -> argparse.Namespace:
-        """Return :attr:`args`, or raise BadInput for flags that neither we nor Megatron know.
+        """Return :attr:`args`, or raise BadInput for flags that are unknown or would mislead.
 
         A Megatron version whose flags are not listed here decides with its own parser. Building
         that parser takes seconds, so the list is what answers a typo at once.
         """
-        listed = flag_list(version("megatron-core"))
-        if listed.exists():
-            known = {*_parser()._option_string_actions, *listed.read_text(encoding="utf-8").split()}
-            flags = (word for word in self.words if word.startswith("--"))
-            if unknown := [flag for flag in flags if flag.partition("=")[0] not in known]:
-                refuse_unknown(unknown, known)
+        if (sorting := Sorting.installed()) is None:
+            return self.args
+        known = {*_parser()._option_string_actions, *sorting.known}
+        if unknown := [flag for flag in self._flags() if flag not in known]:
+            refuse_unknown(unknown, known)
+        if refused := [flag for flag in self._flags() if flag in sorting.refused]:
+            raise BadInput(" ".join(f"{flag}: {sorting.refused[flag]}." for flag in refused))
         return self.args
+
+    def unused(self) -> list[Unused]:
+        """Return the flags that change nothing in the run."""
+        sorting, args = Sorting.installed(), self.args
+        reasons = dict(sorting.no_effect) if sorting else {}
+        ours = _parser()._option_string_actions.keys()
+        reasons |= {
+            flag: why for flag, (dest, why) in _ACTS_WITH.items() if not getattr(args, dest)
+        }
+        used = {*ours, *(sorting.known if sorting else self._flags())} - reasons.keys()
+        return Fields(COMMAND_LINE, used, reasons=reasons).unused(
+            dict.fromkeys(self._flags(), True)
+        )
+
+    def _flags(self) -> list[str]:
+        """Return the flags of the command line, without their values, in their order."""
+        flags = (word.partition("=")[0] for word in self.words if word.startswith("--"))
+        return list(dict.fromkeys(flags))
+
+
+@dataclass(frozen=True)
+class Sorting:
+    """What a version of Megatron's flags does in a run: reach it, be refused, or nothing.
+
+    Attributes:
+        reaching: flags that something reads.
+        refused: the reason by flag: it asks for what this package does otherwise, or not at all.
+        no_effect: the reason by flag: nothing reads it, and no run is another one for it.
+    """
+
+    reaching: frozenset[str]
+    refused: Mapping[str, str]
+    no_effect: Mapping[str, str]
+
+    @property
+    def known(self) -> frozenset[str]:
+        """All flags of the version."""
+        return self.reaching | self.refused.keys() | self.no_effect.keys()
+
+    @classmethod
+    def installed(cls) -> Sorting | None:
+        """Return the sorting of the installed megatron-core; None for a version without one."""
+        file = flag_list(version("megatron-core"))
+        return cls.of(file.read_text(encoding="utf-8")) if file.exists() else None
+
+    @classmethod
+    def of(cls, text: str) -> Sorting:
+        """Read a list of flags, one per line, below lines that say what becomes of them."""
+        kinds: dict[str, dict[str, str]] = {"reaching": {}, "refused": {}, "no effect": {}}
+        kind = reason = ""
+        for line in filter(None, text.splitlines()):
+            if line.startswith("--"):
+                kinds[kind][line] = reason
+            else:
+                kind, _, reason = line.partition(": ")
+        return cls(frozenset(kinds["reaching"]), kinds["refused"], kinds["no effect"])
 
 
 @cache
@@ -196,7 +263,7 @@ def as_saved(load: str | None, save: str | None) -> str | None:
 
 
 def flag_list(megatron: str) -> Path:
-    """Return the file of a megatron-core version's flags, one per line; it may not exist."""
+    """Return the file of a megatron-core version's flags for `Sorting.of`; it may not exist."""
     return Path(__file__).with_name(f"megatron-core-{megatron}.txt")
 
 

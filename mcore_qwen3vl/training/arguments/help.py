@@ -80,6 +80,7 @@ def print_megatron_help(words: Sequence[str] = ()) -> NoReturn:
     """Print Megatron's flags and ours with :func:`print_help`, and exit; imports megatron."""
     from megatron.training.arguments import add_megatron_arguments
 
+    from mcore_qwen3vl.training.arguments.command_line import Sorting
     from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 
     parser = argparse.ArgumentParser(
@@ -88,7 +89,13 @@ def print_megatron_help(words: Sequence[str] = ()) -> NoReturn:
         allow_abbrev=False,
         add_help=False,
     )
-    print_help(add_arguments(add_megatron_arguments(parser)), words)
+    add_arguments(add_megatron_arguments(parser))
+    if sorting := Sorting.installed():
+        for kind, reasons in (("refused", sorting.refused), ("no effect", sorting.no_effect)):
+            for flag, why in reasons.items():
+                action = parser._option_string_actions[flag]
+                action.help = f"{kind}: {why}. {action.help or ''}"
+    print_help(parser, words)
     sys.exit(0)
 
 

@@ -47,7 +47,7 @@ _TRAINING = {
     "--early-stop-patience N": "end the run after N validations in a row without a lower loss than "
     "before",
     "--keep-best": "save a checkpoint after each validation with the lowest loss so far, in place "
-    "of the one before; validation.json in --save names it",
+    "of the one before; validation.json in --save names it. --save-hf exports it, as best",
     "--on-corrupt-checkpoint fallback|stop": "when the latest checkpoint cannot be read: use the "
     "one before it, or stop",
 }

@@ -1,7 +1,7 @@
 """Parse a command line with Megatron's parser, to which our flags and defaults are added.
 
-Every Megatron flag works. We reuse these: ``--data-path [WEIGHT PATH]...`` or
-``--train-data-path``/``--valid-data-path``, ``--num-workers``, ``--spec te|torch``,
+Megatron's flags work, as far as `command_line.Sorting` says. We reuse these: ``--data-path [WEIGHT
+PATH]...`` or ``--train-data-path``/``--valid-data-path``, ``--num-workers``, ``--spec te|torch``,
 ``--seq-length``, ``--micro-batch-size``.
 """
 

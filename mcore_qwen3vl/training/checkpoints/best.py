@@ -32,6 +32,8 @@ class Validations:
         self._args = args
         self._wanted = args.keep_best or args.early_stop_patience is not None
         self._losses: list[tuple[int, float]] = []  # by iteration, ascending
+        self.exported: int | None = None
+        """The step that ``--save-hf`` has as the best."""
         self._kept: int | None = None  # the best step, if its checkpoint is kept only for that
 
     @property
@@ -62,7 +64,8 @@ class Validations:
         dist.broadcast_object_list(found, src=0)
         if found[0] is not None:
             self._losses = [(i, loss) for i, loss in found[0]["losses"] if i <= iteration]
-            self._kept = found[0]["kept"] if self._args.load == self._args.save else None
+            if self._args.load == self._args.save:
+                self._kept, self.exported = found[0]["kept"], found[0].get("exported")
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
         """Record the loss of the validation after `iteration`; a collective.
@@ -82,11 +85,18 @@ class Validations:
     def __str__(self) -> str:
         assert self.best is not None
         kept = f", kept in {self._args.save}" if self._args.keep_best else ""
+        if self.exported == self.best[0]:
+            kept += f", exported to {self._args.save_hf}/best"
         return f"best validation loss {self.best[1]:.4f} after step {self.best[0]}{kept}"
 
     def is_best(self, iteration: int) -> bool:
         """Return whether to keep this iteration's checkpoint as the best."""
         return bool(self._args.keep_best and self.best and self.best[0] == iteration)
+
+    def note_export(self, iteration: int) -> None:
+        """Note that ``--save-hf`` has this iteration as the best."""
+        self.exported = iteration
+        self._write()
 
     @contextmanager
     def due(self, iteration: int) -> Iterator[None]:
@@ -120,5 +130,6 @@ class Validations:
             return
         file = Path(self._args.save) / FILE
         content = {"best": self.best, "losses": self._losses, "kept": self._kept}
+        content |= {"exported": self.exported} if self.exported else {}
         with replacing(file) as partial:
             partial.write_text(json.dumps(content) + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ _OF_DISKS = frozenset(
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "EACCES", "EPERM", "ESTALE")
     if hasattr(errno, name)
 )
+_INTERRUPTED = re.compile(r"\.iter_(\d+)\.incomplete")
+BEST = "best"
 _PROBE = 2**20  # bytes to write for the error, which Megatron's writers do not pass on
 
 
@@ -42,18 +45,21 @@ class RunCheckpoints:
     def __init__(self, run: Any) -> None:
         self._run, self._args = run, run.args  # of `training.run.Run`, which imports this module
         self.validations = Validations(run.args)
+        self._trained: tuple[Any, Any] = ([], None)  # the model and its optimizer
         self._on_disk: tuple[str, int] | None = None  # the folder and step of the last checkpoint
 
     def load(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Load the newest checkpoint that can be read, and export it if nothing is left to do."""
         check_checkpoint(self._args, self._run.lora)
         if self._run.other:  # the provider has read it
+            self._clear_exports(0)
             return 0, 0
         resume.choose_checkpoint(self._args)
         with resume.explained(self._args):
             found = original(model, *args, **kwargs)
         step, folder = found[0], self._args.load
         if not step:
+            self._clear_exports(0)
             return found
         optimizer = args[0] if args else kwargs.get("optimizer")
         if optimizer is not None:
@@ -63,9 +69,11 @@ class RunCheckpoints:
         if self.validations.exhausted:
             self._args.train_iters = step
         self._run.progress.say(f"resuming after step {step} of {folder}")
-        lacks_export = self._args.save_hf and not self._export_folder(step).exists()
-        if step == self._args.train_iters and lacks_export:
-            self._export(model, optimizer, step)
+        self._clear_exports(step)
+        # An earlier run was stopped between the two, or somebody has removed the export.
+        if self._exports(step) and self._lacks(self._export_folder(step)):
+            self._export(model, optimizer, step, self._export_folder(step))
+        self._export_best(model, optimizer, step)
         return found
 
     def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
@@ -100,6 +108,7 @@ class RunCheckpoints:
         # The last validation follows the last save.
         if self._on_disk == (self._args.save, iteration):
             self.validations.keep(iteration)
+            self._export_best(*self._trained, iteration)
 
     def after_iteration(
         self, original: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any
@@ -108,16 +117,58 @@ class RunCheckpoints:
         with self.validations.due(iteration):
             leaving: bool = original(model, optimizer, scheduler, iteration, *rest)
         self.validations.keep(iteration)
+        self._trained = model, optimizer
+        if self._exports(iteration):
+            self._export(model, optimizer, iteration, self._export_folder(iteration))
+        self._export_best(model, optimizer, iteration)
+        return leaving
+
+    def _exports(self, iteration: int) -> bool:
+        """Return whether ``--save-hf`` has this step."""
         interval = self._args.save_hf_interval
         last = iteration == self._args.train_iters or self.validations.exhausted
         due = last or (interval and iteration % interval == 0)
-        if self._args.save_hf and due:
-            self._export(model, optimizer, iteration)
-        return leaving
+        return bool(self._args.save_hf and due)
 
-    def _export(self, model: list[Any], optimizer: Any, iteration: int) -> None:
-        """Write ``--save-hf`` ``/iter_NNNNNNN``: weights or adapter, config and processor."""
-        folder = self._export_folder(iteration)
+    def _lacks(self, folder: Path) -> bool:
+        """Return whether the first rank finds no `folder`; a collective."""
+        lacks = [not folder.exists()]
+        dist.broadcast_object_list(lacks)
+        return lacks[0]
+
+    def _export_best(self, model: list[Any], optimizer: Any, iteration: int) -> None:
+        """Export the best step as ``--save-hf`` ``/best``, unless it is there; a collective."""
+        if self._args.save_hf and self.validations.is_best(iteration):
+            folder = Path(self._args.save_hf) / BEST
+            if self.validations.exported != iteration or self._lacks(folder):
+                self._export(model, optimizer, iteration, folder)
+                self.validations.note_export(iteration)
+
+    def _clear_exports(self, step: int) -> None:
+        """Remove what stopped runs have left of exports; name those that this run, too, leaves out.
+
+        The run goes on after `step`, whose weights it has. A collective.
+        """
+        if not self._args.save_hf:
+            return
+        remains = [*Path(self._args.save_hf).glob(".*.incomplete")] if dist.get_rank() == 0 else []
+        for folder in remains:
+            shutil.rmtree(folder, ignore_errors=True)
+        numbers = [int(found[1]) for f in remains if (found := _INTERRUPTED.fullmatch(f.name))]
+        steps = range(step, (self._args.train_iters or step) + 1)
+        everyone = [[n for n in numbers if n not in steps or not self._exports(n)]]
+        dist.broadcast_object_list(everyone)
+        best = self.validations.best
+        if self._args.keep_best and best and self.validations.exported != best[0] < step:
+            everyone[0].append(best[0])
+        for number in everyone[0]:
+            self._run.progress.say(
+                f"the export of step {number} was interrupted, and this run does not make it: its "
+                "weights are those of that step's checkpoint"
+            )
+
+    def _export(self, model: list[Any], optimizer: Any, iteration: int, folder: Path) -> None:
+        """Write a step to `folder`: weights or adapter, config and processor."""
         self._run.norms.settle()
         if self._args.rank == 0:
             claim(self._args.save, self._args.save_hf)

@@ -125,6 +125,7 @@ def _parts(numbers: Mapping[str, float | None]) -> list[tuple[str, str]]:
         ("grad norm", numbers.get("grad norm"), ".3g"),
         ("lr", numbers.get("learning rate"), ".3g"),
         ("skipped", numbers.get("skipped samples") or None, ".0f"),
+        ("skipped steps", numbers.get("skipped steps") or None, ".0f"),
         ("over-long", numbers.get("over-long samples") or None, ".0f"),
     )
     return [(name, format(value, form)) for name, value, form in chosen if value is not None]

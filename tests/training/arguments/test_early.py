@@ -3,29 +3,95 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+import mcore_qwen3vl
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments import checks
 from mcore_qwen3vl.training.arguments.checks import check_early
-from mcore_qwen3vl.training.arguments.command_line import CommandLine, flag_list
+from mcore_qwen3vl.training.arguments.command_line import CommandLine, Sorting, flag_list
 from mcore_qwen3vl.training.folders import claim
 
 
-def test_the_list_is_that_of_the_installed_megatron() -> None:
-    """For another version, write this set, one flag a line, to a file named after the version."""
+@pytest.fixture(scope="module")
+def megatron_flags() -> dict[str, str]:
+    """Return the `dest` of each of Megatron's flags."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
-    flags = {flag for flag in parser._option_string_actions if flag.startswith("--")}
-    assert set(flag_list(version("megatron-core")).read_text().split()) == flags
+    flags = parser._option_string_actions.items()
+    return {flag: action.dest for flag, action in flags if flag.startswith("--")}
+
+
+def test_every_flag_of_the_installed_megatron_is_sorted_once(
+    megatron_flags: dict[str, str],
+) -> None:
+    """For another version, write its flags to a file named after it, each below what it does."""
+    lines = flag_list(version("megatron-core")).read_text().splitlines()
+    assert sorted(line for line in lines if line.startswith("--")) == sorted(megatron_flags)
+    sorting = Sorting.installed()
+    assert sorting is not None
+    assert sorting.known == megatron_flags.keys()
+    assert all([*sorting.refused.values(), *sorting.no_effect.values()])
+
+
+UNREAD = re.compile(
+    r"megatron/(rl|post_training|legacy|core/(inference|export|ssm|datasets|tokenizers|models/(?!"
+    r"common|gpt/gpt_model))|training/(arguments|argument_utils|yaml_arguments|theoretical_|models|"
+    r"datasets|distillation|config))"
+)
+"""Megatron's modules that a run does not use, or that only pass arguments on."""
+TURNED_INTO_OTHERS = re.compile(
+    r"muon_.*|moe_(deepep|hybridep)_num_sms|no_weight_decay_cond_type|recompute_activations|"
+    r"bias_swiglu_fusion|init_method_xavier_uniform|grad_reduce_in_bf16|"
+    r"num_layers_per_virtual_pipeline_stage|te_precision_config_file|disable_msc_deprecated|"
+    r"untie_embeddings_and_output_weights"
+)
+"""Arguments that the parser, or a function that builds a config, turns into others."""
+
+
+@pytest.mark.slow
+def test_what_is_said_to_reach_the_run_is_read_by_something(
+    megatron_flags: dict[str, str],
+) -> None:
+    sorting, megatron = Sorting.installed(), find_spec("megatron.core")
+    assert sorting is not None
+    assert megatron is not None
+    assert megatron.origin is not None
+    roots = (Path(megatron.origin).parents[1], Path(mcore_qwen3vl.__file__).parent)
+    read: set[str] = set()
+    for file in (file for root in roots for file in root.rglob("*.py")):
+        if UNREAD.search(file.as_posix()):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Attribute(attr=name, ctx=ast.Load()):
+                    read.add(name)
+                case ast.Call(ast.Name("getattr" | "hasattr"), [_, ast.Constant(str(name)), *_]):
+                    read.add(name)
+    reaching = {megatron_flags[flag] for flag in sorting.reaching}
+    assert not [name for name in reaching - read if not TURNED_INTO_OTHERS.fullmatch(name)]
+
+
+def test_flags_that_change_nothing_are_named_and_those_that_mislead_refused() -> None:
+    words = "--split=9,1 --tokenizer-model m --seed 3 --packing-buffer 4 --valid-data-path v"
+    unused = CommandLine(words.split()).unused()
+    assert [item.name for item in unused] == [
+        "--split", "--tokenizer-model", "--packing-buffer", "--valid-data-path",
+    ]  # fmt: skip
+    assert all(item.why and item.where == "the command line" for item in unused)
+    used = "--packing --packing-buffer 4 --valid-data-path v --eval-iters 2 --eval-interval 3"
+    assert not CommandLine(used.split()).unused()
 
 
 def test_flags_of_a_version_without_a_list_are_left_to_megatron(
@@ -46,6 +112,9 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
         (["--train-itres=3"], "Did you mean --train-iters"),
         (["--leraning-rate", "1e-5"], r"Did you mean --lr\?"),
         (["--tp", "2"], r"Did you mean --tensor-model-parallel-size\?"),
+        (["--rampup-batch-size", "1", "1", "4"], "--rampup-batch-size: .* --step-batch-size-sch"),
+        (["--chat-template", "{{{{1/0}}}}"], "--chat-template: .* put it into its chat_template"),
+        (["--mtp-num-layers=1", "--sft"], "multi-token prediction. --sft: records say"),
         (["--dryrun"], r"Did you mean --dry-run \(of a launch script\)\?"),
         (["--lr-wrong"], r"unrecognized arguments: --lr-wrong\. mcore-qwen3vl train --help"),
         (["--train-iters", "3", "--save-interval"], None),  # left to Megatron, whose flag it is
@@ -73,7 +142,7 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
         (["--train-iters", "3", "--hf-model", "modle"], "modle does not exist: .* --hf-model"),
         (
             ["--train-iters", "3", "--save-hf", "{run}"],
-            "holds the export of step 10 of another run",
+            "holds the export iter_0000010 of another run",
         ),
         (["--train-iters", "3", "--save-hf", "{run}", "--save", "{run}"], "--save-hf are both"),
     ],
@@ -123,7 +192,7 @@ def test_a_finished_run_is_refused_the_folder_of_another_runs_exports(
     check("first", "first-hf")
     claim(str(tmp_path / "first"), str(tmp_path / "first-hf"))  # as each export does
     check("first", "first-hf")
-    with pytest.raises(BadInput, match="first-hf holds the export of step 10 of another run"):
+    with pytest.raises(BadInput, match="first-hf holds the export iter_0000010 of another run"):
         check("second", "first-hf")
 
 

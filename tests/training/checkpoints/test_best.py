@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from torch.testing import assert_close
 
+from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.job import Job, train
@@ -75,3 +79,34 @@ def test_a_removed_checkpoint_takes_its_data_state_with_it(job: Job, tmp_path: P
     for folder in (save, save / "dataloader"):
         names = {path.name for path in folder.glob("iter_*")}
         assert names == {"iter_0000002", "iter_0000004", "iter_0000005"}
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_exports_that_a_killed_run_began_are_made_and_the_best_step_is_one(
+    job: Job, tmp_path: Path
+) -> None:
+    save, hf = tmp_path / "save", tmp_path / "hf"
+    # A rate at which the loss rises, so that the best step is not the last.
+    exports = ("--lr", "0.5", "--save-hf", str(hf), "--save-hf-interval", "2")
+    job = replace(job, steps=6, flags=(*job.flags, *exports))
+    train(job, tmp_path / "part", "--exit-interval", "4")
+    shutil.rmtree(hf / "iter_0000004")
+    for left in (".iter_0000003.incomplete", ".iter_0000004.incomplete", ".best.incomplete"):
+        (hf / left / "tree").mkdir(parents=True)
+    (save / ".hf.1.tmp").mkdir()
+    train(job, tmp_path / "rest")
+    said = (tmp_path / "rest" / "output.txt").read_text()
+    assert "the export of step 3 was interrupted, and this run does not make it" in said
+    assert not [place for folder in (save, hf) for place in folder.glob(".*.*")]
+    names = sorted(place.name for place in hf.iterdir() if place.name != ".run")
+    assert names == ["best", "iter_0000002", "iter_0000004", "iter_0000006"]
+    mcore_to_hf(save / "iter_0000004", tmp_path / "four")
+    assert_close(weights(hf / "iter_0000004"), weights(tmp_path / "four"), rtol=0, atol=0)
+    best = saved(save)[1]["best"][0]
+    assert best < 6
+    assert f"after step {best}, kept in {save}, exported to {hf}/best" in said
+    mcore_to_hf(save / f"iter_{best:07d}", tmp_path / "best")
+    assert_close(weights(hf / "best"), weights(tmp_path / "best"), rtol=0, atol=0)
