@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.converters.hf.companions import companion_files
+from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.broadcast import data_state
@@ -88,7 +89,9 @@ def test_another_layout_continues_closely(
 def test_under_a_split_of_its_own_a_run_saves_and_exports_what_it_holds(
     dense: Path, data: Path, tmp_path: Path
 ) -> None:
-    still = replace(job(dense, data, "pp2+E|t|tt|tL", "--lr", "0", "--weight-decay", "0"), steps=1)
+    budgets = ("--image-max-pixels", "1024", "--video-max-frames", "4")
+    flags = ("--lr", "0", "--weight-decay", "0", *budgets)
+    still = replace(job(dense, data, "pp2+E|t|tt|tL", *flags), steps=1)
     save, hf = tmp_path / "save", tmp_path / "hf"
     train(still, tmp_path, "--save", str(save), "--save-interval", "1", "--save-hf", str(hf))
     saved = data_state.first_of(save, 1)
@@ -98,6 +101,10 @@ def test_under_a_split_of_its_own_a_run_saves_and_exports_what_it_holds(
     mcore_to_hf(save, tmp_path / "back", hf_config=dense)
     assert_same_tensors(dense, live)
     assert_same_tensors(dense, tmp_path / "back")
+    for written in (live, save / "hf"):
+        processor = load_processor(written)
+        assert processor.image_processor.size["longest_edge"] == 1024
+        assert processor.video_processor.max_frames == 4
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(

@@ -99,6 +99,12 @@ def test_the_summary_says_what_is_exported(dense: Path) -> None:
         assert rows(dense, *asked, *flags)["writes"].startswith("PEFT adapters to out")
     found = rows(dense, *asked)
     assert found["writes"].startswith("Hugging Face checkpoints to out")
+    assert "processor" not in found["writes"]
+    budgets = ("--image-max-pixels", "1024", "--video-fps", "1.5")
+    said = "the processor beside them has --image-max-pixels 1024, --video-fps 1.5"
+    assert said in rows(dense, *asked, *budgets)["writes"]
+    found = rows(dense, *asked, *budgets, "--lora-rank", "4")
+    assert f"{said}; an adapter has no processor" in found["writes"]
 
 
 def test_the_summary_says_what_pairs_are_compared_with(dense: Path) -> None:
