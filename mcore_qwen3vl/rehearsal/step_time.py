@@ -46,16 +46,15 @@ class Constants:
         gemm: share of the GPU's dense bf16 peak that matmuls reach (measured: 0.70 to 0.78).
         attention: share of that peak that attention kernels reach if their queries have many keys.
         attention_keys: number of keys of a query at which they reach half of that. With both,
-            samples of 512, 2,048 and 8,192 tokens have 73, 196 and 338 TFLOP/s; PyTorch's kernels
-            had 75, 185 and 284, Transformer Engine's 66, 206 and 454.
+            attention over samples of 2,048 tokens has 250 TFLOP/s, as in the measured steps (240).
         memory: share of the memory's bandwidth that other kernels reach: 0.88 in plain copies, 0.4
-            over views that are not contiguous; this is what training loops had.
+            over views that are not contiguous, 0.43 to 0.71 in all of a step.
         link: share of the links' bandwidth that NCCL reaches.
         network_gb_per_s: bandwidth of each GPU to other nodes, in one direction (400 Gb/s).
         gpus_per_node: GPUs that NVLink connects.
         launch_us: microseconds of the host for one kernel, with the Python and the autograd around
             it. Steps that the host bound took 34 to 57 on a virtual machine with 16 cores; alone, a
-            launch takes 9. A published run of 30B-A3B (docs/rehearse.md) leaves at most 35.
+            launch takes 9. A published run of 30B-A3B (docs/rehearse.md) leaves 28.
         wait_us: microseconds that a host sync costs, until kernels follow again.
         tp_overlap: share of the TP exchange hidden by ``--tp-comm-overlap``.
         ep_overlap: share of the EP exchange hidden by ``--overlap-moe-expert-parallel-comm``, as
@@ -63,9 +62,9 @@ class Constants:
     """
 
     gemm: float = 0.74
-    attention: float = 0.45
-    attention_keys: float = 1300.0
-    memory: float = 0.52
+    attention: float = 0.5
+    attention_keys: float = 1000.0
+    memory: float = 0.5
     link: float = 0.75
     network_gb_per_s: float = 50.0
     gpus_per_node: int = 8
