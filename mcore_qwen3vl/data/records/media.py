@@ -23,7 +23,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.reading import number
+from mcore_qwen3vl.data.records.reading import checked, number
+from mcore_qwen3vl.unused import Fields, Unused
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -93,6 +94,30 @@ _OPTION_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """Keys of a record for each option; the names are those of ``qwen_vl_utils``, and shorter ones."""
+
+
+def option_keys(kind: Kind) -> set[str]:
+    """Return the keys of a part or reference that :func:`read_options` reads."""
+    names = {key for keys in _OPTION_KEYS[kind].values() for key in keys}
+    return names | {"timestamps"} if kind == "video" else names
+
+
+def unused_of_lists(record: Mapping[str, Any]) -> list[Unused]:
+    """Return what is not used of the objects in a record's ``images`` and ``videos``."""
+    return [
+        item for kind in KINDS for one in media_list(record, kind) for item in unused_of(kind, one)
+    ]
+
+
+def unused_of(kind: Kind, reference: Any) -> list[Unused]:
+    """Return what is not used of a reference to an image or a video."""
+    if not isinstance(reference, Mapping):
+        return []
+    keys = ("bytes", "base64", "path", "url", "frames")
+    place = next((key for key in keys if reference.get(key)), "")
+    # The path beside an image's bytes is its name, as in the ``Image`` feature of ``datasets``.
+    fields = Fields(f"an object of {kind}s", (place, *option_keys(kind)), inert=("path",))
+    return checked(fields, reference)
 
 
 def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:

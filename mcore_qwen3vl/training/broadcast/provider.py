@@ -85,7 +85,9 @@ class DataProvider:
         self._args = args
         self._architecture = architecture
         self._on_batch = on_batch
-        self._sources = parse_sources(args.train_data_path or args.data_path, args.preprocess)
+        self._sources = parse_sources(
+            args.train_data_path or args.data_path, args.preprocess, args.train_on
+        )
         self._ahead = ThreadPoolExecutor(1, "read ahead") if args.num_workers > 0 else None
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
         self.train_loader: Loader | None = None
@@ -116,7 +118,7 @@ class DataProvider:
             data_state.load(self.train_loader, args.load, args.iteration, *dp, self._sources)
         valid = None
         if args.valid_data_path:
-            sources = parse_sources(args.valid_data_path, args.preprocess)
+            sources = parse_sources(args.valid_data_path, args.preprocess, args.train_on)
             loader = self._loader(sources, "val", config)
             valid = self._share(loader, shared_host_group, valid_feed)
         if config.balance:
