@@ -284,10 +284,10 @@ def lora_convert(
     base = require_base(config, hf_config)
     read = convert_adapter(adapter, out, base, roles=roles, from_roles=from_roles, force=force)
     notes = vllm_notes(read, Architecture.from_hf(base), roles)
-    result = {"target": str(out), "from": read.roles, "to": roles, "notes": notes}
+    result: dict[str, Any] = {"target": str(out), "from": read.roles, "to": roles, "notes": notes}
     said = [str(out), f"fused experts: {read.roles} roles to {roles} roles", *notes]
     shown = "\n".join(map(plain, said))
-    result["unused"] = as_json(config.unused)
+    result |= {"unused": as_json(config.unused)}
     console.present(json, result, output.print, f"[bold green]done[/] {shown}")
     if not json:
         console.name_unused(config.unused)

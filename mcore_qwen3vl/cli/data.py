@@ -13,7 +13,8 @@ from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments.data_flags import PREPROCESS
+from mcore_qwen3vl.training.arguments.data_flags import PREPROCESS, TRAIN_ON
+from mcore_qwen3vl.unused import as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.check import DataReport
@@ -34,12 +35,15 @@ Preprocess = Annotated[
     str | None,
     typer.Option(metavar="MODULE:FUNCTION", help=f"{PREPROCESS.capitalize()}."),
 ]
+TrainOn = Annotated[str | None, typer.Option(metavar="TURNS", help=f"{TRAIN_ON.capitalize()}.")]
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 
 
 @app.command("check")
-@options.data_flags("packing_buffer", "max_sample_seconds", "max_decoded_pixels", "trust_data")
+@options.data_flags(
+    "packing_buffer", "max_sample_seconds", "max_decoded_pixels", "allow_dropped", "trust_data"
+)
 def check(
     path: DataPath,
     hf_model: HfModel,
@@ -60,6 +64,7 @@ def check(
         Path | None, typer.Option(help="Write histograms to this PNG (extra: plots).")
     ] = None,
     preprocess: Preprocess = None,
+    train_on: TrainOn = None,
     distill_temperature: Annotated[
         float | None,
         typer.Option(
@@ -104,6 +109,7 @@ def check(
             decode=decode,
             limit=limit,
             preprocess=preprocess,
+            train_on=train_on,
             architecture=Architecture.from_hf(folder),
             unused=unused_of(folder),
             ranks=dp,
@@ -133,8 +139,26 @@ def check(
     options.require(bool(report.tokens), f"No sample of {path} is usable: {reason}")
 
 
+@app.command("turns")
+def turns(
+    path: Annotated[Path, options.data_set("JSONL or JSON file of conversations.")],
+    out: Annotated[Path, typer.Option(help="JSONL file to write, in the folder of the data.")],
+    json: options.Json = False,
+) -> None:
+    """Write one record for each trained turn, which ends with it, as Thinking models need.
+
+    Their template leaves the reasoning of earlier turns out, so each turn has a prompt of its own.
+    """
+    console.quiet_libraries()
+    from mcore_qwen3vl.data.check import write_turns
+
+    read, written = write_turns(path, out)
+    said = f"{console.counted(written, 'record')} of {console.counted(read, 'record')} in {out}"
+    console.present(json, {"out": out, "read": read, "written": written}, console.say, said)
+
+
 @app.command("show")
-@options.data_flags("trust_data")
+@options.data_flags("allow_dropped", "trust_data")
 def show_sample(
     path: DataPath,
     number: Annotated[
@@ -147,6 +171,7 @@ def show_sample(
     seq_length: SeqLength = 8192,
     split: Split = "train",
     preprocess: Preprocess = None,
+    train_on: TrainOn = None,
     json: options.Json = False,
 ) -> None:
     """Write one sample as the model will see it: tokens, what is trained, images after resizing."""
@@ -157,17 +182,22 @@ def show_sample(
 
     processor = load_processor(config_folder(hf_model))
     config = DataConfig(seq_length, **reading)
-    seen = read_sample(path, number, processor, config, split=split, preprocess=preprocess)
+    seen = read_sample(
+        path, number, processor, config, split=split, preprocess=preprocess, train_on=train_on
+    )
     write_page(seen, out)
     kinds = Counter(one.kind for one in seen.media)
     counts = {"tokens": seen.tokens, "trained": seen.trained, "media": kinds}
     found = {"sample": seen.name, "format": seen.format, **counts, "out": out}
+    found["unused"] = as_json(seen.unused)
     shown = ", ".join(console.counted(kinds[kind], kind) for kind in sorted(kinds)) or "no images"
     said = (
         f"{seen.name}: {seen.format}, {console.counted(seen.tokens, 'token')}, {seen.trained:,} of "
         f"them trained, {shown}: {out}"
     )
     console.present(json, found, console.say, said)
+    if not json:
+        console.name_unused(seen.unused)
 
 
 def show_report(report: "DataReport") -> None:

@@ -10,7 +10,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import options
-from mcore_qwen3vl.cli.data import DATA_SETS, Preprocess, Split
+from mcore_qwen3vl.cli.data import DATA_SETS, Preprocess, Split, TrainOn
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import ANSWERS
@@ -148,7 +148,7 @@ def _is_missing_file(reference: str) -> bool:
 
 
 @options.layout_flags(small_layout)
-@options.data_flags("max_bad_fraction", "trust_data")
+@options.data_flags("max_bad_fraction", "allow_dropped", "trust_data")
 def score(
     checkpoint: Checkpoint,
     data: Annotated[Path, options.data_set(f"{DATA_SETS} Preference records too.")],
@@ -198,6 +198,7 @@ def score(
     ] = 128,
     split: Split = "train",
     preprocess: Preprocess = None,
+    train_on: TrainOn = None,
     dtype: Dtype = "config",
     spec: options.Spec = "torch",
     hf_model: ConfigSource = None,
@@ -221,7 +222,7 @@ def score(
         hf=hf_model, lora=lora, temperature=temperature, entropy=entropy, packing=packing,
         seq_length=seq_length, buffer=packing_buffer,
         force=force, split=split, preprocess=preprocess, task=task, answers=answers, top_k=top_k,
-        **reading,
+        train_on=train_on, **reading,
     )  # fmt: skip
     unused = _name_unused(request, "score")
     found = run(request, on_cpu=cpu)

@@ -24,13 +24,14 @@ from mcore_qwen3vl.data.loading.index import number_of, sample_id
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.records.flaws import OverlongSample, reason_of
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.media import peculiarities
+from mcore_qwen3vl.data.records.messages import each_turn
 from mcore_qwen3vl.data.scores import teachers_of
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.files import atomic_write, parse_json
 from mcore_qwen3vl.machine import require_extra
-from mcore_qwen3vl.unused import Unused, sentences
+from mcore_qwen3vl.unused import Unused
 
 _BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is
 _KEYS_NAMED = 10
@@ -42,6 +43,20 @@ class Flaw:
 
     sample: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is not used of the samples, see :class:`Unused`, and the samples that have it."""
+
+    where: str
+    name: str
+    why: str
+    samples: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        said = [f"{len(self.samples):,}"] * bool(self.samples) + [self.why] * bool(self.why)
+        return f"{self.name} ({': '.join(said)})" if said else self.name
 
 
 @dataclass
@@ -59,10 +74,8 @@ class DataReport:
     videos: int = 0
     peculiar: dict[str, list[str]] = field(default_factory=dict)
     """Samples whose images are changed when they are read, by the kind of change."""
-    unread: dict[str, list[str]] = field(default_factory=dict)
-    """Samples with a key that is not read, by key; ``id`` is left out."""
-    unused: list[Unused] = field(default_factory=list)
-    """Fields of the processor's configs that nothing uses."""
+    unused: list[Left] = field(default_factory=list)
+    """What is not used of the samples, and of the model's files, which have no samples."""
     bad: list[Flaw] = field(default_factory=list)
     overlong: list[Flaw] = field(default_factory=list)
     packing_efficiency: float | None = None
@@ -107,11 +120,7 @@ class DataReport:
                 for what, samples in self.peculiar.items()
             ),
         ]
-        if self.unread:
-            rows.append(("keys that are not read", self._unread()))
-        for sentence in sentences(self.unused):
-            place, _, names = sentence.partition(": ")
-            rows.append((place, names))
+        rows += [(f"not used of {where}", self._left(where)) for where in self._places()]
         for name, values in self._measured().items():
             low, median, high = np.percentile(values, [0, 50, 100]).astype(int)
             rows.append((f"{name} a sample", f"{low:,} to {high:,}, median {median:,}"))
@@ -130,17 +139,21 @@ class DataReport:
         tokens, trained = self.tokens, self.trained_tokens
         return {"tokens": tokens, "trained tokens": trained, "patches": self.patches}
 
-    def _unread(self) -> str:
-        names = [f"{key} ({len(samples):,})" for key, samples in self.unread.items()]
-        more = f" and {len(names) - _KEYS_NAMED:,} more" if len(names) > _KEYS_NAMED else ""
-        first = next(iter(self.unread.values()))[0]
-        return f"{', '.join(names[:_KEYS_NAMED])}{more}, the first in {first}"
+    def _places(self) -> list[str]:
+        return list(dict.fromkeys(one.where for one in self.unused))
+
+    def _left(self, where: str) -> str:
+        left = [one for one in self.unused if one.where == where]
+        names = [str(one) for one in left[:_KEYS_NAMED]]
+        more = f" and {len(left) - _KEYS_NAMED:,} more" if len(left) > _KEYS_NAMED else ""
+        first = next((sample for one in left for sample in one.samples), None)
+        return ", ".join(names) + more + (f", the first in {first}" if first else "")
 
     def advice(self) -> list[str]:
-        """Return sentences about what can be done with keys that are not read."""
-        if not self.unread:
+        """Return sentences about what can be done with what is not used."""
+        if not self.unused:
             return []
-        return ["Keys that are not read do no harm. --preprocess MODULE:FUNCTION can use them."]
+        return ["--preprocess MODULE:FUNCTION can use what is not used, or take it out."]
 
     def histograms(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return histograms of tokens, trained tokens and patches a sample.
@@ -160,6 +173,7 @@ def check_data(
     decode: bool = True,
     limit: int | None = None,
     preprocess: str | None = None,
+    train_on: str | None = None,
     architecture: Architecture | None = None,
     unused: Sequence[Unused] = (),
     ranks: int = 1,
@@ -182,9 +196,10 @@ def check_data(
     """
     if architecture is not None:
         require_fitting(processor, architecture)
-    sources = parse_sources([str(path)], preprocess)
+    sources = parse_sources([str(path)], preprocess, train_on)
     preparation = Preparation(processor, config, sources)
-    report = DataReport(path, config.seq_length, unused=list(unused))
+    left = [Left(one.where, one.name, one.why) for one in unused]
+    report = DataReport(path, config.seq_length, unused=left)
     samples = CrudeSamples(sources, split=split, trust=config.trust_data)
     teachers = teachers_of(
         sources,
@@ -212,15 +227,14 @@ def check_data(
             report.bad.append(Flaw(sample_id(crude), reason_of(error)))
         else:
             usable(crude)
-            unread = (*parts[0].unread, *raw.folder.unread)
-            _record(report, sample_id(crude), plans, unread)
+            _record(report, sample_id(crude), plans)
     _pack(report, config)
     if architecture is not None and ranks > 1 and report.sizes:
         report.balance = _balance(report, config, architecture, ranks, micro_batches)
     return report
 
 
-def _record(report: DataReport, sample: str, plans: Sequence[Plan], unread: Sequence[str]) -> None:
+def _record(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
     """Add one sample to the report; the two sequences of a pair are added up."""
     media = [item.media for plan in plans for item in plan.media]
     images = [one for one in media if one.kind == "image"]
@@ -234,9 +248,12 @@ def _record(report: DataReport, sample: str, plans: Sequence[Plan], unread: Sequ
     report.patches.append(patches)
     for what in [found for one in images for found in peculiarities(one)]:
         report.peculiar.setdefault(what, []).append(sample)
-    for key in unread:
-        if key != "id":  # it only names the record
-            report.unread.setdefault(key, []).append(sample)
+    for item in dict.fromkeys(item for plan in plans for item in plan.unused):
+        said = item.where, item.name, item.why
+        left = next((o for o in report.unused if (o.where, o.name, o.why) == said), None)
+        if left is None:
+            report.unused.append(left := Left(*said))
+        left.samples.append(sample)
 
 
 def _pack(report: DataReport, config: DataConfig) -> None:
@@ -311,7 +328,9 @@ def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
 
 
 @contextmanager
-def clean_file(out: Path, data: Path) -> Iterator[Callable[[Any], object]]:
+def clean_file(
+    out: Path, data: Path, flag: str = "--write-clean"
+) -> Iterator[Callable[[Any], object]]:
     """Write records to a file, which appears complete at the end, or not at all if it is empty.
 
     Yields:
@@ -322,20 +341,43 @@ def clean_file(out: Path, data: Path) -> Iterator[Callable[[Any], object]]:
             another folder than `data`, or cannot be written.
     """
     if data.suffix not in (".jsonl", ".json") or not data.is_file():
-        raise BadInput(f"--write-clean takes the records of a .jsonl or .json file, not {data}.")
+        raise BadInput(f"{flag} takes the records of a .jsonl or .json file, not {data}.")
     if out.suffix != ".jsonl":
-        raise BadInput(f"--write-clean {out}: it writes one record a line; name a .jsonl file.")
+        raise BadInput(f"{flag} {out}: it writes one record a line; name a .jsonl file.")
     if out.exists():
-        raise BadInput(f"--write-clean {out}: that exists already; name another file.")
+        raise BadInput(f"{flag} {out}: that exists already; name another file.")
     if out.absolute().parent.resolve() != data.absolute().parent.resolve():
         raise BadInput(
-            f"--write-clean {out}: records name images relative to their own file, so name one in "
+            f"{flag} {out}: records name images relative to their own file, so name one in "
             f"the folder of {data}."
         )
     with atomic_write(out) as partial, partial.open("wb") as lines:
         yield lambda sample: lines.write(_line(sample["json"]))
     if not out.stat().st_size:
         out.unlink()
+
+
+def write_turns(data: Path, out: Path) -> tuple[int, int]:
+    """Write a record for each trained turn of the conversations in a file, see :func:`each_turn`.
+
+    Returns:
+        The numbers of records read and written.
+
+    Raises:
+        BadInput: see :func:`clean_file`; or a record is malformed.
+    """
+    read = written = 0
+    with clean_file(out, data, "--out") as write:
+        for crude in CrudeSamples(parse_sources([str(data)]), split="train", trust=False):
+            read += 1
+            try:
+                records = each_turn(parse_json(crude["json"]))
+            except (BadSample, ValueError) as error:
+                raise BadInput(f"{sample_id(crude)}: {error}") from error
+            for record in records:
+                write({"json": json.dumps(record, ensure_ascii=False).encode()})
+            written += len(records)
+    return read, written
 
 
 def _line(record: bytes) -> bytes:

@@ -113,6 +113,9 @@ class DataConfig:
     document_end: str | None = None
     """The token that ends a pretraining document, as text; None: the tokenizer's pad token, which
     is <|endoftext|> in Qwen's tokenizers."""
+    allow_dropped: bool = False
+    """Whether a sample is used although the chat template leaves text of it out; its name is then
+    among what is not used. False: such a sample is bad."""
     pairs: bool = False
     """Whether the records are preference records; a pair takes two rows of a padded batch."""
     labelled: bool = False

@@ -23,6 +23,7 @@ from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.flaws import reason_of
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.files import atomic_write, templates
+from mcore_qwen3vl.unused import Unused
 
 PICTURES = 16
 """The largest number of a video's frames that are shown."""
@@ -69,6 +70,7 @@ class Seen:
     trained: int
     runs: list[Run]
     media: list[Shown]
+    unused: tuple[Unused, ...] = ()
 
 
 def read_sample(
@@ -79,6 +81,7 @@ def read_sample(
     *,
     split: str = "train",
     preprocess: str | None = None,
+    train_on: str | None = None,
 ) -> Seen:
     """Read, tokenise and decode one sample, whose `number` is the line or the record, from 1.
 
@@ -86,7 +89,7 @@ def read_sample(
         BadInput: there is no such record.
         CheckFailed: the record cannot be used; the message says why.
     """
-    sources = parse_sources([str(path)], preprocess)
+    sources = parse_sources([str(path)], preprocess, train_on)
     preparation = Preparation(processor, config, sources)
     samples = CrudeSamples(sources, split=split, trust=config.trust_data)
     record = record_of(ensure_index(path), number) if path.suffix == ".jsonl" else number - 1
@@ -107,6 +110,7 @@ def read_sample(
         trained=plan.trained_tokens,
         runs=_runs(plan, processor),
         media=_media(plan, pixels, processor),
+        unused=plan.unused,
     )
 
 

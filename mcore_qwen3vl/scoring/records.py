@@ -22,6 +22,7 @@ from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.scores import digest
 from mcore_qwen3vl.scoring.output import OVERLONG
+from mcore_qwen3vl.unused import Unused
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class BlockResults:
     """The reasons why records cannot be scored, by the record's number."""
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
     """By the record's number, hashes of the tokens of its sequences, by their sides, in order."""
+    unused: dict[Unused, None] = field(default_factory=dict)
+    """What is not used of the records, in order."""
     places: dict[int, Place] = field(default_factory=dict)
     """The records' places in their files, by the record's number."""
 
@@ -130,6 +133,8 @@ class Records:
         except Exception as error:  # as in the loader, any exception makes the record bad
             self._results.errors[record] = reason_of(error)
             return []
+        left = (item for plan in plans.values() for item in plan.unused)
+        self._results.unused |= dict.fromkeys(left)
         self._results.digests[record] = {
             side: digest(plan.input_ids) for side, plan in plans.items()
         }

@@ -28,6 +28,7 @@ from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS, check_top_k
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
 from mcore_qwen3vl.scoring.records import BlockResults, Records
+from mcore_qwen3vl.unused import Unused
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.scoring.on_rank import Readout
@@ -69,6 +70,8 @@ class Request(ModelRequest):
     force: bool = False
     split: str = "train"
     preprocess: str | None = None
+    train_on: str | None = None
+    allow_dropped: bool = False
     trust_data: bool = False
     task: ScoreTask = "log-probabilities"
     answers: tuple[str, str] = ANSWERS
@@ -94,7 +97,7 @@ class Request(ModelRequest):
 
     def sources(self) -> list[Source]:
         """Return the data sets."""
-        return parse_sources([str(self.data)], self.preprocess)
+        return parse_sources([str(self.data)], self.preprocess, self.train_on)
 
     def samples(self) -> CrudeSamples:
         """Open the records; each process opens the files by itself."""
@@ -174,13 +177,16 @@ class _Job:
         with progress(f"scoring {request.data.name}", total, "records") as advance:
             advance(min(begin, total))
             bad = self.output.tally().bad if first else 0
+            unused: dict[Unused, None] = {}
             for start in range(begin, total, self._block):
                 records = range(start, min(start + self._block, total))
                 found = scorer.block(records)
                 if found is not None:
                     self.output.append([_line(found, one, request.data) for one in records])
                     bad = self._report(found, bad)
+                    unused |= found.unused
                 advance(records.stop)
+        console.name_unused(unused)
 
     def _readout(self) -> Readout:
         from mcore_qwen3vl.scoring import on_rank as readouts
@@ -283,6 +289,7 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
         length_multiple=length_multiple(request.layout.cp) if request.packing else multiple,
         max_bad_fraction=request.max_bad_fraction,
         media=request.media,
+        allow_dropped=request.allow_dropped,
         trust_data=request.trust_data,
     )
 
@@ -290,7 +297,18 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
 def _settings(
     request: Request, paths: Sequence[Path], config: DataConfig, block: int
 ) -> dict[str, Any]:
-    own = ("split", "preprocess", "spec", "dtype", "task", "answers", "temperature", "entropy")
+    own = (
+        "split",
+        "preprocess",
+        "train_on",
+        "allow_dropped",
+        "spec",
+        "dtype",
+        "task",
+        "answers",
+        "temperature",
+        "entropy",
+    )
     return {
         **{name: getattr(request, name) for name in (*own, "top_k")},
         "data": _data_identity(request, paths),

@@ -18,10 +18,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.check import DataReport, check_data, plot_report
 from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.material import write_made_up
+from mcore_qwen3vl.scoring.records import Records
 from mcore_qwen3vl.tiny.records import write_half_images
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.unused import Unused
 from tests.command import exit_code
 from tests.data.conftest import WriteJsonl, chat, question
 from tests.data.encoding.test_planning import planned
@@ -101,17 +104,15 @@ def test_keys_that_training_does_not_read_are_counted(
     misspelt["messages"][1]["wieght"] = 0
     path = write_jsonl([*plain, labelled, {**plain[1], "label": 0}, misspelt])
     report = check_data(path, processor, DataConfig(seq_length=200))
-    assert {key: len(samples) for key, samples in report.unread.items()} == {
-        "objects": 1,
-        "label": 2,
-        "rejected_response": 1,
-        "wieght of a message": 1,
+    assert {(one.where, one.name): len(one.samples) for one in report.unused} == {
+        ("a record", "objects"): 1,
+        ("a record", "label"): 2,  # the null of rejected_response means that it is missing
+        ("a message", "wieght"): 1,
     }
-    shown = dict(report.summary())["keys that are not read"]
-    assert shown.startswith(
-        "objects (1), label (2), rejected_response (1), wieght of a message (1), the first in "
-    )
-    assert shown.endswith("data.jsonl:4")
+    shown = dict(report.summary())
+    assert shown["not used of a record"].startswith("objects (1), label (2), the first in ")
+    assert shown["not used of a record"].endswith("data.jsonl:4")
+    assert shown["not used of a message"].startswith("wieght (1), the first in ")
     (advice,) = report.advice()
     assert "--preprocess" in advice
     assert check_data(write_jsonl(plain), processor, DataConfig(seq_length=200)).advice() == []
@@ -346,7 +347,9 @@ def test_every_member_of_a_tar_is_used_or_counted(
             tar.addfile(info, io.BytesIO(content))
     report = check_data(tmp_path / "tars", processor, DataConfig(4096, packing=True))
     assert (report.bad, report.images) == ([], 3)
-    assert set(report.unread) == {"b.png in a tar", "npy in a tar", "txt in a tar"}
+    assert {(left.where, left.name) for left in report.unused} == {
+        ("a sample of a tar", name) for name in ("b.png", "npy", "txt")
+    }
     caption = {"text": "Two of them.", "images": ["0.png", "0.png"]}
     assert report.tokens[0] == len(planned(processor, caption, media)[0].input_ids)
 
@@ -359,3 +362,55 @@ def test_a_mixture_that_names_a_mixture_is_refused(processor: Any, tmp_path: Pat
     mixture.write_text("data:\n  - path: a.jsonl\n")
     with pytest.raises(BadInput, match=r"neither a mixture file, .* nor an energon metadataset"):
         check_data(mixture, processor, DataConfig(64))
+
+
+THOUGHT = {"role": "assistant", "content": "a", "reasoning_content": "r", "mood": "good"}
+
+
+def test_commands_name_what_is_not_used(
+    processor_dir: Path, write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"role": "user", "content": "q"}
+    path = write_jsonl([{"messages": [asked, THOUGHT, asked, {**THOUGHT, "weight": 0}]}])
+    hf = "--hf-model", processor_dir
+    assert exit_code("data", "check", path, *hf, "--json") == 1
+    (bad,) = json.loads(capsys.readouterr().out)["bad"]
+    assert "leaves out the reasoning_content of message 2, 'r'" in bad["reason"]
+    assert exit_code("data", "check", path, *hf, "--json", "--allow-dropped") == 0
+    named = json.loads(capsys.readouterr().out)["unused"]
+    assert [(one["where"], one["name"], one["samples"]) for one in named] == [
+        ("a message", "mood", [f"{path}:1"]),
+        ("a message", "reasoning_content", [f"{path}:1"]),
+        ("a message", "reasoning_content", [f"{path}:1"]),
+    ]
+    assert exit_code("data", "check", path, *hf, "--train-on", "last") == 1
+    assert "train_on 'last' selects no assistant turn" in capsys.readouterr().out
+    page = tmp_path / "page.html"
+    assert exit_code("data", "show", path, 1, *hf, "--allow-dropped", "--out", page) == 0
+    assert "not used of a message: mood, reasoning_content" in capsys.readouterr().err
+    out = tmp_path / "turns.jsonl"
+    assert exit_code("data", "turns", path, "--out", out, "--json") == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert (counts["read"], counts["written"]) == (1, 1)
+    assert json.loads(out.read_text())["messages"] == [asked, THOUGHT]
+    assert exit_code("data", "turns", path, "--out", out) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_loading_and_scoring_name_what_is_not_used_once(
+    architecture: Architecture,
+    processor: Any,
+    write_jsonl: WriteJsonl,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    records = [{**question(i, image=False), "source": "web"} for i in range(4)]
+    sources = [Source(write_jsonl(records))]
+    loader = Loader(sources, architecture, processor, DataConfig(seq_length=200), num_workers=0)
+    for _ in range(4):
+        next(loader)
+    (line,) = [one.getMessage() for one in caplog.records if "not used" in one.getMessage()]
+    assert line.startswith(f"not used of a record: source, the first in {sources[0].path}:")
+    samples = CrudeSamples(sources, split="train", trust=False)
+    reader = Records(samples, sources, architecture, processor, DataConfig(seq_length=200), 1)
+    reader.plan(range(4))
+    assert list(reader.take_results().unused) == [Unused("a record", "source")]

@@ -355,5 +355,7 @@ def _settings(processor: Any, config: DataConfig) -> str:
         "seq_length": config.seq_length,
         "overlong": config.overlong,
         "document_end": config.document_end,
+        "allow_dropped": config.allow_dropped,
+        "boundaries": "prompts and answers are tokenised apart",
     }
     return json.dumps(said, sort_keys=True, default=str)

@@ -7,7 +7,7 @@ that the buffer holds tokens and file names, not pixels, and is cheap to rebuild
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -47,6 +47,7 @@ from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.records.tasks import POSITIVE, QUERY
 from mcore_qwen3vl.data.scores import References, joined, teachers_of
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.unused import Unused, sentences
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class BadSampleGuard:
         self._floor = floor
         self._records = floor
         self._bad: set[str] = set()
+        self._named: set[Unused] = set()
         self._skipped = 0
         self._dropped = 0
         self._overlong_in_a_row = 0
@@ -114,6 +116,13 @@ class BadSampleGuard:
             if counted:
                 self._skip(sample_id(sample), error)
             raise SkipSample from error
+
+    def name_unused(self, name: str, unused: Iterable[Unused]) -> None:
+        """Log what is not used of a sample of this name, each thing once."""
+        new = [item for item in dict.fromkeys(unused) if item not in self._named]
+        self._named.update(new)
+        for sentence in sentences(new):
+            log.warning("%s, the first in %s", sentence, name)
 
     def on_error(self, error: Exception, sample: Any, _: list[SourceInfo] | None) -> None:
         """Handle energon's own errors, such as a broken JSON line, before :meth:`skipping`.
@@ -196,6 +205,8 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         with self.guard.skipping(sample):
             planned = self._planned(sample)
             check_length(self.config, planned["plans"])  # an over-long pair may have no reference
+            left = (item for plan in planned["plans"] for item in plan.unused)
+            self.guard.name_unused(sample_id(sample), left)
             if self._references:
                 references = self._references[sample.source]
                 planned["reference"] = references.of(

@@ -23,6 +23,7 @@ from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.media import Media, image_size
 from mcore_qwen3vl.data.records.template import Rendered, Span
 from mcore_qwen3vl.data.records.video import probe_video, sample_frames
+from mcore_qwen3vl.unused import Unused
 
 _COMPOSED = 4
 """Most characters that Unicode composes to one of a token, such as letter and accents, or more."""
@@ -50,6 +51,7 @@ class Plan:
     loss_weights: np.ndarray  # (T,) float32: the weight of predicting each token
     media: list[PlannedMedia]
     target: float | tuple[float, ...] | None = None  # see Conversation
+    unused: tuple[Unused, ...] = ()  # of the record
 
     @property
     def trained_tokens(self) -> int:
@@ -189,14 +191,15 @@ class Planner:
         if not np.array_equal(apart[0], encoded[0]):
             unequal = next(
                 span
-                for span, start in zip(answers, starts[2:])
+                for span, start in zip(answers[:-1], starts[2:], strict=True)
                 if not np.array_equal(*(part[0, part[1] < start] for part in (apart, encoded)))
             )
             beginning = text[unequal.start : unequal.end][:8]
             raise BadSample(
                 f"message {unequal.message} begins with {beginning!r}, which has other tokens as "
                 "an answer than in the prompt of a later message, so both cannot be trained in one "
-                "sample: take the line breaks at its beginning out, or train_on last."
+                "sample: take the line breaks at its beginning out, train the last turn alone "
+                "(--train-on last), or make a record of each turn (data turns)."
             )
         return encoded
 

@@ -16,7 +16,7 @@ from mcore_qwen3vl.data.encoding.planning import Plan, Planner
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.index import origin
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.flaws import time_limit
+from mcore_qwen3vl.data.records.flaws import BadSample, time_limit
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import Document, is_retrieval, join_parts, parse_record
@@ -61,7 +61,9 @@ class Preparation:
         config.media.apply(processor)
         self._max_seconds, self._labels = config.max_sample_seconds, config.labels
         self._sources = list(sources)
-        self._renderer = Renderer(processor, config.document_end)
+        self._renderer = Renderer(
+            processor, config.document_end, allow_dropped=config.allow_dropped
+        )
         processors = [_limited(processor, source.limits) for source in self._sources]
         self._planners = [Planner(one, config) for one in processors]
         self._pixels = [PixelLoader(one) for one in processors]
@@ -82,7 +84,7 @@ class Preparation:
         return RawSample(
             **basic_sample_keys(crude),
             record=record,
-            folder=MediaFolder(root, Observed(parts)),
+            folder=MediaFolder(root, Observed(parts, "a sample of a tar")),
             source=source,
         )
 
@@ -115,6 +117,12 @@ class Preparation:
         if task == "any":
             task = "classify" if is_classification(record) and not is_pair(record) else None
             task = "embedding" if is_retrieval(record) else task
+        others = task is not None or is_pair(record) or is_labelled(record)
+        if others and reading.train_on not in (None, "all"):
+            raise BadSample(
+                f"train_on {reading.train_on!r} chooses turns of conversations to train on, and "
+                "records for other tasks have none to choose: leave it out."
+            )
         if task in ("embedding", "reranker"):
             read = parse_judgements if task == "reranker" else parse_retrieval
             return dict(read(record, sample.folder, reading))
@@ -142,8 +150,10 @@ class Preparation:
         """Tokenise a sample and measure its media."""
         with time_limit(self._max_seconds):
             parsed = parsed or self.parse(sample)
-            plan = self._planners[sample.source].plan(self._renderer.render(parsed))
-        return replace(plan, target=getattr(parsed, "target", None))
+            rendered = self._renderer.render(parsed)
+            plan = self._planners[sample.source].plan(rendered)
+        unused = (*rendered.unused, *sample.folder.unused)
+        return replace(plan, target=getattr(parsed, "target", None), unused=unused)
 
     def plan_each(
         self, sample: RawSample, task: Task | Literal["pairs"] | None = None

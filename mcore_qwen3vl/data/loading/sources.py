@@ -47,11 +47,13 @@ _OF_YAML = {"datasets", "splits", "__class__"}
 _KEYS = {**dict.fromkeys(("path", "name", "media", *_TEXTS), str), **_NUMBERS, **_BUDGETS}
 
 
-def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[Source]:
+def parse_sources(
+    words: Sequence[str], preprocess: str | None = None, train_on: str | None = None
+) -> list[Source]:
     """Read ``PATH`` or ``WEIGHT PATH WEIGHT PATH ...``, as in Megatron's ``--data-path``.
 
-    A mixture file among the paths is replaced by its data sets, and `preprocess` is the hook of the
-    data sets that name none.
+    A mixture file among the paths is replaced by its data sets, and `preprocess` and `train_on` are
+    those of the data sets that name none.
 
     Raises:
         BadInput: numbers and paths do not alternate, or a mixture file is malformed.
@@ -76,11 +78,7 @@ def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[S
             "Some data sets have epochs and some have weights. Give all of them epochs, or all "
             "of them weights."
         )
-    hooks = [source.reading.preprocess or preprocess for source in sources]
-    return [
-        replace(source, reading=replace(source.reading, preprocess=hook))
-        for source, hook in zip(sources, hooks, strict=True)
-    ]
+    return [replace(one, reading=one.reading.completed(preprocess, train_on)) for one in sources]
 
 
 def source_names(sources: Sequence[Source]) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.reading import Observed, number
+from mcore_qwen3vl.data.records.reading import Observed, checked, number
+from mcore_qwen3vl.unused import Fields, Unused
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -127,6 +128,24 @@ _OF_LISTS = ("timestamps", "raw_fps")
 """Options that hold for video files only, as messages call them, and for lists of frames only."""
 
 
+def unused_of_lists(record: Mapping[str, Any]) -> list[Unused]:
+    """Return what is not used of the objects in a record's ``images`` and ``videos``."""
+    return [
+        item for kind in KINDS for one in media_list(record, kind) for item in unused_of(kind, one)
+    ]
+
+
+def unused_of(kind: Kind, reference: Any) -> list[Unused]:
+    """Return what is not used of a reference to an image or a video."""
+    if not isinstance(reference, Mapping):
+        return []
+    keys = ("bytes", "base64", "path", "url", "frames")
+    place = next((key for key in keys if reference.get(key)), "")
+    # The path beside an image's bytes is its name, as in the ``Image`` feature of ``datasets``.
+    fields = Fields(f"an object of {kind}s", (place, *OPTION_NAMES[kind]), inert=("path",))
+    return checked(fields, reference)
+
+
 def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
     """Read the options of an image or video.
 
@@ -188,10 +207,9 @@ class MediaFolder:
     parts: Mapping[str, bytes]
 
     @property
-    def unread(self) -> tuple[str, ...]:
+    def unused(self) -> list[Unused]:
         """The parts that nothing has read, if `parts` remember it."""
-        unread = self.parts.unread if isinstance(self.parts, Observed) else ()
-        return tuple(f"{name} in a tar" for name in unread)
+        return self.parts.unused if isinstance(self.parts, Observed) else []
 
     def resolve(self, kind: Kind, reference: Any, fields: Mapping[str, Any] | None = None) -> Media:
         """Return the image or video that a record refers to.

@@ -7,9 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.media import KINDS, Media, MediaFolder, RecordMedia
-from mcore_qwen3vl.data.records.reading import weight_of
+from mcore_qwen3vl.data.records.grounding import TAGS, grounded
+from mcore_qwen3vl.data.records.media import (
+    KINDS,
+    OPTION_NAMES,
+    TAG,
+    Kind,
+    Media,
+    MediaFolder,
+    RecordMedia,
+    media_list,
+    unused_of,
+    unused_of_lists,
+)
+from mcore_qwen3vl.data.records.reading import checked, weight_of
 from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.unused import Fields, Unused
 
 _CALL = "a call of a tool"  # internal: an assistant turn whose text is the call as JSON
 _ROLES = {
@@ -25,10 +38,21 @@ _ROLES = {
         "function_call": _CALL, "observation": "tool", "tool": "tool", "function_response": "tool",
     },
 }  # fmt: skip
-_GROUNDING = ("<ref-object>", "<bbox>")
 _OWN = ("content", "weight", "loss")  # keys of a message that the template does not get
-_READ = (*_OWN, "role", "name", "tool_calls", "tool_call_id", "reasoning_content")
+MESSAGE = Fields(
+    "a message",
+    (*_OWN, "role", "name", "tool_calls", "tool_call_id", "reasoning_content"),
+    inert=("id",),
+)
 """Keys of a message that we read or that chat templates do; all but our own get there."""
+_PROMPT_TURN = Fields(
+    "a message that is not the assistant's",
+    (),
+    without_effect={"weight": (0, 0.0), "loss": (False, 0, 0.0)},
+    reasons=dict.fromkeys(("weight", "loss"), "only turns of the assistant are trained"),
+)
+_OTHER_TASKS = {"chosen", "rejected", "label", "query", "positive", "positive_messages"}
+_CALLED = Fields("a tool call", ("name", "arguments"))
 
 
 @dataclass(frozen=True)
@@ -44,7 +68,7 @@ class Conversation:
     """A pair's margin, on the chosen side; the score of two texts, on the query; or 1 for each
     label of a classifier that is right, and 0 for others."""
     format: str = field(default="", compare=False)  # format of the record
-    unread: tuple[str, ...] = field(default=(), compare=False)  # keys that were not read
+    unused: tuple[Unused, ...] = field(default=(), compare=False)
     label: bool | None = None  # of a labelled record: whether the answer is wanted
 
 
@@ -73,6 +97,64 @@ def read_conversations(record: Mapping[str, Any], folder: MediaFolder) -> Conver
         kept = {key: value for key, value in turn.items() if key not in ("from", "value")}
         turns.append({**kept, "role": turn["from"], "content": turn["value"]})
     return _conversation(record, "conversations", turns, folder)
+
+
+def each_turn(record: Any) -> list[Any]:
+    """Return one record for each trained turn of a conversation, which ends with that turn.
+
+    Earlier turns have the weight 0, so that a template may leave their reasoning out, as it does
+    when it generates. Records of other kinds stay as they are.
+
+    Raises:
+        BadSample: a message is malformed.
+    """
+    key = next((key for key in _ROLES if isinstance(record, Mapping) and record.get(key)), None)
+    if key is None or _OTHER_TASKS & record.keys():
+        return [record]
+    speaker, text = ("role", "content") if key == "messages" else ("from", "value")
+    turns = _turns(record, key)
+    for index, turn in enumerate(turns, 1):
+        if not isinstance(turn, Mapping):
+            raise BadSample(f"message {index} must be an object with {speaker} and {text}.")
+    roles = [_ROLES[key].get(turn.get(speaker)) for turn in turns]
+    prompt: list[Mapping[str, Any]] = []
+    records = []
+    for turn, role, following in zip(turns, roles, [*roles[1:], None], strict=True):
+        answers = role in ("assistant", _CALL)
+        calls = role == following == _CALL  # consecutive calls are one turn
+        if answers and not calls and weight_of(turn) * weight_of(turn, "loss") > 0:
+            start = len(prompt)
+            while role == _CALL and start and roles[start - 1] == _CALL:
+                start -= 1
+            messages = [*prompt[:start], *turns[start : len(prompt) + 1]]
+            records.append({**_cut(record, messages, text), key: messages})
+        prompt.append({**turn, "weight": 0} if answers else turn)
+    return records or [record]
+
+
+def _cut(
+    record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], text: str
+) -> dict[str, Any]:
+    """Return the record with only the images, videos and objects that the messages use."""
+    contents = [message.get(text) for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [
+        *(content for content in contents if isinstance(content, str)),
+        *(part["text"] for part in parts if isinstance(part, Mapping) and "text" in part),
+    ]
+    cut = dict(record)
+    for kind in KINDS:
+        used = sum(content.count(f"<{kind}>") for content in contents if isinstance(content, str))
+        used += sum(_kind_of(part) == kind and not _place_of(kind, part) for part in parts)
+        left = media_list(record, kind)[:used]
+        cut |= {name: left for name in (kind, f"{kind}s") if record.get(name)}
+    if isinstance(objects := record.get("objects"), Mapping):
+        kinds = [kind for one in texts for kind in TAGS.findall(one)]
+        counts = {"ref": kinds.count("ref-object"), "bbox": kinds.count("bbox")}
+        counts["image_id"] = counts["bbox"]
+        trimmed = {name: objects[name][:count] for name, count in counts.items() if name in objects}
+        cut["objects"] = {**objects, **trimmed}
+    return cut
 
 
 def _turns(record: Mapping[str, Any], key: str) -> list[Any]:
@@ -104,6 +186,7 @@ def _conversation(
     sample_weight = weight_of(record)
     rendered: list[dict[str, Any]] = []
     weights: list[float] = []
+    unused = unused_of_lists(record)
     system = record.get("system")
     if system is not None and system != "":
         if not isinstance(system, str):
@@ -114,6 +197,7 @@ def _conversation(
             )
         rendered.append({"role": "system", "content": system})
         weights.append(0.0)
+        unused += _tags(system, "the system text")
     previous = None
     for index, turn in enumerate(turns, 1):
         role = _ROLES[key].get(turn["role"])
@@ -122,7 +206,8 @@ def _conversation(
                 f"message {index}: the role {turn['role']!r:.40} is not known; use one "
                 f"of {', '.join(_ROLES[key])}."
             )
-        message = _message(turn, role, index, media)
+        message, left = _message(turn, role, index, media)
+        unused += left
         # A zero in either of them masks a turn.
         weight = weight_of(turn) * weight_of(turn, "loss") * sample_weight
         if role == previous == _CALL:  # consecutive calls are one assistant turn
@@ -136,27 +221,71 @@ def _conversation(
             weights.append(weight if message["role"] == "assistant" else 0.0)
         previous = role
     media.check_empty()
+    unused += _ground(record, rendered, media.media)
     if not (prompt or any(weights)):
         raise BadSample("no assistant turn has a weight above 0, so nothing would be trained.")
-    unread = {str(name): None for turn in turns for name in turn if name not in _READ}
     return Conversation(
-        rendered, media.media, weights, _tools(record), prompt,
-        unread=tuple(f"{name} of a message" for name in unread),
-    )  # fmt: skip
+        rendered, media.media, weights, _tools(record), prompt, unused=tuple(dict.fromkeys(unused))
+    )
 
 
-def _message(turn: Mapping[str, Any], role: str, index: int, media: RecordMedia) -> dict[str, Any]:
+def _ground(
+    record: Mapping[str, Any], messages: list[dict[str, Any]], media: Sequence[Media]
+) -> list[Unused]:
+    """Put the record's objects in place of their tags; return what is not used of them."""
+    texts = [
+        (index, holder, key)
+        for index, message in enumerate(messages, 1)
+        for holder, key in (
+            (message, "reasoning_content"),
+            (message, "content"),
+            *((part, "text") for part in message["content"] if isinstance(part, dict)),
+        )
+        if isinstance(holder.get(key), str) and TAGS.search(holder[key])
+    ]
+    if not texts:
+        return []
+    images = [one for one in media if one.kind == "image"]
+    objects = unpacked(record.get("objects"), "objects")
+    try:
+        placed, unused = grounded([holder[key] for _, holder, key in texts], objects, images)
+    except BadSample as error:
+        place = "" if isinstance(objects, Mapping) else f"message {texts[0][0]}: "
+        raise BadSample(f"{place}{error}") from error
+    for (_, holder, key), text in zip(texts, placed, strict=True):
+        holder[key] = text
+    return unused
+
+
+def _message(
+    turn: Mapping[str, Any], role: str, index: int, media: RecordMedia
+) -> tuple[dict[str, Any], list[Unused]]:
+    """Return a turn in the form that templates read, and what is not used of it."""
     kept = {name: value for name, value in turn.items() if name not in _OWN}
+    unused = checked(MESSAGE, turn)
+    unused += _tags(turn.get("reasoning_content"), "reasoning_content")
     if role == _CALL:
-        return {**kept, "role": "assistant", "content": "", "tool_calls": _calls(turn, index)}
+        calls = _calls(turn, index, unused)
+        return {**kept, "role": "assistant", "content": "", "tool_calls": calls}, unused
+    if role != "assistant":
+        weights = {name: turn[name] for name in ("weight", "loss") if name in turn}
+        unused += _PROMPT_TURN.unused(weights)
     if turn.get("content") is None and role != "assistant":
         raise BadSample(
             f"message {index} has no content; its keys are {', '.join(map(str, turn))}."
         )
-    content = _content(turn.get("content"), index, media)
+    try:
+        content = _content(turn.get("content"), media, unused)
+    except BadSample as error:
+        said = f"message {index}: {error}"
+        if isinstance(turn.get("content"), str) and TAG.search(turn["content"]):
+            said += (
+                ' Text that itself has such a tag is given as a part: {"type": "text", "text": …}.'
+            )
+        raise BadSample(said) from error
     if role == "assistant" and _is_empty(content) and not turn.get("tool_calls"):
         raise BadSample(f"message {index}, an assistant turn, is empty.")
-    return {**kept, "role": role, "content": content}
+    return {**kept, "role": role, "content": content}, unused
 
 
 def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -168,13 +297,14 @@ def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kept, "tool_calls": [{"type": "function", "function": call}]}
 
 
-def _calls(turn: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
+def _calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[dict[str, Any]]:
     """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
     said = unpacked(turn.get("content"), f"message {index}, a tool call,")
     calls = said if isinstance(said, list) else [said]
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise BadSample(f"message {index}, a tool call, has no name.")
+        unused += checked(_CALLED, call)
     if not calls:
         raise BadSample(f"message {index}, a tool call, is empty.")
     return [
@@ -198,39 +328,60 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
     return [unpacked(tool, "a tool") for tool in tools] or None
 
 
-def _content(content: Any, index: int, media: RecordMedia) -> str | list[dict[str, Any]]:
-    """Return content for the template; strings stay strings unless they hold media tags."""
+def _content(content: Any, media: RecordMedia, unused: list[Unused]) -> str | list[dict[str, Any]]:
+    """Return content for the template; strings stay strings unless they hold media tags.
+
+    What is not used of it is added to `unused`.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
-        if found := next((tag for tag in _GROUNDING if tag in content), None):
-            raise BadSample(
-                f"message {index}: {found} is not replaced from objects; write its text out."
-            )
         parts = list(media.split_tags(content))
         return content if all(part["type"] == "text" for part in parts) else parts
     if not isinstance(content, list):
-        raise BadSample(f"message {index}: content is {type(content).__name__}, not text or parts.")
-    return [_part(part, index, media) for part in content]
+        raise BadSample(f"content is {type(content).__name__}, not text or parts.")
+    return [_part(part, media, unused) for part in content]
 
 
-def _part(part: Any, index: int, media: RecordMedia) -> dict[str, Any]:
+def _part(part: Any, media: RecordMedia, unused: list[Unused]) -> dict[str, Any]:
     if isinstance(part, str):
-        return {"type": "text", "text": part}
+        part = {"type": "text", "text": part}
     declared = part.get("type") if isinstance(part, Mapping) else None
+    where = f"a part of type {declared}"
     if declared == "text":
         if not isinstance(part.get("text"), str):
             raise BadSample(
-                f"message {index}: a part of type text has no text; its keys are "
-                f"{', '.join(map(str, part))}."
+                f"a part of type text has no text; its keys are {', '.join(map(str, part))}."
             )
+        unused += checked(Fields(where, ("type", "text")), part)
+        unused += _tags(part["text"], where)
         return {"type": "text", "text": part["text"]}
-    kind = next((kind for kind in KINDS if declared in (kind, f"{kind}_url")), None)
+    kind = _kind_of(part)
     if kind is None:
-        raise BadSample(f"message {index}: a part must be text, image or video, not {declared!r}.")
-    keys = (kind, "path", "url", f"{kind}_url", "bytes", "base64")
-    media.take(kind, next((part[key] for key in keys if part.get(key) is not None), None), part)
+        raise BadSample(f"a part must be text, image or video, not {declared!r}.")
+    key = _place_of(kind, part)
+    unused += checked(Fields(where, ("type", key, *OPTION_NAMES[kind])), part)
+    unused += unused_of(kind, part.get(key))
+    media.take(kind, part.get(key), part)
     return {"type": kind}
+
+
+def _kind_of(part: Any) -> Kind | None:
+    """Return the kind of media that a part of a content is."""
+    declared = part.get("type") if isinstance(part, Mapping) else None
+    return next((kind for kind in KINDS if declared in (kind, f"{kind}_url")), None)
+
+
+def _place_of(kind: Kind, part: Mapping[str, Any]) -> str:
+    """Return the key of a part's reference; empty: it takes the next of the record's list."""
+    keys = (kind, "path", "url", f"{kind}_url", "bytes", "base64")
+    return next((key for key in keys if part.get(key) is not None), "")
+
+
+def _tags(text: Any, where: str) -> list[Unused]:
+    """Return the tags of media in a text where they are not the place of any."""
+    found = TAG.findall(text) if isinstance(text, str) else []
+    return [Unused(where, f"<{tag}>", "text there") for tag in found]
 
 
 def _is_empty(content: str | list[dict[str, Any]]) -> bool:

@@ -8,16 +8,26 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.grounding import TAGS, grounded
 from mcore_qwen3vl.data.records.media import (
     KINDS,
+    TAG,
     Kind,
     Media,
     MediaFolder,
+    RecordMedia,
     media_list,
     options_of_all,
+    unused_of_lists,
 )
-from mcore_qwen3vl.data.records.messages import Conversation, read_conversations, read_messages
+from mcore_qwen3vl.data.records.messages import (
+    Conversation,
+    read_conversations,
+    read_messages,
+    unpacked,
+)
 from mcore_qwen3vl.data.records.reading import PLAIN, Reading, observed, preprocessed, weight_of
+from mcore_qwen3vl.unused import Unused
 
 CAPTION_KEYS = ("caption", "text", "txt")
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
@@ -31,7 +41,7 @@ class Document:
     parts: list[str | Media]
     weight: float = 1.0
     format: str = field(default="", compare=False)  # format of the record
-    unread: tuple[str, ...] = field(default=(), compare=False)  # keys that were not read
+    unused: tuple[Unused, ...] = field(default=(), compare=False)
 
     @property
     def media(self) -> list[Media]:
@@ -56,6 +66,11 @@ def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document
             raise BadSample(f"entry {index}: exactly one of texts and images must be null.")
         if image is None and not isinstance(text, str):
             raise BadSample(f"entry {index}: texts holds {type(text).__name__}, not text.")
+        if image is None and any(images) and (tag := TAG.search(text)):
+            raise BadSample(
+                f"entry {index}: {tag[0]} in texts: the lists give the places of images, so take "
+                "the tag out."
+            )
         parts.append(text if image is None else folder.resolve("image", image))
     return _document(parts, record)
 
@@ -66,6 +81,12 @@ def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
     if not isinstance(text, str):
         raise BadSample(f"{' or '.join(CAPTION_KEYS)} must be text.")
     parts: list[str | Media] = []
+    if TAG.search(text) and any(media_list(record, kind) for kind in KINDS):
+        media = RecordMedia(record, folder)
+        for piece in media.split_tags(text):
+            parts.append(piece["text"] if piece["type"] == "text" else media.media[-1])
+        media.check_empty()
+        return _document(parts, record)
     options = options_of_all(record)
     for kind in KINDS:
         for reference in media_list(record, kind):
@@ -74,9 +95,20 @@ def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
 
 
 def _document(parts: list[str | Media], record: Mapping[str, Any]) -> Document:
-    if not any(isinstance(part, str) and part.strip() for part in parts):
+    """Make a document; without media or objects, the tags for them are text like any other."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if not any(text.strip() for text in texts):
         raise BadSample("the document holds no text.")
-    return Document(parts, weight_of(record))
+    unused = unused_of_lists(record)
+    if any(map(TAGS.search, texts)) and record.get("objects") is not None:
+        images = [part for part in parts if isinstance(part, Media) and part.kind == "image"]
+        texts, left = grounded(texts, unpacked(record["objects"], "objects"), images)
+        unused += left
+        rest = iter(texts)
+        parts = [next(rest) if isinstance(part, str) else part for part in parts]
+    tags = [tag for text in texts for tag in (*TAG.finditer(text), *TAGS.finditer(text))]
+    unused += [Unused("a document", tag[0], "trained as text") for tag in tags]
+    return Document(parts, weight_of(record), unused=tuple(dict.fromkeys(unused)))
 
 
 @dataclass(frozen=True)
@@ -168,8 +200,8 @@ def _chosen(parsed: Conversation, reading: Reading) -> Conversation:
     return replace(parsed, messages=messages, weights=weights)
 
 
-def _chosen_weights(parsed: Conversation, train_on: str) -> list[float]:
-    if train_on == "all":
+def _chosen_weights(parsed: Conversation, train_on: str | None) -> list[float]:
+    if train_on in (None, "all"):
         return parsed.weights
     if train_on == "last":
         last = max(i for i, m in enumerate(parsed.messages) if m["role"] == "assistant")

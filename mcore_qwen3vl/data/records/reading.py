@@ -13,6 +13,7 @@ from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.unused import Fields, Unused
 
 GROUP = "mcore_qwen3vl.preprocess"
 """The group of entry points under which packages register hooks."""
@@ -32,18 +33,26 @@ class Reading:
     """The records' format, a name of ``FORMATS``; None: recognised by their keys."""
     system: str | None = None
     """System prompt for conversations that have none."""
-    train_on: str = "all"
-    """Assistant turns to train on: ``all``, ``last``, or a regular expression that must match in
-    the turn."""
+    train_on: str | None = None
+    """Assistant turns to train on: ``all``, which None means too, ``last``, or a regular expression
+    that must match in the turn."""
 
     def __post_init__(self) -> None:
         try:
-            re.compile(self.train_on)
+            re.compile(self.train_on or "all")
         except re.error as error:
             raise BadInput(
                 f"train_on is {self.train_on!r}: neither all nor last, nor a regular expression "
                 f"({error})."
             ) from error
+
+    def completed(self, preprocess: str | None, train_on: str | None) -> Reading:
+        """Return this with the hook and the turns of the run, where the data set has none."""
+        return replace(
+            self,
+            preprocess=self.preprocess or preprocess,
+            train_on=self.train_on or train_on,
+        )
 
     def instructed(self, messages: list[Any]) -> list[Any]:
         """Add the data set's system prompt to messages that have none."""
@@ -102,14 +111,18 @@ def find_hook(name: str) -> Hook:
 class Observed(Mapping[str, Any]):
     """A record that remembers which of its keys were read."""
 
-    def __init__(self, record: Mapping[str, Any]) -> None:
-        self._record = record
+    def __init__(self, record: Mapping[str, Any], where: str = "a record") -> None:
+        self._record, self._where = record, where
         self._read: set[str] = set()
 
     @property
-    def unread(self) -> tuple[str, ...]:
-        """The keys that were not read."""
-        return tuple(str(key) for key in self._record if key not in self._read)
+    def unused(self) -> list[Unused]:
+        """The keys that were not read; ``id`` only names the record.
+
+        Raises:
+            BadSample: see :func:`checked`.
+        """
+        return checked(Fields(self._where, self._read, inert=("id",)), self._record)
 
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
@@ -125,11 +138,40 @@ class Observed(Mapping[str, Any]):
 def observed[P](
     record: Mapping[str, Any], format: str, read: Callable[[Mapping[str, Any]], P]
 ) -> P:
-    """Return what `read` makes of a record, with the format's name and the keys not read."""
+    """Return what `read` makes of a record, with the format's name and what is not used of it."""
     seen = Observed(record)
     parsed: Any = read(seen)
-    made: P = replace(parsed, format=format, unread=(*seen.unread, *parsed.unread))
+    made: P = replace(parsed, format=format, unused=(*seen.unused, *parsed.unused))
     return made
+
+
+_OF_LOSS = re.compile("loss|train|learn|mask|weigh")
+_WITH_LOSS = re.compile(
+    "(un)?(loss(es)?|(train|learn)(s|ed|ing|able)?|mask(s|ed|ing)?|weight(s|ed|ing)?|is|do|to|be|for|"
+    "no|non|not|use|without|ignored?|skip|compute|scales?|factor|labels?|tokens?|assistant|answer|"
+    "sample|turn|message|response|output|completion|prompt|content|of|on|in|the|this)"
+)
+"""The words of a key that means a part of the loss; at least one of them is of the loss itself."""
+
+
+def checked(fields: Fields, given: Mapping[Any, Any]) -> list[Unused]:
+    """Return the keys that are not used.
+
+    Raises:
+        BadSample: the name of one says that it masks or weighs a part of the loss, as ``loss_mask``
+            and ``isTrained`` do in other programs: without it, other text would be trained.
+    """
+    unused = fields.unused(given)
+    for one in unused:
+        words = re.findall("[A-Z]?[a-z]+|[A-Z]+|[^A-Za-z_]", one.name)
+        of_loss = _OF_LOSS.search(one.name.lower())
+        if of_loss and all(_WITH_LOSS.fullmatch(word.lower()) for word in words):
+            raise BadSample(
+                f"{one.name} of {fields.where} seems to mask or weigh the loss, and is not read. "
+                "Write weight on the message or on the record: 0 leaves it untrained, 1 trains it. "
+                "Or take the key out."
+            )
+    return unused
 
 
 def number(name: str, value: Any, *, above: float = -inf, least: float = -inf) -> float:

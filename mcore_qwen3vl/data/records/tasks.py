@@ -16,8 +16,16 @@ from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation, read_messages, unpacked
 from mcore_qwen3vl.data.records.parse import FORMATS, RETRIEVED
-from mcore_qwen3vl.data.records.reading import PLAIN, Observed, Reading, number, observed
+from mcore_qwen3vl.data.records.reading import (
+    PLAIN,
+    Observed,
+    Reading,
+    checked,
+    number,
+    observed,
+)
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.unused import Fields
 
 QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
 
@@ -29,6 +37,7 @@ _MEDIA = ("images", "videos")
 _SCORE = ("score", "label")
 _LABEL = "label"
 _INPUT = ("text", "image", "video")
+_TEXT = Fields("a query or document", _INPUT)
 
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
@@ -54,7 +63,11 @@ def parse_retrieval(
             raise BadSample(f"{name} is empty.")
         try:
             messages = reading.instructed(messages_of(text))
-            found[name] = read_messages({**media, "messages": messages}, folder, prompt=True)
+            read = read_messages({**media, "messages": messages}, folder, prompt=True)
+            plain = isinstance(text, Mapping) and "role" not in text
+            found[name] = replace(
+                read, unused=(*read.unused, *(checked(_TEXT, text) if plain else ()))
+            )
         except BadSample as error:
             raise BadSample(f"{name}: {error}") from error
     if not found:
@@ -63,8 +76,9 @@ def parse_retrieval(
         key = next((key for key in _SCORE if seen.get(key) is not None), None)
         score = None if key is None else number(key, record[key])
         found[QUERY] = replace(found[QUERY], target=score)
+    of_record = seen.unused
     return {
-        name: replace(one, format="retrieval", unread=(*seen.unread, *one.unread))
+        name: replace(one, format="retrieval", unused=(*of_record, *one.unused))
         for name, one in found.items()
     }
 
@@ -160,7 +174,7 @@ def _judgement(query: Conversation, document: Conversation, name: str) -> Conver
         [0.0, 0.0],
         prompt=True,
         format=query.format,
-        unread=query.unread,
+        unused=(*query.unused, *document.unused),
     )
 
 

@@ -7,18 +7,30 @@ markers in the template (the published ones have no ``{% generation %}`` blocks)
 so it works for any ChatML-like template. A template that rewrites earlier turns when later ones
 follow (some drop past reasoning) is detected and refused, because such a turn is never generated
 in that context.
+
+What the template leaves out is found by rendering once more, with a mark in the middle of every
+text: a text whose mark does not come out is not there, although its characters may be elsewhere.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media
-from mcore_qwen3vl.data.records.messages import Conversation
+from mcore_qwen3vl.data.records.messages import MESSAGE, Conversation
 from mcore_qwen3vl.data.records.parse import Document
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.unused import Fields, Unused
+
+_TOOL = Fields("a tool", ("type", "function", "name", "description", "parameters"))
+_CALL = Fields("a tool call", ("type", "function", "name", "arguments"), inert=("id",))
+# Templates take contents apart at these, so that what is on each side has a mark of its own.
+_BOUNDS = re.compile("(</?(?:think|tool_call|tool_response)>)")
 
 
 @dataclass(frozen=True)
@@ -41,12 +53,100 @@ class Rendered:
     spans: list[Span]
     media: list[Media]
     trains: bool = True  # whether some of it must be trained
+    unused: tuple[Unused, ...] = ()  # of the record, also by the template
+
+
+@dataclass
+class _Marks:
+    """Marks in the texts of a conversation, which come out where a template renders the text."""
+
+    texts: list[tuple[str, str, str]] = field(default_factory=list)
+    """The key, the place and the text of each mark."""
+    left_out: list[tuple[str, str, str]] = field(default_factory=list)
+    """Those whose marks did not come out."""
+    rendered: set[str] = field(default_factory=set)
+    """Keys of the others."""
+
+    def text(self, text: str, key: str, place: str, *, reasoning: bool = False) -> str:
+        """Return a text with marks; in a content, what ends in ``</think>`` is reasoning."""
+        pieces = _BOUNDS.split(text)
+        for number, piece in enumerate(pieces):
+            if number % 2 == 0 and (stripped := piece.strip()):
+                thought = reasoning and pieces[number + 1 : number + 2] == ["</think>"]
+                middle = piece.index(stripped) + len(stripped) // 2
+                pieces[number] = piece[:middle] + self.mark(len(self.texts)) + piece[middle:]
+                self.texts.append(("reasoning_content" if thought else key, place, stripped))
+        return "".join(pieces)
+
+    def values(self, value: Any, key: str, place: str) -> Any:
+        """Return a value of JSON with a mark in each text."""
+        if isinstance(value, Mapping):
+            return {name: self.values(one, key, place) for name, one in value.items()}
+        if isinstance(value, list):
+            return [self.values(one, key, place) for one in value]
+        return self.text(value, key, place) if isinstance(value, str) else value
+
+    def message(self, message: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Return a message with a mark in each text that a template may render."""
+        marked = dict(message)
+        for key, value in message.items():
+            if isinstance(value, str) and key not in ("role", "content", "tool_call_id"):
+                marked[key] = self.text(value, key, place)
+        content = message["content"]
+        if isinstance(content, str):
+            marked["content"] = self.text(content, "content", place, reasoning=True)
+        else:
+            marked["content"] = [
+                {**part, "text": self.text(part["text"], "content", place, reasoning=True)}
+                if part["type"] == "text" else part
+                for part in content
+            ]  # fmt: skip
+        if isinstance(message.get("tool_calls"), list):
+            marked["tool_calls"] = [self._call(call, place) for call in message["tool_calls"]]
+        return marked
+
+    def _call(self, call: Any, place: str) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._call(call["function"], place)}
+        arguments = call.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                marked = self.text(arguments, "arguments of a tool call", place)
+            else:
+                marked = json.dumps(self.values(arguments, "arguments of a tool call", place))
+        else:
+            marked = self.values(arguments, "arguments of a tool call", place)
+        name = self.values(call.get("name"), "name of a tool call", place)
+        return {**call, "name": name, "arguments": marked}
+
+    def tool(self, tool: Any) -> Any:
+        """Return a tool's definition with marks in its names and descriptions."""
+        if isinstance(tool, list):
+            return [self.tool(one) for one in tool]
+        if not isinstance(tool, Mapping):
+            return tool
+        return {
+            key: self.text(value, key, "a tool")
+            if key in ("name", "description") and isinstance(value, str)
+            else self.tool(value)
+            for key, value in tool.items()
+        }
+
+    @staticmethod
+    def mark(number: int) -> str:
+        return f"zQ{number}Qz"
 
 
 class Renderer:
     """A renderer of records to text with the checkpoint's chat template."""
 
-    def __init__(self, processor: Any, document_end: str | None = None) -> None:
+    def __init__(
+        self, processor: Any, document_end: str | None = None, *, allow_dropped: bool = False
+    ) -> None:
         """Check the template and the token that ends documents.
 
         Raises:
@@ -58,7 +158,7 @@ class Renderer:
                 "The processor has no chat template. Copy chat_template.jinja from the "
                 "checkpoint's repository beside its tokenizer."
             )
-        self._processor = processor
+        self._processor, self._allow_dropped = processor, allow_dropped
         self._document_end = tokenizer.pad_token if document_end is None else document_end
         self._special = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
         ids = tokenizer(self._document_end, add_special_tokens=False)["input_ids"]
@@ -77,14 +177,72 @@ class Renderer:
     def _conversation(self, record: Conversation) -> Rendered:
         if record.prompt:
             prompt = self._apply(record, len(record.messages), add_generation_prompt=True)
-            return Rendered(prompt, [], record.media, trains=False)
+            unused = self._unused(record, prompt)
+            return Rendered(prompt, [], record.media, trains=False, unused=unused)
         text = self._apply(record, len(record.messages))
         spans = []
         for index, weight in enumerate(record.weights):
             if weight > 0:
                 start, end = self._turn(record, index, text)
                 spans.append(Span(start, end, weight, index + 1))
-        return Rendered(text, spans, record.media)
+        return Rendered(text, spans, record.media, unused=self._unused(record, text))
+
+    def _unused(self, record: Conversation, text: str) -> tuple[Unused, ...]:
+        """Return what is not used of a conversation that was rendered as `text`.
+
+        Raises:
+            BadSample: the template leaves out what the user did not allow it to.
+        """
+        calls = [call for m in record.messages for call in m.get("tool_calls") or []]
+        marks = self._marks(record)
+        unused = [
+            item
+            for item in record.unused
+            if item.where != MESSAGE.where or item.name not in marks.rendered
+        ]
+        named = {item.name for item in unused if item.where == MESSAGE.where}
+        # Templates write tools, and some write calls, as JSON with whatever keys they have.
+        for fields, holder in [
+            *((_TOOL, tool) for tool in record.tools or []),
+            *((_CALL, call) for call in calls),
+        ]:
+            for level in (holder, isinstance(holder, Mapping) and holder.get("function")):
+                if isinstance(level, Mapping):
+                    unused += [u for u in fields.unused(level) if f'"{u.name}"' not in text]
+        for key, place, dropped in marks.left_out:
+            if key in named:
+                continue
+            earlier = key == "reasoning_content" and place in self._untrained(record)
+            of_tool = place == "a tool"
+            if earlier or (key == "name" and not of_tool) or self._allow_dropped:
+                why = "the chat template leaves it out" + (" of earlier turns" if earlier else "")
+                unused.append(Unused(place if of_tool else "a message", key, why))
+            else:
+                raise BadSample(
+                    f"the chat template leaves out the {key} of {place}, {dropped[:40]!r}, which "
+                    "the model then never sees. Take it out of the record, use a template that has "
+                    "a place for it, or pass --allow-dropped, which goes on and names it."
+                )
+        return tuple(dict.fromkeys(unused))
+
+    def _marks(self, record: Conversation) -> _Marks:
+        """Render a conversation with marks."""
+        marks = _Marks()
+        messages = [
+            marks.message(message, _place(index)) for index, message in enumerate(record.messages)
+        ]
+        tools = None if record.tools is None else marks.tool(record.tools)
+        marked = replace(record, messages=messages, tools=tools)
+        rendered = self._apply(marked, len(messages), add_generation_prompt=record.prompt)
+        for number, text in enumerate(marks.texts):
+            if marks.mark(number) in rendered:
+                marks.rendered.add(text[0])
+            else:
+                marks.left_out.append(text)
+        return marks
+
+    def _untrained(self, record: Conversation) -> set[str]:
+        return {_place(index) for index, weight in enumerate(record.weights) if weight == 0}
 
     def _turn(self, record: Conversation, index: int, text: str) -> tuple[int, int]:
         """Return the characters [start, end) that the model generates as message `index`."""
@@ -100,7 +258,8 @@ class Renderer:
             raise BadSample(
                 f"the chat template renders message {index + 1} differently once other messages "
                 "follow, or without its generation prompt, so this turn cannot be trained in this "
-                "context. Give it weight 0, or end the sample with it."
+                "context. Train the last turn alone (--train-on last), make a "
+                "record of each turn (data turns), or give this one weight 0."
             )
         # ChatML puts a line break between turns: the model stops before it.
         turn = through[len(prompt) :].rstrip()
@@ -142,9 +301,13 @@ class Renderer:
                 spans.append(Span(length, length + len(piece), record.weight))
             pieces.append(piece)
             length += len(piece)
-        return Rendered("".join(pieces), spans, record.media)
+        return Rendered("".join(pieces), spans, record.media, unused=record.unused)
 
     def _placeholder(self, media: Media) -> str:
         processor = self._processor
         token = processor.image_token if media.kind == "image" else processor.video_token
         return processor.vision_start_token + token + processor.vision_end_token
+
+
+def _place(index: int) -> str:
+    return f"message {index + 1}"

@@ -223,8 +223,9 @@ def check_surroundings(args: argparse.Namespace) -> None:
         missing.append("No length of the run: give --train-iters N, or --num-epochs N.")
     if missing:
         raise BadInput(" ".join(missing))
-    for source in [*parse_sources(train), *parse_sources(args.valid_data_path or train)]:
-        require_data_set(source.path)
+    for path in (train, args.valid_data_path or train):
+        for source in parse_sources(path, train_on=args.train_on):
+            require_data_set(source.path)
     _check_epochs(args)
     _check_kinds(args)
     _check_loggers(args)

@@ -37,6 +37,8 @@ TEXTS = {
     "pixels in its file, before resizing",
     "trust_data": "run the Python code that an energon metadataset or a WebDataset names; default: "
     "such data sets are refused",
+    "allow_dropped": "use samples although the chat template leaves some of their text out, and "
+    "name what it leaves out; default: such samples are bad",
     "document_end": "token text that ends a pretraining document; default: the tokenizer's pad "
     "token",
     "image_min_pixels": f"fewest pixels of an image, after resizing; {_OF_CHECKPOINT}",
@@ -54,10 +56,16 @@ PREPROCESS = (
     "format; for data sets that name no function of their own"
 )
 
+TRAIN_ON = (
+    "turns of the assistant to train on: all, last, or a regular expression that must match in the "
+    "turn's text; for data sets that choose none of their own; default: all"
+)
+
 
 def add_data_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add a flag for each field of the data config, and ``--preprocess``."""
+    """Add a flag for each field of the data config, ``--preprocess`` and ``--train-on``."""
     group.add_argument("--preprocess", metavar="MODULE:FUNCTION", help=PREPROCESS)
+    group.add_argument("--train-on", metavar="TURNS", help=TRAIN_ON)
     for owner in (DataConfig, MediaLimits):
         types = get_type_hints(owner)
         for field in fields(owner):

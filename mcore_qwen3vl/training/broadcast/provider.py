@@ -114,7 +114,9 @@ class DataProvider:
         self._args = args
         self._architecture = architecture
         self._on_batch = on_batch
-        self._sources = parse_sources(args.train_data_path or args.data_path, args.preprocess)
+        self._sources = parse_sources(
+            args.train_data_path or args.data_path, args.preprocess, args.train_on
+        )
         self._ahead = ThreadPoolExecutor(1, "read ahead") if args.num_workers > 0 else None
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
         self._steps: int | None = None  # of --num-epochs
@@ -189,7 +191,7 @@ class DataProvider:
         args = self._args
         if not self._reads():
             return None
-        sources = parse_sources(args.valid_data_path, args.preprocess)
+        sources = parse_sources(args.valid_data_path, args.preprocess, args.train_on)
         records = len(CrudeSamples(sources, split="val", trust=args.trust_data))
         batches = -(-records // args.eval_global_batch_size)
         if args.eval_iters > batches and args.rank == 0:

@@ -305,7 +305,7 @@ MALFORMED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (_talk(_Q, {**_turn(*_A), "loss": False}), "nothing would be trained"),
         (_talk(_Q, _A, audios=["a.wav"]), "audios is given"),
-        (_talk(("user", "<ref-object>?"), _A), "<ref-object> is not replaced"),
+        (_talk(("user", "<ref-object>?"), _A), "message 1: <ref-object> takes its text"),
         (_talk(_Q, ("tool_call", "not json"), _A), "message 2, a tool call, is text"),
         (_talk(_Q, ("tool_call", '{"arguments": {}}'), _A), "a tool call, has no name"),
         (_talk(_Q, _A, tools="{"), "tools is text, but not JSON"),

@@ -22,7 +22,7 @@ _START = """{%- macro render_content(content) %}
     {%- if messages[0].role == 'system' %}
         {{- render_content(messages[0].content) + '\\n\\n' }}
     {%- endif %}
-    {{- "# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n<tools>" }}
+    {{- "# Tools\\n\\nYou may call one or more functions\\n\\n<tools>" }}
     {%- for tool in tools %}
         {{- "\\n" }}
         {{- tool | tojson }}
@@ -38,7 +38,8 @@ _REASONING_START = """
     {%- set index = (messages|length - 1) - loop.index0 %}
     {%- if ns.multi_step_tool and message.role == "user" %}
         {%- set content = render_content(message.content) %}
-        {%- if not(content.startswith('<tool_response>') and content.endswith('</tool_response>')) %}
+        {%- if not(content.startswith('<tool_response>')
+                   and content.endswith('</tool_response>')) %}
             {%- set ns.multi_step_tool = false %}
             {%- set ns.last_query_index = index %}
         {%- endif %}

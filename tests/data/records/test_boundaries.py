@@ -80,18 +80,19 @@ def test_an_answer_is_trained_after_the_prompt_that_generation_has(
 
 def test_every_trained_turn_follows_its_own_prompt(qwen: Any) -> None:
     qwen.chat_template = INSTRUCT
-    kept = 0
+    refused = 0
     for answer in ANSWERS:
         messages = talk(answer, "Yes.", answer)
-        try:
-            plan = planned(qwen, {"messages": messages})
-        except BadSample as error:
-            assert answer.lstrip(" ")[0] in "\r\n"
-            assert str(error).startswith(f"message 3 begins with {answer[:2]!r}"[:-1])
+        first = prompt_ids(qwen, messages[:2])
+        later = qwen.tokenizer(qwen.apply_chat_template(messages[:3]))["input_ids"]
+        if later[: len(first)] != first:
+            refused += 1
+            with pytest.raises(BadSample, match=r"message 3 begins with .*other tokens as"):
+                planned(qwen, {"messages": messages})
             continue
-        kept += 1
+        plan = planned(qwen, {"messages": messages})
         for index in (2, 4, 6):
             prompt = prompt_ids(qwen, messages[:index])
             assert plan.input_ids[: len(prompt)].tolist() == prompt
             assert plan.loss_weights[len(prompt) - 1] == 0 < plan.loss_weights[len(prompt)]
-    assert kept > len(ANSWERS) / 2
+    assert 4 <= refused < len(ANSWERS) / 2

@@ -13,6 +13,7 @@ from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.records.tasks import is_classification, parse_classification
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.unused import Unused
 
 FOLDER = MediaFolder(Path("/data"), {})
 ASKED = {"role": "user", "content": "Which?"}
@@ -37,13 +38,13 @@ def test_several_labels_may_be_right() -> None:
 
 def test_the_generation_prompt_follows_messages_without_an_answer() -> None:
     found = parse(messages=[ASKED, SAID], label=0)
-    assert (found.prompt, found.format, found.unread) == (False, "classification", ())
+    assert (found.prompt, found.format, found.unused) == (False, "classification", ())
     assert parse(messages=[ASKED], label=0).prompt
     found = parse(system="Be brief.", image="i.png", text="Which?", label=0, source="web")
     assert found.prompt
     assert [message["role"] for message in found.messages] == ["system", "user"]
     assert [media.name for media in found.media] == ["i.png"]
-    assert found.unread == ("source",)
+    assert found.unused == (Unused("a record", "source"),)
 
 
 def test_scoring_needs_no_label() -> None:

@@ -55,7 +55,7 @@ def test_the_margin_is_on_the_chosen_side_and_zero_without_one() -> None:
     given: dict[str, Any] = {"messages": [ASKED], "chosen": "a", "rejected": "b"}
     pairs = parse(**given, margin=1.5), parse(**given)
     assert [pair["chosen"].target for pair in pairs] == [1.5, 0.0]
-    assert "margin" not in pairs[0]["chosen"].unread
+    assert pairs[0]["chosen"].unused == ()
 
 
 def test_what_a_data_set_says_of_its_records() -> None:

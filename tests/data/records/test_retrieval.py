@@ -59,7 +59,7 @@ def test_every_document_takes_its_own_media() -> None:
     media = {name: [one.content for one in text.media] for name, text in found.items()}
     assert media["positive"] == [Path("/data/p.png")]
     assert (media["negative 0"], media["negative 1"]) == ([], [Path("/data/n.png")])
-    assert (found["query"].target, found["query"].unread) == (1.0, ())
+    assert (found["query"].target, found["query"].unused) == (1.0, ())
 
 
 def test_a_list_of_texts_is_one_of_documents() -> None:
@@ -83,7 +83,7 @@ def test_a_data_sets_system_prompt_is_the_instruction() -> None:
         ({"query": " "}, "query is empty"),
         ({"positive": ["a", "b"]}, "positive holds 2 documents; one"),
         ({"query": {"audio": "a.wav"}}, "none of text, image and video"),
-        ({"query": "<image>Which?"}, "query: there are more image placeholders"),
+        ({"query": "<image>Which?"}, "query: message 1: there are more image placeholders"),
         ({"positive": "a", "positive_messages": []}, "both positive and positive_messages"),
         ({"negatives": "a"}, "negatives is str; a list of documents"),
         ({"positive_messages": [["a"], ["b"]]}, "holds 2 documents; one"),
