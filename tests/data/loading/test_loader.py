@@ -30,7 +30,8 @@ from transformers import AutoTokenizer
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, loader, redistribute
+from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, redistribute
+from mcore_qwen3vl.data import processor as processor_module
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -432,7 +433,7 @@ def test_processors_of_an_older_transformers_are_refused(
     processor_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They write other text for videos, and cannot tell how many patches one will have."""
-    monkeypatch.setattr(loader, "version", {"transformers": "5.17.0"}.get)
+    monkeypatch.setattr(processor_module, "version", {"transformers": "5.17.0"}.get)
     with pytest.raises(BadInput, match=r"5\.18 or newer; 5\.17\.0 is"):
         load_processor(processor_dir)
 
