@@ -46,6 +46,9 @@ def test_wheel_holds_every_module_once(tmp_path):
         if name.startswith(("mcore_qwen3vl/", "converters/", "launch/"))
         and (source / name).is_file()
     )
+    deleted = source / "build" / "lib" / "mcore_qwen3vl" / "deleted.py"  # of an earlier build
+    deleted.parent.mkdir(parents=True)
+    deleted.touch()
     assert packed(build("wheel", source, tmp_path / "direct")) == expected
     with tarfile.open(build("sdist", source, tmp_path)) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")

@@ -39,7 +39,7 @@ from mcore_qwen3vl.converters.adapters.targets import (
 )
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.hf.shards import FLOATS, SafetensorsFile
-from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
+from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, refuse_wrapped
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, dtype_name
@@ -149,7 +149,16 @@ def _require_keys(file: Path, found: set[str], whole: Mapping[str, str], applied
     """Raise BadInput unless the file holds exactly the config's keys; `BASE_LAYER` is optional."""
     factors = [key for slot in applied.slots.values() for key in (slot.a_key, slot.b_key)]
     wanted = [*factors, *whole]
-    if missing := [key for key in wanted if key not in found and key != BASE_LAYER]:
+    refuse_wrapped(sorted(found), str(file))
+    missing = [key for key in wanted if key not in found and key != BASE_LAYER]
+    if found and len(missing) == len(wanted):
+        raise BadInput(
+            f"{file} calls none of its tensors as PEFT does in this model: it holds "
+            f"{some(sorted(found))}, and PEFT writes {some(missing)}. The names have another "
+            "prefix, or are of another model: rename them, or save the adapter with PEFT's "
+            "save_pretrained."
+        )
+    if missing:
         raise BadInput(
             f"{file} lacks {some(missing)} of the {len(wanted)} tensors that {config_file.FILE} "
             "calls for. PEFT would leave them at random values; copy the adapter again."
@@ -184,9 +193,14 @@ def _whole(name: str, tensor: Tensor, shape: Shape, file: Path) -> Tensor:
         return tensor
     if len(shape) == 3 and tuple(tensor.shape) == (shape[0], shape[2], shape[1]):
         return tensor.transpose(1, 2).contiguous()
+    cause = "The adapter belongs to another model."
+    if name in (INPUT_EMBEDDING, LM_HEAD) and tensor.shape[1:] == shape[1:]:
+        cause = (
+            "The vocabulary was resized before training (resize_token_embeddings), and that of "
+            "this model was not: name the resized model as the base, saved with its tokenizer."
+        )
     raise BadInput(
-        f"{file}: {name} has shape {list(tensor.shape)}, but {list(shape)} in this model. The "
-        "adapter belongs to another model."
+        f"{file}: {name} has shape {list(tensor.shape)}, but {list(shape)} in this model. {cause}"
     )
 
 

@@ -214,6 +214,16 @@ def _only_file(path: Path) -> str:
             f"{path} holds {', '.join(others[:3])} but neither {SINGLE} nor {INDEX}, so which "
             "files make the model is not known. Fetch the index too."
         )
+    if (path / "adapter_config.json").is_file():
+        raise BadInput(
+            f"{path} holds a LoRA adapter, and not the model that it changes. Make a whole model "
+            f"of both: `mcore-qwen3vl lora merge BASE {path} OUT`."
+        )
+    if exports := [f for f in sorted(path.glob("iter_*")) if is_huggingface(f)]:
+        raise BadInput(
+            f"{path} holds the exports of a run, and no weights itself: name one of them, such as "
+            f"{exports[-1]}."
+        )
     raise BadInput(
         f"{path} holds no safetensors weights (neither {SINGLE} nor {INDEX}), and other formats, "
         "such as pytorch_model.bin, are not read. Load the model with transformers and save it "

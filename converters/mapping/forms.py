@@ -7,7 +7,7 @@ published is a row here; a reader translates names, and a writer translates them
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
@@ -209,14 +209,32 @@ class Form:
             raise BadInput(f"{path}: {self.names.note}")
 
 
+_WRAPPED = re.compile(
+    r"^module\.|(?:^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""What wrappers put into names: DDP and DeepSpeed, torch.compile, FSDP, and checkpointing."""
+
+
+def refuse_wrapped(names: Iterable[str], where: str) -> None:
+    """Raise BadInput if a name has a wrapper's prefix, which is no part of the model."""
+    for name in names:
+        if wrapper := _WRAPPED.search(name):
+            raise BadInput(
+                f"{where} has the tensor {name:.200}, saved from within a wrapper (torch.compile, "
+                f"DDP or FSDP) that put {wrapper[0].strip('.')!r} into its name. Save the model "
+                "inside the wrapper, or rename the tensors."
+            )
+
+
 def recognise(shapes: Mapping[str, Shape], *, tied: bool) -> Form:
     """Tell the form of a checkpoint from the names that its tensors have in the files.
 
     `tied` says whether the config ties head and embedding.
 
     Raises:
-        BadInput: tensors are named in two ways.
+        BadInput: tensors are named in two ways, or by a wrapper.
     """
+    refuse_wrapped(shapes, "the checkpoint")
     found = {
         names.stored(INPUT_EMBEDDING): names  # of two that call it alike, the later one
         for names in NAMES.values()

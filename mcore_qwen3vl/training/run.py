@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from mcore_qwen3vl.console import name_unused, visible
@@ -73,6 +74,9 @@ def _choose_device(cpu: bool, *, several_queues: bool = False) -> None:
         from mcore_qwen3vl.runtime.cpu import install
 
         install(training=True)
+        # Threads that wait for each other make small steps many times slower on a busy machine.
+        if os.environ.setdefault("OMP_NUM_THREADS", "1") == "1":
+            torch.set_num_threads(1)  # torch reads the variable once, and was imported before
     else:
         require_gpu()
         order_transfers(several_queues=several_queues)

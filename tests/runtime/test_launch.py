@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout, tell
+from mcore_qwen3vl.training.run import _choose_device
 
 
 def test_results_come_in_the_order_of_ranks() -> None:
@@ -151,3 +152,19 @@ def test_what_a_rank_tells_is_heard_before_it_ends() -> None:
 
     assert run_layout(work, 2, heard=hear) == [True, True]
     assert heard == ["half", "half"]
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [(None, 1), ("1", 1), ("2", 2)])
+def test_a_rank_on_the_cpu_computes_with_one_thread_unless_told(
+    chosen: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_qwen3vl.runtime.cpu.install", lambda **_: None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    torch.set_num_threads(2)  # as torch chooses where the variable is not set
+    try:
+        _choose_device(cpu=True)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(1)

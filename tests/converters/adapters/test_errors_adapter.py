@@ -27,6 +27,11 @@ EXPERTS_A = f"{PREFIX}mlp.experts.lora_A.weight"
 Edit = Callable[[dict[str, Tensor]], Any]
 
 
+def rename(tensors: dict[str, Tensor], old: str, new: str) -> None:
+    for key in list(tensors):
+        tensors[key.replace(old, new, 1)] = tensors.pop(key)
+
+
 def set_nan(tensors: dict[str, Tensor]) -> None:
     tensors[EXPERTS_A][3, 1] = float("nan")
 
@@ -43,6 +48,14 @@ def set_nan(tensors: dict[str, Tensor]) -> None:
         ),
         (set_nan, "experts.lora_A.weight holds a value that is not finite"),
         (lambda t: t.update({QUERY_A: t[QUERY_A].double()}), "has dtype F64"),
+        (
+            lambda t: rename(t, "base_model.model.", ""),
+            r"calls none of its tensors as PEFT does .* holds model\.language_model",
+        ),
+        (
+            lambda t: rename(t, "model.model", "model._orig_mod.model"),
+            r"saved from within a wrapper .* '_orig_mod' into its name",
+        ),
     ],
 )
 def test_tensors(edit: Edit, message: str, made: Callable[[str], Made], tmp_path: Path) -> None:
@@ -106,6 +119,17 @@ def test_an_adapter_of_another_model(made: Callable[[str], Made]) -> None:
         read_adapter(made("rslora").folder, made("rank patterns").base)
     with pytest.raises(BadInput, match=r"lacks .*, which|holds .* and \d+ more, which"):
         read_adapter(made("rank patterns").folder, made("vision").base)
+
+
+def test_a_vocabulary_that_was_resized(made: Callable[[str], Made], tmp_path: Path) -> None:
+    source = made("rank patterns")
+    folder = Path(shutil.copytree(source.folder, tmp_path / "resized"))
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"modules_to_save": ["embed_tokens"]}))
+    name = "base_model.model.model.language_model.embed_tokens.weight"
+    save_file(load_file(folder / WEIGHTS) | {name: torch.ones(360, 48)}, folder / WEIGHTS)
+    with pytest.raises(BadInput, match=r"\[360, 48\], but \[352, 48\] .* vocabulary was resized"):
+        read_adapter(folder, source.base)
 
 
 def test_ambiguous_roles(tiny: Callable[[str], Path], tmp_path: Path) -> None:

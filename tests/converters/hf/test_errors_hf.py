@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,19 @@ def renamed_tensor(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name.replace("up_proj", "up_projection")] = tensors.pop(name)
 
 
+def wrapped_tensors(prefix: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[prefix + name] = tensors.pop(name)
+
+    return rename
+
+
+def move_to_export(path: Path) -> None:
+    (path / "iter_0000003").mkdir()
+    shutil.move(path / "model.safetensors", path / "iter_0000003")
+
+
 HF_DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "extra tensor": (
         "dense",
@@ -78,6 +92,26 @@ HF_DAMAGES: dict[str, tuple[str, Damage, str]] = {
         "moe",
         lambda p: edit_tensors(p, lambda t: t.pop(LAYER + "mlp.experts.down_proj")),
         r"lacks the tensor \S+layers.1.mlp.experts.down_proj \[12, 36, 48\]",
+    ),
+    "compiled": (
+        "dense",
+        lambda p: edit_tensors(p, wrapped_tensors("_orig_mod.")),
+        r"saved from within a wrapper \(torch.compile, DDP or FSDP\) that put '_orig_mod' into",
+    ),
+    "distributed": (
+        "dense",
+        lambda p: edit_tensors(p, wrapped_tensors("module.")),
+        r"saved from within a wrapper .* that put 'module' into its name",
+    ),
+    "exports of a run": (
+        "dense",
+        move_to_export,
+        r"holds the exports of a run, and no weights itself: name one of them, .*iter_0000003",
+    ),
+    "adapter": (
+        "dense",
+        lambda p: (p / "model.safetensors").rename(p / "adapter_config.json"),
+        r"holds a LoRA adapter, and not the model that it changes\. .*lora merge BASE",
     ),
     "renamed tensor": (
         "dense",
