@@ -62,6 +62,7 @@ class RunCheckpoints:
             self._clear_exports(0)
             return found
         optimizer = args[0] if args else kwargs.get("optimizer")
+        self._trained = model, optimizer
         if optimizer is not None:
             check_state_of_weights(optimizer, folder)
         self._on_disk = folder, step
