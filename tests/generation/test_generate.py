@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ def test_a_generation_config_that_cannot_be_used_is_refused(given: dict[str, Any
         Sampler(config)
     vars(config).update(eos_token_id=["end"])
     with pytest.raises(BadInput, match=r"eos_token_id of generation_config\.json is \['end'\]"):
-        stop_tokens(config, None)
+        stop_tokens(config, SimpleNamespace(eos_token_id=None))
 
 
 @pytest.mark.parametrize(
