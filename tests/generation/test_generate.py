@@ -139,7 +139,6 @@ def test_sampling_values_out_of_range(options: dict[str, Any], message: str) -> 
         {"temperature": -1.0},
         {"temperature": "0.7"},
         {"top_p": 2.0},
-        {"top_p": "0.8"},
         {"top_k": -1},
         {"repetition_penalty": -1.0},
     ],
