@@ -295,7 +295,7 @@ class Sampler:
                 processors.append(TemperatureLogitsWarper(divisor))
             if count := first_of(top_k, config.top_k, 50):
                 processors.append(TopKLogitsWarper(count))
-            if (share := first_of(top_p, config.top_p, 1.0)) < 1.0:
+            if (share := first_of(top_p, config.top_p, 1.0)) != 1.0:
                 processors.append(TopPLogitsWarper(share))
         return processors
 

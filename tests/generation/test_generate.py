@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,7 +139,6 @@ def test_sampling_values_out_of_range(options: dict[str, Any], message: str) -> 
         {"temperature": -1.0},
         {"temperature": "0.7"},
         {"top_p": 2.0},
-        {"top_p": "0.8"},
         {"top_k": -1},
         {"repetition_penalty": -1.0},
     ],
@@ -150,7 +150,7 @@ def test_a_generation_config_that_cannot_be_used_is_refused(given: dict[str, Any
         Sampler(config)
     vars(config).update(eos_token_id=["end"])
     with pytest.raises(BadInput, match=r"eos_token_id of generation_config\.json is \['end'\]"):
-        stop_tokens(config, None)
+        stop_tokens(config, SimpleNamespace(eos_token_id=None))
 
 
 @pytest.mark.parametrize(
