@@ -43,6 +43,7 @@ ORDER = (
     "model",
     "objectives",
     "data.config",
+    "data.processor",
     "data.records",
     "data.loading",
     "data.scores",

@@ -120,7 +120,8 @@ class Run:
         """Print what the run will do; one rank calls this."""
         from mcore_qwen3vl.training.logs.summary import show_summary, summary
 
-        taken, unused = statement(self.args, explicit), sentences(self._unused(explicit))
+        taken = statement(self.args, explicit)
+        unused = sentences([*unused_data_flags(self.args, explicit), *self._unused()])
         if screen is not None:
             rows = summary(self.args, self.architecture, explicit, self.lora, self.other)
             names = [("not used", sentence.removeprefix("not used ")) for sentence in unused]
@@ -129,8 +130,8 @@ class Run:
         for sentence in [*([f"not given, so: {taken}"] if taken else []), *map(visible, unused)]:
             print(sentence, file=sys.stderr, flush=True)
 
-    def _unused(self, explicit: Collection[str]) -> list[Unused]:
-        """Return what the run does not use: data flags, models' files, adapters' configs."""
+    def _unused(self) -> list[Unused]:
+        """Return what the run does not use of its models' files and of its adapters' configs."""
         from mcore_qwen3vl.converters.adapters.config import AdapterConfig
         from mcore_qwen3vl.owners import unused_of
         from mcore_qwen3vl.training.second_model import folder_of
@@ -139,7 +140,6 @@ class Run:
         folders = filter(None, (Path(args.hf_model), folder_of(args)))
         adapters = filter(None, (args.lora_init, args.lora_config))
         return [
-            *unused_data_flags(args, explicit),
             *(unused for folder in folders for unused in unused_of(folder)),
             *(unused for file in adapters for unused in AdapterConfig.from_file(file).unused),
         ]
