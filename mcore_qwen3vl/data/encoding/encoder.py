@@ -269,8 +269,13 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
 
     def planned(self, part: Part, raw: RawSampleData) -> Any:
         """Parse and plan a sample of a data set."""
-        with self.guard.skipping(raw):
+        try:
             sample = self.cook(part.crude(raw))
+        except (SkipSample, BadInput, *SYSTEM_EXCEPTIONS):
+            raise
+        except Exception as error:  # as in energon's own chain, any exception makes it bad
+            self.guard.on_error(error, raw, None)
+            raise SkipSample from error
         return self.preencode_sample(sample)
 
     def build_stream(self, stream: Stream, buffer: int, workers: WorkerConfig) -> Any:

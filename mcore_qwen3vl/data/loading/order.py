@@ -22,7 +22,7 @@ from mcore_qwen3vl.data.loading.datasets import Part
 from mcore_qwen3vl.errors import BadInput
 
 _TURNS = 10_000  # draws of a blend by weights that are made at a time
-_LANES = 8  # parts of a table that are read in turn
+_LANES = 4  # parts of a table that are read in turn
 
 
 class Order:

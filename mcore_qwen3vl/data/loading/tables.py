@@ -81,9 +81,7 @@ class TableReader:
         self._bounds = [0, *accumulate(self.counts)]
         decoded = sum(group.bytes for group in self.groups)
         self.runs = (
-            [(group.rows, group.batch * (_KEPT // 2)) for group in self.groups]
-            if decoded > _SMALL
-            else None
+            [(group.rows, 2 * group.batch) for group in self.groups] if decoded > _SMALL else None
         )
         """For each part of a large table: its rows, and how many of them are kept once decoded.
         None: any row can be read at any time."""

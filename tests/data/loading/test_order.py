@@ -23,6 +23,7 @@ from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, question
 from tests.data.loading.conftest import MakeLoader, lines
 from tests.data.loading.test_formats import WRITERS
+from tests.turns import slow_except
 
 COUNT = 23
 PADDED = DataConfig(seq_length=256, pad_to_longest=True, micro_batch_size=2)
@@ -121,7 +122,7 @@ def test_a_micro_batch_without_a_usable_record_counts_for_nothing(
     (loader,) = ranks(
         write_jsonl(["{broken", question(1, image=False)]),
         1,
-        DataConfig(seq_length=64, shuffle=False, max_bad_fraction=0.5),
+        DataConfig(seq_length=256, shuffle=False, max_bad_fraction=0.5),
     )
     empty, full = next(loader), next(loader)
     assert (empty.is_spare, empty.names, empty.counts.skipped) == (True, (), 1)
@@ -196,7 +197,9 @@ def test_a_number_of_epochs_is_refused_where_it_is_not_known(
         make(WRITERS["tars"](tmp_path, media), config=PADDED, epochs=1)
 
 
-@pytest.mark.parametrize("name", ["jsonl", "array", "parquet", "saved", "tars"])
+@pytest.mark.parametrize(
+    "name", slow_except(["jsonl", "array", "parquet_of_bytes", "saved", "tars"], "jsonl", "tars")
+)
 def test_every_validation_reads_the_same_in_order(
     name: str, ranks: Ranks, media: Path, tmp_path: Path
 ) -> None:
@@ -208,16 +211,14 @@ def test_every_validation_reads_the_same_in_order(
         loaders = ranks(path, count, PADDED, split="val", batches=batches)
         return [
             [name for _ in range(batches) for one in loaders for name in next(one).names]
-            for _ in range(3)
+            for _ in range(2)
         ]
 
     complete = validations(1, 40)
     assert len(set(complete[0])) == len(complete[0])
-    assert complete == [complete[0]] * 3
-    for count in (2, 4):
-        assert validations(count, 40 // count) == complete
-    part = validations(2, 3)
-    assert part == [complete[0][:12]] * 3
+    assert complete == [complete[0]] * 2
+    assert validations(4, 10) == complete
+    assert validations(2, 3) == [complete[0][:12]] * 2
 
 
 def test_a_large_table_is_permuted_among_parts_that_are_read_side_by_side(
