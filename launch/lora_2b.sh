@@ -3,7 +3,7 @@
 # Qwen3-VL-2B, LoRA of the language model at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: the model fits one GPU, so all eight GPUs are data parallel.
-# Memory of a GPU, rehearsed with the torch spec: 16.3 GB reserved of 80.7, 15.9 held (weights 4.3,
+# Memory of a GPU, rehearsed with the torch spec: 16.3 GB reserved of 81.6, 15.9 held (weights 4.3,
 # gradients 0.1, optimizer 0.0, logits and loss 0.8, the rest 10.7).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

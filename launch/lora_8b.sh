@@ -5,7 +5,7 @@
 # Layout: frozen weights have no gradients and no optimizer states, so the model fits one GPU and all
 # eight are data parallel: a step is modelled 10 % shorter than with TP 2. For longer packs, append
 # --tensor-model-parallel-size 2 --sequence-parallel, which halves the activations.
-# Memory of a GPU, rehearsed with the torch spec: 45.9 GB reserved of 80.7, 44.7 held (weights 17.6,
+# Memory of a GPU, rehearsed with the torch spec: 45.9 GB reserved of 81.6, 44.7 held (weights 17.6,
 # gradients 0.2, optimizer 0.1, logits and loss 0.0, the rest 26.8).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -3,7 +3,7 @@
 # Qwen3-VL-2B, continued pretraining at 8k packed: two nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning. More data-parallel ranks divide the optimizer states further.
-# Memory of a GPU, rehearsed with the torch spec: 35.3 GB reserved of 80.7, 34.4 held (weights 4.3,
+# Memory of a GPU, rehearsed with the torch spec: 35.3 GB reserved of 81.6, 34.4 held (weights 4.3,
 # gradients 8.5, optimizer 1.6, logits and loss 0.9, the rest 19.2).
 NODES=${NODES:-${SLURM_NNODES:-2}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -8,7 +8,7 @@
 # as four layers, and the head as three. The tower's stage keeps the three layers that DeepStack adds
 # to, so only hidden states travel between stages.
 # Memory of a GPU (middle stages (as 1), 2 virtual), rehearsed with the torch spec: 51.9 GB reserved
-# of 73.7, 51.4 held (weights 8.3, gradients 16.7, optimizer 24.3, logits and loss 0.0, the rest 2.2).
+# of 76.9, 51.4 held (weights 8.3, gradients 16.7, optimizer 24.3, logits and loss 0.0, the rest 2.2).
 # A rank waits 11.2% of an iteration for others (modelled).
 NODES=${NODES:-${SLURM_NNODES:-16}}
 MOE_MODEL=1

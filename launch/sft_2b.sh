@@ -4,7 +4,7 @@
 #
 # Layout: the model fits one GPU, so all eight GPUs are data parallel, without communication inside a
 # layer. Half of the activations belong to the vision tower. Recompute would cost time and is not needed.
-# Memory of a GPU, rehearsed with the torch spec: 37.1 GB reserved of 80.7, 36.0 held (weights 4.3,
+# Memory of a GPU, rehearsed with the torch spec: 37.1 GB reserved of 81.6, 36.0 held (weights 4.3,
 # gradients 8.5, optimizer 3.2, logits and loss 0.9, the rest 19.2).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -49,10 +49,8 @@ GPUS = {
 
 CONTEXT_GIB = 0.75
 """CUDA's context and the loaded kernels, on an H100 with CUDA 13.0 (docs/gpu.md)."""
-NCCL_ALONE_GIB = 0.4
-"""What NCCL takes for a process group of one rank: 2.4 GiB for six and 3.2 for eight, there."""
-NCCL_GROUP_GIB = 0.6
-"""NCCL's buffers for a group of several ranks (0.53 to 0.67 GiB in nccl issue 964)."""
+NCCL_GROUP_GIB = 0.4
+"""What NCCL takes for a process group: 2.4 GiB for six of one rank and 3.2 for eight, there."""
 NCCL_ALL_TO_ALL_GIB = 3.1
 """NCCL's buffers for a group with all-to-all (3.1 GiB for 8 H100 in nccl issue 1685)."""
 
@@ -72,22 +70,14 @@ def find_gpu(name: str) -> Gpu:
     return found[0]
 
 
-def nccl_groups(layout: Layout, *, moe: bool) -> list[int]:
-    """Return the sizes of the process groups that training hands something to through NCCL.
+def nccl_groups(layout: Layout, *, moe: bool) -> int:
+    """Return how many process groups training hands something to through NCCL, but for EP's.
 
-    As rehearsals list them, in the order of: all ranks, the distributed optimizer's, TP with PP,
-    PP, DP with CP, and TP with CP, instead of which DP is used where there is neither.
+    Rehearsals list them: all ranks, the optimizer's, TP with PP, PP, DP with CP, and TP with CP, in
+    whose place DP is used where there is neither; TP and CP; with experts, TP with DP.
     """
-    world, data, inner = layout.world_size, layout.dp * layout.cp, layout.tp * layout.cp
-    sizes = [world, world, layout.tp * layout.pp, layout.pp, data]
-    sizes.append(inner if inner > 1 else layout.dp)
-    sizes += [size for size in (layout.tp, layout.cp) if size > 1]
-    if moe:
-        sizes += [layout.tp * data] + [inner] * (inner == 1)
-    if layout.ep > 1:  # the counts of tokens, and the gradients of experts
-        held = layout.ep * layout.etp
-        sizes += [held, max(layout.tp * data // held, 1)]
-    return sizes
+    alone = layout.tp * layout.cp == 1
+    return 6 + (layout.tp > 1) + (layout.cp > 1) + moe * (1 + alone)
 
 
 def allowance_gib(layout: Layout, *, moe: bool) -> float:
@@ -96,11 +86,8 @@ def allowance_gib(layout: Layout, *, moe: bool) -> float:
     NCCL's are those of :func:`nccl_groups`, and of an all-to-all for EP. On one GPU they were
     measured; what groups of several ranks take is assumed.
     """
-    sizes = nccl_groups(layout, moe=moe)
-    several = sum(size > 1 for size in sizes)
-    buffers = several * NCCL_GROUP_GIB + (len(sizes) - several) * NCCL_ALONE_GIB
     exchange = NCCL_ALL_TO_ALL_GIB if layout.ep > 1 else 0.0
-    return round(CONTEXT_GIB + buffers + exchange, 2)
+    return round(CONTEXT_GIB + nccl_groups(layout, moe=moe) * NCCL_GROUP_GIB + exchange, 2)
 
 
 def order_transfers(*, several_queues: bool = False) -> None:

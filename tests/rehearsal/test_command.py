@@ -164,7 +164,6 @@ def test_gpus_and_their_allowance() -> None:
     # Measured on one H100: 3.2 GiB beside the allocator, and 3.9 with experts.
     assert allowance_gib(Layout(), moe=False) == pytest.approx(3.2, abs=0.1)
     assert allowance_gib(Layout(), moe=True) == pytest.approx(3.9, abs=0.1)
-    # Six of seven groups span several ranks: all but PP's.
     divided = allowance_gib(Layout(tp=2, dp=4), moe=False)
-    assert divided == pytest.approx(0.75 + 6 * 0.6 + 0.4)
+    assert divided == pytest.approx(0.75 + 7 * 0.4)
     assert allowance_gib(Layout(ep=8, dp=8), moe=True) > divided + 3
