@@ -104,8 +104,9 @@ class Loader(Iterator[Batch]):
         self._config, self._epochs = config, epochs
         self.length: int | None = None
         """Samples, or packs, of all ranks in all `epochs`; None if there is no end."""
-        self._order, self._turns = SHARDS, None
-        self._rows, self._start = None, 0
+        self._order, self._start = SHARDS, 0
+        self._turns: Any = None  # what takes the positions of an order in turn, if they are kept
+        self._rows: int | None = None  # of a micro-batch, if its records are read by number
         encoder = _encoder(
             sources,
             architecture,
@@ -201,8 +202,9 @@ class Loader(Iterator[Batch]):
         return parts
 
     def _blocks(self, encoder: Any, order: Order, workers: WorkerConfig, **ends: Any) -> Any:
-        self._order, self._rows = RECORDS, self._config.micro_batch_size
-        self._turns = blocks = Blocks(order, self._rows, workers, **ends)
+        rows = self._config.micro_batch_size
+        self._order, self._rows = RECORDS, rows
+        self._turns = blocks = Blocks(order, rows, workers, **ends)
         return MapDataset(blocks, encoder.read_block, stateless_map_fn=True, worker_config=workers)
 
     def _shards(self, encoder: Any, load: Callable[..., Any], seed: int) -> Any:
