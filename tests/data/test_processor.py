@@ -165,7 +165,7 @@ def test_data_check_names_what_is_not_used(
     words = ["data", "check", str(write_jsonl([question(0)])), "--hf-model", str(folder)]
     assert exit_code(*words, "--json") == 0
     where = "processor_config.json, image_processor"
-    named = {"where": where, "name": "image_max_tokens", "why": ""}
+    named = {"where": where, "name": "image_max_tokens", "why": "", "samples": []}
     assert json.loads(capsys.readouterr().out)["unused"] == [named]
     assert exit_code(*words) == 0
     assert f"not used of {where}" in capsys.readouterr().out

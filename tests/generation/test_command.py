@@ -175,7 +175,7 @@ def test_half_precision(folder: Path) -> None:
             "Image 'missing.png': no such file.",
         ),
         (["mcore", "--prompt", "?", "--video", "gone.mp4"], "Video 'gone.mp4': no such file."),
-        (["mcore", "--prompt", "?", "--video", "a.png"], "cannot take these images and videos"),
+        (["mcore", "--prompt", "?", "--video", "a.png"], "Give a single frame as an image"),
         (["mcore", "--prompt", "?", "--video", "mcore"], "mcore"),
         (
             ["mcore", "--prompt", "?", "--image", "http://127.0.0.1:9/a.png"],

@@ -99,7 +99,10 @@ def _expanded(path: Path, weight: float) -> list[Source]:
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return [Source(path, weight)]
     content = _content(path)
-    if not isinstance(content, Mapping) or not content.keys() & _OF_YAML:
+    # A file that names code, by a key such as __function__, is refused as such where it is loaded.
+    if not isinstance(content, Mapping) or not any(
+        key in _OF_YAML or str(key).startswith("__") for key in content
+    ):
         raise BadInput(
             f"{path} is neither a mixture file, which has the key datasets, nor an energon "
             "metadataset, which has splits."
