@@ -167,6 +167,8 @@ GENERATION = Fields(
 :func:`.generation.generate.generate` use them."""
 
 TEMPLATE = "chat_template.jinja"
+_OF_PROCESSOR = ("processor_config.json", "chat_template.json")
+"""The files whose chat template transformers' processors prefer to :data:`TEMPLATE`, in order."""
 
 TOKENIZER = Fields(
     "tokenizer_config.json",
@@ -266,12 +268,24 @@ def _of_generation(folder: Path) -> list[Unused]:
 
 
 def _of_tokenizer(folder: Path) -> list[Unused]:
-    unused, template = TOKENIZER.unused(_content(folder / TOKENIZER.where)), folder / TEMPLATE
-    text = template.read_text("utf-8", "replace") if template.is_file() else None
-    for name in (TOKENIZER.where, "chat_template.json"):
-        if text is not None and _content(folder / name).get("chat_template") not in (None, text):
-            unused.append(Unused(name, "chat_template", f"{TEMPLATE} counts"))
-    return unused
+    template = folder / TEMPLATE
+    # A processor takes the first of these, and a tokenizer alone the first of the last two.
+    templates = {
+        **{name: _content(folder / name).get("chat_template") for name in _OF_PROCESSOR},
+        TEMPLATE: template.read_text("utf-8", "replace") if template.is_file() else None,
+        TOKENIZER.where: _content(folder / TOKENIZER.where).get("chat_template"),
+    }
+    named = [name for name, text in templates.items() if text is not None]
+    alone = next((name for name in (TEMPLATE, TOKENIZER.where) if name in named), None)
+    return TOKENIZER.unused(_content(folder / TOKENIZER.where)) + [
+        Unused(
+            name,
+            "chat_template",
+            f"{named[0]} counts" + "; a tokenizer alone takes this one" * (name == alone),
+        )
+        for name in named[1:]
+        if templates[name] != templates[named[0]]
+    ]
 
 
 def _content(file: Path) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 import peft
 import pytest
 from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     Qwen3VLConfig,
@@ -116,9 +118,33 @@ def test_a_second_chat_template_is_named(tmp_path: Path) -> None:
     assert unused_of(tmp_path) == []
     write(tmp_path, tokenizer_config={"chat_template": "b"}, chat_template={"chat_template": "c"})
     assert [unused.where for unused in unused_of(tmp_path)] == [
+        "chat_template.jinja",
         "tokenizer_config.json",
-        "chat_template.json",
     ]
+
+
+FILES = ("processor_config", "chat_template", "chat_template.jinja", "tokenizer_config")
+
+
+@pytest.mark.parametrize("files", [FILES[i:] for i in range(3)] + [FILES[::3], FILES[1::2]])
+def test_the_template_that_counts_is_transformers(
+    files: tuple[str, ...], dense: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(dense, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    for name in files:
+        file = folder / (name if name == "chat_template.jinja" else f"{name}.json")
+        content = json.loads(file.read_text()) if file.exists() else {}
+        text = json.dumps({**content, "chat_template": file.name})
+        file.write_text(file.name if file.suffix == ".jinja" else text)
+    named = {unused.where: unused.why for unused in unused_of(folder)}
+    counts = AutoProcessor.from_pretrained(folder).chat_template
+    alone = AutoTokenizer.from_pretrained(folder).chat_template
+    others = {f"{name}.json".replace(".jinja.json", ".jinja") for name in files} - {counts}
+    assert named == {
+        name: f"{counts} counts" + "; a tokenizer alone takes this one" * (name == alone)
+        for name in others
+    }
 
 
 @pytest.mark.parametrize(
