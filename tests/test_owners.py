@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from mcore_qwen3vl.converters.adapters.config import _FIELDS, _OTHERS, AdapterConfig
+from mcore_qwen3vl.converters.adapters.files import unused_of_adapter
 from mcore_qwen3vl.generation import load_generation_config
 from mcore_qwen3vl.owners import (
     CONFIG,
@@ -255,10 +256,12 @@ def test_the_start_of_training_names_it(
     write(model, config=merged(tiny_config(), NEW))
     adapter = write(tmp_path, adapter_config={"peft_type": "LORA", "r": 2, **NEW})
     words = {"hf_model": str(model), "lora_init": None, "lora_config": adapter}
-    args = Namespace(**words, teacher=None, loss="sft", load_hf=None, pretrained_checkpoint=None)
+    data = {"data_path": ["a.jsonl"], "train_data_path": None, "valid_data_path": None}
+    more = {"teacher": None, "loss": "sft", "load_hf": None, "pretrained_checkpoint": None}
+    args = Namespace(**words, **data, **more)
     run = object.__new__(Run)
     run.args = args
-    assert sentences(run._unused()) == [
+    assert sentences(run._unused(())) == [
         "not used of config.json: frobnicate",
         "not used of adapter_config.json: frobnicate",
     ]
@@ -277,3 +280,24 @@ def test_the_tiny_checkpoint_has_nothing_unused(dense: Path, moe: Path) -> None:
         Unused("tokenizer_config.json", "add_bos_token", "tokenizer.json says what is added")
     ]
     assert len(OWNERS) == len(set(OWNERS))
+
+
+def test_files_beside_an_adapter_that_differ_from_the_bases_are_named(
+    dense: Path, tmp_path: Path
+) -> None:
+    adapter, config = tmp_path / "adapter", {"peft_type": "LORA", "r": 2}
+    adapter.mkdir()
+    write(adapter, adapter_config=config, added_tokens={"<new>": 300})
+    (adapter / "chat_template.jinja").write_text("another")
+    (adapter / "README.md").write_text("PEFT's")
+    tokenizer = json.loads((dense / "tokenizer_config.json").read_text())
+    write(adapter, tokenizer_config=dict(reversed(tokenizer.items())))  # says the same
+    shutil.copy(dense / "tokenizer.json", adapter)
+    where, counts = "the adapter's folder", ", and only the base counts"
+    assert unused_of_adapter(adapter, dense) == [
+        Unused(where, "chat_template.jinja", f"it differs from the base's{counts}"),
+        Unused(where, "added_tokens.json", f"the base has none{counts}"),
+    ]
+    for base in (None, dense / "config.json", adapter):
+        assert unused_of_adapter(adapter, base) == []
+    assert unused_of_adapter(adapter / "adapter_config.json", dense) == []

@@ -131,7 +131,7 @@ class Run:
 
     def _unused(self, explicit: Collection[str]) -> list[Unused]:
         """Return what the run does not use: data flags, models' files, adapters' configs."""
-        from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+        from mcore_qwen3vl.converters.adapters.files import unused_of_adapter
         from mcore_qwen3vl.owners import unused_of
         from mcore_qwen3vl.training.second_model import folder_of
 
@@ -141,7 +141,7 @@ class Run:
         return [
             *unused_data_flags(args, explicit),
             *(unused for folder in folders for unused in unused_of(folder)),
-            *(unused for file in adapters for unused in AdapterConfig.from_file(file).unused),
+            *(unused for file in adapters for unused in unused_of_adapter(file, args.hf_model)),
         ]
 
     def train(self) -> int:
