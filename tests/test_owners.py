@@ -22,6 +22,7 @@ from transformers import (
 
 from mcore_qwen3vl.converters.adapters.config import _FIELDS, _OTHERS, AdapterConfig
 from mcore_qwen3vl.converters.adapters.files import unused_of_adapter
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import load_generation_config
 from mcore_qwen3vl.owners import (
     CONFIG,
@@ -31,10 +32,13 @@ from mcore_qwen3vl.owners import (
     TEXT,
     TOKENIZER,
     VISION,
+    require_last_token,
     unused_of,
     unused_of_config,
 )
+from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny import YARN, tiny_config
+from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.unused import Fields, Unused, as_json, sentences
 from tests.command import exit_code
@@ -301,3 +305,56 @@ def test_files_beside_an_adapter_that_differ_from_the_bases_are_named(
     for base in (None, dense / "config.json", adapter):
         assert unused_of_adapter(adapter, base) == []
     assert unused_of_adapter(adapter / "adapter_config.json", dense) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}, "pooling mean_tokens"),
+        ("1_Pooling/config.json", {"pooling_mode": "cls"}, "pooling cls"),
+        ("1_Pooling/config.json", {"pooling_mode": ["lasttoken", "max"]}, "pooling lasttoken, max"),
+        ("2_Dense/config.json", {"out_features": 8}, "2_Dense is a layer on top"),
+    ],
+)
+def test_embeddings_of_another_kind_are_refused(
+    file: str, content: dict[str, Any], message: str, dense: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(dense, tmp_path / "model"))
+    (model / file).parent.mkdir()
+    (model / file).write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=message):
+        require_last_token(model)
+    (data := tmp_path / "data.jsonl").write_text('{"query": "a"}\n')
+    with pytest.raises(BadInput, match=message):
+        score(Request(model, data, task="embedding", out=tmp_path / "x.parquet"))
+    words = ["--cpu", "--hf-model", str(model), "--data-path", "x.jsonl", "--train-iters", "1"]
+    with pytest.raises(BadInput, match=message):
+        validate([*words, "--task", "embedding"], 1)
+    validate(words, 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"pooling_mode": "lasttoken"},
+        {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "include_prompt": True},
+    ],
+)
+def test_embeddings_of_the_last_token_are_not(content: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(content))
+    require_last_token(tmp_path)
+
+
+def test_prompts_of_sentence_transformers_are_named(tmp_path: Path) -> None:
+    plain = {"__version__": {}, "similarity_fn_name": "cosine", "default_prompt_name": None}
+    write(tmp_path, config=tiny_config(), config_sentence_transformers={**plain, "prompts": {}})
+    assert unused_of(tmp_path) == []
+    prompts = {"prompts": {"query": "Represent: "}, "default_prompt_name": "query"}
+    write(tmp_path, config_sentence_transformers={**plain, **prompts})
+    why = "an instruction is a system message of the text"
+    where = "config_sentence_transformers.json"
+    assert unused_of(tmp_path) == [
+        Unused(where, "default_prompt_name", why),
+        Unused(where, "prompts", why),
+    ]
