@@ -42,7 +42,6 @@ from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import replacing
-from mcore_qwen3vl.generation.decoding import with_turn_end
 from mcore_qwen3vl.training.arguments.data_flags import media_limits
 from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.training.broadcast import data_state
@@ -233,6 +232,9 @@ def changed_files(args: argparse.Namespace) -> dict[str, bytes]:
 
     The processor has the run's budgets, and a model that is trained on turns stops at their end.
     """
+    # Imports megatron, and this module is imported before the CPU's backend is there.
+    from mcore_qwen3vl.generation.decoding import with_turn_end
+
     source = Path(args.hf_model)
     stopping = {} if args.task else with_turn_end(source)
     return {**with_budgets(source, media_limits(args)), **stopping}
