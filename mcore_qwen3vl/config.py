@@ -8,7 +8,7 @@ This module imports neither torch nor megatron, so that conversion and inspectio
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,15 @@ ROPE_OPTIONS = {
 }
 """Further fields of a scaled rope, for which transformers has defaults. All but ``truncate``, which
 is true or false, are numbers."""
+
+_NOT_OF_WEIGHTS = frozenset(
+    (
+        *("dtype", "expert_layout", "initializer_range", "router_aux_loss_coef"),
+        *("tie_word_embeddings", "vocab_size", "max_position_embeddings"),
+    )
+)
+"""What may differ between a model and the config beside its weights: nothing else computed from
+them changes, or the tensors show it."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,26 @@ class Architecture:
         """
         config = source if isinstance(source, dict) else read_config_file(Path(source))
         return _architecture(config)
+
+    def require_settings_of(self, folder: Path) -> None:
+        """Raise BadInput if weights in `folder`, which fit this model, compute otherwise by config.
+
+        Tensors show neither the rotary base nor other settings of the ``config.json`` beside them.
+        """
+        here, there = asdict(self), asdict(Architecture.from_hf(folder))
+        for fields in (here, there):
+            fields |= {f"vision_config.{name}": v for name, v in fields.pop("vision").items()}
+        differing = [
+            f"{name} is {there[name]!r:.120} there and {here[name]!r:.120} here"
+            for name in here
+            if name not in _NOT_OF_WEIGHTS and here[name] != there[name]
+        ]
+        if differing:
+            raise BadInput(
+                f"The config.json in {folder} describes another model than the one that its "
+                f"weights are to fill: {'; '.join(differing)}. Give --hf-model {folder}, or change "
+                "the setting in both."
+            )
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

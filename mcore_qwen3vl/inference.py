@@ -14,8 +14,7 @@ import torch.distributed as dist
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, is_adapter
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import read_adapter
+from mcore_qwen3vl.converters.adapters.files import read_adapter, unused_of_adapter
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.forms import SCORE
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
@@ -95,13 +94,13 @@ class CheckedModel:
 
 
 def unused_by(request: ModelRequest, command: str) -> list[Unused]:
-    """Return what a command does not use of the checkpoint's files and of the adapter's config.
+    """Return what a command does not use of the checkpoint's files and of the adapter.
 
     Raises:
         BadInput: see :func:`hf_folder_of`, or a file cannot be read.
     """
     folder = hf_folder_of(request.checkpoint, request.hf, command)
-    adapter = [] if request.lora is None else AdapterConfig.from_file(request.lora).unused
+    adapter = [] if request.lora is None else unused_of_adapter(request.lora, folder)
     return [*unused_of(folder), *adapter]
 
 

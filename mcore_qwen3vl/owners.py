@@ -17,6 +17,7 @@ from mcore_qwen3vl.config import (
 from mcore_qwen3vl.converters.hf.companions import unused_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
 from mcore_qwen3vl.data.processor import unused_of_processor
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.unused import Fields, Unused
 
@@ -167,6 +168,8 @@ GENERATION = Fields(
 :func:`.generation.generate.generate` use them."""
 
 TEMPLATE = "chat_template.jinja"
+_OF_PROCESSOR = ("processor_config.json", "chat_template.json")
+"""The files whose chat template transformers' processors prefer to :data:`TEMPLATE`, in order."""
 
 TOKENIZER = Fields(
     "tokenizer_config.json",
@@ -195,6 +198,45 @@ TOKENIZER = Fields(
     },
 )
 """The fields of which transformers makes a tokenizer, and which texts as we encode them need."""
+
+
+SENTENCES = Fields(
+    "config_sentence_transformers.json",
+    used=(),
+    inert=("__version__", "model_type", "similarity_fn_name"),
+    without_effect={"prompts": ({}, {"query": "", "document": ""})},
+    reasons={
+        "prompts": "an instruction is a system message of the text",
+        "default_prompt_name": "an instruction is a system message of the text",
+        "truncate_dim": "embeddings are written whole",
+    },
+)
+"""The fields of an embedding model's own config, as sentence-transformers writes it."""
+
+
+def require_last_token(folder: Path) -> None:
+    """Raise BadInput if sentence-transformers would make other embeddings of the model in `folder`.
+
+    They are the state of the last token with length 1, here: no other pooling, and no layer on it.
+    """
+    for file in sorted(folder.glob("*_Pooling/config.json")):
+        content = read_object(file, file.name, "")
+        flags = [name for name, on in content.items() if name.startswith("pooling_mode_") and on]
+        named = content.get("pooling_mode") or [
+            flag.removeprefix("pooling_mode_") for flag in flags
+        ]
+        modes = {named} if isinstance(named, str) else set(map(str, named))
+        if modes - {"lasttoken"}:
+            raise BadInput(
+                f"{file} says that an embedding is the pooling {', '.join(sorted(modes))}, and "
+                "here it is the state of the last token (lasttoken): use sentence-transformers, or "
+                "change the file if the model was trained with the last token."
+            )
+    for layer in sorted(folder.glob("*_Dense")):
+        raise BadInput(
+            f"{layer} is a layer on top of the embeddings, which is not supported: use "
+            "sentence-transformers, or remove it to have the embeddings below it."
+        )
 
 
 def unused_of(source: Path) -> list[Unused]:
@@ -266,12 +308,28 @@ def _of_generation(folder: Path) -> list[Unused]:
 
 
 def _of_tokenizer(folder: Path) -> list[Unused]:
-    unused, template = TOKENIZER.unused(_content(folder / TOKENIZER.where)), folder / TEMPLATE
-    text = template.read_text("utf-8", "replace") if template.is_file() else None
-    for name in (TOKENIZER.where, "chat_template.json"):
-        if text is not None and _content(folder / name).get("chat_template") not in (None, text):
-            unused.append(Unused(name, "chat_template", f"{TEMPLATE} counts"))
-    return unused
+    template = folder / TEMPLATE
+    # A processor takes the first of these, and a tokenizer alone the first of the last two.
+    templates = {
+        **{name: _content(folder / name).get("chat_template") for name in _OF_PROCESSOR},
+        TEMPLATE: template.read_text("utf-8", "replace") if template.is_file() else None,
+        TOKENIZER.where: _content(folder / TOKENIZER.where).get("chat_template"),
+    }
+    named = [name for name, text in templates.items() if text is not None]
+    alone = next((name for name in (TEMPLATE, TOKENIZER.where) if name in named), None)
+    return TOKENIZER.unused(_content(folder / TOKENIZER.where)) + [
+        Unused(
+            name,
+            "chat_template",
+            f"{named[0]} counts" + "; a tokenizer alone takes this one" * (name == alone),
+        )
+        for name in named[1:]
+        if templates[name] != templates[named[0]]
+    ]
+
+
+def _of_sentences(folder: Path) -> list[Unused]:
+    return SENTENCES.unused(_content(folder / SENTENCES.where))
 
 
 def _content(file: Path) -> dict[str, Any]:
@@ -283,6 +341,7 @@ OWNERS: tuple[Callable[[Path], list[Unused]], ...] = (
     _of_quantization,
     _of_tokenizer,
     _of_generation,
+    _of_sentences,
     unused_of_processor,
     unused_files,
 )

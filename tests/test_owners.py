@@ -12,6 +12,8 @@ from typing import Any
 import peft
 import pytest
 from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     Qwen3VLConfig,
@@ -19,6 +21,8 @@ from transformers import (
 )
 
 from mcore_qwen3vl.converters.adapters.config import _FIELDS, _OTHERS, AdapterConfig
+from mcore_qwen3vl.converters.adapters.files import unused_of_adapter
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import load_generation_config
 from mcore_qwen3vl.owners import (
     CONFIG,
@@ -28,10 +32,13 @@ from mcore_qwen3vl.owners import (
     TEXT,
     TOKENIZER,
     VISION,
+    require_last_token,
     unused_of,
     unused_of_config,
 )
+from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny import YARN, tiny_config
+from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.unused import Fields, Unused, as_json, sentences
 from tests.command import exit_code
@@ -116,9 +123,33 @@ def test_a_second_chat_template_is_named(tmp_path: Path) -> None:
     assert unused_of(tmp_path) == []
     write(tmp_path, tokenizer_config={"chat_template": "b"}, chat_template={"chat_template": "c"})
     assert [unused.where for unused in unused_of(tmp_path)] == [
+        "chat_template.jinja",
         "tokenizer_config.json",
-        "chat_template.json",
     ]
+
+
+FILES = ("processor_config", "chat_template", "chat_template.jinja", "tokenizer_config")
+
+
+@pytest.mark.parametrize("files", [FILES[i:] for i in range(3)] + [FILES[::3], FILES[1::2]])
+def test_the_template_that_counts_is_transformers(
+    files: tuple[str, ...], dense: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(dense, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    for name in files:
+        file = folder / (name if name == "chat_template.jinja" else f"{name}.json")
+        content = json.loads(file.read_text()) if file.exists() else {}
+        text = json.dumps({**content, "chat_template": file.name})
+        file.write_text(file.name if file.suffix == ".jinja" else text)
+    named = {unused.where: unused.why for unused in unused_of(folder)}
+    counts = AutoProcessor.from_pretrained(folder).chat_template
+    alone = AutoTokenizer.from_pretrained(folder).chat_template
+    others = {f"{name}.json".replace(".jinja.json", ".jinja") for name in files} - {counts}
+    assert named == {
+        name: f"{counts} counts" + "; a tokenizer alone takes this one" * (name == alone)
+        for name in others
+    }
 
 
 @pytest.mark.parametrize(
@@ -232,10 +263,12 @@ def test_the_start_of_training_names_it(
     write(model, config=merged(tiny_config(), NEW))
     adapter = write(tmp_path, adapter_config={"peft_type": "LORA", "r": 2, **NEW})
     words = {"hf_model": str(model), "lora_init": None, "lora_config": adapter}
-    args = Namespace(**words, teacher=None, loss="sft", load_hf=None, pretrained_checkpoint=None)
+    data = {"data_path": ["a.jsonl"], "train_data_path": None, "valid_data_path": None}
+    more = {"teacher": None, "loss": "sft", "load_hf": None, "pretrained_checkpoint": None}
+    args = Namespace(**words, **data, **more)
     run = object.__new__(Run)
     run.args = args
-    assert sentences(run._unused()) == [
+    assert sentences(run._unused(())) == [
         "not used of config.json: frobnicate",
         "not used of adapter_config.json: frobnicate",
     ]
@@ -254,3 +287,77 @@ def test_the_tiny_checkpoint_has_nothing_unused(dense: Path, moe: Path) -> None:
         Unused("tokenizer_config.json", "add_bos_token", "tokenizer.json says what is added")
     ]
     assert len(OWNERS) == len(set(OWNERS))
+
+
+def test_files_beside_an_adapter_that_differ_from_the_bases_are_named(
+    dense: Path, tmp_path: Path
+) -> None:
+    adapter, config = tmp_path / "adapter", {"peft_type": "LORA", "r": 2}
+    adapter.mkdir()
+    write(adapter, adapter_config=config, added_tokens={"<new>": 300})
+    (adapter / "chat_template.jinja").write_text("another")
+    (adapter / "README.md").write_text("PEFT's")
+    tokenizer = json.loads((dense / "tokenizer_config.json").read_text())
+    write(adapter, tokenizer_config=dict(reversed(tokenizer.items())))  # says the same
+    shutil.copy(dense / "tokenizer.json", adapter)
+    where, counts = "the adapter's folder", ", and only the base counts"
+    assert unused_of_adapter(adapter, dense) == [
+        Unused(where, "chat_template.jinja", f"it differs from the base's{counts}"),
+        Unused(where, "added_tokens.json", f"the base has none{counts}"),
+    ]
+    for base in (None, dense / "config.json", adapter):
+        assert unused_of_adapter(adapter, base) == []
+    assert unused_of_adapter(adapter / "adapter_config.json", dense) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}, "pooling mean_tokens"),
+        ("1_Pooling/config.json", {"pooling_mode": "cls"}, "pooling cls"),
+        ("1_Pooling/config.json", {"pooling_mode": ["lasttoken", "max"]}, "pooling lasttoken, max"),
+        ("2_Dense/config.json", {"out_features": 8}, "2_Dense is a layer on top"),
+    ],
+)
+def test_embeddings_of_another_kind_are_refused(
+    file: str, content: dict[str, Any], message: str, dense: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(dense, tmp_path / "model"))
+    (model / file).parent.mkdir()
+    (model / file).write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=message):
+        require_last_token(model)
+    (data := tmp_path / "data.jsonl").write_text('{"query": "a"}\n')
+    with pytest.raises(BadInput, match=message):
+        score(Request(model, data, task="embedding", out=tmp_path / "x.parquet"))
+    words = ["--cpu", "--hf-model", str(model), "--data-path", "x.jsonl", "--train-iters", "1"]
+    with pytest.raises(BadInput, match=message):
+        validate([*words, "--task", "embedding"], 1)
+    validate(words, 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"pooling_mode": "lasttoken"},
+        {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "include_prompt": True},
+    ],
+)
+def test_embeddings_of_the_last_token_are_not(content: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(content))
+    require_last_token(tmp_path)
+
+
+def test_prompts_of_sentence_transformers_are_named(tmp_path: Path) -> None:
+    plain = {"__version__": {}, "similarity_fn_name": "cosine", "default_prompt_name": None}
+    write(tmp_path, config=tiny_config(), config_sentence_transformers={**plain, "prompts": {}})
+    assert unused_of(tmp_path) == []
+    prompts = {"prompts": {"query": "Represent: "}, "default_prompt_name": "query"}
+    write(tmp_path, config_sentence_transformers={**plain, **prompts})
+    why = "an instruction is a system message of the text"
+    where = "config_sentence_transformers.json"
+    assert unused_of(tmp_path) == [
+        Unused(where, "default_prompt_name", why),
+        Unused(where, "prompts", why),
+    ]

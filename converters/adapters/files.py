@@ -45,9 +45,53 @@ from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, dtype_name
 from mcore_qwen3vl.converters.storage.staging import staging, write_durably
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.unused import Unused
 
 PICKLE = "adapter_model.bin"
+
+OF_TOKENS = (
+    *("chat_template.jinja", "chat_template.json", "tokenizer.json", "tokenizer_config.json"),
+    *("vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    "generation_config.json",
+)
+"""Files of a model that trainers also save beside an adapter."""
+
+
+def unused_of_adapter(path: str | Path, base: str | Path | None = None) -> list[Unused]:
+    """Return what nothing uses of an adapter: fields of its config, and files unlike the base's.
+
+    Args:
+        path: the adapter's directory, or its config alone.
+        base: directory of the model whose tokenizer, template and processor are used; None: not
+            known, and no file is compared.
+
+    Raises:
+        BadInput: see :meth:`.config.AdapterConfig.from_file`.
+    """
+    unused = AdapterConfig.from_file(path).unused
+    folders = Path(path), Path(base or path)
+    if not all(folder.is_dir() for folder in folders):
+        return unused
+    for name in OF_TOKENS:
+        here, there = (_content(folder / name) for folder in folders)
+        if here is not None and here != there:
+            why = "the base has none" if there is None else "it differs from the base's"
+            unused.append(Unused("the adapter's folder", name, f"{why}, and only the base counts"))
+    return unused
+
+
+def _content(file: Path) -> Any:
+    """Return what a file says, whatever its spaces and order; None if there is none."""
+    if not file.is_file():
+        return None
+    content = file.read_bytes()
+    try:
+        return parse_json(content) if file.suffix == ".json" else content
+    except ValueError:
+        return content
 
 
 def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None = None) -> Adapter:

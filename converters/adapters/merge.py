@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     row_chunks,
 )
 from mcore_qwen3vl.converters.adapters.config import FILE
-from mcore_qwen3vl.converters.adapters.files import read_adapter
+from mcore_qwen3vl.converters.adapters.files import read_adapter, unused_of_adapter
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
@@ -127,7 +127,7 @@ def plan_merge(
             *((_UNTIED,) if untied else ()),
         ),
     )
-    return replace(plan, unused=tuple(found.config.unused))
+    return replace(plan, unused=tuple(unused_of_adapter(adapter, base)))
 
 
 _UNTIED = (

@@ -15,6 +15,7 @@ from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADLESS, SCORE, 
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import format_of, open_megatron
 from mcore_qwen3vl.converters.mcore.paths import (
+    find_hf_folder,
     iteration_folder,
     require_language_model,
     require_whole_model,
@@ -35,7 +36,8 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
         Bytes of tensor data that this rank read.
 
     Raises:
-        BadInput: the checkpoint does not hold exactly this model's tensors.
+        BadInput: the checkpoint does not hold exactly this model's tensors, or its config gives
+            settings that they do not show and the model has others.
     """
     path = Path(path)
     chunks = unwrap(models)
@@ -46,6 +48,7 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
     headless = head_of(chunks[0].head_labels).kind == HEADLESS  # a head that is stored is not read
     head = stored if spared or headless or stored.kind == TIED_COPY else None
     checkpoint.require(table_of(chunks, layout, head=head))
+    chunks[0].architecture.require_settings_of(path)
     read = 0
     with torch.no_grad():
         zero_padding(chunks)
@@ -80,7 +83,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
 
     Raises:
         BadInput: there is no checkpoint, it has the legacy format or an unknown maker's keys, or
-            its keys or shapes are not exactly the model's.
+            its keys or shapes are not exactly the model's, or its config's settings differ.
     """
     folder = iteration_folder(Path(path))
     require_whole_model(folder)
@@ -97,6 +100,8 @@ def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
     rows = table(architecture, padded_vocab_size=checkpoint.vocab_size, head=head_of(labels))
     headless = labels is not None and not labels
     checkpoint.require(rows, unread=("output_layer.weight",) if headless else ())
+    if companions := find_hf_folder(folder):
+        architecture.require_settings_of(companions)
     with torch.no_grad():
         zero_padding(chunks)
         for _, row, piece in mcore_pieces(chunks):

@@ -127,8 +127,9 @@ HEADS = {
     LANGUAGE_MODEL: "",
     TIED_COPY: f"Embeddings are tied, and {LM_HEAD} is stored too; it equals the embedding and is "
     "kept once.",
-    HEADLESS: f"This is a headless model, without {LM_HEAD}: it can be converted, and trained and "
-    "scored with --task embedding, but all else needs a language model's head.",
+    HEADLESS: f"This is a headless model, without {LM_HEAD} (if the embedding is its head, set "
+    "tie_word_embeddings, at the top level of config.json, to true): it can be converted, and "
+    "trained and scored with --task embedding, but all else needs a language model's head.",
     CLASSIFIER: f"This model has a classifier's head ({SCORE}), as reward models and rerankers "
     "have: it can be converted, and trained and scored with --task reward if it has one label, "
     "else with --task classify, but all else needs a language model's head.",

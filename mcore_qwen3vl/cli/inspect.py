@@ -51,7 +51,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
     from mcore_qwen3vl.converters.adapters.adapter import is_adapter
-    from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+    from mcore_qwen3vl.converters.adapters.files import unused_of_adapter
     from mcore_qwen3vl.converters.adapters.inspect import inspect_adapter
     from mcore_qwen3vl.converters.describe import estimate, inspect_path, mapping_lines
     from mcore_qwen3vl.owners import unused_of
@@ -59,7 +59,7 @@ def inspect(
     if path is not None and is_adapter(path) and not table:
         console.quiet_libraries()
         adapter = inspect_adapter(path, hf_config)
-        unused = AdapterConfig.from_file(path).unused
+        unused = unused_of_adapter(path, adapter.base)
         _present(json, asdict(adapter), unused, _show_adapter, adapter)
     elif path is None:
         if hf_config is None:

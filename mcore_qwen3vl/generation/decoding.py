@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,11 @@ from transformers.generation.logits_process import (
 )
 
 from mcore_qwen3vl.config import read_config_file
+from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.generation.prompts import Prompts
 from mcore_qwen3vl.model.decoder.attention import TorchAttention
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -233,6 +236,50 @@ def load_generation_config(path: str | Path) -> GenerationConfig:
         return GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise BadInput(f"{folder / 'generation_config.json'} cannot be read: {error}") from error
+
+
+class TurnEnd(NamedTuple):
+    """The token with which the chat template ends a turn of the assistant."""
+
+    token: str
+    id: int
+
+
+def unlisted_turn_end(folder: Path) -> TurnEnd | None:
+    """Return the token that ends a turn if it ends no answer of the checkpoint; None if it does.
+
+    A base model's answers end with ``<|endoftext|>``, and those of its chat template, which it is
+    trained on, with another token. None too for a template whose turns do not end with a token.
+
+    Raises:
+        BadInput: the processor or the generation config cannot be read.
+    """
+    processor = load_processor(folder)
+    answer = "zQ0Qz"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    try:
+        text = processor.apply_chat_template(turns, tokenize=False)
+    except Exception:  # of Jinja or Python: the template wants other messages
+        return None
+    tail = text.rpartition(answer)[2].strip()
+    ids = processor.tokenizer.get_added_vocab()
+    stop = stop_tokens(load_generation_config(folder), processor.tokenizer)
+    return None if ids.get(tail) in (None, *stop) else TurnEnd(tail, ids[tail])
+
+
+def with_turn_end(folder: Path) -> dict[str, bytes]:
+    """Return ``generation_config.json`` with the token that ends a turn, by name; empty if it has.
+
+    Raises:
+        BadInput: see :func:`unlisted_turn_end`.
+    """
+    end, file = unlisted_turn_end(folder), folder / "generation_config.json"
+    if end is None or not file.is_file():
+        return {}
+    content = read_object(file, file.name, "")
+    ids = first_of(content.get("eos_token_id"), [])
+    ids = ids if isinstance(ids, list) else [ids]
+    return {file.name: dumps({**content, "eos_token_id": [*ids, end.id]})}
 
 
 class Sampler:

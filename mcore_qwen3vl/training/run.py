@@ -132,7 +132,7 @@ class Run:
 
     def _unused(self) -> list[Unused]:
         """Return what the run does not use of its models' files and of its adapters' configs."""
-        from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+        from mcore_qwen3vl.converters.adapters.files import unused_of_adapter
         from mcore_qwen3vl.owners import unused_of
         from mcore_qwen3vl.training.second_model import folder_of
 
@@ -141,7 +141,7 @@ class Run:
         adapters = filter(None, (args.lora_init, args.lora_config))
         return [
             *(unused for folder in folders for unused in unused_of(folder)),
-            *(unused for file in adapters for unused in AdapterConfig.from_file(file).unused),
+            *(unused for file in adapters for unused in unused_of_adapter(file, args.hf_model)),
         ]
 
     def train(self) -> int:

@@ -135,7 +135,7 @@ FORMS = {
         "dense-v5",
         saved_as(Qwen3VLForEmbedding),
         {"head": "none"},
-        "headless model",
+        "headless model.*tie_word_embeddings",
         Qwen3VLForEmbedding,
     ),
     "base": FormCase(

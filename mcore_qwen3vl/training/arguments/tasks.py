@@ -149,6 +149,10 @@ def check_task(args: argparse.Namespace, architecture: Architecture) -> None:
     task = f"--task {args.task}"
     if args.loss != "cross_entropy":
         raise BadInput(f"--loss {args.loss} with {task}, which has its own loss: drop one of them.")
+    if args.task == "embedding":
+        from mcore_qwen3vl.owners import require_last_token
+
+        require_last_token(Path(args.hf_model))
     if args.task in SCORED and args.pretrained_checkpoint:
         raise BadInput(
             f"--pretrained-checkpoint with {task}, which starts from Hugging Face weights: convert "

@@ -215,7 +215,7 @@ def save_companions(args: argparse.Namespace) -> None:
     """Copy the files of ``--hf-model`` other than weights into the ``hf`` folder of ``--save``.
 
     A conversion does the same. With them, the checkpoints can be exported, compared and used for
-    generation as they are; the processor has the run's budgets. One rank calls this; the folder
+    generation as they are; :func:`changed_files` says what differs. One rank calls this; the folder
     appears whole or not at all.
     """
     folder, source = Path(args.save) / HF_FOLDER, Path(args.hf_model)
@@ -223,9 +223,21 @@ def save_companions(args: argparse.Namespace) -> None:
         return
     with replacing(folder) as partial:
         labels = labels_of(args)
-        files = with_budgets(source, media_limits(args))
-        copy_companions(source, partial, Changes(labels=labels, files=files))
+        copy_companions(source, partial, Changes(labels=labels, files=changed_files(args)))
         write_form(partial, Form(head=head_of(labels)))
+
+
+def changed_files(args: argparse.Namespace) -> dict[str, bytes]:
+    """Return what a run writes otherwise than ``--hf-model`` has it, by file name.
+
+    The processor has the run's budgets, and a model that is trained on turns stops at their end.
+    """
+    # Imports megatron, and this module is imported before the CPU's backend is there.
+    from mcore_qwen3vl.generation.decoding import with_turn_end
+
+    source = Path(args.hf_model)
+    stopping = {} if args.task else with_turn_end(source)
+    return {**with_budgets(source, media_limits(args)), **stopping}
 
 
 @contextmanager

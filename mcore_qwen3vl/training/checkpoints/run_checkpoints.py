@@ -19,9 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.converters.live.export import save_hf
 from mcore_qwen3vl.converters.mcore.paths import folder_name, tracked
-from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments.data_flags import media_limits
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints import resume
 from mcore_qwen3vl.training.checkpoints.best import Validations
@@ -177,14 +175,13 @@ class RunCheckpoints:
             if training.should_disable_forward_pre_hook(self._args):
                 training.force_param_sync(model, optimizer=optimizer)  # overlapped gathers
             if self._run.lora is None:
-                source = Path(self._args.hf_model)
-                first, limits = self._args.rank == 0, media_limits(self._args)
+                first = self._args.rank == 0
                 save_hf(
                     unwrap_model(model),
                     folder,
-                    hf_config=source,
+                    hf_config=self._args.hf_model,
                     force=True,
-                    changed_files=with_budgets(source, limits) if first else None,
+                    changed_files=resume.changed_files(self._args) if first else None,
                 )
             else:
                 self._run.lora.export(unwrap_model(model), folder)

@@ -27,6 +27,7 @@ from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.second_model import architecture_of, source_of
 
 if TYPE_CHECKING:
+    from mcore_qwen3vl.generation.decoding import TurnEnd
     from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
     from mcore_qwen3vl.training.lora import LoraRun
 
@@ -254,6 +255,13 @@ def _memory(args: argparse.Namespace, a: Architecture) -> str:
     return f"about {max(stages, key=lambda stage: stage.total)}"
 
 
+def _turn_end(args: argparse.Namespace) -> TurnEnd | None:
+    from mcore_qwen3vl.generation.decoding import unlisted_turn_end
+
+    folder = Path(args.hf_model)
+    return unlisted_turn_end(folder) if folder.is_dir() else None  # a config alone is a shape
+
+
 def _writes(args: argparse.Namespace) -> str:
     writes = []
     if args.save:
@@ -270,6 +278,12 @@ def _writes(args: argparse.Namespace) -> str:
     if budgets and (args.save or args.save_hf):
         of_adapter = "; an adapter has no processor" if lora_flags.asked(args) else ""
         writes.append(f"the processor beside them has {', '.join(budgets)}{of_adapter}")
+    if (args.save or args.save_hf) and not args.task and (end := _turn_end(args)):
+        how = "add it there" if lora_flags.asked(args) else "it is added beside them"
+        writes.append(
+            f"eos_token_id of {args.hf_model} lacks {end.token} ({end.id}), which ends "
+            f"the template's turns: {how}"
+        )
     if args.log_json:
         writes.append(f"numbers to {args.log_json}")
     if args.tensorboard_dir:

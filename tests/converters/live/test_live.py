@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.live.export import export_hf, save_hf
-from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -305,3 +306,35 @@ def test_what_is_published_is_on_the_disk(tiny, tmp_path):
                     assert disk.syncs["DirectFile.sync"] == len(shards) > 1
 
     on_ranks(source, "single", work)
+
+
+@pytest.mark.parametrize("megatron", [False, True])
+def test_weights_beside_another_config_are_not_loaded(tiny, tmp_path, megatron):
+    """The rotary base and other settings show in no tensor, and the model would compute another."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny("moe"), other)
+    config = json.loads((other / "config.json").read_text())
+    text = config["text_config"]
+    text.update(rope_theta=1e4, rms_norm_eps=1e-5, num_experts_per_tok=1, initializer_range=0.5)
+    config["dtype"] = "bfloat16"
+    (other / "config.json").write_text(json.dumps(config))
+    if megatron:
+        hf_to_mcore(other, tmp_path / "mcore")
+
+    def on_rank() -> None:
+        initialize(Layout())
+        chunks = unloaded_chunks(tiny("moe"), Layout())
+        if megatron:
+            load_checkpoint(chunks, tmp_path / "mcore")
+        else:
+            load_hf(chunks, other)
+
+    with pytest.raises(BadInput, match=r"another model.*") as refused:
+        run_layout(on_rank, 1, timeout=60)
+    said = str(refused.value)
+    assert "rope_theta is 10000.0 there and 5000000.0 here" in said
+    assert "rms_norm_eps" in said
+    assert "num_experts_per_tok is 1 there" in said
+    assert "initializer_range" not in said
+    assert "dtype" not in said
+    assert "Give --hf-model" in said

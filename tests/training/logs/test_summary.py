@@ -10,6 +10,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.checkpoints.resume import changed_files, save_companions
 from mcore_qwen3vl.training.folders import log_file
 from mcore_qwen3vl.training.logs.summary import summary
 from mcore_qwen3vl.verify.job import Job, train
@@ -105,6 +106,31 @@ def test_the_summary_says_what_is_exported(dense: Path) -> None:
     assert said in rows(dense, *asked, *budgets)["writes"]
     found = rows(dense, *asked, *budgets, "--lora-rank", "4")
     assert f"{said}; an adapter has no processor" in found["writes"]
+
+
+def test_a_trained_model_stops_at_the_end_of_a_turn(dense: Path, tmp_path: Path) -> None:
+    """A base model's config ends answers with another token than its template ends turns with."""
+    base, save = shutil.copytree(dense, tmp_path / "base"), tmp_path / "save"
+    generation = json.loads((base / "generation_config.json").read_text())
+    end, document = generation["eos_token_id"]
+    (base / "generation_config.json").write_text(
+        json.dumps({**generation, "eos_token_id": document})
+    )
+    asked = ("--load-hf", str(base), "--save-hf", str(tmp_path / "out"), "--save", str(save))
+    said = f"eos_token_id of {base} lacks <|im_end|> ({end}), which ends the template's turns: "
+    assert f"{said}it is added beside them" in rows(base, "--cpu", *asked)["writes"]
+    assert f"{said}add it there" in rows(base, "--cpu", *asked, "--lora-rank", "4")["writes"]
+    assert "eos_token_id" not in rows(base, "--cpu", *asked, "--task", "reranker")["writes"]
+    assert "eos_token_id" not in rows(dense, "--cpu", *asked)["writes"]
+    flags = ("--hf-model", str(base), "--data-path", "a.jsonl", "--train-iters", "7", *asked)
+    args = validate(["--cpu", *flags], 1)
+    save_companions(args)
+    written = json.loads((save / "hf" / "generation_config.json").read_text())
+    assert written == {**generation, "eos_token_id": [document, end]}
+    (file,) = changed_files(args).items()
+    assert file == ("generation_config.json", (save / "hf" / file[0]).read_bytes())
+    args.hf_model = str(dense)
+    assert changed_files(args) == {}
 
 
 def test_the_summary_says_what_pairs_are_compared_with(dense: Path) -> None:
