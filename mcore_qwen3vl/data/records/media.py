@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
@@ -323,14 +324,20 @@ class RecordMedia:
             elif piece:
                 yield {"type": "text", "text": piece}
 
-    def check_empty(self) -> None:
-        """Raise if media are left over."""
+    def check_empty(self, texts: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raise if media are left over; `texts`: tags that were read as text, and where."""
         for kind, left in self._left.items():
             if left:
-                raise BadSample(
+                said = (
                     f"{self._given[kind]} {kind}s are given, but only "
                     f"{self._given[kind] - len(left)} {kind} placeholders use them."
                 )
+                if where := texts.get(f"<{kind}>"):
+                    said += (
+                        f' <{kind}> in {where} is text: write a part {{"type": "{kind}"}} where '
+                        f"the {kind} belongs."
+                    )
+                raise BadSample(said)
 
 
 def options_of_all(record: Mapping[str, Any]) -> dict[str, Any]:
