@@ -73,7 +73,7 @@ class DataReport:
     images: int = 0
     videos: int = 0
     peculiar: dict[str, list[str]] = field(default_factory=dict)
-    """Samples whose images are changed when they are read, by the kind of change."""
+    """By what is peculiar of a text, an image or a video: the samples that have it."""
     unused: list[Left] = field(default_factory=list)
     """What is not used of the samples, and of the model's files, which have no samples."""
     bad: list[Flaw] = field(default_factory=list)
@@ -116,7 +116,7 @@ class DataReport:
             ("images", f"{self.images:,}"),
             ("videos", f"{self.videos:,}"),
             *(
-                (f"images {what}", f"{len(samples):,}, the first in {samples[0]}")
+                (what, f"{len(samples):,}, the first in {samples[0]}")
                 for what, samples in self.peculiar.items()
             ),
         ]
@@ -247,7 +247,10 @@ def _record(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
     report.trained_tokens.append(sum(plan.trained_tokens for plan in plans))
     report.patches.append(patches)
     for what in [found for one in images for found in peculiarities(one)]:
-        report.peculiar.setdefault(what, []).append(sample)
+        report.peculiar.setdefault(f"images {what}", []).append(sample)
+    for token, place in dict.fromkeys(pair for plan in plans for pair in plan.spelt):
+        what = f"texts that spell {token}, which is then the token"
+        report.peculiar.setdefault(what, []).append(f"{sample}, {place}")
     for item in dict.fromkeys(item for plan in plans for item in plan.unused):
         said = item.where, item.name, item.why
         left = next((o for o in report.unused if (o.where, o.name, o.why) == said), None)

@@ -52,6 +52,7 @@ class Plan:
     media: list[PlannedMedia]
     target: float | tuple[float, ...] | None = None  # see Conversation
     unused: tuple[Unused, ...] = ()  # of the record
+    spelt: tuple[tuple[str, str], ...] = ()  # see Rendered
 
     @property
     def trained_tokens(self) -> int:
