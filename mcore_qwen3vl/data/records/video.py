@@ -100,8 +100,10 @@ def _shown(stream: Any) -> _Shown:
 def _probe_frames(frames: tuple[Media, ...], options: MediaOptions) -> VideoMetadata:
     height, width = image_size(frames[0])
     # HF divides the indices by the rate to get seconds, so at 1 frame a second they are seconds.
-    times = options.timestamps
-    fps = 1.0 if times is not None else options.raw_fps or options.fps or LISTED_FPS
+    times = options.timestamps or options.frames_indices
+    fps = options.raw_fps or options.fps or LISTED_FPS
+    if options.timestamps is not None:
+        fps = 1.0
     return VideoMetadata(
         total_num_frames=len(frames),
         fps=fps,
