@@ -246,6 +246,28 @@ def test_a_sample_that_takes_too_long_is_bad(
     assert "% in 1 sequence " in capsys.readouterr().out
 
 
+def test_samples_that_are_cut_are_counted(
+    processor_dir: Path, write_jsonl: WriteJsonl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = chat(("user", "q"), ("assistant", "word " * 200))
+    path = write_jsonl(
+        [
+            cut,
+            chat(("user", "word " * 200), ("assistant", "a")),
+            chat(("user", "q"), ("assistant", "a")),
+        ]
+    )
+    assert check(path, processor_dir, "--overlong", "truncate", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    (left,) = found["unused"]
+    assert (left["name"], left["why"]) == ("its tail", "cut at seq_length 200")
+    assert left["samples"] == [f"{path}:1"]
+    assert found["summary"]["most_tokens"] == 200
+    (bad,) = found["bad"]
+    assert bad["sample"] == f"{path}:2"
+    assert bad["reason"].startswith("no trained token is left in the first 200 of its")
+
+
 def test_usable_records_are_written(
     dense: Path, write_jsonl: WriteJsonl, capsys: pytest.CaptureFixture[str]
 ) -> None:

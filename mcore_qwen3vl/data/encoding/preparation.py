@@ -152,7 +152,7 @@ class Preparation:
             parsed = parsed or self.parse(sample)
             rendered = self._renderer.render(parsed)
             plan = self._planners[sample.source].plan(rendered)
-        unused = (*rendered.unused, *sample.folder.unused)
+        unused = (*rendered.unused, *plan.unused, *sample.folder.unused)
         target = getattr(parsed, "target", None)
         return replace(plan, target=target, unused=unused, spelt=rendered.spelt)
 
