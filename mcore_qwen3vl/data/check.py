@@ -27,6 +27,7 @@ from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.messages import each_turn
+from mcore_qwen3vl.data.records.video import is_uneven
 from mcore_qwen3vl.data.scores import teachers_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, parse_json
@@ -35,6 +36,7 @@ from mcore_qwen3vl.unused import Unused
 
 _BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is
 _KEYS_NAMED = 10
+_UNEVEN = "videos with a variable frame rate, whose times are those of a constant one"
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,8 @@ def check_data(
             if decode:
                 for plan in plans:
                     preparation.pixels(plan, raw.source)
+            media = (item.media for plan in plans for item in plan.media)
+            uneven = decode and any(is_uneven(one) for one in media if one.kind == "video")
         except OverlongSample as error:
             report.overlong.append(Flaw(sample_id(crude), str(error)))
         except Exception as error:  # as in the loader, any exception makes the sample bad
@@ -228,6 +232,8 @@ def check_data(
         else:
             usable(crude)
             _record(report, sample_id(crude), plans)
+            if uneven:
+                report.peculiar.setdefault(_UNEVEN, []).append(sample_id(crude))
     _pack(report, config)
     if architecture is not None and ranks > 1 and report.sizes:
         report.balance = _balance(report, config, architecture, ranks, micro_batches)

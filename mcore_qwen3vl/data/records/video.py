@@ -69,6 +69,25 @@ def probe_video(media: Media) -> VideoMetadata:
         )
 
 
+def is_uneven(media: Media) -> bool:
+    """Return whether a frame of a file is shown at another time than its mean rate gives.
+
+    Like HF's processor, training takes the times from that rate, to tenths of a second. All packets
+    are read for this, and none is decoded.
+    """
+    if isinstance(media.content, tuple):
+        return False
+    with _video(media) as container:
+        stream = container.streams.video[0]
+        packets = (one for one in container.demux(stream) if one.size and not one.is_discard)
+        times = [packet.pts for packet in packets]
+        if None in times or len(times) < 2 or not stream.average_rate:
+            return False
+        seconds = (np.sort(times) - min(times)) * float(stream.time_base)
+        off = np.abs(seconds - np.arange(len(times)) / float(stream.average_rate)).max()
+        return bool(off > 0.1)
+
+
 @dataclass(frozen=True)
 class _Shown:
     """How a player shows frames: rows and columns swapped, then each in one direction."""
