@@ -42,7 +42,8 @@ app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 
 @app.command("check")
 @options.data_flags(
-    "packing_buffer", "max_sample_seconds", "max_decoded_pixels", "allow_dropped", "trust_data"
+    *("packing_buffer", "max_sample_seconds", "max_decoded_pixels"),
+    *("allow_dropped", "trust_data", "overlong"),
 )
 def check(
     path: DataPath,

@@ -27,6 +27,7 @@ from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.messages import each_turn
+from mcore_qwen3vl.data.records.video import is_uneven
 from mcore_qwen3vl.data.scores import teachers_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, parse_json
@@ -35,6 +36,7 @@ from mcore_qwen3vl.unused import Unused
 
 _BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is
 _KEYS_NAMED = 10
+_UNEVEN = "videos with a variable frame rate, whose times are those of a constant one"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class DataReport:
     images: int = 0
     videos: int = 0
     peculiar: dict[str, list[str]] = field(default_factory=dict)
-    """Samples whose images are changed when they are read, by the kind of change."""
+    """By what is peculiar of a text, an image or a video: the samples that have it."""
     unused: list[Left] = field(default_factory=list)
     """What is not used of the samples, and of the model's files, which have no samples."""
     bad: list[Flaw] = field(default_factory=list)
@@ -116,7 +118,7 @@ class DataReport:
             ("images", f"{self.images:,}"),
             ("videos", f"{self.videos:,}"),
             *(
-                (f"images {what}", f"{len(samples):,}, the first in {samples[0]}")
+                (what, f"{len(samples):,}, the first in {samples[0]}")
                 for what, samples in self.peculiar.items()
             ),
         ]
@@ -221,6 +223,8 @@ def check_data(
             if decode:
                 for plan in plans:
                     preparation.pixels(plan, raw.source)
+            media = (item.media for plan in plans for item in plan.media)
+            uneven = decode and any(is_uneven(one) for one in media if one.kind == "video")
         except OverlongSample as error:
             report.overlong.append(Flaw(sample_id(crude), str(error)))
         except Exception as error:  # as in the loader, any exception makes the sample bad
@@ -228,6 +232,8 @@ def check_data(
         else:
             usable(crude)
             _record(report, sample_id(crude), plans)
+            if uneven:
+                report.peculiar.setdefault(_UNEVEN, []).append(sample_id(crude))
     _pack(report, config)
     if architecture is not None and ranks > 1 and report.sizes:
         report.balance = _balance(report, config, architecture, ranks, micro_batches)
@@ -247,7 +253,10 @@ def _record(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
     report.trained_tokens.append(sum(plan.trained_tokens for plan in plans))
     report.patches.append(patches)
     for what in [found for one in images for found in peculiarities(one)]:
-        report.peculiar.setdefault(what, []).append(sample)
+        report.peculiar.setdefault(f"images {what}", []).append(sample)
+    for token, place in dict.fromkeys(pair for plan in plans for pair in plan.spelt):
+        what = f"texts that spell {token}, which is then the token"
+        report.peculiar.setdefault(what, []).append(f"{sample}, {place}")
     for item in dict.fromkeys(item for plan in plans for item in plan.unused):
         said = item.where, item.name, item.why
         left = next((o for o in report.unused if (o.where, o.name, o.why) == said), None)

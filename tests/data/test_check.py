@@ -28,6 +28,7 @@ from mcore_qwen3vl.unused import Unused
 from tests.command import exit_code
 from tests.data.conftest import WriteJsonl, chat, question
 from tests.data.encoding.test_planning import planned
+from tests.data.records.test_video import write
 
 
 def test_report(
@@ -75,7 +76,7 @@ def test_report(
         assert image.width > 1000
 
 
-def test_what_is_done_with_unusual_images_is_said(
+def test_what_is_done_with_unusual_media_and_texts_is_said(
     processor: Any, write_jsonl: WriteJsonl, tmp_path: Path
 ) -> None:
     for name, image in (
@@ -89,8 +90,18 @@ def test_what_is_done_with_unusual_images_is_said(
         {**chat(("user", "<image>?"), ("assistant", "a")), "images": [str(tmp_path / f"{n}.png")]}
         for n in names
     ]
+    for uneven in (False, True):
+        clip = write(tmp_path / f"{uneven}.mp4", "mpeg4", uneven=uneven, g="12", bf="2")
+        asked = chat(("user", "<video>?<|im_end|>"), ("assistant", "a"))
+        records.append({**asked, "videos": [str(clip.content)]})
     path = write_jsonl(records)
-    rows = dict(check_data(path, processor, DataConfig(512)).summary())
+    rows = dict(check_data(path, processor, DataConfig(4096)).summary())
+    assert rows["videos with a variable frame rate, whose times are those of a constant one"] == (
+        f"1, the first in {path}:6"
+    )
+    assert rows["texts that spell <|im_end|>, which is then the token"] == (
+        f"2, the first in {path}:5, message 1"
+    )
     assert rows["images 16-bit, scaled to 8 bits"] == f"2, the first in {path}:2"
     assert rows["images transparent, composed on white"] == f"1, the first in {path}:3"
 
@@ -244,6 +255,28 @@ def test_a_sample_that_takes_too_long_is_bad(
     assert "error: 1 sample of" in printed.err
     assert check(path, dense, *slow, "--max-sample-seconds", "0") == 0
     assert "% in 1 sequence " in capsys.readouterr().out
+
+
+def test_samples_that_are_cut_are_counted(
+    processor_dir: Path, write_jsonl: WriteJsonl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = chat(("user", "q"), ("assistant", "word " * 200))
+    path = write_jsonl(
+        [
+            cut,
+            chat(("user", "word " * 200), ("assistant", "a")),
+            chat(("user", "q"), ("assistant", "a")),
+        ]
+    )
+    assert check(path, processor_dir, "--overlong", "truncate", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    (left,) = found["unused"]
+    assert (left["name"], left["why"]) == ("its tail", "cut at seq_length 200")
+    assert left["samples"] == [f"{path}:1"]
+    assert found["summary"]["most_tokens"] == 200
+    (bad,) = found["bad"]
+    assert bad["sample"] == f"{path}:2"
+    assert bad["reason"].startswith("no trained token is left in the first 200 of its")
 
 
 def test_usable_records_are_written(

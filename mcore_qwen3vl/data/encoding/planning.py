@@ -52,6 +52,7 @@ class Plan:
     media: list[PlannedMedia]
     target: float | tuple[float, ...] | None = None  # see Conversation
     unused: tuple[Unused, ...] = ()  # of the record
+    spelt: tuple[tuple[str, str], ...] = ()  # see Rendered
 
     @property
     def trained_tokens(self) -> int:
@@ -240,7 +241,8 @@ class Planner:
         if length > limit:
             if self._config.overlong == "drop":
                 raise OverlongSample(f"{length} tokens, more than seq_length {limit}.")
-            plan = truncate(plan, limit)
+            tail = Unused("a long sample", "its tail", f"cut at seq_length {limit}")
+            plan = replace(truncate(plan, limit), unused=(tail,))
         if trains and not plan.trained_tokens:
             raise BadSample(
                 f"no trained token is left in the first {limit} of its {length} tokens."

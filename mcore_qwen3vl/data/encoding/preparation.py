@@ -152,8 +152,9 @@ class Preparation:
             parsed = parsed or self.parse(sample)
             rendered = self._renderer.render(parsed)
             plan = self._planners[sample.source].plan(rendered)
-        unused = (*rendered.unused, *sample.folder.unused)
-        return replace(plan, target=getattr(parsed, "target", None), unused=unused)
+        unused = (*rendered.unused, *plan.unused, *sample.folder.unused)
+        target = getattr(parsed, "target", None)
+        return replace(plan, target=target, unused=unused, spelt=rendered.spelt)
 
     def plan_each(
         self, sample: RawSample, task: Task | Literal["pairs"] | None = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
@@ -63,6 +64,7 @@ class MediaOptions:
     max_frames: float | None = None
     raw_fps: float | None = None  # frames a second by which a list's frames are timed
     timestamps: tuple[float, ...] | None = None  # seconds, of the frames of a list
+    frames_indices: tuple[float, ...] | None = None  # of a list's frames, in a video of `raw_fps`
     min_pixels: float | None = None  # of the resized image, or of each resized frame
     max_pixels: float | None = None
     total_pixels: float | None = None  # of all resized frames; frames of one patch count once
@@ -110,6 +112,7 @@ _OPTION_KEYS: dict[Kind, dict[str, tuple[str, ...]]] = {
         "start": ("video_start", "start"),
         "end": ("video_end", "end"),
         "timestamps": ("timestamps",),
+        "frames_indices": ("frames_indices",),
     },
 }
 """Keys of a record for each option; the names are those of ``qwen_vl_utils``, and shorter ones."""
@@ -124,7 +127,7 @@ _OF_FILES: dict[str, str] = {
     "start": "start and end", "end": "start and end",
     "frames": "nframes", "min_frames": "min_frames", "max_frames": "max_frames",
 }  # fmt: skip
-_OF_LISTS = ("timestamps", "raw_fps")
+_OF_LISTS = ("timestamps", "frames_indices", "raw_fps")
 """Options that hold for video files only, as messages call them, and for lists of frames only."""
 
 
@@ -155,23 +158,26 @@ def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
     options: dict[str, Any] = {}
     for option, keys in _OPTION_KEYS[kind].items():
         key = next((key for key in keys if fields.get(key) is not None), None)
-        if key == "timestamps":
-            options[option] = _timestamps(fields[key])
+        if key in ("timestamps", "frames_indices"):
+            options[option] = _ascending(key, fields[key])
         elif key is not None:
             limit = {"least" if option in ("start", "end") else "above": 0}
             options[option] = number(f"{kind}'s {key}", fields[key], **limit)
     if "frames" in options and options.keys() & {"fps", "min_frames", "max_frames"}:
         raise BadSample("nframes is given with fps, min_frames or max_frames: keep one of them.")
+    if "frames_indices" in options and ("raw_fps" not in options or "timestamps" in options):
+        raise BadSample("frames_indices need raw_fps, their frames a second, and no timestamps.")
     return MediaOptions(**options)
 
 
-def _timestamps(values: Any) -> tuple[float, ...]:
+def _ascending(key: str, values: Any) -> tuple[float, ...]:
     if not isinstance(values, list | tuple):
-        raise BadSample(f"timestamps is {values!r:.40}; a list with the second of each frame.")
-    seconds = tuple(number("a timestamp", value, least=0) for value in values)
-    if list(seconds) != sorted(seconds):
-        raise BadSample("timestamps do not ascend.")
-    return seconds
+        what = "second" if key == "timestamps" else "number"
+        raise BadSample(f"{key} is {values!r:.40}; a list with the {what} of each frame.")
+    numbers = tuple(number(f"one of {key}", value, least=0) for value in values)
+    if list(numbers) != sorted(numbers):
+        raise BadSample(f"{key} do not ascend.")
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -243,8 +249,9 @@ class MediaFolder:
                 raise BadSample(
                     f"video {name}: {called} {verb} for video files; list fewer frames."
                 )
-        if options.timestamps is not None and len(options.timestamps) != len(frames):
-            raise BadSample(f"video {name} has {len(options.timestamps)} timestamps.")
+        for key in ("timestamps", "frames_indices"):
+            if (times := getattr(options, key)) is not None and len(times) != len(frames):
+                raise BadSample(f"video {name} has {len(times)} {key}.")
         return Media("video", frames, name, options)
 
     def _locate(self, kind: Kind, reference: Any) -> Media:
@@ -323,14 +330,20 @@ class RecordMedia:
             elif piece:
                 yield {"type": "text", "text": piece}
 
-    def check_empty(self) -> None:
-        """Raise if media are left over."""
+    def check_empty(self, texts: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raise if media are left over; `texts`: tags that were read as text, and where."""
         for kind, left in self._left.items():
             if left:
-                raise BadSample(
+                said = (
                     f"{self._given[kind]} {kind}s are given, but only "
                     f"{self._given[kind] - len(left)} {kind} placeholders use them."
                 )
+                if where := texts.get(f"<{kind}>"):
+                    said += (
+                        f' <{kind}> in {where} is text: write a part {{"type": "{kind}"}} where '
+                        f"the {kind} belongs."
+                    )
+                raise BadSample(said)
 
 
 def options_of_all(record: Mapping[str, Any]) -> dict[str, Any]:

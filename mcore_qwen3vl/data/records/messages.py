@@ -51,6 +51,7 @@ _PROMPT_TURN = Fields(
     without_effect={"weight": (0, 0.0), "loss": (False, 0, 0.0)},
     reasons=dict.fromkeys(("weight", "loss"), "only turns of the assistant are trained"),
 )
+_AS_TEXT = "text there"  # what becomes of a tag where it is not the place of any media
 _OTHER_TASKS = {"chosen", "rejected", "label", "query", "positive", "positive_messages"}
 _CALLED = Fields("a tool call", ("name", "arguments"))
 
@@ -220,7 +221,7 @@ def _conversation(
             rendered.append(message)
             weights.append(weight if message["role"] == "assistant" else 0.0)
         previous = role
-    media.check_empty()
+    media.check_empty({item.name: item.where for item in unused if item.why == _AS_TEXT})
     unused += _ground(record, rendered, media.media)
     if not (prompt or any(weights)):
         raise BadSample("no assistant turn has a weight above 0, so nothing would be trained.")
@@ -381,7 +382,7 @@ def _place_of(kind: Kind, part: Mapping[str, Any]) -> str:
 def _tags(text: Any, where: str) -> list[Unused]:
     """Return the tags of media in a text where they are not the place of any."""
     found = TAG.findall(text) if isinstance(text, str) else []
-    return [Unused(where, f"<{tag}>", "text there") for tag in found]
+    return [Unused(where, f"<{tag}>", _AS_TEXT) for tag in found]
 
 
 def _is_empty(content: str | list[dict[str, Any]]) -> bool:

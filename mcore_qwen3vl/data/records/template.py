@@ -10,6 +10,7 @@ in that context.
 
 What the template leaves out is found by rendering once more, with a mark in the middle of every
 text: a text whose mark does not come out is not there, although its characters may be elsewhere.
+Special tokens that texts spell are taken out there, so those that come out are the template's own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,12 +56,18 @@ class Rendered:
     media: list[Media]
     trains: bool = True  # whether some of it must be trained
     unused: tuple[Unused, ...] = ()  # of the record, also by the template
+    spelt: tuple[tuple[str, str], ...] = ()
+    """Special tokens that a text spells, each with the place of the text."""
 
 
 @dataclass
 class _Marks:
     """Marks in the texts of a conversation, which come out where a template renders the text."""
 
+    special: re.Pattern[str]
+    """The tokenizer's special tokens."""
+    spelt: list[tuple[str, str]] = field(default_factory=list)
+    """Special tokens in the texts, which are rendered without them, and their places."""
     texts: list[tuple[str, str, str]] = field(default_factory=list)
     """The key, the place and the text of each mark."""
     left_out: list[tuple[str, str, str]] = field(default_factory=list)
@@ -69,7 +77,8 @@ class _Marks:
 
     def text(self, text: str, key: str, place: str, *, reasoning: bool = False) -> str:
         """Return a text with marks; in a content, what ends in ``</think>`` is reasoning."""
-        pieces = _BOUNDS.split(text)
+        self.spelt += [(token, place) for token in self.special.findall(text)]
+        pieces = _BOUNDS.split(self.special.sub("", text))
         for number, piece in enumerate(pieces):
             if number % 2 == 0 and (stripped := piece.strip()):
                 thought = reasoning and pieces[number + 1 : number + 2] == ["</think>"]
@@ -160,7 +169,12 @@ class Renderer:
             )
         self._processor, self._allow_dropped = processor, allow_dropped
         self._document_end = tokenizer.pad_token if document_end is None else document_end
-        self._special = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
+        added = tokenizer.added_tokens_decoder.values()
+        self._added = tuple(map(str, added))
+        special = (str(one) for one in added if one.special and not _BOUNDS.fullmatch(str(one)))
+        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        self._placeholders = {"image": processor.image_token, "video": processor.video_token}
+        self._brackets = processor.vision_start_token, processor.vision_end_token
         ids = tokenizer(self._document_end, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             raise BadInput(
@@ -175,23 +189,43 @@ class Renderer:
         return self._conversation(record)
 
     def _conversation(self, record: Conversation) -> Rendered:
-        if record.prompt:
-            prompt = self._apply(record, len(record.messages), add_generation_prompt=True)
-            unused = self._unused(record, prompt)
-            return Rendered(prompt, [], record.media, trains=False, unused=unused)
-        text = self._apply(record, len(record.messages))
+        trains = not record.prompt
+        text = self._apply(record, len(record.messages), add_generation_prompt=record.prompt)
+        self._require_media(record, text)
         spans = []
         for index, weight in enumerate(record.weights):
-            if weight > 0:
+            if weight > 0 and trains:
                 start, end = self._turn(record, index, text)
                 spans.append(Span(start, end, weight, index + 1))
-        return Rendered(text, spans, record.media, unused=self._unused(record, text))
+        unused, spelt = self._unused(record, text)
+        return Rendered(text, spans, record.media, trains=trains, unused=unused, spelt=spelt)
 
-    def _unused(self, record: Conversation, text: str) -> tuple[Unused, ...]:
-        """Return what is not used of a conversation that was rendered as `text`.
+    def _require_media(self, record: Conversation, text: str) -> None:
+        """Raise BadSample if the template leaves out an image or a video, and name its message."""
+        for kind, token in self._placeholders.items():
+            if text.count(token) >= sum(media.kind == kind for media in record.media):
+                continue
+            place, given = "a message", 0
+            for index, message in enumerate(record.messages):
+                given += sum(part == {"type": kind} for part in message["content"])
+                with suppress(BadSample):
+                    if self._apply(record, index + 1).count(token) < given:
+                        place = f"{_place(index)}, of role {message['role']}"
+                        break
+            raise BadSample(
+                f"the chat template leaves out the {kind} of {place}, which the model then never "
+                f"sees. Use a template that has a place for it, or give the {kind} in a message of "
+                "the user."
+            )
+
+    def _unused(
+        self, record: Conversation, text: str
+    ) -> tuple[tuple[Unused, ...], tuple[tuple[str, str], ...]]:
+        """Return what is not used of a conversation that was rendered as `text`, and what is spelt.
 
         Raises:
-            BadSample: the template leaves out what the user did not allow it to.
+            BadSample: the template leaves out what the user did not allow it to, or a trained turn
+                spells a token that the template itself writes.
         """
         calls = [call for m in record.messages for call in m.get("tool_calls") or []]
         marks = self._marks(record)
@@ -223,11 +257,11 @@ class Renderer:
                     "the model then never sees. Take it out of the record, use a template that has "
                     "a place for it, or pass --allow-dropped, which goes on and names it."
                 )
-        return tuple(dict.fromkeys(unused))
+        return tuple(dict.fromkeys(unused)), tuple(dict.fromkeys(marks.spelt))
 
     def _marks(self, record: Conversation) -> _Marks:
         """Render a conversation with marks."""
-        marks = _Marks()
+        marks = _Marks(self._special)
         messages = [
             marks.message(message, _place(index)) for index, message in enumerate(record.messages)
         ]
@@ -239,6 +273,16 @@ class Renderer:
                 marks.rendered.add(text[0])
             else:
                 marks.left_out.append(text)
+        trained = {_place(index) for index, weight in enumerate(record.weights) if weight}
+        media = {*self._placeholders.values(), *self._brackets}
+        for token, place in marks.spelt:
+            divides = token in rendered and token not in media
+            if divides and place in trained and not record.prompt:
+                raise BadSample(
+                    f"{place}, which is trained, spells {token}, by which the chat template "
+                    "divides turns: the model would learn to end or begin a turn in the middle of "
+                    "an answer. Take it out, or give the turn weight 0."
+                )
         return marks
 
     def _untrained(self, record: Conversation) -> set[str]:
@@ -263,7 +307,7 @@ class Renderer:
             )
         # ChatML puts a line break between turns: the model stops before it.
         turn = through[len(prompt) :].rstrip()
-        if not turn.endswith(self._special):
+        if not turn.endswith(self._added):
             raise BadSample(
                 f"the chat template ends message {index + 1} with {turn[-20:]!r}, not with a "
                 "special token, so a model trained on it would not learn to stop."
@@ -301,12 +345,12 @@ class Renderer:
                 spans.append(Span(length, length + len(piece), record.weight))
             pieces.append(piece)
             length += len(piece)
-        return Rendered("".join(pieces), spans, record.media, unused=record.unused)
+        texts = "\n".join(part for part in record.parts if isinstance(part, str))
+        spelt = tuple((token, "its text") for token in dict.fromkeys(self._special.findall(texts)))
+        return Rendered("".join(pieces), spans, record.media, unused=record.unused, spelt=spelt)
 
     def _placeholder(self, media: Media) -> str:
-        processor = self._processor
-        token = processor.image_token if media.kind == "image" else processor.video_token
-        return processor.vision_start_token + token + processor.vision_end_token
+        return self._placeholders[media.kind].join(self._brackets)
 
 
 def _place(index: int) -> str:

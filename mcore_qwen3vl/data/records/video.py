@@ -69,6 +69,25 @@ def probe_video(media: Media) -> VideoMetadata:
         )
 
 
+def is_uneven(media: Media) -> bool:
+    """Return whether a frame of a file is shown at another time than its mean rate gives.
+
+    Like HF's processor, training takes the times from that rate, to tenths of a second. All packets
+    are read for this, and none is decoded.
+    """
+    if isinstance(media.content, tuple):
+        return False
+    with _video(media) as container:
+        stream = container.streams.video[0]
+        packets = (one for one in container.demux(stream) if one.size and not one.is_discard)
+        times = [packet.pts for packet in packets]
+        if None in times or len(times) < 2 or not stream.average_rate:
+            return False
+        seconds = (np.sort(times) - min(times)) * float(stream.time_base)
+        off = np.abs(seconds - np.arange(len(times)) / float(stream.average_rate)).max()
+        return bool(off > 0.1)
+
+
 @dataclass(frozen=True)
 class _Shown:
     """How a player shows frames: rows and columns swapped, then each in one direction."""
@@ -100,8 +119,10 @@ def _shown(stream: Any) -> _Shown:
 def _probe_frames(frames: tuple[Media, ...], options: MediaOptions) -> VideoMetadata:
     height, width = image_size(frames[0])
     # HF divides the indices by the rate to get seconds, so at 1 frame a second they are seconds.
-    times = options.timestamps
-    fps = 1.0 if times is not None else options.raw_fps or options.fps or LISTED_FPS
+    times = options.timestamps or options.frames_indices
+    fps = options.raw_fps or options.fps or LISTED_FPS
+    if options.timestamps is not None:
+        fps = 1.0
     return VideoMetadata(
         total_num_frames=len(frames),
         fps=fps,

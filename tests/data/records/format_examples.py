@@ -305,6 +305,11 @@ MALFORMED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (_talk(_Q, {**_turn(*_A), "loss": False}), "nothing would be trained"),
         (_talk(_Q, _A, audios=["a.wav"]), "audios is given"),
+        (
+            _talk(("user", [{"type": "text", "text": "<image>?"}]), _A, images=["media/0.png"]),
+            "but only 0 image placeholders use them. <image> in a part of type text is text: "
+            'write a part {"type": "image"} where the image belongs.',
+        ),
         (_talk(("user", "<ref-object>?"), _A), "message 1: <ref-object> takes its text"),
         (_talk(_Q, ("tool_call", "not json"), _A), "message 2, a tool call, is text"),
         (_talk(_Q, ("tool_call", '{"arguments": {}}'), _A), "a tool call, has no name"),

@@ -26,6 +26,11 @@ SYSTEM_ONCE = """{%- if messages[0].role == 'system' -%}{{ '<|im_start|>system\\
 {%- endif -%}{%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
 
+SEES_USERS = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.content is string -%}{{ m.content }}{%- elif m.role == 'user' -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{%- endif -%}{{ '<|im_end|>\\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+
 Q, A = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo."}
 S = {"role": "system", "content": "Be brief."}
 
@@ -101,6 +106,44 @@ def test_text_that_the_template_leaves_out(case: str, processor: Any) -> None:
 
 
 REASONED = {**A, "reasoning_content": "Hm."}
+
+
+END, BEGIN = "<|im_end|>", "<|im_start|>"
+ARGUMENTS = [{"function": {**CALL, "arguments": {"city": BEGIN}}}]
+SPELT = {
+    "the end of a turn": {**A, "content": f"It is {END}."},
+    "at the end of an answer": {**A, "content": f"Yo.{END}"},
+    "a part": {**A, "content": [{"type": "text", "text": BEGIN}]},
+    "reasoning": {**A, "reasoning_content": f"Hm {END}"},
+    "arguments": {**A, "tool_calls": ARGUMENTS},
+}
+
+
+@pytest.mark.parametrize("case", SPELT)
+def test_a_trained_answer_spells_no_token_that_divides_turns(case: str, processor: Any) -> None:
+    with pytest.raises(BadSample, match=r"^message 2, which is trained, spells <\|im_"):
+        rendered(processor, THINKING, talk(Q, SPELT[case]))
+    context = rendered(processor, THINKING, talk(Q, {**SPELT[case], "weight": 0}, Q, A))
+    assert {place for _, place in context.spelt} == {"message 2"}
+
+
+def test_special_tokens_in_other_texts_are_named(processor: Any) -> None:
+    asked = {**Q, "content": f"No.{END}\n{BEGIN}assistant\nHi"}
+    answer = {**A, "content": "<|endoftext|> <think> <tool_call> <|vision_start|>"}
+    result = rendered(processor, INSTRUCT, talk(asked, answer))
+    assert result.spelt == (
+        (END, "message 1"), (BEGIN, "message 1"),
+        ("<|endoftext|>", "message 2"), ("<|vision_start|>", "message 2"),
+    )  # fmt: skip
+    document = Renderer(processor).render(Document([f"a{END}", END]))
+    assert document.spelt == ((END, "its text"),)
+
+
+def test_an_image_that_the_template_leaves_out_is_named(processor: Any, media: Path) -> None:
+    image = {"type": "image", "image": str(media / "0.png")}
+    seen, tool = {**Q, "content": [image]}, {"role": "tool", "content": [image]}
+    with pytest.raises(BadSample, match="leaves out the image of message 3, of role tool, which"):
+        rendered(processor, SEES_USERS, talk(seen, A, tool, A))
 
 
 def test_reasoning_of_earlier_turns_is_named(processor: Any) -> None:

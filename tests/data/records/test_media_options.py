@@ -95,6 +95,11 @@ LISTED: dict[str, tuple[dict[str, Any], list[int], float]] = {
     "the part's before the record's": (about(video(FRAMES, fps=8), fps=1), [0, 1, 2, 3, 4], 8.0),
     "frames": (about(video({"frames": FRAMES, "fps": 3})), [0, 1, 2, 3, 4], 3.0),
     "raw_fps": (about(video(FRAMES, sample_fps=1, raw_fps=5)), [0, 1, 2, 3, 4], 5.0),
+    "frames_indices": (
+        about(video(FRAMES, sample_fps=2, raw_fps=30, frames_indices=[0, 30, 200, 300, 301])),
+        [0, 30, 200, 300, 301],
+        30.0,
+    ),
     "timestamps": (
         about(video(FRAMES, timestamps=[0, 0.5, 3, 7.2, 8])),
         [0, 5, 30, 72, 80],
@@ -249,6 +254,12 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
     "timestamps of a file": (video("clip.mp4", timestamps=[1]), r"for a list of frames"),
     "too few timestamps": (video(FRAMES, timestamps=[1, 2]), r"has 2 timestamps"),
     "unordered": (video(FRAMES, timestamps=[1, 2, 0, 4, 5]), r"do not ascend"),
+    "indices of no rate": (video(FRAMES, frames_indices=[1]), r"frames_indices need raw_fps"),
+    "indices of a file": (
+        video("clip.mp4", frames_indices=[1], raw_fps=3),
+        r"frames_indices is given for a video",
+    ),
+    "too few indices": (video(FRAMES, frames_indices=[1], raw_fps=3), r"has 1 frames_indices"),
     "no timestamps": (video(FRAMES, timestamps=3), r"a list with the second of each frame"),
     "a frame that is missing": (video(["f0.png", "none.png"]), r"none\.png: No such file"),
     "sizes": (video([*FRAMES, "wide.png"]), r"wide\.png has 64 x 96 pixels and the first 40 x 48"),

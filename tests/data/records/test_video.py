@@ -14,7 +14,7 @@ import pytest
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.flaws import BadSample, time_limit
 from mcore_qwen3vl.data.records.media import Media
-from mcore_qwen3vl.data.records.video import load_frames, probe_video
+from mcore_qwen3vl.data.records.video import is_uneven, load_frames, probe_video
 
 
 def write(
@@ -78,6 +78,14 @@ def test_seeking_gives_the_frames_of_decoding_everything(
         assert sought is not None
         assert all(np.array_equal(sought[index], every[index]) for index in wanted), indices
         assert np.array_equal(load_frames(media, np.array(indices)), every[indices])
+
+
+@pytest.mark.parametrize("name", ["b frames", "mpeg4", "vp9"])
+def test_a_variable_frame_rate_is_noticed(name: str, tmp_path: Path) -> None:
+    file, codec, options = CASES[name]
+    for uneven in (False, True):
+        media = write(tmp_path / file, codec, uneven=uneven, **options)
+        assert is_uneven(media) is uneven
 
 
 def test_few_frames_of_a_long_video_are_not_reached_by_decoding_all(tmp_path: Path) -> None:
