@@ -52,9 +52,11 @@ class Order:
         self._draws = np.array(
             [max(1, round(len(part) * n)) for part, n in zip(parts, often, strict=True)]
         )
-        self._chunk, self._before = -1, np.zeros(len(parts), np.int64)
-        self._turns = self._nth = np.zeros(0, np.int64)
-        self._permutations: dict[int, tuple[int, np.ndarray]] = {}
+        self._chunk = -1
+        self._before = [np.zeros(len(parts), np.int64)]
+        """Of a blend by weights: the draws of each data set before each chunk, as far as known."""
+        self._turns = self._nth = np.zeros(0, np.int32)
+        self._permutations: dict[int, tuple[int, Sequence[int]]] = {}
 
     @property
     def epoch(self) -> int | None:
@@ -63,56 +65,61 @@ class Order:
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return the number of the data set, and that of the record among its records, from 0."""
-        chunk, place = divmod(position, self.epoch or _TURNS)
-        if chunk != self._chunk:
-            self._enter(chunk)
-        part = int(self._turns[place])
-        epoch, index = divmod(int(self._before[part] + self._nth[place]), len(self._parts[part]))
+        part, draw = 0, position
+        if len(self._parts) > 1:
+            chunk, place = divmod(position, self.epoch or _TURNS)
+            if chunk != self._chunk:
+                self._enter(chunk)
+            part = int(self._turns[place])
+            before = self._before[chunk] if self._weights else chunk * self._draws
+            draw = int(before[part] + self._nth[place])
+        epoch, index = divmod(draw, len(self._parts[part]))
         return part, int(self._permutation(part, epoch)[index])
 
     def _enter(self, chunk: int) -> None:
         """Compute the turns of a chunk of positions: an epoch, or some draws by weight."""
         count = len(self._parts)
         if self._weights is None:
-            self._before = chunk * self._draws
-            self._turns = np.repeat(np.arange(count), self._draws)
+            self._turns = np.repeat(np.arange(count, dtype=np.int32), self._draws)
             if self._seed is None:
                 places = [(np.arange(draws) + 0.5) / draws for draws in self._draws]
                 self._turns = self._turns[np.argsort(np.concatenate(places), kind="stable")]
-            elif count > 1:
+            else:
                 self._random(chunk).shuffle(self._turns)
         else:
-            first = chunk if chunk == self._chunk + 1 else 0
-            if first == 0:
-                self._before, self._turns = np.zeros(count, np.int64), np.zeros(0, np.int64)
-            for one in range(first, chunk + 1):
-                self._before = self._before + np.bincount(self._turns, minlength=count)
-                shares = np.array(self._weights) / sum(self._weights)
-                self._turns = self._random(one).choice(count, _TURNS, p=shares)
-        self._nth = np.zeros(len(self._turns), np.int64)
+            # Packing goes back and forth between chunks when it resumes.
+            for earlier in range(len(self._before) - 1, chunk):
+                drawn = np.bincount(self._drawn(earlier), minlength=count)
+                self._before.append(self._before[earlier] + drawn)
+            self._turns = self._drawn(chunk)
+        self._nth = np.zeros(len(self._turns), np.int32)
         for part in range(count):
             own = self._turns == part
             self._nth[own] = np.arange(own.sum())
         self._chunk = chunk
 
+    def _drawn(self, chunk: int) -> np.ndarray:
+        shares = np.array(self._weights) / sum(self._weights or ())
+        return self._random(chunk).choice(len(shares), _TURNS, p=shares)
+
     def _random(self, *which: int) -> np.random.RandomState:
         """Return random numbers that stay the same in every version of numpy."""
         return np.random.RandomState([(self._seed or 0) % 2**32, *which])
 
-    def _permutation(self, part: int, epoch: int) -> np.ndarray:
+    def _permutation(self, part: int, epoch: int) -> Sequence[int]:
         if self._seed is None:
             epoch = 0
         if self._permutations.get(part, (-1,))[0] != epoch:
             self._permutations[part] = epoch, self._permuted(part, epoch)
         return self._permutations[part][1]
 
-    def _permuted(self, part: int, epoch: int) -> np.ndarray:
+    def _permuted(self, part: int, epoch: int) -> Any:
         source = self._parts[part]
         if self._seed is None:
-            return np.arange(len(source))
+            return range(len(source))
         random = self._random(part, epoch)
-        if source.runs is None:
-            return random.permutation(len(source))
+        if source.runs is None:  # kept in half the bytes, by each data worker of each rank
+            return random.permutation(len(source)).astype(np.int32)
         # Rows of a table are decoded together, so some groups are read side by side, each from its
         # first row to its last, with each row moved by at most as many as are kept.
         rows = np.array([rows for rows, _ in source.runs])
@@ -121,7 +128,7 @@ class Order:
         kept = np.array([kept for _, kept in source.runs])[group]
         window = random.permutation(len(rows)) // _LANES
         share = (within + kept * random.random_sample(len(group))) / (rows[group] + kept)
-        return np.argsort(window[group] + share, kind="stable")
+        return np.argsort(window[group] + share, kind="stable").astype(np.int32)
 
 
 def order_of(

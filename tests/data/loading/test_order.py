@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -48,6 +49,18 @@ def ranks(make: MakeLoader) -> Ranks:
         return [make(path, config=config, **one, **options) for one in own]
 
     return several
+
+
+class Numbers:
+    """So many records of a data set."""
+
+    first = 0
+
+    def __init__(self, count: int, runs: Any = None) -> None:
+        self._count, self.runs = count, runs
+
+    def __len__(self) -> int:
+        return self._count
 
 
 def taken(loaders: Sequence[Loader], rows: int) -> list[int]:
@@ -231,13 +244,7 @@ def test_a_large_table_is_permuted_among_parts_that_are_read_side_by_side(
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=40)
     reader = TableReader(tmp_path / "a.parquet")
 
-    class Part:
-        runs, first = reader.runs, 0
-
-        def __len__(self) -> int:
-            return len(reader)
-
-    order = Order([Part()], seed=0)  # type: ignore[list-item]
+    order = Order([Numbers(len(reader), reader.runs)], seed=0)  # type: ignore[list-item]
     epochs = [[order[e * 600 + i][1] for i in range(600)] for e in range(2)]
     assert all(sorted(epoch) == list(range(600)) for epoch in epochs)
     assert epochs[0] != epochs[1]
@@ -251,3 +258,29 @@ def test_a_large_table_is_permuted_among_parts_that_are_read_side_by_side(
     assert len(decoded) <= 2 * len(reader.groups)
     steps = np.array([abs(a - b) for a, b in pairwise(epochs[0])])
     assert np.median(steps) > 40  # neighbours are of different parts
+
+
+def test_going_back_in_a_blend_by_weights_draws_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run reads its packing buffer in the order of the packs."""
+    order = Order([Numbers(7), Numbers(9)], weights=[1, 3], seed=0)  # type: ignore[list-item]
+    straight = [order[place] for place in range(30_000)]
+    drawn: list[int] = []
+    draw = Order._random
+    monkeypatch.setattr(Order, "_random", lambda *given: drawn.append(len(given)) or draw(*given))
+    for place in (29_999, 9_999, 10_000, 0, 20_000):
+        drawn.clear()
+        assert order[place] == straight[place]
+        assert drawn.count(2) <= 1
+
+
+@pytest.mark.parametrize(("counts", "most"), [([100_000], 5), ([50_000, 50_000], 13)])
+def test_an_order_takes_few_bytes_a_record(counts: list[int], most: int) -> None:
+    """Each data worker of each rank has one."""
+    order = Order([Numbers(count) for count in counts], seed=0)  # type: ignore[misc]
+    tracemalloc.start()
+    try:
+        assert all(order[place] for place in range(100))  # of all data sets
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < most * sum(counts)
