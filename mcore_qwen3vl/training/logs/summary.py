@@ -279,7 +279,10 @@ def _writes(args: argparse.Namespace) -> str:
         of_adapter = "; an adapter has no processor" if lora_flags.asked(args) else ""
         writes.append(f"the processor beside them has {', '.join(budgets)}{of_adapter}")
     if (args.save or args.save_hf) and not args.task and (end := _turn_end(args)):
-        how = "add it there" if lora_flags.asked(args) else "it is added beside them"
+        # An adapter has no such file, and an export has it only if the model does.
+        is_exported = (Path(args.hf_model) / "generation_config.json").is_file()
+        is_exported &= not lora_flags.asked(args)
+        how = "it is added beside them" if is_exported else "add it there"
         writes.append(
             f"eos_token_id of {args.hf_model} lacks {end.token} ({end.id}), which ends "
             f"the template's turns: {how}"

@@ -131,6 +131,11 @@ def test_a_trained_model_stops_at_the_end_of_a_turn(dense: Path, tmp_path: Path)
     assert file == ("generation_config.json", (save / "hf" / file[0]).read_bytes())
     args.hf_model = str(dense)
     assert changed_files(args) == {}
+    config = json.loads((base / "config.json").read_text())
+    config["text_config"]["eos_token_id"] = document
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "generation_config.json").unlink()
+    assert f"{said}add it there" in rows(base, "--cpu", *asked)["writes"]
 
 
 def test_the_summary_says_what_pairs_are_compared_with(dense: Path) -> None:
