@@ -193,11 +193,6 @@ def _architecture(config: dict[str, Any]) -> Architecture:
             f"config.json: out_hidden_size of vision_config is {vision.out_hidden_size}, and "
             f"hidden_size of text_config is {hidden_size}: the two must be equal."
         )
-    if len(vision.deepstack_visual_indexes) > layers:
-        raise BadInput(
-            f"vision_config.deepstack_visual_indexes is {list(vision.deepstack_visual_indexes)}: "
-            f"more than the num_hidden_layers {layers} that take their features."
-        )
     tokens = {name: _integer(config, name) for name in TOKEN_IDS}
     for name, token in tokens.items():
         if token >= vocab_size:

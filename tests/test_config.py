@@ -120,7 +120,6 @@ IMPOSSIBLE = [
     ("vision_config", {"num_position_embeddings": 0}, "num_position_embeddings is 0"),
     ("vision_config", {"out_hidden_size": 40}, "out_hidden_size of vision_config is 40"),
     ("vision_config", {"deepstack_visual_indexes": [-1]}, "distinct layers below"),
-    ("vision_config", {"deepstack_visual_indexes": [0, 1, 2, 3, 4]}, "more than the num_hidden"),
     ("vision_config", {"num_attention_heads": 2}, "num_heads is 4.*num_attention_heads"),
     ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
     ("text_config", {"vocab_size": 0}, "vocab_size is 0"),

@@ -268,7 +268,7 @@ def test_the_start_of_training_names_it(
     args = Namespace(**words, **data, **more)
     run = object.__new__(Run)
     run.args = args
-    assert sentences(run._unused(())) == [
+    assert sentences(run._unused()) == [
         "not used of config.json: frobnicate",
         "not used of adapter_config.json: frobnicate",
     ]

@@ -14,10 +14,12 @@ STEPS, TIMEOUT = 20, 60.0
 def test_text_beside_images_with_overlap(dense: Path, tmp_path: Path) -> None:
     data = write_image_qa(tmp_path, 40, text_only_every=2)
     lines = data.read_text().splitlines()
-    # Without shuffling, the first rank reads the first half.
+    # Without shuffling, the two ranks take records in turn.
     text = [line for line in lines if "image" not in line]
     images = [line for line in lines if "image" in line]
-    data.write_text("\n".join(text + images) + "\n")
+    data.write_text(
+        "\n".join(line for pair in zip(text, images, strict=True) for line in pair) + "\n"
+    )
     assert len(text) == len(images) == 20
     job = Job(
         dense, data, Layout(dp=2), steps=STEPS, batch=2, flags=(*DISTRIBUTED, "--no-shuffle")

@@ -12,7 +12,11 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.arguments.checks import check_early, check_surroundings, unused
+from mcore_qwen3vl.training.arguments.checks import (
+    check_early,
+    check_surroundings,
+    unused_data_flags,
+)
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.parser import validate
@@ -421,10 +425,10 @@ def test_what_no_rank_uses_is_named(dense: Path) -> None:
     data = ("--data-path", "a.jsonl", "--shuffle-buffer", "7")
     valid = ("--valid-data-path", "0.3", "a.jsonl", "0.7", "b.jsonl")
     args = parsed(dense, *data, *valid)
-    named = [item.name for item in unused(args, {"shuffle_buffer", "valid_data_path"})]
+    named = [item.name for item in unused_data_flags(args, {"shuffle_buffer", "valid_data_path"})]
     assert named == ["--shuffle-buffer", "weight"]
     tars = parsed(dense, "--data-path", "tars", "--shuffle-buffer", "7")
-    assert unused(tars, {"shuffle_buffer"}) == []
+    assert unused_data_flags(tars, {"shuffle_buffer"}) == []
 
 
 def test_one_rank_of_a_node_reports_bad_input(

@@ -84,10 +84,10 @@ def test_what_is_said_to_reach_the_run_is_read_by_something(
 
 
 def test_flags_that_change_nothing_are_named_and_those_that_mislead_refused() -> None:
-    words = "--split=9,1 --tokenizer-model m --seed 3 --packing-buffer 4 --valid-data-path v"
+    words = "--split=9,1 --tokenizer-model m --seed 3 --packing-buffer 4 --eval-interval 3"
     unused = CommandLine(words.split()).unused()
     assert [item.name for item in unused] == [
-        "--split", "--tokenizer-model", "--packing-buffer", "--valid-data-path",
+        "--split", "--tokenizer-model", "--packing-buffer", "--eval-interval",
     ]  # fmt: skip
     assert all(item.why and item.where == "the command line" for item in unused)
     used = "--packing --packing-buffer 4 --valid-data-path v --eval-iters 2 --eval-interval 3"

@@ -22,10 +22,10 @@ def test_no_stage_waits_for_measuring_in_a_group_with_a_short_timeout(
     patient = multiprocessing.get_context("fork").Event()
     open_data, wait = DataProvider._loader, groups.wait_for_measuring
 
-    def opened_late(self: DataProvider, *given: Any) -> Any:
+    def opened_late(self: DataProvider, *given: Any, **more: Any) -> Any:
         if groups.reads():
             assert patient.wait(30), "the later stage waits for the reader elsewhere"
-        return open_data(self, *given)
+        return open_data(self, *given, **more)
 
     def waited_for() -> None:
         if not groups.reads():
