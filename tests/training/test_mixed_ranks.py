@@ -17,9 +17,8 @@ def test_text_beside_images_with_overlap(dense: Path, tmp_path: Path) -> None:
     # Without shuffling, the two ranks take records in turn.
     text = [line for line in lines if "image" not in line]
     images = [line for line in lines if "image" in line]
-    data.write_text(
-        "\n".join(line for pair in zip(text, images, strict=True) for line in pair) + "\n"
-    )
+    turns = [line for pair in zip(text, images, strict=True) for line in pair]
+    data.write_text("\n".join(turns) + "\n")
     assert len(text) == len(images) == 20
     job = Job(
         dense, data, Layout(dp=2), steps=STEPS, batch=2, flags=(*DISTRIBUTED, "--no-shuffle")

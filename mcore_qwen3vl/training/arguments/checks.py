@@ -219,7 +219,8 @@ def check_surroundings(args: argparse.Namespace) -> None:
         )
     if not train:
         missing.append("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
-    if not (args.train_iters or args.train_samples or args.num_epochs or args.skip_train):
+    lengths = args.train_iters, args.train_samples, args.skip_train
+    if args.num_epochs is None and not any(lengths):
         missing.append("No length of the run: give --train-iters N, or --num-epochs N.")
     if missing:
         raise BadInput(" ".join(missing))
