@@ -348,7 +348,8 @@ def _schedules(error: AssertionError, args: argparse.Namespace) -> str:
         return str(error)
     ours, theirs = found["ours"], found["theirs"]
     named = {
-        "total number of iterations": "length, from --train-iters or --lr-decay-iters,",
+        "total number of iterations": "length, from --train-iters, --num-epochs or "
+        "--lr-decay-iters,",
         "warmup iterations": "warm-up, from --lr-warmup-iters or -fraction,",
     }.get(found["what"])
     if named:
