@@ -112,7 +112,8 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
     vision = Architecture.from_hf(config).vision
     file = write_half_images(
         folder / "data",
-        samples=max(_FEWEST_SAMPLES, 2 * command.layout.dp),
+        # A pack holds samples of one epoch, so each rank has enough of them for two.
+        samples=max(_FEWEST_SAMPLES, 2 * SAMPLES_OF_A_PACK * command.layout.dp),
         tokens=tokens,
         images=images,
         image_side=side,

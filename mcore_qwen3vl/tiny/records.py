@@ -83,7 +83,7 @@ def _colour_question(folder: Path, index: int, generator: random.Random) -> list
 
 def write_half_images(
     folder: Path,
-    samples: int = 64,
+    samples: int = 512,
     *,
     tokens: int = 512,
     images: int = 1,
@@ -105,13 +105,15 @@ def write_half_images(
     # The template and the question add 39 tokens, and two tokens bracket each image.
     answer_length = tokens - images * (image_side**2 + 2) - 39
     pixels = image_side * token_pixels
-    for i in range(samples):
+    pictures = min(samples, 64)  # each is in several samples, since writing one takes long
+    for i in range(pictures):
         Image.new("RGB", (pixels, pixels), (i % 256, 90, 160)).save(folder / f"{i}.png")
+    for i in range(samples):
         answers = [
             "".join(letters.choice("abcdefghijklmnop ") for _ in range(answer_length))
             for _ in range(2 if pairs else 1)
         ]
-        question = [{"type": "image", "image": f"{i}.png"}] * images
+        question = [{"type": "image", "image": f"{i % pictures}.png"}] * images
         question.append({"type": "text", "text": "What is it?"})
         asked = {"role": "user", "content": question}
         record: dict[str, Any] = {"messages": [asked]}
