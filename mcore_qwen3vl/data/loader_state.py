@@ -125,6 +125,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     streams = [one for s in states for one in _loader_state(s, workers)["worker_states"]]
     return [
         {
+            **states[0],
             "rank": rank,
             "world_size": world_size,
             "num_workers": per_rank,
