@@ -24,7 +24,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_links_out
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.runtime.gpus import c_compiler
-from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine
 from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.help import asked_words
 from mcore_qwen3vl.training.arguments.lora import check_targets
@@ -243,7 +243,7 @@ def unused_data_flags(args: argparse.Namespace, explicit: Collection[str]) -> li
         path.suffix in (".json", ".jsonl") or is_table(path) for path in paths
     ):
         why = "each epoch of these data has a permutation of its own"
-        found.append(Unused("the command line", "--shuffle-buffer", why))
+        found.append(Unused(COMMAND_LINE, "--shuffle-buffer", why))
     held_out = parse_sources(args.valid_data_path) if args.valid_data_path else []
     why = "a validation reads each data set once"
     if len({source.weight for source in held_out}) > 1:

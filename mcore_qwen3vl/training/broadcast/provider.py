@@ -28,6 +28,7 @@ from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
 from mcore_qwen3vl.training.arguments.data_flags import media_limits
 from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.losses import (
@@ -196,7 +197,7 @@ class DataProvider:
         batches = -(-records // args.eval_global_batch_size)
         if args.eval_iters > batches and args.rank == 0:
             why = f"the data have {batches}"
-            name_unused([Unused("the command line", f"--eval-iters {args.eval_iters}", why)])
+            name_unused([Unused(COMMAND_LINE, f"--eval-iters {args.eval_iters}", why)])
         args.eval_iters = batches if args.eval_iters == WHOLE else min(args.eval_iters, batches)
         own = args.eval_global_batch_size // args.data_parallel_size // args.eval_micro_batch_size
         config = validation_config(args)

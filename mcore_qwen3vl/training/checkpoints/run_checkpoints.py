@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,12 @@ class RunCheckpoints:
                 "weights are those of that step's checkpoint"
             )
 
+    @cached_property
+    def _changed_files(self) -> Mapping[str, bytes]:
+        """What :func:`.resume.changed_files` returns: the processor is loaded for it, which takes
+        seconds, and all ranks wait for an export."""
+        return resume.changed_files(self._args)
+
     def _export(self, model: list[Any], optimizer: Any, iteration: int, folder: Path) -> None:
         """Write a step to `folder`: weights or adapter, config and processor."""
         self._run.norms.settle()
@@ -181,7 +188,7 @@ class RunCheckpoints:
                     folder,
                     hf_config=self._args.hf_model,
                     force=True,
-                    changed_files=resume.changed_files(self._args) if first else None,
+                    changed_files=self._changed_files if first else None,
                 )
             else:
                 self._run.lora.export(unwrap_model(model), folder)
