@@ -342,8 +342,13 @@ class Loader(Iterator[Batch]):
                 "of --packing or with other data: the order of samples differs. To start the data "
                 "from the beginning, pass --load DIR --finetune, and another --save."
             )
-        if state.get("rows") not in (None, self._rows):
-            state = go_on_at(state, state["rank"], state["world_size"])
+        workers = self._place["num_workers"]
+        if self._order == RECORDS and (state["rows"], state["num_workers"]) != (
+            self._rows,
+            workers,
+        ):
+            # The order of records depends on neither.
+            state = go_on_at(state, state["rank"], state["world_size"]) | {"num_workers": workers}
         saved = {name: state[name] for name in self._place}
         if saved != self._place:
             raise BadInput(

@@ -145,7 +145,7 @@ def go_on_at(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any
     All ranks of the saved run have read as many micro-batches.
     """
     workers = state["loader"]["worker_states"] if state["loader"] else []
-    rows = state["rows"] * state["world_size"]
+    rows = (state["rows"] or 0) * state["world_size"]  # None: nothing was read since `start`
     start = position_after(workers, state["start"], rows)
     own = {"rank": rank, "world_size": world_size, "rows": None, "start": start, "loader": None}
     return {**state, **own}

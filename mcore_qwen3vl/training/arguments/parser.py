@@ -190,7 +190,8 @@ class Kept:
         load: the folder that the run resumes.
         ranks: number of ranks that trained.
         workers: data workers of each rank; 0: the ranks read the data themselves.
-        shared: all ranks take turns in one order, which any number of them can.
+        shared: all ranks take turns in one order of packs, which any number of them can.
+        numbered: so do all workers of all ranks, in one order of records.
         batch: samples of a step; None where the command line gives a number, or none was stored.
     """
 
@@ -198,6 +199,7 @@ class Kept:
     ranks: int
     workers: int
     shared: bool
+    numbered: bool
     batch: int | None
 
     @classmethod
@@ -219,13 +221,14 @@ class Kept:
             load,
             saved["world_size"],
             saved["num_workers"],
-            saved.get("balance", False) or saved.get("order") == RECORDS,
+            saved.get("balance", False),
+            saved.get("order") == RECORDS,
             None if any(name in explicit for name in given) else saved.get(data_state.GLOBAL_BATCH),
         )
 
     def _workers_of(self, ranks: int) -> int | None:
         """Return how many data workers each of `ranks` ranks needs; None: no number fits."""
-        if self.shared or ranks == self.ranks:
+        if self.shared or self.numbered or ranks == self.ranks:
             return self.workers
         total = self.workers * self.ranks
         return total // ranks if total and total % ranks == 0 else None
@@ -235,7 +238,8 @@ class Kept:
 
         If they cannot, BadInput names the flags to add.
         """
-        workers, micro_batch_size = self._workers_of(ranks), explicit.get("micro_batch_size", 1)
+        asked, micro_batch_size = explicit.get("num_workers"), explicit.get("micro_batch_size", 1)
+        workers = asked if self.numbered and asked is not None else self._workers_of(ranks)
         if workers is None:
             raise BadInput(
                 f"{self._described()} Each worker has its own place in the data, and they cannot "
@@ -247,7 +251,7 @@ class Kept:
         if self.batch is not None and self.batch % rows:
             larger = -(-self.batch // rows) * rows
             flags += [f"--global-batch-size {larger}", "--override-opt-param-scheduler"]
-        if explicit.get("num_workers", workers) != workers:
+        if asked not in (None, workers):
             flags += [f"--num-workers {workers}"]
         if flags:
             raise BadInput(
