@@ -16,6 +16,8 @@ KTO = ("--loss", "kto", "--reference", "adapter")
 WEIGHTS = ("--beta", "0.3", "--desirable-weight", "0.7", "--undesirable-weight", "1.6")
 PACKED = ("--packing",)
 TWO_ROWS = ("--micro-batch-size", "2", "--global-batch-size", "8")
+OTHER_SEED = ("--seed", "2")
+"""With the usual one the first batch has a mean below 0, of which the baseline shows nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +29,14 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "layout", "flags"),
     [
         ("dense", "dp2", PACKED),
-        ("dense", "cp2", PACKED),
+        ("dense", "cp2", (*PACKED, *OTHER_SEED)),
         ("dense", "tp2+sp", PACKED),
         ("moe", "ep2xdp2", PACKED),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("dense", "single", PACKED),
-                ("dense", "dp2", TWO_ROWS),
+                ("dense", "dp2", (*TWO_ROWS, *OTHER_SEED)),
                 ("dense", "pp2", PACKED),
                 ("dense", "pp2xvpp2", TWO_ROWS),
                 ("dense", "cp2xdp2", PACKED),
@@ -55,7 +57,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     adapter = random_adapter(tmp_path, checkpoint)
     job = preference_job(checkpoint, labelled, layout, *KTO, *WEIGHTS, *flags, lora=adapter)
     expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6))
-    if layout in ("dp2", "ep2xdp2"):  # elsewhere the mean may be below 0
+    if layout in ("dp2", "cp2", "ep2xdp2"):  # elsewhere the mean may be below 0
         assert baseline > 0.01
     entry = check_step(job, expected, "kto loss", tmp_path)
     assert entry["kl baseline"] == pytest.approx(baseline, rel=1e-4)
