@@ -8,7 +8,7 @@ that lists the names it knows. A name that no owner knows is an :class:`Unused`,
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 NO_VALUES: tuple[Any, ...] = ()
@@ -78,4 +78,4 @@ def sentences(unused: Iterable[Unused]) -> list[str]:
 
 def as_json(unused: Iterable[Unused]) -> list[dict[str, str]]:
     """Return what ``--json`` shows under the key ``unused``."""
-    return [{"where": item.where, "name": item.name, "why": item.why} for item in unused]
+    return [asdict(item) for item in unused]

@@ -48,12 +48,9 @@ class Flaw:
 
 
 @dataclass(frozen=True)
-class Left:
-    """What is not used of the samples, see :class:`Unused`, and the samples that have it."""
+class Left(Unused):
+    """What is not used, and the samples that have it; what a model's file holds is in none."""
 
-    where: str
-    name: str
-    why: str
     samples: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
