@@ -4,7 +4,7 @@
     make gpu-check ARGS="--shape 4B"   # for the benchmark and the memory, another size
     make gpu-check ARGS="--only kernels"   # only parts whose name holds this regular expression
 
-The parts are: versions; parity of both specs with Hugging Face, on one GPU and on several; the
+The parts are: versions; parity of both specs with Hugging Face, on one rank and on several; the
 torch spec's attention kernels and experts in half precision, against float32; generation; the
 training-step benchmark; twenty iterations of the training loop with the scripts' flags, to compare
 losses of specs, layouts and FP8; the memory of a real run against its rehearsal. Each part is a
@@ -156,9 +156,9 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
         for name in ("dense", "moe") if dtype == "fp32" else ("wide", "wide-moe-all"):
             check = partial(parity, models / name, spec, dtype, options.patience)
             yield check(f"{name}, one GPU", [])
-            if gpus > 1:
-                used = even(gpus)
-                yield check(f"{name}, {used} GPUs", layout(name, used))
+            used = even(max(gpus, 2))
+            where = f"{used} GPUs" if gpus > 1 else "2 ranks on one GPU"
+            yield check(f"{name}, {where}", layout(name, used))
     kernels = [sys.executable, str(ROOT / "benchmarks" / "attention.py")]
     yield Part("attention kernels, torch spec, bf16", kernels, 180, worst_kernels)
     yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 120, last_json)

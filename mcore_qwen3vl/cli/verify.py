@@ -143,7 +143,11 @@ def verify_parity(
     gradients: Annotated[bool, typer.Option(help="Compare gradients and an AdamW step.")] = True,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Dtype of both models.")] = "fp32",
     device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="Device of the Megatron-Core model.")
+        Literal["cpu", "cuda"],
+        typer.Option(
+            help="Device of the Megatron-Core model. If a machine has fewer GPUs than ranks, the "
+            "ranks share them."
+        ),
     ] = "cpu",
     spec: options.Spec = "torch",
     lora: Annotated[

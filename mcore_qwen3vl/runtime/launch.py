@@ -29,7 +29,7 @@ import torch.distributed as dist
 from mcore_qwen3vl.console import prepare_streams
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.pretended.preload import preloaded
-from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime import cpu, shared_gpu
 from mcore_qwen3vl.runtime.lifetime import death, end_with_parent, noting_ctrl_c, scratch_folder
 
 PATIENCE = 1.0
@@ -58,22 +58,25 @@ class _Rank:
     died: bool = False  # of its own cause: libraries abort a rank that has lost a peer
 
 
-def check_gpus(world_size: int) -> None:
-    """Check, before anything slow begins, that each rank has a GPU of its own.
+def check_gpus() -> None:
+    """Check, before anything slow begins, that there is a GPU.
 
     Call it only if the ranks will run on CUDA: counting GPUs may start CUDA in this process.
 
     Raises:
-        BadInput: there are fewer GPUs than ranks.
+        BadInput: there is none.
     """
-    found = world_size if preloaded() else torch.cuda.device_count()
-    if found < world_size:
+    if not (preloaded() or torch.cuda.device_count()):
         raise BadInput(
-            f"On CUDA each rank needs a GPU: this machine has {found or 'none'}, the layout "
-            f"{world_size} rank{'s' if world_size > 1 else ''}. Run on the CPU "
-            "(verify: --device cpu)"
-            f"{', or use a smaller layout' if found else ''}."
+            "There is no GPU here for --device cuda: run on the CPU (verify: --device cpu)."
         )
+
+
+def describe_device(device: str, world_size: int) -> str:
+    """Name the device for a report, with the number of GPUs if ranks share them."""
+    if device == "cpu" or preloaded() or (gpus := torch.cuda.device_count()) >= world_size:
+        return device
+    return f"{device}, {world_size} ranks on {gpus} GPU{'s' if gpus > 1 else ''}"
 
 
 _to_parent: Connection | None = None  # set on ranks only
@@ -101,7 +104,8 @@ def run_layout(
         args: arguments of `fn`. On ``cpu`` they pass by fork; on ``cuda`` they must be picklable.
         timeout: seconds until all ranks are killed; multiplied by `PATIENCE`.
         device: ``cpu``: gloo, one thread a rank, with the CPU backend installed. ``cuda``: NCCL,
-            one GPU a rank.
+            one GPU a rank; on a machine with fewer GPUs the ranks share them, and exchange through
+            :mod:`.shared_gpu`.
         heard: called in this process with what a rank passes to :func:`tell`.
 
     Returns:
@@ -115,7 +119,7 @@ def run_layout(
     if device == "cpu":
         cpu.install()
     else:
-        check_gpus(world_size)
+        check_gpus()
     context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     ranks: list[_Rank] = []
     with noting_ctrl_c() as raise_if_interrupted, scratch_folder("mcore-qwen3vl-ranks-") as scratch:
@@ -175,12 +179,9 @@ def _run_rank(work: _Work, pipe: Connection) -> None:
 
 
 def _call(work: _Work) -> Any:
-    os.environ |= {
-        "RANK": str(work.rank),
-        "LOCAL_RANK": str(work.rank),
-        "WORLD_SIZE": str(work.world_size),
-    }
+    gpu = work.rank
     around: AbstractContextManager[object] = nullcontext()
+    backend = "gloo" if work.device == "cpu" else "nccl"
     if work.device == "cpu":
         # More threads would oversubscribe the machine, and OpenMP threads do not survive a fork.
         torch.set_num_threads(1)
@@ -189,10 +190,19 @@ def _call(work: _Work) -> Any:
 
         around = one_rank(work.rank, work.world_size)  # messages of other ranks are made up
     else:
-        torch.cuda.set_device(work.rank)
+        gpus = torch.cuda.device_count()
+        gpu = work.rank % gpus
+        torch.cuda.set_device(gpu)
+        if gpus < work.world_size:
+            backend = shared_gpu.register()
+    os.environ |= {
+        "RANK": str(work.rank),
+        "LOCAL_RANK": str(gpu),
+        "WORLD_SIZE": str(work.world_size),
+    }
     with around:
         dist.init_process_group(
-            "gloo" if work.device == "cpu" else "nccl",
+            backend,
             # A file, because a TCP server would be a thread in the process that forks.
             store=dist.FileStore(str(work.scratch / "store"), work.world_size),
             rank=work.rank,

@@ -260,8 +260,7 @@ def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):
     )
     assert exit_code("verify", "parity", checkpoint, "--device", "cuda") == 2
     assert capsys.readouterr().err == (
-        "error: On CUDA each rank needs a GPU: this machine has none, the layout 1 rank. "
-        "Run on the CPU (verify: --device cpu).\n"
+        "error: There is no GPU here for --device cuda: run on the CPU (verify: --device cpu).\n"
     )
 
 

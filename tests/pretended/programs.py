@@ -44,6 +44,30 @@ def operators() -> str:
     return torch.cuda.get_device_name()
 
 
+def exchange_through_the_host() -> list[str]:
+    """Call every operation of a group whose ranks share a GPU, and return the results' devices."""
+    from mcore_qwen3vl.runtime.shared_gpu import StagedGroup
+
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    group = StagedGroup(gloo, 0, 1)
+    own, out = torch.ones(4, 3, **BF16), torch.empty(4, 3, **BF16)
+    first = [[out], [[own]]]
+    for options in (dist.AllreduceOptions(), None):
+        group.allreduce([own], options).wait()
+    group.broadcast([own], dist.BroadcastOptions()).wait()
+    group.allgather([[out]], [own]).wait()
+    group._allgather_base(out, own).wait()
+    group.gather([[out]], [own], dist.GatherOptions()).wait()
+    group.scatter(*first, dist.ScatterOptions()).wait()
+    group.reduce_scatter(*first).wait()
+    group._reduce_scatter_base(out, own).wait()
+    group.alltoall_base(out, own, [4], [4]).wait()
+    group.alltoall([out], [own]).wait()
+    group.reduce([own], dist.ReduceOptions()).wait()
+    group.barrier().wait()
+    return [str(own.device), str(out.device)]
+
+
 def memory() -> dict[str, Any]:
     """Allocate more than the host has, then more than the device has."""
     before = _resident()

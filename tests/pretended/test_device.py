@@ -27,6 +27,13 @@ def test_the_operators_of_training_run(workbench: Workbench) -> None:
     assert counters["convolutions"] > 0
 
 
+def test_ranks_that_share_a_gpu_exchange_tensors_of_the_device(workbench: Workbench) -> None:
+    """What the exchange computes is tested on the host, in tests/runtime/test_shared_gpu.py."""
+    devices, report = workbench.call(f"{HERE}:exchange_through_the_host")
+    assert devices == ["cuda:0", "cuda:0"]
+    assert report.interval("end").counters["launches"] > 0
+
+
 def test_memory_is_counted_and_not_taken_from_the_host(workbench: Workbench) -> None:
     found, report = workbench.call(f"{HERE}:memory")
     assert found["host"] < 100 << 20

@@ -45,7 +45,7 @@ class Case:
     """The settings under which a model runs.
 
     Attributes:
-        device: device that the model runs on; ``cuda`` needs one GPU per rank.
+        device: device that the model runs on; see :func:`.run_layout`.
         gradients: run the backward pass and compare gradients.
         adamw: optimizer step to take after that, to compare parameters; None: take none.
         distributed_optimizer: shard optimizer states and gradients over DP.

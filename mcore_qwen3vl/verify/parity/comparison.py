@@ -15,7 +15,7 @@ from mcore_qwen3vl.converters.mcore.formats import require_megatron
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.runtime.launch import check_gpus, run_layout
+from mcore_qwen3vl.runtime.launch import check_gpus, describe_device, run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verify.measurement import Measurements, findings, measure, merge, take_frozen
 from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
@@ -63,7 +63,8 @@ def verify_parity(
     Args:
         batches: names from ``batches.RECIPES``; default: all that `spec` takes.
         gradients: also compare gradients and parameters.
-        device: of our model, one GPU per rank on ``cuda``; the reference runs on the CPU.
+        device: of our model; the reference runs on the CPU. On ``cuda``, ranks share the GPUs of a
+            machine that has fewer, and the report says so.
         lora: PEFT adapter directory, or one of ``targets.Preset`` for random factors. Only the
             adapter is trained, and PEFT's model is the reference.
         checkpoint: Megatron-Core checkpoint that our model is loaded from; default: `hf_dir`.
@@ -96,7 +97,7 @@ def verify_parity(
         reference = ReferenceCheckpoint(hf_dir, lora, passed=passed)
         case.layout.validate(reference.architecture)
         if device == "cuda":
-            check_gpus(case.layout.world_size)
+            check_gpus()
         source = None if checkpoint is None else Path(checkpoint)
         return compare_case(reference, case, names, mcore=source, timeout=timeout, passed=passed)
 
@@ -124,7 +125,12 @@ def compare_case(
     source = mcore or reference.path
     report = Report(
         f"{source.name} at {case} against {reference.library}",
-        {"layout": str(case.layout), "spec": case.spec, "dtype": case.dtype, "device": case.device},
+        {
+            "layout": str(case.layout),
+            "spec": case.spec,
+            "dtype": case.dtype,
+            "device": describe_device(case.device, case.layout.world_size),
+        },
     )
     made = tuple(build_batch(n, reference.architecture, multiple=case.multiple) for n in batches)
     case.validate(reference.architecture, made)

@@ -100,18 +100,27 @@ def test_rows_differ_and_all_have_the_te_spec() -> None:
     assert len({str(row) for row in ROWS}) == len(ROWS)
 
 
-def _built(path: Path) -> str | None:
+SETTINGS = {"NVTE_TENSOR_HANDLE_POOL_SIZE_MB": "200", "NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+"""Environment variables that Transformer Engine reads, by name."""
+
+
+def _built(path: Path) -> dict[str, str | None]:
     initialize(Layout())
     build_chunks(Architecture.from_hf(path), Layout(), spec="te")
-    return os.environ.get("NVTE_TENSOR_HANDLE_POOL_SIZE_MB")
+    return {name: os.environ.get(name) for name in SETTINGS}
 
 
-def test_transformer_engine_has_room_for_all_adapters(
-    matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_transformer_engine_gets_its_settings_unless_the_user_chose(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch, chosen: str | None
 ) -> None:
-    """Every model gets the room, whether training, parity, a benchmark or VERL builds it."""
-    monkeypatch.delenv("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", raising=False)
-    assert run_layout(_built, 1, matrix.reference("dense").path) == ["200"]
+    """Every model gets them, whether training, parity, a benchmark or VERL builds it."""
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+        if chosen is not None:
+            monkeypatch.setenv(name, chosen)
+    expected = SETTINGS if chosen is None else dict.fromkeys(SETTINGS, chosen)
+    assert run_layout(_built, 1, matrix.reference("dense").path) == [expected]
 
 
 def test_the_torch_specs_router_multiplies_in_float32(

@@ -194,7 +194,8 @@ def test_the_reference_by_file_is_the_one_in_memory_and_a_run_resumes(
 def test_a_webdataset_of_pairs_trains_and_validates_as_the_file(
     dense: Path, pairs: Path, tmp_path: Path
 ) -> None:
-    job = dpo_job(tmp_path, dense, pairs, "single", "--packing", *BY_ADAPTER, "--no-shuffle")
+    """Without packing: a file's packs are made of a whole epoch, a tar's of a buffer."""
+    job = dpo_job(tmp_path, dense, pairs, "single", *BY_ADAPTER, "--no-shuffle")
 
     def figures(data: Path) -> list[dict[str, float]]:
         evaluation = ("--valid-data-path", str(data), "--eval-iters", "2", "--eval-interval", "2")
