@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -206,3 +208,14 @@ def test_a_planted_circle_is_found(modules: dict[str, str]) -> None:
     line = "from mcore_qwen3vl.model.decoder.attention import Attention"
     planted = {**modules, "model.inputs": f"{modules['model.inputs']}\ndef f():\n    {line}\n"}
     assert any({"model.inputs", "model.decoder.attention"} <= set(ring) for ring in cycles(planted))
+
+
+def test_only_videos_import_their_decoder() -> None:
+    """A machine without PyAV's libraries can train on images, and commands start sooner."""
+    program = (
+        "import sys; sys.modules['av'] = None; "
+        "import mcore_qwen3vl.data.check, mcore_qwen3vl.data.loader, mcore_qwen3vl.generation"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -255,6 +255,7 @@ def install(*, training: bool = False) -> None:
     """
     if not originals:
         _check_environment()
+        _leave_out_transformer_engine()
         apply(TORCH_REPLACEMENTS)
         # ``with torch.device(...)`` keeps the tensor factories of its first use: the originals.
         importlib.import_module("torch.utils._device")._device_constructors()
@@ -295,6 +296,15 @@ def _check_environment() -> None:
             "The CPU backend cannot be used in a process that already uses CUDA. Start it with "
             "CUDA_VISIBLE_DEVICES set to the empty string."
         )
+
+
+def _leave_out_transformer_engine() -> None:
+    """Let Megatron load as if Transformer Engine were not installed, unless it is loaded already.
+
+    From an installed one Megatron takes the norm of the gradients, Adam and the router's product,
+    whatever the layer spec, and these need a GPU.
+    """
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
 
 
 def apply(replacements: Sequence[Replacement]) -> None:

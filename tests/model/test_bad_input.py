@@ -110,7 +110,7 @@ def _te_without_te() -> None:
 
 
 def test_te_spec_without_transformer_engine() -> None:
-    with pytest.raises(BadInput, match="te spec needs Transformer Engine, which is not installed"):
+    with pytest.raises(BadInput, match="te spec needs Transformer Engine and a GPU"):
         run_layout(_te_without_te, 1)
 
 

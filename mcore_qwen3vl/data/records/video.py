@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import av
 import numpy as np
-from av.video.reformatter import VideoReformatter
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.console import counted
@@ -29,6 +27,8 @@ LISTED_FPS = 2.0
 
 @contextmanager
 def _video(media: Media) -> Iterator[Any]:
+    import av  # here, because most data have no videos
+
     try:
         # FFmpeg would open the files and network addresses that a playlist names.
         with (
@@ -305,5 +305,7 @@ def _rgb_converter(stream: Any) -> Callable[[Any], np.ndarray]:
     PyAV's shared converter keeps threads that do not survive the fork of a data worker, which would
     wait for them forever.
     """
+    from av.video.reformatter import VideoReformatter
+
     reformat, upright = VideoReformatter().reformat, _shown(stream)
     return lambda frame: upright(reformat(frame, format="rgb24", threads=1).to_ndarray())

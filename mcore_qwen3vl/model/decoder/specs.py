@@ -118,8 +118,8 @@ def _prepare_transformer_engine() -> None:
 
     if not HAVE_TE:
         raise BadInput(
-            "The te spec needs Transformer Engine, which is not installed: install "
-            "mcore-qwen3vl[te] (or use a container that has it), or choose the torch spec."
+            "The te spec needs Transformer Engine and a GPU: install mcore-qwen3vl[te] (or use a "
+            "container that has it), or choose the torch spec, which also runs on the CPU."
         )
 
 
