@@ -33,12 +33,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mcore_qwen3vl.pretended.preload import preloaded  # noqa: E402
+from mcore_qwen3vl.runtime.gpus import GPUS  # noqa: E402
 
 # Kernels take the published head sizes of 128 and 72, rows of whole 16 bytes and, in FP8, blocks of
 # 128. With other sizes a model is computed in other ways than those that train.
@@ -74,6 +76,9 @@ NOT_APPLICABLE = "not applicable"
 TOTAL = 38 * 60  # seconds for all parts together
 COMMAND = [sys.executable, "-c", "from mcore_qwen3vl.cli import main; main()"]
 MEMORY_TOLERANCE = 0.05  # as a share of the rehearsed peak
+HF_FLOAT32_GIB = 100
+"""Hugging Face's step of 2B with float32 weights and moments takes 94 GB. A smaller GPU runs it
+with bf16 ones, which computes less than ours does."""
 VERSIONS = """
 import json, importlib.metadata as meta, torch
 assert torch.cuda.is_available(), "PyTorch finds no GPU"
@@ -99,8 +104,9 @@ class Part:
     """Seconds."""
     read: Callable[[str], dict[str, Any]] = lambda printed: {}
     """Returns what the report shows, from standard output."""
-    needed: bool = False
-    """Whether it runs whatever ``--only`` says, because others need its files."""
+    writes: Path | None = None
+    """A folder for other parts. It runs before the first of them, whatever ``--only`` says."""
+    environment: dict[str, str] = field(default_factory=dict)
     appends_to: Path | None = None
     """A file of its results, deleted before it runs. Other parts may read an earlier run's."""
     status: str = "not run"
@@ -113,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="the report's folder")
     parser.add_argument("--shape", default="2B", help="of benchmark and memory: tiny, 2B, 4B, …")
-    parser.add_argument("--gpu", default="h200-141gb", help="kind that the rehearsal is for")
+    parser.add_argument("--gpu", choices=GPUS, help="kind to rehearse; default: the machine's")
     parser.add_argument("--gpus", type=int, help="how many to use; default: all of the machine")
     parser.add_argument("--only", metavar="REGEX", help="run only parts whose name it is found in")
     parser.add_argument(
@@ -123,18 +129,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile every module
     os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     deadline = time.monotonic() + TOTAL * options.patience
     done: list[Part] = []
+    writers: list[Part] = []
     for part in parts(options):
-        if options.only and not part.needed and not re.search(options.only, part.name):
+        if part.writes:
+            writers.append(part)
             continue
-        part.limit *= options.patience
-        if part.status != NOT_APPLICABLE:
-            run(part, options.out, deadline)
-        done.append(part)
-        print(f"{part.status:14} {part.seconds:6.0f} s  {part.name}", flush=True)
-        write(done, options.out)
+        if options.only and not re.search(options.only, part.name):
+            continue
+        wanted = [w for w in writers if any(str(w.writes) in word for word in part.command)]
+        for now in [*wanted, part]:
+            now.limit *= options.patience
+            if now.status != NOT_APPLICABLE:
+                run(now, options.out, deadline)
+            done.append(now)
+            print(f"{now.status:14} {now.seconds:6.0f} s  {now.name}", flush=True)
+            write(done, options.out)
+        writers = [w for w in writers if w not in wanted]
     print(f"report: {options.out / 'report.md'}")
     return int(any(part.status not in ("ok", NOT_APPLICABLE) for part in done))
 
@@ -146,10 +160,22 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
     if not (models / "data" / "train.jsonl").exists():
         code = "import sys; from benchmarks.gpu_check import tiny; tiny(sys.argv[1])"
         command = [sys.executable, "-c", code, str(models)]
-        yield Part("write tiny models and data", command, 180, needed=True)
-    found, capability = look()
-    gpus = options.gpus or found
+        yield Part("write tiny models and data", command, 180, writes=models)
+    machine = look()
+    gpus = options.gpus or machine.gpus
     specs = ["torch", *(["te"] if find_spec("transformer_engine") else [])]
+    alone = leave_out_transformer_engine(options.out) if "te" in specs else {}
+    for part in parts_of(options, machine, gpus, specs):
+        if "torch" in part.name:
+            part.environment |= alone
+        yield part
+
+
+def parts_of(
+    options: argparse.Namespace, machine: Machine, gpus: int, specs: Sequence[str]
+) -> Iterator[Part]:
+    """Yield the parts that use the machine's GPUs, with these layer specs."""
+    models = options.out / "models"
     # The torch spec runs in float32 too. Transformer Engine's packed attention needs half
     # precision, as does the torch spec's variable-length kernel.
     for spec, dtype in [("torch", "fp32"), *((spec, "bf16") for spec in specs)]:
@@ -159,22 +185,26 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
             used = even(max(gpus, 2))
             where = f"{used} GPUs" if gpus > 1 else "2 ranks on one GPU"
             yield check(f"{name}, {where}", layout(name, used))
+            if spec == "torch":  # as training computes by default
+                yield check(f"{name}, compiled", ["--compile-pointwise"])
     kernels = [sys.executable, str(ROOT / "benchmarks" / "attention.py")]
     yield Part("attention kernels, torch spec, bf16", kernels, 180, worst_kernels)
     yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 120, last_json)
     for spec in specs:
         words = ["generate", str(models / "dense"), "--spec", spec, "--prompt", "What is it?"]
         flags = ["--max-new-tokens", "16", "--temperature", "0", "--json"]
-        yield Part(f"generate, {spec} spec", [*COMMAND, *words, *flags], 180, last_json)
+        answer = options.out / f"answer-{spec}.json"
+        read = partial(compare_tokens, answer, options.out / f"answer-{specs[0]}.json")
+        yield Part(f"generate, {spec} spec", [*COMMAND, *words, *flags], 180, read)
     for side in [*specs, "hf"]:
         words = [str(ROOT / "benchmarks" / "train_step.py"), "--shape", options.shape]
-        short = ["--seq-length", "256"] if options.shape == "tiny" else []
-        yield Part(
-            f"training step, {side}", [*python(), *words, "--sides", side, *short], 300, benchmark
-        )
-    yield from training(options.out, specs, gpus, capability)
+        words += ["--seq-length", "256"] if options.shape == "tiny" else []
+        if side == "hf" and machine.memory_gib < HF_FLOAT32_GIB:
+            words += ["--hf-weights", "bf16"]
+        yield Part(f"training step, {side}", [*python(), *words, "--sides", side], 300, benchmark)
+    yield from training(options.out, specs, gpus, machine.capability)
     # The peak is in the first rank's log, and the pretended device has one rank.
-    yield from memory(options, 1 if preloaded() else gpus)
+    yield from memory(options, machine, 1 if preloaded() else gpus)
 
 
 def python(ranks: int = 1, tp: int = 1) -> list[str]:
@@ -330,7 +360,7 @@ def _losses(log: Path) -> list[float]:
     return [json.loads(line)["lm loss"] for line in log.read_text().splitlines()]
 
 
-def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
+def memory(options: argparse.Namespace, machine: Machine, gpus: int) -> Iterator[Part]:
     """Yield a few real iterations, and their rehearsal with the same flags and made-up data.
 
     The peak is compared. The modelled seconds of a step are only reported beside the measured ones.
@@ -339,18 +369,23 @@ def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
     if not folder.exists():
         code = "import sys; from benchmarks.gpu_check import stand_in; stand_in(*sys.argv[1:])"
         command = [sys.executable, "-c", code, str(folder), options.shape]
-        yield Part("write a model to measure", command, 120, needed=True)
+        yield Part("write a model to measure", command, 120, writes=folder)
     length = 256 if options.shape == "tiny" else 8192
     flags = [
         *("--hf-model", str(folder / "model"), "--data-path", str(folder / "data" / "train.jsonl")),
         *f"--spec torch --packing --seq-length {length} --bf16 --use-distributed-optimizer".split(),
-        *f"--global-batch-size {2 * gpus} --lr 1e-5 --train-iters 5 --log-interval 1".split(),
+        *f"--global-batch-size {2 * gpus} --lr 1e-5 --train-iters 10 --log-interval 1".split(),
         *("--num-workers", "0"),
     ]
     # --verbose: the peak is in Megatron's own log.
     real = Part("memory, real", [*trainer(gpus), *flags, "--verbose"], 300, real_run)
     yield real
-    rehearse = ["rehearse", "--gpus", str(gpus), "--gpu", options.gpu, "--no-suggest", "--json"]
+    kind = options.gpu or machine.kind
+    if kind is None:
+        why = f"the kind of {machine.name} is not known: give --gpu {', '.join(GPUS)}"
+        yield absent("memory against its rehearsal", why)
+        return
+    rehearse = ["rehearse", "--gpus", str(gpus), "--gpu", kind, "--no-suggest", "--json"]
 
     def compare(printed: str) -> dict[str, Any]:
         rehearsed = last_json(printed)
@@ -388,7 +423,10 @@ def run(part: Part, out: Path, deadline: float) -> None:
     with log.open("w") as errors, tempfile.TemporaryFile("w+") as output:
         try:
             process = subprocess.Popen(
-                part.command, stdout=output, stderr=errors, env={**os.environ, name: value}
+                part.command,
+                stdout=output,
+                stderr=errors,
+                env={**os.environ, **part.environment, name: value},
             )
             code = process.wait(limit)
             part.status = "ok" if code == 0 else f"exit {code}"
@@ -429,18 +467,51 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.1)  # killed ones must end, and others may just have been started
 
 
-def look() -> tuple[int, int]:
-    """Return the number of GPUs and their major compute capability; 0: there is none.
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs of this machine, which are all of one kind; without any, all numbers are 0."""
 
-    A process of its own looks, so that this one never starts CUDA.
-    """
-    code = "from torch.cuda import device_count as n, get_device_capability as c; "
-    code += "print(n(), c()[0] if n() else 0)"
+    gpus: int = 0
+    capability: int = 0  # major
+    memory_gib: float = 0.0  # of each
+    name: str = "this machine's GPU"
+
+    @property
+    def kind(self) -> str | None:
+        """The name of its kind in :data:`GPUS`, or None if that is not known."""
+        alike = [gpu for gpu in GPUS.values() if gpu.model in self.name.lower()]
+        return min(
+            (gpu.name for gpu in alike),
+            key=lambda name: abs(GPUS[name].memory_gib - self.memory_gib),
+            default=None,
+        )
+
+
+def look() -> Machine:
+    """Look at the GPUs, in a process of its own, so that this one never starts CUDA."""
+    code = (
+        "import json, torch.cuda as c\n"
+        "if n := c.device_count():\n"
+        "    p = c.get_device_properties(0)\n"
+        "    print(json.dumps([n, p.major, p.total_memory / 2**30, p.name]))"
+    )
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    count, capability = (shown.stdout.split() or ("0", "0"))[-2:]
-    return int(count), int(capability)
+    line = re.search(r"^\[.*\]$", shown.stdout, re.MULTILINE)
+    return Machine(*json.loads(line.group())) if line else Machine()
+
+
+def leave_out_transformer_engine(out: Path) -> dict[str, str]:
+    """Return the environment of a machine without Transformer Engine.
+
+    From an installed one Megatron would take Adam and the norm of the gradients for the ``torch``
+    spec too.
+    """
+    package = out / "without-te" / "transformer_engine"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text("raise ModuleNotFoundError('left out by gpu_check')\n")
+    return {"PYTHONPATH": f"{package.parent.resolve()}:{os.environ['PYTHONPATH']}"}
 
 
 def last_json(printed: str) -> dict[str, Any]:
@@ -453,11 +524,27 @@ def last_json(printed: str) -> dict[str, Any]:
 
 
 def worst_finding(printed: str) -> dict[str, Any]:
-    """Read a report of ``verify``: how much was compared, how much failed, and the verdict."""
+    """Read a report of ``verify``: how much was compared, what failed, and the verdict."""
     report = last_json(printed)
     findings = report["findings"]
-    failed = [f for f in findings if not f["ok"]]
-    return {"compared": len(findings), "failed": len(failed), "verdict": report["verdict"]}
+    failed = [f"{f['part']} {f['name']} ({f['context']})" for f in findings if not f["ok"]]
+    names = {"failed first": ", ".join(failed[:3])} if failed else {}
+    counts = {"compared": len(findings), "failed": len(failed), "verdict": report["verdict"]}
+    return {**counts, **names}
+
+
+def compare_tokens(answer: Path, other: Path, printed: str) -> dict[str, Any]:
+    """Read the answer of ``generate``, keep its tokens, and compare them with another spec's.
+
+    Raises:
+        Mismatch: they differ; greedy tokens of a tiny random model are far apart.
+    """
+    found = last_json(printed)
+    tokens = [one["token_ids"] for one in found["answers"]]
+    answer.write_text(json.dumps(tokens))
+    if other.exists() and json.loads(other.read_text()) != tokens:
+        raise Mismatch(f"the tokens are not those of {other.name}", found)
+    return found
 
 
 def worst_kernels(printed: str) -> dict[str, Any]:
@@ -470,17 +557,20 @@ def worst_kernels(printed: str) -> dict[str, Any]:
 def benchmark(printed: str) -> dict[str, Any]:
     """Read one side's seconds per step, the figures derived from them, and its peak memory."""
     (result,) = last_json(printed)["results"].values()
-    return {name: result[name] for name in ("seconds", "tokens/s", "MFU", "peak memory GB")}
+    names = ("seconds", "tokens/s", "MFU", "peak memory GB", "note")
+    return {name: result[name] for name in names if name in result}
 
 
 def real_run(printed: str) -> dict[str, Any]:
-    """Read the fullest rank's peak and the last iteration's seconds from Megatron's log.
+    """Read the fullest rank's peak and an iteration's seconds from Megatron's log.
 
-    The peak is that after the second iteration, when Adam's moments are there.
+    The peak is that after the second iteration, when Adam's moments are there; the seconds are the
+    median from the fourth iteration on, when everything is compiled.
     """
     peaks = re.findall(r"after 2 iterations\).*?max allocated: ([\d.]+)", printed)
     times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", printed)
-    return {"peak GB": max(map(float, peaks)) * 2**20 / 1e9, "seconds": float(times[-1]) / 1e3}
+    seconds = median(float(time) / 1e3 for time in times[3:] or times)
+    return {"peak GB": max(map(float, peaks)) * 2**20 / 1e9, "seconds": seconds}
 
 
 def stand_in(folder: str, shape: str) -> None:
@@ -515,7 +605,7 @@ def tiny(folder: str) -> None:
 
 def write(done: Sequence[Part], out: Path) -> None:
     """Write the report so far, so that it is there even if the machine is taken away."""
-    hidden = ("read", "needed", "appends_to")
+    hidden = ("read", "writes", "appends_to", "environment")
     listing = [{k: v for k, v in asdict(part).items() if k not in hidden} for part in done]
     (out / "report.json").write_text(json.dumps(listing, indent=1, default=str) + "\n")
     lines = ["# GPU check", "", "| part | result | s | found |", "|---|---|---:|---|"]

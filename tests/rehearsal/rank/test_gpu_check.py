@@ -56,11 +56,12 @@ def test_every_part_runs(tmp_path: Path) -> None:
     found = {name: (part["status"], part["found"]) for name, part in parts.items()}
     assert done.returncode != 0
     parity = {name for name in parts if name.startswith("parity")}
-    assert len(parity) == 8
+    assert len(parity) == 10
     for name in parity:
         assert parts[name]["status"] == "exit 1", found[name]
         compared = parts[name]["found"]["compared"]
         assert parts[name]["found"]["failed"] > 0.9 * compared, found[name]
+        assert "logits" in parts[name]["found"]["failed first"], found[name]
     experts = "experts, torch spec, bf16"
     assert parts[experts]["status"] == "exit 1", found[experts]
     assert len(parts[experts]["found"]) == 3, found[experts]
@@ -203,6 +204,51 @@ def test_what_is_not_applicable_is_reported_and_is_no_failure(
     assert "| FP8 | not applicable | 0 | why: no TE |" in report
     assert "| good | ok |" in report
     assert "other" not in report
+
+
+def test_a_writer_runs_before_the_first_part_that_reads_its_folder(
+    gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parts(options: Any) -> Any:
+        for name in ("a", "b"):
+            folder = options.out / name
+            code = f"import pathlib; pathlib.Path({str(folder)!r}).mkdir()"
+            yield gpu_check.Part(f"write {name}", [sys.executable, "-c", code], 60, writes=folder)
+            code = f"import os; os.listdir({str(folder / '.')!r})"
+            yield gpu_check.Part(f"read {name}", [sys.executable, "-c", code], 60)
+
+    monkeypatch.setattr(gpu_check, "parts", parts)
+    assert gpu_check.main(["--out", str(tmp_path), "--only", "read b"]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [part["name"] for part in report] == ["write b", "read b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100-80gb"),
+        ("NVIDIA H200", 139.8, "h200-141gb"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80gb"),
+        ("NVIDIA GeForce RTX 4090", 23.6, None),
+    ],
+)
+def test_the_kind_of_gpu_is_the_machines(
+    gpu_check: Any, name: str, memory_gib: float, kind: str | None
+) -> None:
+    assert gpu_check.Machine(1, 9, memory_gib, name).kind == kind
+
+
+def test_both_specs_must_generate_the_same_tokens(gpu_check: Any, tmp_path: Path) -> None:
+    first, second = tmp_path / "torch.json", tmp_path / "te.json"
+
+    def printed(*tokens: int) -> str:
+        return "a line of NCCL\n" + json.dumps({"answers": [{"token_ids": tokens}]})
+
+    gpu_check.compare_tokens(first, first, printed(1, 2))
+    gpu_check.compare_tokens(second, first, printed(1, 2))
+    with pytest.raises(gpu_check.Mismatch, match=r"not those of torch\.json"):
+        gpu_check.compare_tokens(second, first, printed(1, 3))
 
 
 def test_ep_has_the_losses_of_the_same_spec_without_it(gpu_check: Any, tmp_path: Path) -> None:
