@@ -56,7 +56,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     found = {name: (part["status"], part["found"]) for name, part in parts.items()}
     assert done.returncode != 0
     parity = {name for name in parts if name.startswith("parity")}
-    assert len(parity) == 10
+    assert len(parity) == 12
     for name in parity:
         assert parts[name]["status"] == "exit 1", found[name]
         compared = parts[name]["found"]["compared"]
