@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="the report's folder")
     parser.add_argument("--shape", default="2B", help="of benchmark and memory: tiny, 2B, 4B, …")
-    parser.add_argument("--gpu", choices=GPUS, help="kind to rehearse; default: the machine's")
+    parser.add_argument("--gpu", help="kind that the rehearsal is for; default: the machine's")
     parser.add_argument("--gpus", type=int, help="how many to use; default: all of the machine")
     parser.add_argument("--only", metavar="REGEX", help="run only parts whose name it is found in")
     parser.add_argument(
@@ -166,7 +166,7 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
     specs = ["torch", *(["te"] if find_spec("transformer_engine") else [])]
     alone = leave_out_transformer_engine(options.out) if "te" in specs else {}
     for part in parts_of(options, machine, gpus, specs):
-        if "torch" in part.name:
+        if "torch spec" in part.name or "torch" in part.command:
             part.environment |= alone
         yield part
 
@@ -540,7 +540,7 @@ def compare_tokens(answer: Path, other: Path, printed: str) -> dict[str, Any]:
         Mismatch: they differ; greedy tokens of a tiny random model are far apart.
     """
     found = last_json(printed)
-    tokens = [one["token_ids"] for one in found["answers"]]
+    tokens = [reply["token_ids"] for reply in found["answers"]]
     answer.write_text(json.dumps(tokens))
     if other.exists() and json.loads(other.read_text()) != tokens:
         raise Mismatch(f"the tokens are not those of {other.name}", found)

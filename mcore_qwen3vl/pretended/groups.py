@@ -136,9 +136,45 @@ class _Receipt(Work):
         return True
 
 
-class OneRankGroup(_ProcessGroup):
+class PythonGroup(_ProcessGroup):
+    """What ``torch.distributed`` asks of a group whose operations are written in Python."""
+
+    backend: str
+    """The name that such groups were registered by."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:
+        return self.backend
+
+    def _get_backend(self, device: torch.device) -> PythonGroup:
+        """Return the group itself, which torch 2.15 asks whether it can coalesce messages."""
+        return self
+
+    @property
+    def pg_name(self) -> str:
+        return c10d._world.pg_names[self]
+
+    group_name = pg_name
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
+    def _start_coalescing(self, device: Any) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    abort = shutdown
+
+
+class OneRankGroup(PythonGroup):
     """A group of any size in which this rank is the only process, or exchanges messages alone."""
 
+    backend = "pretended"
     description = "group"
 
     def __init__(self, rank: int, size: int, store: Any = None) -> None:
@@ -148,7 +184,6 @@ class OneRankGroup(_ProcessGroup):
                 the only process.
         """
         super().__init__(rank, size)
-        self._size = size
         self._store = store
         self._messages: Counter[str] = Counter()  # number so far, by sender, receiver and tag
         self.span = size  # ranks from the first member to the last one
@@ -163,22 +198,6 @@ class OneRankGroup(_ProcessGroup):
     def count(self, operation: str, handed: Any) -> None:
         """Count an operation of a library that exchanges tensors without this group's methods."""
         self._did(operation, [t for t in handed if t is not None])
-
-    def size(self) -> int:
-        return self._size
-
-    def getBackendName(self) -> str:
-        return "pretended"
-
-    def _get_backend(self, device: torch.device) -> OneRankGroup:
-        """Return the group itself, which torch 2.15 asks whether it can coalesce messages."""
-        return self
-
-    @property
-    def pg_name(self) -> str:
-        return c10d._world.pg_names[self]
-
-    group_name = pg_name
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         tensors = tree_leaves(tensors)
@@ -280,16 +299,8 @@ class OneRankGroup(_ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         return self._did("barrier", [])
 
-    def _set_sequence_number_for_group(self) -> None: ...
-
-    def _start_coalescing(self, device: Any) -> None: ...
-
     def _end_coalescing(self, device: Any) -> Work:
         return _done([])
-
-    def shutdown(self) -> None: ...
-
-    abort = shutdown
 
 
 def _copy_to_all(outputs: Any, inputs: Any) -> None:

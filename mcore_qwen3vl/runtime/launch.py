@@ -58,6 +58,11 @@ class _Rank:
     died: bool = False  # of its own cause: libraries abort a rank that has lost a peer
 
 
+def _gpus(world_size: int) -> int:
+    """Return how many GPUs `world_size` ranks have; each has its own on the simulated GPU."""
+    return world_size if preloaded() else torch.cuda.device_count()
+
+
 def check_gpus() -> None:
     """Check, before anything slow begins, that there is a GPU.
 
@@ -66,7 +71,7 @@ def check_gpus() -> None:
     Raises:
         BadInput: there is none.
     """
-    if not (preloaded() or torch.cuda.device_count()):
+    if not _gpus(1):
         raise BadInput(
             "There is no GPU here for --device cuda: run on the CPU (verify: --device cpu)."
         )
@@ -74,7 +79,7 @@ def check_gpus() -> None:
 
 def describe_device(device: str, world_size: int) -> str:
     """Name the device for a report, with the number of GPUs if ranks share them."""
-    if device == "cpu" or preloaded() or (gpus := torch.cuda.device_count()) >= world_size:
+    if device == "cpu" or (gpus := _gpus(world_size)) >= world_size:
         return device
     return f"{device}, {world_size} ranks on {gpus} GPU{'s' if gpus > 1 else ''}"
 
@@ -178,10 +183,18 @@ def _run_rank(work: _Work, pipe: Connection) -> None:
     pipe.close()
 
 
+def _gpu_and_backend(work: _Work) -> tuple[int, str]:
+    """Return the number of the rank's GPU, and how the ranks exchange."""
+    if work.device == "cpu":
+        return work.rank, "gloo"
+    gpus = _gpus(work.world_size)
+    shared = gpus < work.world_size
+    return work.rank % gpus, shared_gpu.register() if shared else "nccl"
+
+
 def _call(work: _Work) -> Any:
-    gpu = work.rank
+    gpu, backend = _gpu_and_backend(work)
     around: AbstractContextManager[object] = nullcontext()
-    backend = "gloo" if work.device == "cpu" else "nccl"
     if work.device == "cpu":
         # More threads would oversubscribe the machine, and OpenMP threads do not survive a fork.
         torch.set_num_threads(1)
@@ -190,11 +203,7 @@ def _call(work: _Work) -> Any:
 
         around = one_rank(work.rank, work.world_size)  # messages of other ranks are made up
     else:
-        gpus = torch.cuda.device_count()
-        gpu = work.rank % gpus
         torch.cuda.set_device(gpu)
-        if gpus < work.world_size:
-            backend = shared_gpu.register()
     os.environ |= {
         "RANK": str(work.rank),
         "LOCAL_RANK": str(gpu),

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
-from torch.distributed import distributed_c10d as c10d
+
+from mcore_qwen3vl.pretended.groups import PythonGroup
 
 BACKEND = "staged"
 """The name that ``torch.distributed`` knows these groups by, once :func:`register` was called."""
 
-_ProcessGroup: Any = dist.ProcessGroup  # its type stubs have overloads that Python never calls
 _HALF = (torch.bfloat16, torch.float16)
+_TAG = 1 << 20  # of parts of an exchange, apart from messages of callers
 
 
 def register() -> str:
@@ -51,32 +52,18 @@ class _Exchange(Work):
         return True
 
 
-class StagedGroup(_ProcessGroup):
+class StagedGroup(PythonGroup):
     """A group whose ranks exchange through the host.
 
     Everything but messages between two ranks is over when its method returns. Sums of half
     precision are made in float32, as their order differs from NCCL's in any case.
     """
 
+    backend = BACKEND
+
     def __init__(self, gloo: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._gloo = gloo
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-    def getBackendName(self) -> str:
-        return BACKEND
-
-    def _get_backend(self, device: torch.device) -> StagedGroup:
-        return self
-
-    @property
-    def pg_name(self) -> str:
-        return c10d._world.pg_names[self]
-
-    group_name = pg_name
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
@@ -128,7 +115,7 @@ class StagedGroup(_ProcessGroup):
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         for i, out in enumerate(outputs):
-            octets = _octets(out)
+            octets = _room(out)
             parts = [[_octets(part) for part in inputs[i]]] if inputs else []
             self._gloo.scatter([octets], parts, opts).wait()
             _write(out, octets)
@@ -156,7 +143,7 @@ class StagedGroup(_ProcessGroup):
         self, out: Tensor, own: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Work:
         sent = list(_octets(own).split(self._sizes(own, in_splits)))
-        received = list(_octets(out).split(self._sizes(out, out_splits)))
+        received = list(_room(out).split(self._sizes(out, out_splits)))
         self._exchange(received, sent)
         _write(out, torch.cat(received))
         return _Exchange()
@@ -164,7 +151,7 @@ class StagedGroup(_ProcessGroup):
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        received = [_octets(out) for out in outputs]
+        received = [_room(out) for out in outputs]
         self._exchange(received, [_octets(own) for own in inputs])
         for out, octets in zip(outputs, received, strict=True):
             _write(out, octets)
@@ -175,7 +162,7 @@ class StagedGroup(_ProcessGroup):
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        octets = _octets(tensor)
+        octets = _room(tensor)
         received = self._gloo.recv([octets], source, tag)
         return _Exchange([received], lambda: _write(tensor, octets))
 
@@ -183,20 +170,12 @@ class StagedGroup(_ProcessGroup):
         self._gloo.barrier().wait()
         return _Exchange()
 
-    def _set_sequence_number_for_group(self) -> None: ...
-
-    def _start_coalescing(self, device: Any) -> None: ...
-
     def _end_coalescing(self, device: Any) -> Work:
         return _Exchange()
 
-    def shutdown(self) -> None: ...
-
-    abort = shutdown
-
     def _reduced(self, tensor: Tensor, opts: Any) -> Tensor:
         """Reduce a copy on the host; gloo has no mean."""
-        on_host = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        on_host = _on_host(tensor)
         on_host = on_host.float() if on_host.dtype in _HALF else on_host
         options: Any = dist.AllreduceOptions()  # which asks for a sum
         mean = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
@@ -233,18 +212,24 @@ class StagedGroup(_ProcessGroup):
             work.wait()
 
 
-_TAG = 1 << 20  # of parts of an exchange, apart from messages of callers
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy on the host, where gloo may write."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _octets(tensor: Tensor) -> Tensor:
     """Return a copy of the tensor on the host, as bytes."""
-    on_host = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return on_host.view(-1).view(torch.uint8)
+    return _on_host(tensor).view(-1).view(torch.uint8)
+
+
+def _room(tensor: Tensor) -> Tensor:
+    """Return bytes on the host for what the tensor will hold."""
+    return torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
     """Write values, or the bytes of an equal tensor, to the device."""
     target = tensor.detach()
-    if values.dtype == torch.uint8 != tensor.dtype:
+    if values.dtype == torch.uint8 and tensor.dtype != torch.uint8:
         values = values.view(tensor.dtype)
     target.copy_(values.view(tensor.shape))

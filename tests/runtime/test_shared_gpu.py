@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +161,26 @@ def test_ranks_that_share_a_gpu_equal_hugging_face(
 
     monkeypatch.setattr(launch.dist, "init_process_group", init_process_group)
     matrix.run(MatrixRow("moe", str(layout), ("mixed",))).require()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world_size", "expected"),
+    [
+        (4, 4, [(0, "nccl"), (1, "nccl"), (2, "nccl"), (3, "nccl")]),
+        (1, 2, [(0, "staged"), (0, "staged")]),
+        (2, 4, [(0, "staged"), (1, "staged"), (0, "staged"), (1, "staged")]),
+    ],
+)
+def test_ranks_share_gpus_only_where_there_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, world_size: int, expected: list[tuple[int, str]]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+
+    def chosen(rank: int) -> tuple[int, str]:
+        work = launch._Work(_both, (), rank, world_size, 60.0, "cuda", Path())
+        return launch._gpu_and_backend(work)
+
+    assert [chosen(rank) for rank in range(world_size)] == expected
 
 
 def test_a_report_says_that_ranks_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
