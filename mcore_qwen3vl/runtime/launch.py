@@ -9,6 +9,7 @@ GPU may start it.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -168,6 +169,8 @@ class _Work:
 def _run_rank(work: _Work, pipe: Connection) -> None:
     global _to_parent
     _to_parent = pipe
+    # A collection would visit, and so copy, each object that a fork shares with its parent.
+    gc.freeze()
     end_with_parent()
     prepare_streams()  # a fresh interpreter's are as Python made them
     with work.stacks.open("w", encoding="utf-8") as stacks:

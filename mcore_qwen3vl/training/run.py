@@ -26,7 +26,7 @@ from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu, un
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
-from mcore_qwen3vl.training.arguments.parser import parse
+from mcore_qwen3vl.training.arguments.parser import parse, without_help_texts
 from mcore_qwen3vl.training.folders import locked, nothing_left
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.progress import RunProgress
@@ -57,12 +57,13 @@ def main(command: CommandLine) -> int:
     with nothing_left(command, lambda: bool(run and run.begun)), quiet(command) as screen:
         overlap = "--overlap-moe-expert-parallel-comm" in command.words
         _choose_device(command.cpu, several_queues=overlap)
-        args, explicit = parse(command)
-        run = Run(args, screen)
-        if args.rank == 0:
-            run.introduce(screen, explicit)
-        with locked(args):
-            return run.train()
+        with without_help_texts():
+            args, explicit = parse(command)
+            run = Run(args, screen)
+            if args.rank == 0:
+                run.introduce(screen, explicit)
+            with locked(args):
+                return run.train()
 
 
 def _choose_device(cpu: bool, *, several_queues: bool = False) -> None:

@@ -84,9 +84,18 @@ def _import_for_ranks() -> None:
     from mcore_qwen3vl.runtime import cpu
 
     cpu.install(training=True)  # before megatron is imported
+    import megatron.core.tokenizers.text
+    import PIL.Image
+
+    import mcore_qwen3vl.owners
     import mcore_qwen3vl.training.broadcast.provider
+    import mcore_qwen3vl.training.checkpoints.run_checkpoints
+    import mcore_qwen3vl.training.logs.summary
     import mcore_qwen3vl.training.model
-    import mcore_qwen3vl.training.run  # noqa: F401
+    import mcore_qwen3vl.training.run
+    import mcore_qwen3vl.training.step.objective  # noqa: F401
+
+    PIL.Image.init()
 
 
 def run_rank(argv: Sequence[str], output: Path) -> None:
