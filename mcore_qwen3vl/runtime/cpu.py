@@ -17,7 +17,6 @@ import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -25,9 +24,6 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
-
-TESTED_VERSIONS = ("0.19.2",)
-"""megatron-core versions on which the whole parity matrix passed with these replacements."""
 
 CPU = torch.device("cpu")
 
@@ -250,8 +246,8 @@ def install(*, training: bool = False) -> None:
     ``megatron.training`` needs, which takes seconds to import.
 
     Raises:
-        BadInput: megatron is already imported, its version is untested, a symbol to replace is
-            missing, or this process already uses CUDA.
+        BadInput: megatron is already imported, a symbol to replace is missing, or this process
+            already uses CUDA.
     """
     if not originals:
         _check_environment()
@@ -277,12 +273,6 @@ def installed() -> bool:
 
 
 def _check_environment() -> None:
-    found = version("megatron-core")
-    if found not in TESTED_VERSIONS:
-        raise BadInput(
-            f"The CPU backend was tested with megatron-core {', '.join(TESTED_VERSIONS)}; "
-            f"{found} is installed. Install megatron-core=={TESTED_VERSIONS[-1]}, or run on CUDA."
-        )
     if "megatron.core.parallel_state" in sys.modules:
         raise BadInput(
             "The CPU backend must be installed before megatron is imported, because megatron "
