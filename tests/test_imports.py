@@ -20,6 +20,7 @@ ORDER = (
     "pretended",
     "errors",
     "unused",
+    "flags",
     "files",
     "config",
     "labels",

@@ -13,7 +13,6 @@ from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments.data_flags import PREPROCESS, TRAIN_ON
 from mcore_qwen3vl.unused import as_json
 
 if TYPE_CHECKING:
@@ -33,9 +32,9 @@ SeqLength = Annotated[int, typer.Option(help="Longest sample, and length of a pa
 Split = Annotated[str, typer.Option(help="Split to read, if the data set has several.")]
 Preprocess = Annotated[
     str | None,
-    typer.Option(metavar="MODULE:FUNCTION", help=f"{PREPROCESS.capitalize()}."),
+    typer.Option(metavar="MODULE:FUNCTION", help=options.help_of("preprocess")),
 ]
-TrainOn = Annotated[str | None, typer.Option(metavar="TURNS", help=f"{TRAIN_ON.capitalize()}.")]
+TrainOn = Annotated[str | None, typer.Option(metavar="TURNS", help=options.help_of("train_on"))]
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 

@@ -14,8 +14,9 @@ import typer
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.flags import field_docs
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.arguments.data_flags import TEXTS
+from mcore_qwen3vl.training.arguments.settings import DataSources
 
 
 def source(metavar: str, help: str) -> Any:
@@ -139,7 +140,8 @@ def then(use: Callable[..., None]) -> Callable[[Any], Any]:
 
 def help_of(name: str) -> str:
     """Return training's help of a flag for data as a sentence."""
-    return f"{TEXTS[name][0].upper()}{TEXTS[name][1:]}."
+    text = {**field_docs(DataSources), **field_docs(DataConfig), **field_docs(MediaLimits)}[name]
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _flag(

@@ -24,13 +24,21 @@ class MediaLimits:
     """
 
     image_min_pixels: int | None = None
+    """fewest pixels of an image, after resizing; default: the checkpoint's processor's"""
     image_max_pixels: int | None = None
+    """most pixels of an image, after resizing; default: the checkpoint's processor's"""
     image_max_tokens: int | None = None
+    """most tokens of an image; the smaller of this and --image-max-pixels holds"""
     video_min_pixels: int | None = None
+    """fewest pixels of a whole clip, after resizing; default: the checkpoint's processor's"""
     video_max_pixels: int | None = None
+    """most pixels of a whole clip, after resizing; default: the checkpoint's processor's"""
     video_max_tokens: int | None = None
+    """most tokens of a whole clip; the smaller of this and --video-max-pixels holds"""
     video_fps: float | None = None
+    """number of frames to sample from a second; default: the checkpoint's processor's"""
     video_max_frames: int | None = None
+    """most frames to sample from a clip; default: the checkpoint's processor's"""
 
     def apply(self, processor: Any) -> None:
         """Set these budgets on an HF ``Qwen3VLProcessor``, in place.
@@ -71,51 +79,55 @@ class MediaLimits:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Settings for turning samples into batches."""
+    """Settings for turning samples into batches; the docstring of a field is its flag's help."""
 
     seq_length: int
     packing: bool = False
-    """True: several samples share a sequence in THD layout. False: a row is one padded sample."""
+    """put several samples into a sequence (THD); default: one sample a row, padded"""
     micro_batch_size: int = 1
     """Rows of a batch; must be 1 with packing."""
     pad_to_longest: bool = False
-    """Pad rows to the longest one of the batch instead of `seq_length`; not with packing."""
+    """without --packing: pad rows to the longest of their batch; on by default unless --seq-length
+    is given, to which all rows are then padded"""
     length_multiple: int = 1
     """Every packed sample or padded row has a multiple of this length: 2 x CP for context
     parallelism, times TP for sequence parallelism."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What to do with a sample longer than `seq_length`: leave it out, or cut off its end, but
-    never inside an image."""
+    """samples longer than --seq-length are left out, or their tail is cut, but never inside an
+    image"""
     packing_buffer: int = 128
-    """Number of samples from which the packer chooses; with `balance`, for each data-parallel
-    rank."""
+    """number of samples among which the packer chooses; with --balance, for each data-parallel
+    rank"""
     balance: bool = False
-    """True, with packing: make packs of equal work for all data-parallel ranks together, from the
-    sizes of all samples, which are measured once. False: each rank packs its own part by length."""
+    """make packs of equal work for all data-parallel ranks; measures every sample once, before
+    training; default: with --packing, except for preference losses and --task, where each rank
+    packs its own part by length"""
     micro_batches: int = 1
     """Micro-batches of a rank in a step; `balance` spreads large and small packs over steps."""
     shuffle: bool = True
+    """read the samples in their order; default: a new permutation in each epoch"""
     shuffle_buffer: int = 100
+    """of tars: number of samples among which the next is drawn"""
     max_bad_fraction: float = 0.05
-    """Share of the data set's records that may be bad; loading stops when more are."""
+    """stop when more than this share of the data set is bad"""
     bad_fraction_floor: int = 100
-    """If a data worker gets fewer records than this, the share is taken of this number, or of the
-    whole data set if that is smaller."""
+    """count at least this many records for --max-bad-fraction, so that a few bad ones at the start
+    do not stop the run"""
     max_sample_seconds: float = 60.0
-    """A sample is bad if its hook, template or media take longer than this, so that ranks do not
-    wait for it; 0: no limit."""
+    """skip a sample as bad if its hook, template or decoding takes longer; 0: no limit"""
+    # Decoding takes about 20 bytes a pixel. The default is the size from which PIL warns; PIL
+    # itself refuses images of twice as many.
     max_decoded_pixels: int = 89_478_485
-    """A sample is bad if an image, or a frame of a video, has more pixels in its file, before
-    resizing: decoding takes about 20 bytes a pixel. The default is the size from which PIL warns;
-    PIL itself refuses images of twice as many."""
+    """skip a sample as bad if an image, or a frame of a video, has more pixels in its file, before
+    resizing"""
     trust_data: bool = False
-    """Whether energon may run code that a metadataset or a WebDataset names."""
+    """run the Python code that an energon metadataset or a WebDataset names; default: such data
+    sets are refused"""
     document_end: str | None = None
-    """The token that ends a pretraining document, as text; None: the tokenizer's pad token, which
-    is <|endoftext|> in Qwen's tokenizers."""
+    """token text that ends a pretraining document; default: the tokenizer's pad token"""
     allow_dropped: bool = False
-    """Whether a sample is used although the chat template leaves text of it out; its name is then
-    among what is not used. False: such a sample is bad."""
+    """use samples although the chat template leaves some of their text out, and name what it leaves
+    out; default: such samples are bad"""
     pairs: bool = False
     """Whether the records are preference records; a pair takes two rows of a padded batch."""
     labelled: bool = False

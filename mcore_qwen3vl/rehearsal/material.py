@@ -150,7 +150,7 @@ def write_made_up(data: Path, model: Path, args: argparse.Namespace) -> None:
         write_teacher,
     )
     from mcore_qwen3vl.scoring.records import Records
-    from mcore_qwen3vl.training.arguments.data_flags import media_limits
+    from mcore_qwen3vl.training.arguments.settings import media_limits
 
     processor, architecture = load_processor(model), Architecture.from_hf(model)
     sources = parse_sources([str(data)])

@@ -16,7 +16,7 @@ from mcore_qwen3vl.runtime.lifetime import death, scratch_folder
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.help import COMMON, PROGRAM, print_help
-from mcore_qwen3vl.training.arguments.own_flags import add_arguments, add_flags
+from mcore_qwen3vl.training.arguments.settings import add_arguments
 
 SHUTDOWN_SECONDS = 600
 """Time for a step and a checkpoint after SIGTERM; after torchrun's 30 s a rank would be killed."""
@@ -36,7 +36,11 @@ def show_help(words: Sequence[str]) -> None:
         "launch/train.py --help lists them all.",
         add_help=False,
     )
-    add_flags(parser.add_argument_group("common (Megatron)"), COMMON)
+    common = parser.add_argument_group("common (Megatron)")
+    for usage, text in COMMON.items():
+        flag, _, metavar = usage.partition(" ")
+        value: Any = {"metavar": metavar} if metavar else {"action": "store_true"}
+        common.add_argument(flag, help=text, **value)
     print_help(add_arguments(parser))
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,7 +22,7 @@ from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.arguments import own_flags
+from mcore_qwen3vl.training.arguments import settings
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.model import fields_from_flags
 from mcore_qwen3vl.training.step.losses import cross_entropy, find_loss
@@ -131,10 +134,14 @@ def test_megatrons_flag_reaches_the_model():
     assert transformer_config(architecture, **fields_from_flags(args)).hidden_dropout == 0.1
 
 
-@mock.patch.dict(own_flags._TRAINING)
-@mock.patch.dict(own_flags._DEFAULTS)
-def test_flag_example():
-    exec(extension("own_flags.py"), vars(own_flags))
-    parser = own_flags.add_arguments(argparse.ArgumentParser())
+def test_flag_example(tmp_path, monkeypatch):
+    first = "    freeze: Patterns = ()\n"
+    source = Path(settings.__file__).read_text()
+    assert source.count(first) == 1
+    field = textwrap.indent(extension("settings.py, TrainingSettings"), "    ")
+    (tmp_path / "extended_flags.py").write_text(source.replace(first, f"{field}\n{first}"))
+    monkeypatch.syspath_prepend(tmp_path)
+    extended = importlib.import_module("extended_flags")
+    parser = extended.add_arguments(argparse.ArgumentParser())
     given = parser.parse_args(["--hf-model", "x", "--logit-scale", "0.5"])
     assert (given.logit_scale, parser.parse_args(["--hf-model", "x"]).logit_scale) == (0.5, 1.0)

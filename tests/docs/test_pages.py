@@ -14,7 +14,7 @@ import yaml
 from mcore_qwen3vl.cli import app
 from mcore_qwen3vl.data.records.reading import GROUP as HOOKS
 from mcore_qwen3vl.pretended.__main__ import make_parser
-from mcore_qwen3vl.training.arguments.own_flags import add_arguments
+from mcore_qwen3vl.training.arguments.settings import add_arguments
 from mcore_qwen3vl.training.step.losses import GROUP as LOSSES
 from tests.docs.markdown import PAGES, README, ROOT, anchors, blocks, commands, links, prose
 

@@ -17,9 +17,8 @@ from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.arguments.data_flags import check_data_arguments
 from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
-from mcore_qwen3vl.training.arguments.own_flags import add_arguments
+from mcore_qwen3vl.training.arguments.settings import add_arguments, check_data_arguments
 from mcore_qwen3vl.unused import Fields, Unused
 
 COMMAND_LINE = "the command line"

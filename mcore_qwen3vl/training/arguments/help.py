@@ -81,7 +81,7 @@ def print_megatron_help(words: Sequence[str] = ()) -> NoReturn:
     from megatron.training.arguments import add_megatron_arguments
 
     from mcore_qwen3vl.training.arguments.command_line import Sorting
-    from mcore_qwen3vl.training.arguments.own_flags import add_arguments
+    from mcore_qwen3vl.training.arguments.settings import add_arguments
 
     parser = argparse.ArgumentParser(
         prog=PROGRAM,

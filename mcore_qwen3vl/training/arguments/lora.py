@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import SCORE, AdapterConfig
@@ -23,6 +23,7 @@ from mcore_qwen3vl.converters.adapters.targets import (
 )
 from mcore_qwen3vl.data.config import SCORED
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import File, Flag, Name
 
 RANK = 16
 """Default of ``--lora-rank``; vLLM takes no larger one by default."""
@@ -36,20 +37,29 @@ _PARAMETERS = (".weight", "gate_up_proj", "experts.down_proj")
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 _NAMES = (*ATTENTION, *MLP, *MERGERS, *VISION, *EXPERTS, ROUTER, "mlp.gate", *_EMBEDDINGS)
 
-FLAGS = {
-    "--lora-rank R": f"train adapters of this rank; default {RANK}",
-    "--lora-target NAME...": f"what to adapt: {', '.join(get_args(Preset))} (default: "
-    "language), all-linear, a regular expression, or PEFT's names of modules (q_proj, "
-    f"attn.qkv, lm_head) and of parameters ({EXPERTS[0]}, {ROUTER})",
-    "--lora-config FILE": "take all LoRA settings from an adapter_config.json",
-    "--lora-init ADAPTER": "continue from this PEFT adapter, with its config",
-    "--lora-alpha X": "updates are scaled by alpha / rank; default 2 * rank",
-    "--lora-dropout X": "dropout on the input of A; default 0",
-    "--lora-rslora": "scale by alpha / sqrt(rank) instead",
-    "--lora-modules-to-save NAME...": "also train these whole: embed_tokens, lm_head, merger, "
-    "visual, gate",
-}
-"""Any of the first four makes the run a LoRA run."""
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The adapter that trains; any of the first four fields makes the run a LoRA run."""
+
+    lora_rank: Annotated[int | None, Flag("R")] = None
+    """train adapters of this rank; default 16"""
+    lora_target: tuple[Name, ...] | None = None
+    """what to adapt: language, language-aligner, all (default: language), all-linear, a regular
+    expression, or PEFT's names of modules (q_proj, attn.qkv, lm_head) and of parameters
+    (mlp.experts.gate_up_proj, mlp.gate.weight)"""
+    lora_config: File | None = None
+    """take all LoRA settings from an adapter_config.json"""
+    lora_init: Annotated[str | None, Flag("ADAPTER")] = None
+    """continue from this PEFT adapter, with its config"""
+    lora_alpha: float | None = None
+    """updates are scaled by alpha / rank; default 2 * rank"""
+    lora_dropout: float | None = None
+    """dropout on the input of A; default 0"""
+    lora_rslora: bool = False
+    """scale by alpha / sqrt(rank) instead"""
+    lora_modules_to_save: tuple[Name, ...] | None = None
+    """also train these whole: embed_tokens, lm_head, merger, visual, gate"""
 
 
 def asked(args: argparse.Namespace) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import Flag, Folder
 from mcore_qwen3vl.objectives.settings import (
     DEFAULTS,
     TEACHER_TOP_K,
@@ -30,26 +31,36 @@ DISTILL = "distill"
 
 Reference = Literal["adapter", "file", "model"]
 
-_ANSWERS = "kto: weight of the losses of answers with the label {}; default 1"
-PREFERENCE_FLAGS = {
-    "--beta,--dpo-beta X": "dpo, kto: cost of deviating from the reference; simpo: scale of "
-    f"the rewards; orpo: weight of the odds ratio; default {Preference.beta}, with simpo "
-    f"{DEFAULTS['simpo']['beta']}",
-    f"--dpo-loss {'|'.join(get_args(DpoKind))}": f"loss of a pair; default {Preference.kind}",
-    "--dpo-label-smoothing X": "share of pairs that are labelled the wrong way round; default 0",
-    "--rpo-alpha X": "dpo, simpo: weight of the chosen answer's own loss, a mean over its "
-    "tokens; default 0 (always 1 with orpo)",
-    "--simpo-gamma X": "margin that the rewards of a pair should have; default "
-    f"{DEFAULTS['simpo']['gamma']}",
-    "--desirable-weight X": _ANSWERS.format("true"),
-    "--undesirable-weight X": _ANSWERS.format("false"),
-    f"--reference,--dpo-reference {'|'.join(get_args(Reference))}": "adapter: the model with "
-    "its LoRA switched off (the default with LoRA from scratch); file: NAME.scores.jsonl "
-    "beside each NAME.jsonl, which `mcore-qwen3vl score` writes (not with kto; otherwise the "
-    "default); model: a frozen model in memory (the default with kto and without LoRA)",
-    "--reference-model DIR": "with --reference model: its checkpoint or hub id (default: what "
-    "training starts from, --load-hf or --pretrained-checkpoint)",
-}
+
+@dataclass(frozen=True)
+class PreferenceSettings:
+    """The settings of the losses over pairs, and of KTO; None: the loss's own default."""
+
+    beta: Annotated[float | None, Flag(aliases=("--dpo-beta",))] = None
+    """dpo, kto: cost of deviating from the reference; simpo: scale of the rewards; orpo: weight of
+    the odds ratio; default 0.1, with simpo 2.0"""
+    dpo_loss: DpoKind | None = None
+    """loss of a pair; default sigmoid"""
+    dpo_label_smoothing: float | None = None
+    """share of pairs that are labelled the wrong way round; default 0"""
+    rpo_alpha: float | None = None
+    """dpo, simpo: weight of the chosen answer's own loss, a mean over its tokens; default 0 (always
+    1 with orpo)"""
+    simpo_gamma: float | None = None
+    """margin that the rewards of a pair should have; default 1.0"""
+    desirable_weight: float | None = None
+    """kto: weight of the losses of answers with the label true; default 1"""
+    undesirable_weight: float | None = None
+    """kto: weight of the losses of answers with the label false; default 1"""
+    reference: Annotated[Reference | None, Flag(aliases=("--dpo-reference",))] = None
+    """adapter: the model with its LoRA switched off (the default with LoRA from scratch); file:
+    NAME.scores.jsonl beside each NAME.jsonl, which `mcore-qwen3vl score` writes (not with kto;
+    otherwise the default); model: a frozen model in memory (the default with kto and without
+    LoRA)"""
+    reference_model: Folder | None = None
+    """with --reference model: its checkpoint or hub id (default: what training starts from,
+    --load-hf or --pretrained-checkpoint)"""
+
 
 _LOSSES_OF = {
     "beta": (*LOSSES, KTO),
@@ -64,21 +75,28 @@ _LOSSES_OF = {
 }
 """The losses that each argument is for."""
 
-DISTILLATION_FLAGS = {
-    f"--distill-divergence {'|'.join(get_args(Divergence))}": "of the student from the "
-    "teacher: forward KL (teacher || student), reverse KL (student || teacher) or "
-    f"Jensen-Shannon; default {Distillation.divergence}",
-    "--distill-beta X": "with jsd: share of the teacher in the mixture, as in GKD; default "
-    f"{Distillation.beta}",
-    "--distill-temperature X": "the logits of both are divided by this; give `mcore-qwen3vl "
-    f"score` the same --temperature; default {Distillation.temperature:g}",
-    "--distill-alpha X": f"share of the cross entropy in the loss; default {Distillation.alpha:g}",
-    "--teacher DIR": "a teacher in memory, on the same GPUs: a checkpoint of any Qwen3-VL with "
-    "the student's vocabulary, or hub id (default: the tokens that `mcore-qwen3vl score "
-    "--top-k` wrote beside the data)",
-    "--teacher-top-k K": "with --teacher: number of its likeliest tokens to learn from; "
-    f"default {TEACHER_TOP_K}",
-}
+
+@dataclass(frozen=True)
+class DistillationSettings:
+    """The settings of ``--loss distill``, and its teacher; None: the loss's own default."""
+
+    distill_divergence: Divergence | None = None
+    """of the student from the teacher: forward KL (teacher || student), reverse KL (student ||
+    teacher) or Jensen-Shannon; default forward"""
+    distill_beta: float | None = None
+    """with jsd: share of the teacher in the mixture, as in GKD; default 0.5"""
+    distill_temperature: float | None = None
+    """the logits of both are divided by this; give `mcore-qwen3vl score` the same --temperature;
+    default 1"""
+    distill_alpha: float | None = None
+    """share of the cross entropy in the loss; default 0"""
+    teacher: Folder | None = None
+    """a teacher in memory, on the same GPUs: a checkpoint of any Qwen3-VL with the student's
+    vocabulary, or hub id (default: the tokens that `mcore-qwen3vl score --top-k` wrote beside the
+    data)"""
+    teacher_top_k: Annotated[int | None, Flag("K")] = None
+    """with --teacher: number of its likeliest tokens to learn from; default 64"""
+
 
 _DISTILLATION = {f"distill_{field.name}": field.name for field in fields(Distillation)}
 """The settings of distillation by their arguments."""

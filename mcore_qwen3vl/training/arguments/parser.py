@@ -30,7 +30,7 @@ from mcore_qwen3vl.training.arguments.losses import (
     check_preference,
     preference_defaults,
 )
-from mcore_qwen3vl.training.arguments.own_flags import add_arguments
+from mcore_qwen3vl.training.arguments.settings import add_arguments
 from mcore_qwen3vl.training.arguments.tasks import check_task
 
 SPECS = ("te", "torch")

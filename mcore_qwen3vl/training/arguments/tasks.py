@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Annotated
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
@@ -14,6 +14,7 @@ from mcore_qwen3vl.converters.mcore.paths import require_classifier
 from mcore_qwen3vl.data.config import SCORED, Task
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import Flag
 from mcore_qwen3vl.labels import NO_LABELS, ONE_SCORE, SINGLE, Labels, ProblemType
 from mcore_qwen3vl.objectives.settings import ANSWERS, Contrastive, EmbeddingKind, Ranking
 from mcore_qwen3vl.training.arguments.lora import adapter_config
@@ -24,30 +25,37 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.converters.adapters.targets import HFConfig
 
 
-FLAGS = {
-    f"--task {'|'.join(get_args(Task))}": "embedding: train the embedding at the last token "
-    "with the contrastive loss, on retrieval records; the model has no lm_head, and is written "
-    "without one. reranker: train the answer, yes or no, to a query and a document of the same "
-    "records. reward: train a score at the last token with the Bradley-Terry loss, on "
-    "preference records; the model has the head `score` instead of lm_head. classify: train "
-    "the same head with one value for each label, on records with `label`",
-    "--num-labels N": "with --task classify: number of labels, if records have numbers and "
-    "--hf-model has no `id2label`; default: the labels of the training data, which are then "
-    "all read first",
-    f"--problem-type {'|'.join(get_args(ProblemType))}": "with --task classify: whether a "
-    "record has one label (the default) or any number",
-    f"--embedding-loss {'|'.join(get_args(EmbeddingKind))}": "with --task embedding: infonce "
-    "(the default) trains a query to find its positive; cosine and cosent train on pairs with "
-    "a score, cosine as the cosine itself, cosent for the order of all pairs of the global "
-    "batch",
-    "--temperature X": "with --task embedding: cosines are divided by this; default "
-    f"{Contrastive.temperature}",
-    "--matryoshka-dims N...": "with --task embedding: add up the losses of embeddings that are "
-    "cut to each of these lengths; default: whole embeddings only",
-    f"--reranker-loss {'|'.join(get_args(Ranking))}": "with --task reranker: compare each "
-    "document with its label (pointwise, the default), or all documents of a query with one "
-    "another (listwise)",
-}
+@dataclass(frozen=True)
+class TaskSettings:
+    """The task, if it is another one than predicting tokens, and its settings."""
+
+    task: Task | None = None
+    """embedding: train the embedding at the last token with the contrastive loss, on retrieval
+    records; the model has no lm_head, and is written without one. reranker: train the answer, yes
+    or no, to a query and a document of the same records. reward: train a score at the last token
+    with the Bradley-Terry loss, on preference records; the model has the head `score` instead of
+    lm_head. classify: train the same head with one value for each label, on records with `label`"""
+    num_labels: int | None = None
+    """with --task classify: number of labels, if records have numbers and --hf-model has no
+    `id2label`; default: the labels of the training data, which are then all read first"""
+    problem_type: ProblemType | None = None
+    """with --task classify: whether a record has one label (the default) or any number"""
+    embedding_loss: EmbeddingKind | None = None
+    """with --task embedding: infonce (the default) trains a query to find its positive; cosine and
+    cosent train on pairs with a score, cosine as the cosine itself, cosent for the order of all
+    pairs of the global batch"""
+    temperature: float | None = None
+    """with --task embedding: cosines are divided by this; default 0.05"""
+    matryoshka_dims: tuple[int, ...] | None = None
+    """with --task embedding: add up the losses of embeddings that are cut to each of these lengths;
+    default: whole embeddings only"""
+    reranker_loss: Ranking | None = None
+    """with --task reranker: compare each document with its label (pointwise, the default), or all
+    documents of a query with one another (listwise)"""
+    answers: Annotated[tuple[str, str] | None, Flag(("YES", "NO"))] = None
+    """with --task reranker: the words, one token each, that mean relevant and irrelevant; default:
+    yes no"""
+
 
 _TASKS: dict[Task, tuple[str, tuple[str, ...]]] = {
     "embedding": ("queries", ("embedding_loss", "temperature", "matryoshka_dims")),

@@ -29,7 +29,6 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
-from mcore_qwen3vl.training.arguments.data_flags import media_limits
 from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.losses import (
     DISTILL,
@@ -38,6 +37,7 @@ from mcore_qwen3vl.training.arguments.losses import (
     distillation_of,
     reference_of,
 )
+from mcore_qwen3vl.training.arguments.settings import media_limits
 from mcore_qwen3vl.training.arguments.tasks import contrastive_of, labels_of
 from mcore_qwen3vl.training.broadcast import data_state, groups
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches

@@ -42,7 +42,7 @@ from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import replacing
-from mcore_qwen3vl.training.arguments.data_flags import media_limits
+from mcore_qwen3vl.training.arguments.settings import media_limits
 from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.training.broadcast import data_state
 

@@ -19,9 +19,9 @@ from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments import lora as lora_flags
 from mcore_qwen3vl.training.arguments import losses as preference
-from mcore_qwen3vl.training.arguments.data_flags import media_limits
 from mcore_qwen3vl.training.arguments.defaults import WHOLE, statement
 from mcore_qwen3vl.training.arguments.losses import DISTILL, distillation_of
+from mcore_qwen3vl.training.arguments.settings import media_limits
 from mcore_qwen3vl.training.arguments.tasks import answers_of, contrastive_of, labels_of, ranking_of
 from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.second_model import architecture_of, source_of

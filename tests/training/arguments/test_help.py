@@ -7,15 +7,30 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from mcore_qwen3vl.cli import main as command_line
+from mcore_qwen3vl.converters.adapters.targets import Preset
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import field_docs
+from mcore_qwen3vl.objectives.settings import (
+    ANSWERS,
+    DEFAULTS,
+    TEACHER_TOP_K,
+    Contrastive,
+    Distillation,
+    Kto,
+    Preference,
+)
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.help import COMMON, asked_words, print_help
-from mcore_qwen3vl.training.arguments.own_flags import add_arguments
+from mcore_qwen3vl.training.arguments.lora import RANK, LoraSettings
+from mcore_qwen3vl.training.arguments.losses import DistillationSettings, PreferenceSettings
+from mcore_qwen3vl.training.arguments.settings import add_arguments
+from mcore_qwen3vl.training.arguments.tasks import TaskSettings
 from mcore_qwen3vl.training.run import main
 
 ROOT = Path(__file__).parents[3]
@@ -85,3 +100,26 @@ def test_the_script_says_it_without_a_traceback() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "--seq-length" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_texts_name_the_defaults_in_use() -> None:
+    """A docstring cannot compute, so a default that another class has is written out in it."""
+    stated = {
+        (PreferenceSettings, "beta"): f"default {Preference.beta}, with simpo "
+        f"{DEFAULTS['simpo']['beta']}",
+        (PreferenceSettings, "dpo_loss"): f"default {Preference.kind}",
+        (PreferenceSettings, "simpo_gamma"): f"default {DEFAULTS['simpo']['gamma']}",
+        (PreferenceSettings, "desirable_weight"): f"default {Kto.desirable_weight:g}",
+        (DistillationSettings, "distill_divergence"): f"default {Distillation.divergence}",
+        (DistillationSettings, "distill_beta"): f"default {Distillation.beta}",
+        (DistillationSettings, "distill_temperature"): f"default {Distillation.temperature:g}",
+        (DistillationSettings, "distill_alpha"): f"default {Distillation.alpha:g}",
+        (DistillationSettings, "teacher_top_k"): f"default {TEACHER_TOP_K}",
+        (TaskSettings, "embedding_loss"): f"{Contrastive.kind} (the default)",
+        (TaskSettings, "temperature"): f"default {Contrastive.temperature}",
+        (TaskSettings, "answers"): f"default: {' '.join(ANSWERS)}",
+        (LoraSettings, "lora_rank"): f"default {RANK}",
+        (LoraSettings, "lora_target"): f"what to adapt: {', '.join(get_args(Preset))} (default",
+    }
+    for (owner, name), text in stated.items():
+        assert text in field_docs(owner)[name]

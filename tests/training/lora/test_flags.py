@@ -11,14 +11,14 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import add_flags
 from mcore_qwen3vl.tiny import tiny_config
 from mcore_qwen3vl.training.arguments.lora import (
-    FLAGS,
+    LoraSettings,
     adapter_config,
     asked,
     check_flags,
 )
-from mcore_qwen3vl.training.arguments.own_flags import add_flags
 
 DENSE, MOE = (Architecture.from_hf(tiny_config(moe=moe)) for moe in (False, True))
 TIED = Architecture.from_hf(tiny_config(tie=True))
@@ -26,7 +26,7 @@ TIED = Architecture.from_hf(tiny_config(tie=True))
 
 def parse(*flags: str, **others: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_flags(parser.add_argument_group(), FLAGS)
+    add_flags(parser.add_argument_group(), LoraSettings)
     args = parser.parse_args(flags)
     rest = {
         "freeze": [],

@@ -21,11 +21,11 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import add_flags
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.arguments.lora import FLAGS
-from mcore_qwen3vl.training.arguments.own_flags import add_flags
+from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.lora import LoraRun, check_checkpoint
 from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, TOLERANCE, hf_curve, whole_and_half
 from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
@@ -120,7 +120,7 @@ def test_a_tied_head_counts_once(dense: Path, tmp_path: Path) -> None:
 
 def asked(model: Path, folder: Path, *flags: str) -> tuple[argparse.Namespace, LoraRun | None]:
     parser = argparse.ArgumentParser()
-    add_flags(parser.add_argument_group(), FLAGS)
+    add_flags(parser.add_argument_group(), LoraSettings)
     args = parser.parse_args(flags)
     args.hf_model = args.load_hf = str(model)
     args.pretrained_checkpoint = args.task = None
