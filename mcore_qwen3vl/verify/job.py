@@ -84,7 +84,6 @@ def _import_for_ranks() -> None:
     from mcore_qwen3vl.runtime import cpu
 
     cpu.install(training=True)  # before megatron is imported
-    import megatron.core.tokenizers.text
     import PIL.Image
 
     import mcore_qwen3vl.owners
