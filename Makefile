@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-muon test-te test-verl test-grpo test-vllm test-versions lint docs parity bench-convert gpu-check clean
+.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-muon test-te test-verl test-grpo test-vllm test-versions lint docs parity bench-convert gpu-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -106,6 +106,9 @@ bench-convert: $(ENVIRONMENT) ## conversion against a plain copy of the same byt
 gpu-check: ## on a machine with GPUs: parity, generation, speed and memory into one report
 	$(firstword $(wildcard .venv/bin/python) python3) benchmarks/gpu_check.py $(ARGS)
 
+release: $(filter .uv/%,$(UV)) ## sdist and wheel in dist/, after their contents and two installations are checked
+	$(UV) run --no-project tests/release.py
+
 $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 	@echo "Installing into .venv: 5.4 GB, several minutes the first time"
 	$(UV) sync
@@ -130,4 +133,4 @@ OVERRIDES = $(wildcard tests/environments/$*.overrides.txt)
 	.uv/bin/python -m pip install --quiet uv
 
 clean: ## remove the environment and caches
-	rm -rf .venv .venv-* .uv build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* .uv build dist .pytest_cache .mypy_cache .ruff_cache

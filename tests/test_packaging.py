@@ -1,15 +1,16 @@
-"""The wheel holds the right files, and a GPU container's builds satisfy the requirements."""
+"""Wheel and sdist hold the right files, and a GPU container's builds satisfy the requirements."""
 
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from tests.release import archived_files, flaws, package_files, tracked_names
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -26,34 +27,26 @@ def test_container_builds_satisfy_the_requirements(name, version):
     assert specifier.contains(version, prereleases=True)
 
 
-def test_wheel_holds_every_module_once(tmp_path):
-    """The wheels of the checkout and of its source archive hold the tracked files and no others.
-
-    Symbolic links put two folders of the checkout in the package; the archive resolves them.
-    """
-    tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout.split()  # fmt: skip
+def test_the_archives_hold_what_git_tracks(tmp_path):
+    """A clone with what an earlier build left behind builds what its source archive builds."""
     source = tmp_path / "source"
-    for name in tracked:
+    for name in tracked_names(ROOT):
         if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
-    expected = sorted(
-        name if name.startswith("mcore_qwen3vl/") else f"mcore_qwen3vl/{name}"
-        for name in tracked
-        if name.startswith(("mcore_qwen3vl/", "converters/", "launch/"))
-        and (source / name).is_file()
-    )
-    deleted = source / "build" / "lib" / "mcore_qwen3vl" / "deleted.py"  # of an earlier build
+    deleted = source / "build" / "lib" / "mcore_qwen3vl" / "deleted.py"
     deleted.parent.mkdir(parents=True)
     deleted.touch()
-    assert packed(build("wheel", source, tmp_path / "direct")) == expected
-    with tarfile.open(build("sdist", source, tmp_path)) as archive:
+    package = package_files(ROOT)
+    assert "mcore_qwen3vl/launch/sft_2b.sh" in package
+    wheel = archived_files(build("wheel", source, tmp_path / "direct"))
+    assert flaws(wheel, package) == []
+    sdist = build("sdist", source, tmp_path)
+    assert flaws(archived_files(sdist), package) == []
+    with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    assert packed(build("wheel", unpacked, tmp_path / "indirect")) == expected
+    assert archived_files(build("wheel", unpacked, tmp_path / "indirect")) == wheel
 
 
 def build(kind, source, target):
@@ -65,10 +58,25 @@ def build(kind, source, target):
     return target / ran.stdout.splitlines()[-1]
 
 
-def packed(wheel):
-    """Return the sorted names in a wheel, metadata left out and duplicates kept."""
-    names = zipfile.ZipFile(wheel).namelist()
-    return sorted(name for name in names if ".dist-info/" not in name)
+@pytest.mark.parametrize(
+    ("changed", "flaw"),
+    [
+        ({"mcore_qwen3vl/launch/sft_2b.sh": None}, "lacks mcore_qwen3vl/launch/sft_2b.sh"),
+        ({"mcore_qwen3vl/errors.py": b""}, "has another mcore_qwen3vl/errors.py"),
+        ({"mcore_qwen3vl/old.py": b""}, "has mcore_qwen3vl/old.py, unknown to git"),
+        ({"converters/convert.py": b""}, "has converters/convert.py, unknown to git"),
+        ({"tests/test_lock.py": b""}, "has the test tests/test_lock.py"),
+        ({"mcore_qwen3vl/conftest.py": b""}, "has the test mcore_qwen3vl/conftest.py"),
+        ({"x.dist-info/LICENSE": None}, "has 0 files LICENSE and not the one of the checkout"),
+        ({"x.dist-info/LICENSE": b"MIT"}, "has 1 files LICENSE and not the one of the checkout"),
+    ],
+)
+def test_a_release_names_what_is_wrong_with_an_archive(changed, flaw):
+    package = package_files(ROOT)
+    archive = {**package, "x.dist-info/LICENSE": (ROOT / "LICENSE").read_bytes()}
+    assert flaws(archive, package) == []
+    archive = {name: c for name, c in {**archive, **changed}.items() if c is not None}
+    assert flaw in flaws(archive, package)
 
 
 def test_every_package_is_type_checked():

@@ -109,8 +109,8 @@ def process(
         The processor's output: tensors by name, with B rows of S tokens.
 
     Raises:
-        BadInput: there is no conversation or no chat template, media cannot be read, or there are
-            more or fewer placeholders than media.
+        BadInput: there is no conversation or no chat template, the template fails, media cannot be
+            read, or there are more or fewer placeholders than media.
     """
     if not conversations:
         raise BadInput("There is no conversation to answer: pass at least one.")
@@ -119,10 +119,16 @@ def process(
             "The processor has no chat template: copy chat_template.jinja from the checkpoint's "
             "repository beside its tokenizer."
         )
-    texts = [
-        processor.apply_chat_template(list(conversation), add_generation_prompt=True)
-        for conversation in conversations
-    ]
+    try:
+        texts = [
+            processor.apply_chat_template(list(conversation), add_generation_prompt=True)
+            for conversation in conversations
+        ]
+    except Exception as error:  # the template is a program of the checkpoint's
+        raise BadInput(
+            f"The chat template cannot render this prompt: {type(error).__name__}: {error!s:.500}. "
+            "Compare it with the template of the model that the checkpoint was made from."
+        ) from error
     images = [_image(part) for part in _parts(conversations, "image")]
     videos = [_video(part, processor) for part in _parts(conversations, "video")]
     for kind, token, media in (

@@ -141,6 +141,19 @@ def test_processor(
     assert "custom code" in refused(READERS_OF_THE_PROCESSOR[name], places, capsys)
 
 
+@pytest.mark.parametrize("name", ["generate", "check"])
+def test_chat_template(name: str, dense: Path, places: dict[str, Path], capsys: Any) -> None:
+    shutil.copytree(dense, places["hf"], dirs_exist_ok=True)  # without the other poison
+    code = f"cycler.__init__.__globals__.os.mkdir({str(places['marker'])!r})"
+    (places["hf"] / "chat_template.jinja").write_text(f"{{{{ {code} }}}}")
+    assert exit_code(*(word.format(**places) for word in READERS_OF_THE_PROCESSOR[name]))
+    assert not places["marker"].exists()
+    said = capsys.readouterr()
+    assert "attribute '__init__' of 'type' object is unsafe" in " ".join(
+        (said.out + said.err).split()
+    )
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_training(name: str, places: dict[str, Path]) -> None:
     with pytest.raises(BadInput, match="asks for"):
