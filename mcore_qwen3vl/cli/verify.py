@@ -225,7 +225,7 @@ def verify_trace(
     ] = None,
     timeout: Timeout = 600.0,
 ) -> "Report":
-    """Find the first place where the two models differ, and why.
+    """Find the first place where the two models differ, and name the weights and settings there.
 
     Hugging Face's model runs on this machine in float32 and float64, which takes 12 bytes a
     parameter (24 with --gradients) besides ours in float32 on the CPU. For a model too large for

@@ -59,7 +59,9 @@ def compare_settings(
     Raises:
         BadInput: a file is damaged.
     """
-    yield from _own_config(examined, right)
+    folder = find_hf_folder(examined) if is_megatron(examined) else examined
+    if folder is not None:
+        yield from compare_configs(Architecture.from_hf(folder), right)
     saved = saved_settings(stored) if isinstance(stored, MegatronCheckpoint) else {}
     for fact in architecture_facts(right):
         name = fact.argument or ""
@@ -68,12 +70,10 @@ def compare_settings(
             yield _compared(name, saved[there[0]], fact.value)
 
 
-def _own_config(examined: Path, right: Architecture) -> Iterator[Finding]:
-    folder = find_hf_folder(examined) if is_megatron(examined) else examined
-    if folder is None:
-        return
-    own, wanted = _flat(Architecture.from_hf(folder)), _flat(right)
-    yield from (_compared(name, own[name], wanted[name]) for name in wanted)
+def compare_configs(examined: Architecture, right: Architecture) -> Iterator[Finding]:
+    """Compare the fields of two Hugging Face configs that decide what a model computes."""
+    fields, right_fields = _flat(examined), _flat(right)
+    yield from (_compared(name, fields[name], right_fields[name]) for name in right_fields)
 
 
 def _flat(architecture: Architecture) -> dict[str, Any]:

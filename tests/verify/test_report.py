@@ -13,7 +13,6 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.verify.measurement import Finding, Measurement
 from mcore_qwen3vl.verify.report import Report
 from mcore_qwen3vl.verify.report_page import POINTS, html, plots, write_report
-from mcore_qwen3vl.verify.trace.divergence import Cause
 from mcore_qwen3vl.verify.trace.tracing import Trace
 
 LIMIT = 1_000_000
@@ -98,14 +97,12 @@ def test_bitwise_comparisons_and_files() -> None:
     assert same.to_dict()["largest_expected"] is None  # bits have no scale
 
 
-def test_trace_says_where_and_why() -> None:
+def test_a_trace_says_where() -> None:
     bad = report(1e-6, 5e-3)
-    cause = Cause("rotary base", "The angles are those of base 10.", "Base 10 fits.")
-    trace = Trace(bad.title, {}, bad.findings, first=bad.findings[1], cause=cause)
-    text = read(trace)
+    settings = [Finding("settings", "rope_theta", flaw="is 10; the config says 5000000")]
+    text = read(Trace(bad.title, {}, bad.findings, bad.findings[1], settings))
     assert "The models differ first at model.language_model.layers.1" in text
-    assert "Cause: rotary base" in text
-    assert "Base 10 fits." in text
+    assert "rope_theta is 10; the config says 5000000." in text
 
 
 def test_infinite_errors(tmp_path: Path) -> None:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.live.sharded import (
-    Part,
-    Values,
-    factor_parts,
-    gradient,
-    hf_parts,
-    weight,
-)
+from mcore_qwen3vl.converters.live.sharded import Part, factor_parts, hf_parts
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.model.lora.attach import whole_tensors, with_tied
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -36,14 +28,10 @@ from mcore_qwen3vl.verify.trace.hooks import ColumnMap, Hook, hooks_of
 from mcore_qwen3vl.verify.trace.probe_points import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
-    GRADIENTS,
     WEIGHTS,
     input_of,
 )
 from mcore_qwen3vl.verify.trace.recording import Recording
-
-Choose = Callable[[Measurements], tuple[str, str] | None]
-"""Returns, from all ranks' measurements, part and name of the first one out of tolerance."""
 
 
 @dataclass(frozen=True)
@@ -62,79 +50,38 @@ class TraceRequest:
     mcore: Path | None
     case: Case
     recording: Recording
-    choose: Choose
     adapter: Adapter | None = None
 
 
-@dataclass
-class RankTrace:
-    """The results that one rank sends back.
-
-    Attributes:
-        measured: comparisons, by part and name.
-        pieces: rows, columns and values at the first probe point out of tolerance.
-        weights: the model's weights around that point, by HF name: box in the tensor and values.
-    """
-
-    measured: Measurements = field(default_factory=dict)
-    pieces: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
-    weights: dict[str, list[tuple[Any, Tensor]]] = field(default_factory=dict)
-
-
-def trace_on_rank(request: TraceRequest) -> RankTrace:
-    """Run the model on this rank; every rank of the layout calls this."""
+def trace_on_rank(request: TraceRequest) -> Measurements:
+    """Run the model on this rank, and compare what it computes; every rank calls this."""
     initialize(request.case.layout)
     engine = Engine(
         request.config, request.case, uneven=False, mcore=request.mcore, adapter=request.adapter
     )
     hooks = _ComparisonHooks(engine.chunks, request)
     ends = engine.measure(request.recording.expected)
-    measured = merge([hooks.measure(), ends, _weights(engine.chunks, request)])
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, measured)
-    first = request.choose(merge(ranks))
-    found = RankTrace(measured)
-    if first is not None:
-        part, name = first
-        found.pieces = list(hooks.pieces(name, gradients=part == ACTIVATION_GRADIENTS))
-        found.weights = _held(engine.chunks, name, gradient if part == GRADIENTS else weight)
-    return found
+    return merge([hooks.measure(), ends, _weights(engine.chunks, request)])
 
 
 def _weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measurements:
     """Compare the loaded weights with those of the Hugging Face checkpoint and the adapter."""
     checkpoint = HuggingFaceCheckpoint(request.hf)
-    own: dict[str, Tensor] = {}
+    of_adapter: dict[str, Tensor] = {}
     if request.adapter is not None:
-        own = with_tied(chunks[0].architecture, whole_tensors(request.adapter))
-        own |= request.adapter.tensors()
+        of_adapter = with_tied(chunks[0].architecture, whole_tensors(request.adapter))
+        of_adapter |= request.adapter.tensors()
 
-    def compared(part: Part) -> Measurement:
-        if part.name in own:
-            stored = own[part.name][part.box]
+    def compare(part: Part) -> Measurement:
+        if part.name in of_adapter:
+            stored = of_adapter[part.name][part.box]
         else:
             stored = checkpoint.read(part.name, part.box)
         right = cast(stored, part.local.dtype, part.name)
         return measure(part.local.cpu(), right, bitwise=True, main=part.main)
 
     parts = chain(hf_parts(chunks), factor_parts(chunks))
-    return merge({(WEIGHTS, part.label): compared(part)} for part in parts)
-
-
-def _held(
-    chunks: list[Qwen3VLModel], point: str, values: Values
-) -> dict[str, list[tuple[Any, Tensor]]]:
-    """Return this rank's parts of the weights at a probe point and, in a decoder layer, beside it.
-
-    `point` may also be the label of a parameter; the label of one expert gives the fused tensor.
-    """
-    name = point.removesuffix(":input").partition("[")[0]
-    beside = name.rpartition(".")[0] if ".layers." in name else name
-    held: dict[str, list[tuple[Any, Tensor]]] = {}
-    for part in chain(hf_parts(chunks, values), factor_parts(chunks, values)):
-        if part.main and (part.name == name or part.name.startswith((f"{beside}.", f"{name}."))):
-            held.setdefault(part.name, []).append((part.box, part.local.detach().cpu().clone()))
-    return held
+    return merge({(WEIGHTS, part.label): compare(part)} for part in parts)
 
 
 class _ComparisonHooks:
@@ -152,26 +99,18 @@ class _ComparisonHooks:
 
     def measure(self) -> Measurements:
         """Compare every hooked tensor with the recording."""
-        of = self.recording
         measured: list[Measurements] = []
         for kind, local, expected in (
-            (ACTIVATIONS, self.values, of.values),
-            (ACTIVATION_GRADIENTS, self.gradients, of.gradients),
+            (ACTIVATIONS, self.values, self.recording.values),
+            (ACTIVATION_GRADIENTS, self.gradients, self.recording.gradients),
         ):
-            for name, main, rows, columns, value in self._compared(local):
+            for name, main, rows, columns, value in self._local_values(local):
                 if name in expected:
                     known = expected[name].flatten(0, -2)[rows][:, columns.reference]
                     measured.append({(kind, name): measure(value, known, main=main)})
         return merge(measured)
 
-    def pieces(self, point: str, *, gradients: bool) -> Iterator[tuple[Tensor, slice, Tensor]]:
-        """Yield the rows, columns and values of `point` that this rank answers for."""
-        local = self.gradients if gradients else self.values
-        for name, main, rows, columns, value in self._compared(local):
-            if name == point and main:
-                yield rows, columns.reference, value
-
-    def _compared(
+    def _local_values(
         self, local: dict[int, Tensor]
     ) -> Iterator[tuple[str, bool, Tensor, ColumnMap, Tensor]]:
         for number, value in local.items():
