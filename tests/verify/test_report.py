@@ -12,7 +12,7 @@ import pytest
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.verify.measurement import Finding, Measurement
 from mcore_qwen3vl.verify.report import Report
-from mcore_qwen3vl.verify.report_page import POINTS, html, plots, write_report
+from mcore_qwen3vl.verify.report_page import html, write_report
 from mcore_qwen3vl.verify.trace.tracing import Trace
 
 LIMIT = 1_000_000
@@ -31,7 +31,7 @@ def report(*errors: float) -> Report:
 class Checker(HTMLParser):
     """A parser that checks that every tag is closed and nothing is loaded."""
 
-    VOID = ("meta", "br", "circle", "line", "rect", "polyline")
+    VOID = ("meta", "br")
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,11 +122,7 @@ def test_names_are_escaped() -> None:
 def test_the_largest_model_stays_below_the_limit() -> None:
     many = [1e-6 * (1 + i % 7) for i in range(40_000)]
     many[31_337] = 1.0
-    largest = report(*many)
-    read(largest)
-    drawn = plots(largest)[0].points
-    assert len(drawn) <= POINTS
-    assert sum(not p.finding.ok for p in drawn) == 1  # thinning keeps the worst
+    assert "layers.31337." in read(report(*many))
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
