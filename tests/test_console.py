@@ -22,8 +22,7 @@ from mcore_qwen3vl.data.check import DataReport, Flaw
 from mcore_qwen3vl.training.logs.summary import show_summary
 from mcore_qwen3vl.verify import audit
 from mcore_qwen3vl.verify.measurement import Finding
-from mcore_qwen3vl.verify.report import Report, render
-from mcore_qwen3vl.verify.report_page import html, junit
+from mcore_qwen3vl.verify.report import Report, html, junit, render
 
 PACKAGE = Path(data.__file__).parents[1]
 

@@ -33,8 +33,7 @@ def conclude(
     json: options.Json = False,
 ) -> None:
     """Make a check, write the files, show its report, and exit by the verdict."""
-    from mcore_qwen3vl.verify.report import render
-    from mcore_qwen3vl.verify.report_page import write_report
+    from mcore_qwen3vl.verify.report import render, write_report
 
     result = check()
     if report is not None:

@@ -30,14 +30,14 @@ from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.trace import on_rank
-from mcore_qwen3vl.verify.trace.probe_points import (
+from mcore_qwen3vl.verify.trace.recording import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
     GRADIENTS,
     WEIGHTS,
+    TraceReference,
     data_path,
 )
-from mcore_qwen3vl.verify.trace.recording import TraceReference
 from mcore_qwen3vl.verify.trace.tracing import Trace, trace
 from tests.verify import faults
 from tests.verify.faults import TEXT, Fault, FaultInjector

@@ -15,19 +15,20 @@ from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.verify.audit import compare_configs
 from mcore_qwen3vl.verify.measurement import Finding, Measurement, Measurements, merge, take_frozen
 from mcore_qwen3vl.verify.parity.batches import MEDIA, Batch, MicroBatch, Sample, micro_batch
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.report import Report
-from mcore_qwen3vl.verify.settings import compare_configs
-from mcore_qwen3vl.verify.trace.probe_points import (
+from mcore_qwen3vl.verify.trace.recording import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
     GRADIENTS,
     WEIGHTS,
     ProbePoint,
+    Recording,
+    TraceReference,
 )
-from mcore_qwen3vl.verify.trace.recording import Recording, TraceReference
 
 AROUND = 3
 """Probe points shown before and after the first one out of tolerance."""
@@ -80,8 +81,8 @@ class Trace(Report):
         if wrong := self.wrong_weights():
             more = f" and {len(wrong) - WEIGHTS_NAMED} more" if len(wrong) > WEIGHTS_NAMED else ""
             notes["Its weights"] = (
-                f"{', '.join(wrong[:WEIGHTS_NAMED])}{more} differ from Hugging Face's. `verify "
-                "audit` says what was done to the tensors of a converted checkpoint."
+                f"Not Hugging Face's: {', '.join(wrong[:WEIGHTS_NAMED])}{more}. `verify audit` "
+                "says what a conversion did to its tensors."
             )
         if self.settings:
             notes["Settings"] = "\n".join(f"{f.name} {f.flaw}." for f in self.settings)
