@@ -109,12 +109,17 @@ def test_missing_and_further_tensors_are_named(tmp_path: Path) -> None:
     examined = copy(HERE / "hf-dense", tmp_path / "hf")
     tensors = load(examined)
     del tensors["model.visual.merger.norm.bias"]
+    query, value = (f"model.language_model.layers.1.self_attn.{x}_proj.weight" for x in "qv")
+    tensors[query] = tensors[query].flip(0).contiguous()
+    del tensors[value]
     tensors["model.visual.class_token"] = torch.zeros(3)
     save(tensors, examined)
     assert {
         name: kind for name, (kind, _) in audit(examined, HERE / "hf-dense").mistakes.items()
     } == {
         "model.visual.merger.norm.bias": "missing tensor",
+        query: "permuted QKV",
+        value: "missing tensor",
         "model.visual.class_token": "further tensor",
     }
 
