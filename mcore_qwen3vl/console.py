@@ -74,16 +74,6 @@ output = Console(highlight=False, width=None if os.isatty(1) else 200)
 messages = Console(stderr=True, highlight=False)
 
 
-def restart_in_utf8() -> None:
-    """Start this program again in Python's UTF-8 mode, if Python reads paths as ASCII.
-
-    It does so in the C locale when it may not replace that locale. A path with other characters
-    then could not be hashed, or written as UTF-8.
-    """
-    if sys.getfilesystemencoding() == "ascii" and "utf8" not in sys._xoptions:
-        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-
-
 def prepare_streams() -> None:
     """Prepare standard output and error for every locale, and for readers that leave.
 

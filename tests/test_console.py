@@ -22,8 +22,7 @@ from mcore_qwen3vl.data.check import DataReport, Flaw
 from mcore_qwen3vl.training.logs.summary import show_summary
 from mcore_qwen3vl.verify import audit
 from mcore_qwen3vl.verify.measurement import Finding
-from mcore_qwen3vl.verify.report import Report, render
-from mcore_qwen3vl.verify.report_page import html, junit
+from mcore_qwen3vl.verify.report import Report, html, junit, render
 
 PACKAGE = Path(data.__file__).parents[1]
 
@@ -192,25 +191,6 @@ def test_a_reader_that_leaves_does_not_change_the_end(
     assert done.returncode == 7
     assert (tmp_path / "done").exists()
     assert b"Broken" not in (done.stdout or b"") + (done.stderr or b"")
-
-
-@pytest.mark.parametrize("module", ["mcore_qwen3vl", "mcore_qwen3vl.training"])
-def test_paths_are_utf8_in_the_c_locale(module: str, tmp_path: Path) -> None:
-    """A path that Python reads as ASCII could not be hashed, for example."""
-    program = (
-        "import runpy, sys; from mcore_qwen3vl import machine\n"
-        "machine.warn_of_versions = lambda: sys.exit(ascii(sys.argv[1]))\n"
-        f"runpy.run_module('{module}', run_name='__main__')\n"
-    )
-    clean = {name: text for name, text in os.environ.items() if name not in ("LC_ALL", "LANG")}
-    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, "é✓"],
-        env={**clean, **plain},
-        stderr=subprocess.PIPE,
-        check=False,
-    )
-    assert done.stderr.decode().splitlines() == [ascii("é✓")]
 
 
 def test_a_word_of_the_command_line_is_utf8_in_any_locale() -> None:

@@ -36,7 +36,6 @@ from mcore_qwen3vl.converters.storage.restricted_pickle import (
     make_set,
     make_tuple,
     reconstruct,
-    refuse_bombs,
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
@@ -113,10 +112,8 @@ def guard_reads() -> None:
     Both read ``.metadata`` with ``FileSystemReader.read_metadata``, which unpickles whatever the
     file names. The patch also lets them read the files of every torch version, and adds a checksum
     to the files that they write. A second call changes nothing. Afterwards torch's own calls raise
-    BadInput if the file names a class or function that does not belong there, or if an archive of
-    the checkpoint unpacks to more than its size.
+    BadInput if the file names a class or function that does not belong there.
     """
-    refuse_bombs()
     filesystem.pickle = _GuardedPickle  # type: ignore[assignment]
     _keep_to_old_fields()
 

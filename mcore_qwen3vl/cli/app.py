@@ -49,8 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
     With ``--json`` an error is also JSON, on standard output, and not repeated on standard error:
     ``{"error": TEXT, "exit_code": N}``.
     """
-    if arguments is None:
-        console.restart_in_utf8()
     wants_json = "--json" in (sys.argv if arguments is None else arguments)
     console.json_was_written.set(False)
     console.prepare_streams()

@@ -33,8 +33,7 @@ def conclude(
     json: options.Json = False,
 ) -> None:
     """Make a check, write the files, show its report, and exit by the verdict."""
-    from mcore_qwen3vl.verify.report import render
-    from mcore_qwen3vl.verify.report_page import write_report
+    from mcore_qwen3vl.verify.report import render, write_report
 
     result = check()
     if report is not None:
@@ -225,7 +224,7 @@ def verify_trace(
     ] = None,
     timeout: Timeout = 600.0,
 ) -> "Report":
-    """Find the first place where the two models differ, and why.
+    """Find the first place where the two models differ, and name the weights and settings there.
 
     Hugging Face's model runs on this machine in float32 and float64, which takes 12 bytes a
     parameter (24 with --gradients) besides ours in float32 on the CPU. For a model too large for

@@ -1,15 +1,14 @@
-"""The folders that a run writes to: whose they are, and what a refused run leaves in them."""
+"""The folders that a run writes to, and whose they are."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mcore_qwen3vl.converters.mcore.paths import (
@@ -160,54 +159,3 @@ def locked(args: argparse.Namespace) -> Iterator[None]:
             for left in folder.glob(".*.[0-9]*.tmp"):  # of `replacing`, in a run that was killed
                 shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink()
         yield
-
-
-@contextmanager
-def nothing_left(command: CommandLine, begun: Callable[[], bool]) -> Iterator[None]:
-    """If the body refuses the run, remove the files and folders that this rank has made.
-
-    Megatron needs its log and TensorBoard's folder before the last checks. Only this rank's own
-    files go, and then folders that are empty, so that another run in the same place loses nothing.
-
-    Args:
-        begun: whether the run has begun to train. Then everything is kept.
-    """
-    args = command.args
-    log = log_of(command, int(os.environ.get("RANK", "0")))
-    own_log = log if log is not None and not log.exists() else None
-    wandb = args.wandb_save_dir or (args.save and Path(args.save, "wandb"))  # as Megatron has it
-    named = (log and log.parent, args.save, args.save_hf, args.tensorboard_dir)
-    folders = [Path(folder) for folder in (*named, wandb and Path(wandb, "wandb")) if folder]
-    made = [
-        place for folder in folders for place in (folder, *folder.parents) if not place.exists()
-    ]
-    try:
-        yield
-    except BadInput:
-        if not begun():
-            _remove_wandb_run()
-            _remove(own_log, args.tensorboard_dir, made)
-        raise
-
-
-def _remove_wandb_run() -> None:
-    """End this process's run of Weights & Biases, and remove its folder and the links to it."""
-    run = getattr(sys.modules.get("wandb"), "run", None)
-    if run is None:
-        return
-    folder = Path(run.dir).parent
-    run.finish(exit_code=1)
-    shutil.rmtree(folder, ignore_errors=True)
-    for link in folder.parent.iterdir():
-        if link.is_symlink() and not link.exists():
-            link.unlink()
-
-
-def _remove(log: Path | None, tensorboard: str | None, folders: list[Path]) -> None:
-    """Remove this process's files, then those of `folders`, inner ones first, that are empty."""
-    events = f"events.out.tfevents.*.{os.getpid()}.*"
-    for file in [*([log] if log else []), *(Path(tensorboard).glob(events) if tensorboard else [])]:
-        file.unlink(missing_ok=True)
-    for folder in sorted(folders, key=lambda place: len(place.parts), reverse=True):
-        with suppress(OSError):
-            folder.rmdir()

@@ -27,7 +27,7 @@ from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
 from mcore_qwen3vl.training.arguments.parser import parse, without_help_texts
-from mcore_qwen3vl.training.folders import locked, nothing_left
+from mcore_qwen3vl.training.folders import locked
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.progress import RunProgress
 from mcore_qwen3vl.training.logs.quiet import quiet
@@ -53,8 +53,7 @@ def main(command: CommandLine) -> int:
     check_early(command)
     if os.environ.get("RANK", "0") == "0":
         name_unused(command.unused())
-    run: Run | None = None
-    with nothing_left(command, lambda: bool(run and run.begun)), quiet(command) as screen:
+    with quiet(command) as screen:
         overlap = "--overlap-moe-expert-parallel-comm" in command.words
         _choose_device(command.cpu, several_queues=overlap)
         with without_help_texts():
@@ -111,7 +110,6 @@ class Run:
         self._validated_at = -1
         self._new_validation = True
         self._interrupted = False
-        self.begun = False
         # The last rank shows progress, as with Megatron's own log: it knows the loss.
         last = args.rank == args.world_size - 1
         self.progress = RunProgress(screen if last else None)
@@ -348,7 +346,6 @@ class Run:
         """
         from megatron.core.distributed import finalize_model_grads
 
-        self.begun = True
         finalize_model_grads(model, None, *args, **kwargs)
         self.forward_step.normalise(model)
         iteration = self.args.curr_iteration + 1

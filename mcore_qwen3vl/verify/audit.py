@@ -1,33 +1,84 @@
 """An audit of somebody's conversion: which tensors are right, and what was done to the others.
 
-The settings that the checkpoint states are compared too (:mod:`mcore_qwen3vl.verify.settings`).
+Each known mistake is made on the right tensor, and the outcome is compared with the examined one
+bit for bit; a scaled tensor is compared up to rounding. The settings of the run that wrote the
+checkpoint are compared with the Hugging Face config: its tensors may be right and its settings
+wrong, and then a run that takes them, or that was started with them, trains another model.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import permutations
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import xxhash
+import yaml
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import is_megatron, require_huggingface
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.staging import Progress
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.megatron_config import architecture_facts
 from mcore_qwen3vl.verify.checkpoints import ONLY_A, ONLY_B, TENSORS, Side, compare_sides
 from mcore_qwen3vl.verify.measurement import Finding
-from mcore_qwen3vl.verify.mistakes import Verdict, mistake, permuted
 from mcore_qwen3vl.verify.report import Report
-from mcore_qwen3vl.verify.settings import SETTINGS, compare_settings
+
+SETTINGS = "settings"
+"""The part of the report."""
+
+COMPUTES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm"),
+    *("rotary_base", "rotary_percent", "rotary_interleaved", "mrope_section", "swiglu"),
+    *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function"),
+    *("moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+)
+"""Megatron's arguments that decide what the model computes, whoever builds it."""
+
+OLDER = {"layernorm_epsilon": "norm_epsilon"}
+"""Names that arguments had in older versions of Megatron."""
+
+NO_COMPUTATION = (
+    *("dtype", "expert_layout", "initializer_range", "max_position_embeddings"),
+    "router_aux_loss_coef",
+)
+"""Fields of a Hugging Face config that do not change what the model computes."""
+
+SEARCH_LIMIT = 2000
+"""How many tensors of the same shape are searched for the values of a wrong one."""
+
+ROW_ORDERS = {
+    r"\.mlp\.gate\.": ("router order", "experts"),
+    r"\.mlp\.experts\.": ("expert order", "experts"),
+    r"(embed_tokens|lm_head)\.weight$": ("vocabulary order", "tokens"),
+    r"\.[qkv]_proj\.": ("permuted QKV", "rows"),
+    r"\.attn\.qkv\.": ("permuted vision QKV", "rows"),
+    "": ("permuted weight", "rows"),
+}
+"""By HF name: the mistake if a weight's rows are in another order, and what a row stands for."""
+
+Candidate = tuple[str, str, Tensor]
+"""The kind of a mistake, words about it, and the values that there would be with it."""
+
+Verdict = tuple[str, str]
+"""The kind of a mistake, and the words that follow the tensor's name in a sentence about it."""
+
+CHANGED = "changed values"
+"""The kind of a mistake that is none of the known ones."""
 
 _FLAWS = {
     ONLY_A: ("further tensor", "is no tensor of the Hugging Face checkpoint"),
@@ -89,8 +140,8 @@ def audit(examined: str | Path, hf: str | Path, *, progress: Progress | None = N
 
     Every tensor of `hf` must be in `examined`, bit for bit after rounding to the dtype that
     `examined` has. Where one is not, known mistakes are made on the right tensor until one gives
-    the examined tensor (:mod:`mcore_qwen3vl.verify.mistakes`). This takes memory for about four
-    times the tensor; fused experts are examined one by one.
+    the examined tensor. This takes memory for about four times the tensor; fused experts are
+    examined one by one.
 
     Args:
         examined: a Megatron checkpoint by any known maker, or a Hugging Face checkpoint.
@@ -134,15 +185,15 @@ def _explain(finding: Finding, examined: Side, right: Side) -> Verdict:
         return _FLAWS.get(finding.flaw, ("another shape", "does not have Hugging Face's shape"))
     if right.pieces[name][0].source.index is None:
         weights = _Weights(examined, right)
-        return mistake(weights, name, weights.weight(name))
+        return name_mistake(weights, name, weights.weight(name))
     experts = [_Weights(examined, right, expert) for expert in range(len(right.pieces[name]))]
-    found = torch.stack([_digest(weights.weight(name)) for weights in experts])
+    digests = torch.stack([_digest(weights.weight(name)) for weights in experts])
     expected = torch.stack([_digest(weights.stored(name)) for weights in experts])
-    wrong = (found != expected).any(1).nonzero().flatten().tolist()
-    if (order := permuted(name, found, expected)) is not None:
+    wrong = (digests != expected).any(1).nonzero().flatten().tolist()
+    if (order := name_permutation(name, digests, expected)) is not None:
         return order
     weights = experts[wrong[0]]
-    kind, sentence = mistake(weights, name, weights.weight(name))
+    kind, sentence = name_mistake(weights, name, weights.weight(name))
     return kind, f"{sentence}; this is expert {wrong[0]}, and {len(wrong)} experts are wrong"
 
 
@@ -153,10 +204,7 @@ def _digest(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Weights:
-    """The tensors of both checkpoints, as :class:`mcore_qwen3vl.verify.mistakes.Examined`.
-
-    Of fused experts, (1, ...), it gives `expert`.
-    """
+    """The tensors of both checkpoints; of fused experts, (1, ...), those of `expert`."""
 
     examined: Side
     right: Side
@@ -173,10 +221,256 @@ class _Weights:
 
     def stored(self, name: str) -> Tensor:
         """Return the right values, in the dtype of the examined ones."""
-        return self.right.whole(name, self.expert).to(self.examined.dtype_of(name))
+        return self.right.read_tensor(name, self.expert).to(self.examined.dtype_of(name))
 
     def weight(self, name: str) -> Tensor:
         """Return the examined values, with experts laid out as the right ones."""
-        values = self.examined.whole(name, self.expert)
+        values = self.examined.read_tensor(name, self.expert)
         layouts = {side.architecture.expert_layout for side in (self.examined, self.right)}
         return values if self.expert is None or len(layouts) == 1 else values.transpose(1, 2)
+
+
+def name_mistake(weights: _Weights, name: str, actual: Tensor) -> Verdict:
+    """Say how `actual` differs from the checkpoint's tensor `name`, of the same shape and dtype."""
+    right, a = weights.stored(name), weights.architecture
+    verdict = (
+        _name_qkv_order(weights, name)
+        or _first_equal(actual, _simple_mistakes(name, actual, right))
+        or _name_scale(actual, right)
+        or _first_equal(actual, _rearrangements(name, right, a))
+        or name_permutation(name, actual, right)
+        or _name_other_tensor(weights, name, actual)
+    )
+    if verdict is None:
+        largest, count = (actual - right).abs().max().item(), int((actual != right).sum())
+        sentence = f"differs in {count} of {actual.numel()} values, by at most {largest:.2g}"
+        verdict = CHANGED, sentence
+    return verdict
+
+
+def _first_equal(actual: Tensor, candidates: Iterable[Candidate]) -> Verdict | None:
+    equal = ((kind, what) for kind, what, values in candidates if torch.equal(values, actual))
+    return next(equal, None)
+
+
+def _simple_mistakes(name: str, actual: Tensor, right: Tensor) -> Iterator[Candidate]:
+    missing = "missing DeepStack" if "deepstack" in name else "missing weight"
+    yield missing, "is all zeros: it was never filled", torch.zeros_like(right)
+    same = actual.flatten()[0]
+    initial = f"is {same:g} everywhere, as if freshly initialised"
+    yield "missing weight", initial, same.expand_as(right)
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        short = str(dtype).removeprefix("torch.")
+        yield "dtype", f"was rounded to {short}", right.to(dtype).to(right.dtype)
+    yield "zero-centred norm", "holds w - 1, for norms that multiply by 1 + w", right - 1
+    yield "zero-centred norm", "holds 1 + w", right + 1
+
+
+def _name_scale(actual: Tensor, right: Tensor) -> Verdict | None:
+    scale = (actual.float() / right.float())[right != 0].median().item()
+    rounding = max(1e-6, torch.finfo(actual.dtype).eps)
+    if scale == 1 or not torch.allclose(actual, right * scale, rtol=rounding, atol=0):
+        return None
+    return "scaled weight", f"is multiplied by {scale:.6g}"
+
+
+def _rearrangements(name: str, right: Tensor, a: Architecture) -> Iterator[Candidate]:
+    if ".mlp.experts." in name:
+        yield from _experts(name, right, axis=2 if a.expert_layout == "published" else 1)
+    elif name.startswith("model.visual.") and ".attn.qkv." in name:
+        yield from _vision_qkv(right, a.vision.num_heads)
+    elif "patch_embed" in name and right.ndim == 5:
+        names = dict(enumerate(("colour channels", "frames", "rows", "columns"), 1))
+        for axis, what in names.items():
+            yield "patch order", f"has its {what} in reverse order", right.flip(axis)
+        for order in permutations(names):
+            shown = ", ".join(names[axis] for axis in order)
+            moved = right.permute(0, *order).reshape(right.shape)
+            yield "patch order", f"has its patches flattened as {shown}", moved
+    elif right.ndim == 2:
+        transposed = right.T.reshape(right.shape)
+        yield "transposed weight", "holds the transposed values", transposed
+
+
+def _experts(name: str, right: Tensor, axis: int) -> Iterator[Candidate]:
+    """Yield rearrangements of `right`, (E, out, in) or (E, in, out); `axis` is that of out."""
+    transposed = right.transpose(1, 2).reshape(right.shape)
+    yield "transposed expert", "holds each expert's values transposed", transposed
+    if "gate_up" in name:
+        gate, up = right.chunk(2, axis)
+        yield "swapped gate and up", "has gate and up swapped", torch.cat([up, gate], axis)
+        kind = "interleaved gate and up"
+        mixed = torch.stack([gate, up], axis + 1).flatten(axis, axis + 1)
+        yield kind, "has gate and up rows interleaved", mixed
+        apart = right.unflatten(axis, (-1, 2)).transpose(axis, axis + 1).reshape(right.shape)
+        yield kind, "was taken apart as if gate and up alternated", apart
+
+
+def _vision_qkv(right: Tensor, heads: int) -> Iterator[Candidate]:
+    """Yield rearrangements of the rows of `right`, (3 D) or (3 D, D): all q, all k, all v."""
+    kind, parts = "permuted vision QKV", right.unflatten(0, (3, heads, -1))
+    what = "is laid out head by head, each with q, k, v, instead of as all q, all k, all v"
+    yield kind, what, parts.transpose(0, 1).reshape(right.shape)
+    what = "was taken apart as if laid out head by head, each with q, k, v"
+    yield kind, what, right.unflatten(0, (heads, 3, -1)).transpose(0, 1).reshape(right.shape)
+    yield kind, "has keys and values swapped", parts[[0, 2, 1]].reshape(right.shape)
+    for tp in (n for n in (2, 4, 8, 16) if heads % n == 0):
+        ranks = parts.unflatten(1, (tp, -1)).transpose(0, 1).reshape(right.shape)
+        yield kind, f"is laid out rank by rank as for TP {tp}, each with q, k, v", ranks
+
+
+def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
+    """Say how query, key and value rows are arranged in ``linear_qkv``, if not group by group."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+        return None
+    rows = table(weights.architecture)
+    row = next(r for r in rows if name in {source.name for source in r.sources})
+    names = [source.name for source in row.sources]
+    if not all(weights.examined.pieces.get(n) for n in names):
+        return None
+    q, k, v = stored = [weights.stored(n) for n in names]
+    half = weights.architecture.head_dim // 2
+
+    def arrangements() -> Iterator[tuple[str, Tensor]]:
+        for order in ("qkv", "qvk", "kvq"):
+            joined = torch.cat([stored["qkv".index(letter)] for letter in order])
+            parts = ", ".join(f"all {letter}" for letter in order)
+            yield f"is laid out as {parts} instead of group by group", joined
+        yield "has keys and values swapped", row.to_mcore(q, v, k)
+        for shape, what in (
+            ((-1, 2, half), "has the rotary halves of each head interleaved into pairs"),
+            ((-1, half, 2), "has rotary pairs of each head taken apart into halves"),
+        ):
+            turned = [w.unflatten(0, shape).transpose(1, 2).reshape(w.shape) for w in (q, k)]
+            yield f"{what}, in queries and keys", row.to_mcore(*turned, v)
+            yield f"{what}, in queries alone", row.to_mcore(turned[0], k, v)
+            yield f"{what}, in keys alone", row.to_mcore(q, turned[1], v)
+        for tp in (2, 4, 8):
+            ranks = zip(*(weight.tensor_split(tp) for weight in stored), strict=True)
+            joined = torch.cat([part for rank in ranks for part in rank])
+            yield f"is laid out rank by rank as for TP {tp}, each with q, k, v", joined
+
+    actual = row.to_mcore(*(weights.weight(n) for n in names))
+    return _first_equal(actual, (("permuted QKV", *made) for made in arrangements()))
+
+
+def name_permutation(name: str, actual: Tensor, right: Tensor) -> Verdict | None:
+    """Say whether slices of the first or second axis are complete, but in another order."""
+    for axis in range(min(right.ndim, 2)):
+        order = _order(actual.transpose(0, axis), right.transpose(0, axis))
+        if order is not None:
+            moved = [f"{at} at {i}" for i, at in enumerate(order) if i != at]
+            more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
+            names = (ROW_ORDERS[part] for part in ROW_ORDERS if re.search(part, name))
+            kind, what = next(names) if axis == 0 else ("permuted weight", "columns")
+            return kind, f"has its {what} in another order: {', '.join(moved[:4])}{more}"
+    return None
+
+
+def _order(actual: Tensor, right: Tensor) -> list[int] | None:
+    """Map each slice of `actual` to the slice of `right` that it equals; None if one has none."""
+    places = {row: i for i, row in enumerate(_slices(right))}
+    order = [places.get(row, -1) for row in _slices(actual)]
+    return None if -1 in order or len(set(order)) < len(order) else order
+
+
+def _slices(tensor: Tensor) -> Iterator[bytes]:
+    rows = tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8)
+    return (row.numpy().tobytes() for row in rows)
+
+
+def _name_other_tensor(weights: _Weights, name: str, actual: Tensor) -> Verdict | None:
+    """Say whether `actual` holds the values of another tensor of the checkpoint."""
+    shape = tuple(actual.shape)
+    alike = [n for n, e in weights.hf.entries.items() if tuple(e.shape) == shape and n != name]
+    for other in alike[:SEARCH_LIMIT]:
+        start = weights.hf.read(other, (slice(1),)).to(actual.dtype)
+        if torch.equal(start, actual[:1]) and torch.equal(weights.stored(other), actual):
+            return _kind_of_mix_up(name, other), f"holds the values of {other}"
+    return None
+
+
+def _kind_of_mix_up(name: str, other: str) -> str:
+    pair = {name.split(".")[-2], other.split(".")[-2]}
+    if "lm_head" in name and "embed_tokens" in other:
+        return "tied head"
+    if pair == {"gate_proj", "up_proj"}:
+        return "swapped gate and up"
+    if name.startswith("model.visual."):
+        return "wrong vision weights"
+    return "weights of another layer" if len(pair) == 1 else "mixed-up weights"
+
+
+def compare_settings(
+    examined: Path, stored: MegatronCheckpoint | HuggingFaceCheckpoint, right: Architecture
+) -> Iterator[Finding]:
+    """Compare what a checkpoint says of its model with the right config.
+
+    It may say so in a Hugging Face config of its own, in Megatron's arguments, or in
+    Megatron-Bridge's ``run_config.yaml``. What it does not say is not compared.
+
+    Args:
+        examined: the checkpoint's directory.
+        stored: the checkpoint.
+
+    Raises:
+        BadInput: a file is damaged.
+    """
+    folder = find_hf_folder(examined) if is_megatron(examined) else examined
+    if folder is not None:
+        yield from compare_configs(Architecture.from_hf(folder), right)
+    saved = saved_settings(stored) if isinstance(stored, MegatronCheckpoint) else {}
+    for fact in architecture_facts(right):
+        name = fact.argument or ""
+        there = [n for n in (name, fact.field or "", OLDER.get(name, "")) if n in saved]
+        if name in COMPUTES and there:
+            yield _compare_setting(name, saved[there[0]], fact.value)
+
+
+def compare_configs(examined: Architecture, right: Architecture) -> Iterator[Finding]:
+    """Compare the fields of two Hugging Face configs that decide what a model computes."""
+    fields, right_fields = _flat(examined), _flat(right)
+    yield from (_compare_setting(name, fields[name], right_fields[name]) for name in right_fields)
+
+
+def _flat(architecture: Architecture) -> dict[str, Any]:
+    values = asdict(architecture)
+    vision = {f"vision.{name}": value for name, value in values.pop("vision").items()}
+    return {name: value for name, value in values.items() if name not in NO_COMPUTATION} | vision
+
+
+def _compare_setting(name: str, value: Any, right: Any) -> Finding:
+    items = value if isinstance(value, list | tuple) else [value]
+    # Lists of lists may share their items, and take no end to compare or print.
+    if any(isinstance(item, list | tuple | dict) for item in items):
+        shown, same = f"a nested {type(value).__name__}", False
+    else:
+        shown, same = f"{value!s:.80}", _plain(value) == _plain(right)
+    return Finding(SETTINGS, name, flaw="" if same else f"is {shown}; the config says {right}")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in which lists equal tuples, and every form of nothing equals None."""
+    return list(value) if isinstance(value, tuple) else value or None
+
+
+def saved_settings(checkpoint: MegatronCheckpoint) -> Mapping[str, Any]:
+    """Return the settings in a checkpoint, by the names of its maker; empty if there are none."""
+    file = checkpoint.folder / "run_config.yaml"
+    return _run_config(file) if file.is_file() else checkpoint.arguments()
+
+
+class _Loader(yaml.SafeLoader):
+    """Loads YAML without merge keys (``<<``), which could double a mapping on every line."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Leave merge keys in place, for which there is no constructor."""
+
+
+def _run_config(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(file.read_text("utf-8"), _Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise BadInput(f"{file} cannot be read as YAML: {error!s:.200}. Copy it again.") from None
+    model = content.get("model") if isinstance(content, dict) else None
+    return model if isinstance(model, dict) else {}

@@ -119,13 +119,13 @@ class Side:
     """
 
     def __init__(self, path: Path, config: Path) -> None:
-        own = _config_folder(path)
+        folder = _config_folder(path)
         self.architecture = architecture = Architecture.from_hf(config)
         self.stored: MegatronCheckpoint | HuggingFaceCheckpoint
         self.stored = (
             open_megatron(path, architecture) if is_megatron(path) else HuggingFaceCheckpoint(path)
         )
-        self.companions = companion_files(own) if own else {}
+        self.companions = companion_files(folder) if folder else {}
         if isinstance(self.stored, MegatronCheckpoint):
             vocabulary, form = self.stored.vocab_size, read_form(config)
         else:
@@ -161,7 +161,7 @@ class Side:
             return self.stored.read(row, box)
         return row.take(self.stored.read, box)
 
-    def whole(self, name: str, expert: int | None = None) -> Tensor:
+    def read_tensor(self, name: str, expert: int | None = None) -> Tensor:
         """Return an HF tensor; of fused experts, (1, ...), that of `expert`."""
         if not isinstance(self.stored, MegatronCheckpoint):
             box = () if expert is None else (slice(expert, expert + 1),)
@@ -305,10 +305,10 @@ def check_manifest(
     def check(stated: tuple[_Piece, str]) -> None:
         piece, checksum = stated
         dtype, source = checkpoint.dtype(piece.row.key), piece.source
-        found = xxhash.xxh3_128()
+        checksum_here = xxhash.xxh3_128()
         for chunk in stream_hf(checkpoint, piece.row, piece.number, dtype):
-            found.update(as_bytes(chunk))
-        if found.hexdigest() != checksum:
+            checksum_here.update(as_bytes(chunk))
+        if checksum_here.hexdigest() != checksum:
             with lock:
                 wrong.setdefault(source.name, []).append(source.index)
         meter.add(piece.numel * dtype.itemsize, source.name)
@@ -318,7 +318,7 @@ def check_manifest(
             list(pool.map(check, pieces))
     except OSError as error:
         raise BadInput(f"{folder} cannot be read: {error}. Copy the checkpoint again.") from error
-    problems |= {name: _difference(found) for name, found in wrong.items()}
+    problems |= {name: _difference(experts) for name, experts in wrong.items()}
     names = dict.fromkeys([*hf_shapes(rows), *stated])
     findings = [Finding(TENSORS, name, flaw=problems.get(name, "")) for name in names]
     return Report(f"{folder} and {file}", findings=findings)

@@ -161,13 +161,13 @@ def encode(
     turns = located(messages, folder)
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     prompt = processor.apply_chat_template(turns[:1], add_generation_prompt=True, **options)
-    whole = processor.apply_chat_template(turns, **options)
-    tokens = whole["input_ids"][0]
+    inputs = processor.apply_chat_template(turns, **options)
+    tokens = inputs["input_ids"][0]
     labels = tokens.clone()
     labels[: prompt["input_ids"].shape[1]] = -100
     end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
     labels[int((tokens == end).nonzero()[-1]) + 1 :] = -100  # what follows the last turn
-    return dict(whole), labels
+    return dict(inputs), labels
 
 
 def located(messages: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
@@ -242,7 +242,7 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
             theirs, ours = references[order], curve_of(train(job, folder / label.strip()))
             difference = worst_difference(ours, theirs)
             label = f"{label} {ours[0].loss:8.4f} {ours[-1].loss:8.4f}"
-            failed |= not _judged(label, difference, TOLERANCE)
+            failed |= not _print_row(label, difference, TOLERANCE)
     return int(failed)
 
 
@@ -258,17 +258,17 @@ def resume_table(folder: Path, steps: int) -> int:
             replace(blank, layout=Layout.parse(layout), flags=tuple(flags))
             for layout, *flags in (before, after)
         )
-        whole, save = whole_and_half(first, place)
+        full, save = whole_and_half(first, place)
         rest = train(then, place / "rest", "--save", str(save), "--save-interval", "1000")
-        difference = worst_difference(curve_of(rest), curve_of(whole[steps // 2 :]))
+        difference = worst_difference(curve_of(rest), curve_of(full[steps // 2 :]))
         limit = 0.0 if before == after else OTHER_LAYOUT
         label = f"{'MoE' if moe else 'dense':6} {before[0]:9} {after[0]:9}"
-        failed |= not _judged(label, difference, limit)
+        failed |= not _print_row(label, difference, limit)
     return int(failed)
 
 
-def _judged(label: str, difference: StepMetrics, limit: float) -> bool:
-    """Print a row, and return whether its difference is within the limit."""
+def _print_row(label: str, difference: StepMetrics, limit: float) -> bool:
+    """Print a row of a table, and return whether its difference is within the limit."""
     good = max(difference.loss, difference.grad_norm) <= limit
     numbers = f"{difference.loss:10.1e} {difference.grad_norm:10.1e}"
     print(f"{label} {numbers} {'' if good else 'FAIL'}", flush=True)
@@ -278,10 +278,10 @@ def _judged(label: str, difference: StepMetrics, limit: float) -> bool:
 def whole_and_half(job: Job, folder: Path) -> tuple[list[dict[str, Any]], Path]:
     """Return the log of a whole run, and its checkpoint folder put back to half of the steps."""
     save, half = folder / "save", job.steps // 2
-    whole = train(job, folder / "whole", "--save", str(save), "--save-interval", str(half))
+    full = train(job, folder / "whole", "--save", str(save), "--save-interval", str(half))
     (save / TRACKER).write_text(str(half), "utf-8")
     shutil.rmtree(save / f"iter_{job.steps:07d}")
-    return whole, save
+    return full, save
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Measurement:
     """The comparison of some values of one tensor.
 
     Attributes:
-        error: largest |actual - expected|; infinite if a value is not finite.
+        absolute_error: largest |actual - expected|; infinite if a value is not finite.
         scale: largest |expected|; in a bitwise comparison, only over blocks that differ.
         count: number of compared values, each place of the tensor once.
         copies: number of further compared values, at places that another rank holds too.
@@ -35,7 +35,7 @@ class Measurement:
         copies_different: number of values in `copies` that differ in any bit, likewise.
     """
 
-    error: float = 0.0
+    absolute_error: float = 0.0
     scale: float = 0.0
     count: int = 0
     copies: int = 0
@@ -45,13 +45,13 @@ class Measurement:
     @property
     def relative(self) -> float:
         """The largest error over the largest expected magnitude."""
-        if self.error == 0:
+        if self.absolute_error == 0:
             return 0.0
-        return self.error / self.scale if self.scale else math.inf
+        return self.absolute_error / self.scale if self.scale else math.inf
 
     def __add__(self, other: Measurement) -> Measurement:
         return Measurement(
-            max(self.error, other.error),
+            max(self.absolute_error, other.absolute_error),
             max(self.scale, other.scale),
             self.count + other.count,
             self.copies + other.copies,
@@ -82,13 +82,19 @@ def measure(
         return Measurement()
     expected = expected.to(actual.device)
     if bitwise:
-        found = _measure_bits(actual, expected)
+        measurement = _measure_bits(actual, expected)
     else:
         wide = torch.promote_types(torch.promote_types(actual.dtype, expected.dtype), torch.float32)
-        found = _measure_values(actual.to(wide), expected.to(wide))
-    if not main:
-        found = Measurement(found.error, found.scale, 0, found.count, 0, found.different)
-    return found
+        measurement = _measure_values(actual.to(wide), expected.to(wide))
+    if main:
+        return measurement
+    return replace(
+        measurement,
+        count=0,
+        copies=measurement.count,
+        different=0,
+        copies_different=measurement.different,
+    )
 
 
 def _measure_values(actual: Tensor, expected: Tensor) -> Measurement:
@@ -106,9 +112,9 @@ def _measure_bits(actual: Tensor, expected: Tensor) -> Measurement:
     if torch.equal(a, b):
         return Measurement(count=actual.numel())
     unequal = a != b
-    far = _measure_values(actual[unequal].double(), expected[unequal].double())
+    distance = _measure_values(actual[unequal].double(), expected[unequal].double())
     scale = expected.double().abs().max().item()
-    return Measurement(far.error, scale, actual.numel(), different=far.count)
+    return Measurement(distance.absolute_error, scale, actual.numel(), different=distance.count)
 
 
 Measurements = dict[tuple[str, str], Measurement]
@@ -179,14 +185,15 @@ class Finding:
     def detail(self) -> str:
         """A few words on what the error alone does not say."""
         m = self.measured
+        at_most = f"by at most {m.absolute_error:.3g}"
         if self.flaw:
             return self.flaw
         if not self.complete:
             return f"{m.count} of {self.expected_count} values were compared"
         if m.different:
-            return f"{m.different} values differ, by at most {m.error:.3g}"
+            return f"{m.different} values differ, {at_most}"
         if m.copies_different:
-            return f"{m.copies_different} copies on other ranks differ, by at most {m.error:.3g}"
+            return f"{m.copies_different} copies on other ranks differ, {at_most}"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -198,7 +205,7 @@ class Finding:
             "name": self.name,
             "ok": self.ok,
             "relative_error": _finite(self.error),
-            "absolute_error": _finite(m.error),
+            "absolute_error": _finite(m.absolute_error),
             "largest_expected": _finite(m.scale) if self.tolerance else None,
             "tolerance": self.tolerance,
             "values": m.count,
@@ -225,8 +232,8 @@ def findings(
     keys = dict.fromkeys([*(counts or {}), *measured])
     for part, name in keys:
         expected = None if counts is None else counts.get((part, name), 0)
-        one = measured.get((part, name), Measurement())
-        yield Finding(part, name, one, tolerances[part], expected, context)
+        measurement = measured.get((part, name), Measurement())
+        yield Finding(part, name, measurement, tolerances[part], expected, context)
 
 
 def _finite(value: float) -> float | str:

@@ -1,4 +1,4 @@
-"""The result of every ``verify`` command, and its JSON form.
+"""The result of every ``verify`` command: on the terminal, as a page, for CI and as JSON.
 
 The JSON of both ``--json`` and ``report.json`` has these keys::
 
@@ -15,20 +15,24 @@ The JSON of both ``--json`` and ``report.json`` has these keys::
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from textwrap import indent
 from typing import Any, ClassVar
+from xml.etree import ElementTree
 
 from rich.console import Group
 from rich.table import Table
 
 from mcore_qwen3vl import __version__
-from mcore_qwen3vl.console import command_line, plain, table
+from mcore_qwen3vl.console import command_line, plain, table, visible
 from mcore_qwen3vl.errors import CheckFailed
+from mcore_qwen3vl.files import atomic_write, templates
 from mcore_qwen3vl.verify.measurement import Finding
 
 FORMAT = 2
@@ -44,10 +48,6 @@ class PartSummary:
     count: int
     failed: int
     worst: Finding
-
-    @property
-    def held(self) -> int:
-        return self.count - self.failed
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -111,11 +111,11 @@ class Report:
             (context, part): PartSummary(
                 part,
                 context,
-                len(found),
-                sum(not finding.ok for finding in found),
-                max(found, key=lambda finding: finding.badness),
+                len(findings),
+                sum(not finding.ok for finding in findings),
+                max(findings, key=lambda finding: finding.badness),
             )
-            for (context, part), found in members.items()
+            for (context, part), findings in members.items()
         }
 
     def require(self) -> None:
@@ -152,15 +152,15 @@ PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
 
 def environment() -> dict[str, str]:
     """Return the versions of the packages that compute, and the machine."""
-    found = {"mcore-qwen3vl": __version__}
+    versions = {"mcore-qwen3vl": __version__}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    found["python"] = platform.python_version()
-    found["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
-    return found
+    versions["python"] = platform.python_version()
+    versions["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    return versions
 
 
 def render(report: Report) -> Group:
@@ -214,3 +214,65 @@ def allowance(finding: Finding) -> str:
     if not finding.measured.count:
         return ""
     return f"{finding.tolerance:.1e}" if finding.tolerance else "bitwise"
+
+
+LISTED = 30
+NEAREST_LISTED = 10
+"""The comparisons nearest to their limits fill the page's list up to this many lines."""
+
+
+def write_report(report: Report, folder: str | Path) -> None:
+    """Write ``report.html``, ``report.json`` and ``junit.xml`` into `folder`, made if missing.
+
+    The page needs no network and no other file. It lists the worst comparisons; the JSON has all of
+    them, see the top of this module for its keys.
+
+    Raises:
+        BadInput: `folder` cannot be written.
+    """
+    folder = Path(folder)
+    data = json.dumps(report.to_dict(), indent=1, default=str)
+    files = {
+        "report.json": f"{data}\n".encode(),
+        "report.html": html(report).encode(errors="backslashreplace"),
+        "junit.xml": junit(report),
+    }
+    for name, content in files.items():
+        with atomic_write(folder / name, "Choose another --report.") as partial:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(content)
+
+
+def junit(report: Report) -> bytes:
+    """Return the XML that CI systems show, with a test case for each part and context."""
+    parts = report.parts()
+    title = visible(report.title)  # XML cannot hold control characters
+    suite = ElementTree.Element("testsuite", name=title, tests=str(len(parts)))
+    suite.set("failures", str(sum(summary.failed > 0 for summary in parts.values())))
+    for (context, part), summary in parts.items():
+        name = visible(f"{part} ({context})" if context else part)
+        case = ElementTree.SubElement(suite, "testcase", classname=title, name=name)
+        if summary.failed:
+            message = f"{summary.failed} of {summary.count} comparisons failed"
+            worst = visible(str(summary.worst))
+            ElementTree.SubElement(case, "failure", message=message).text = worst
+    if not parts:
+        ElementTree.SubElement(suite, "error", message=visible(report.verdict))
+    return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+
+
+def html(report: Report) -> str:
+    """Return the report as HTML, with everything inline."""
+    environment = templates("mcore_qwen3vl.verify")
+    environment.filters |= {"number": number, "allowance": allowance}
+    content = report.to_dict()
+    failures = len(report.failures)
+    listed = min(max(failures, NEAREST_LISTED), LISTED)
+    return environment.get_template("page.html.jinja").render(
+        report=report,
+        environment=content["environment"],
+        command=content["command"],
+        worst=[finding for finding in report.worst() if finding.error or not finding.ok][:listed],
+        failures=failures,
+        contexts=any(finding.context for finding in report.findings),
+    )

@@ -110,13 +110,13 @@ def adapter_roundtrip(
         run_layout(_through, layout.world_size, hf, layout, adapter, back, timeout=timeout)
         returned = read_adapter(back, hf)
         report = Report(f"{lora} into {layout} and back", {"layout": str(layout)})
-        there, here = ({**one.tensors(), **whole_tensors(one)} for one in (adapter, returned))
+        there, here = ({**a.tensors(), **whole_tensors(a)} for a in (adapter, returned))
         for name, tensor in there.items():
-            found = Finding(TENSORS, name, flaw="is missing after the round trip")
+            finding = Finding(TENSORS, name, flaw="is missing after the round trip")
             if name in here:
-                one = measure(here[name], tensor, bitwise=True)
-                found = Finding(TENSORS, name, one, expected_count=tensor.numel())
-            report.findings.append(found)
+                measurement = measure(here[name], tensor, bitwise=True)
+                finding = Finding(TENSORS, name, measurement, expected_count=tensor.numel())
+            report.findings.append(finding)
         kept = _meaning(adapter) == _meaning(returned)
         report.findings.append(Finding("config", "fields", flaw="" if kept else "they differ"))
     return report

@@ -7,11 +7,9 @@ import json
 import pickle
 import shutil
 import tarfile
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -24,9 +22,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import FileRange
-from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.data.loading.index import index_beside
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -35,7 +30,6 @@ from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints.resume import explained
 from mcore_qwen3vl.verify.job import Job
 from tests.command import exit_code
-from tests.memory import little_memory
 
 PROMPT = ("--prompt", "Hello", "--max-new-tokens", "1")
 
@@ -321,31 +315,9 @@ def test_a_file_of_earlier_megatrons_that_names_code(places: dict[str, Path]) ->
     assert not places["marker"].exists()
 
 
-class Bytes:
-    """An object whose pickle makes a gigabyte of a few bytes, with a name that torch admits."""
-
-    def __reduce__(self) -> Any:
-        return bytearray, (2**30,)
-
-
-BOMBS = {
-    "common.pt": lambda: zipped({"args": Bytes()}),
-    ".metadata": lambda: pickle.dumps(Bytes()),
-    "a reserved length in .metadata": lambda: (
-        b"\x80\x04\x96" + bytes([0, 0, 0, 64] + 4 * [0]) + b"."
-    ),
-}
-"""Contents of files that would fill the memory; a name's last word is the file's."""
-
-
 def zipped(value: Any) -> bytes:
     torch.save(value, stream := io.BytesIO())
     return stream.getvalue()
-
-
-def with_bomb(name: str, places: dict[str, Path]) -> None:
-    """Replace the poisoned checkpoint by a sound one with one file that is a bomb."""
-    with_file(name.split()[-1], BOMBS[name](), places)
 
 
 def with_file(name: str, content: bytes, places: dict[str, Path]) -> None:
@@ -355,75 +327,6 @@ def with_file(name: str, content: bytes, places: dict[str, Path]) -> None:
     (places["run"] / "release").rename(places["run"] / "iter_0000003")
     (places["run"] / "latest_checkpointed_iteration.txt").write_text("3")
     (places["run"] / "iter_0000003" / name).write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("bomb", "name"),
-    # What reads weights alone does not open common.pt.
-    [(bomb, name) for bomb in BOMBS if bomb != "common.pt" for name in READERS_OF_METADATA],
-)
-def test_a_pickle_that_would_fill_the_memory(
-    bomb: str, name: str, places: dict[str, Path], capsys: Any
-) -> None:
-    with_bomb(bomb, places)
-    with little_memory(2**29):
-        message = refused(READERS_OF_METADATA[name], places, capsys)
-    assert bomb.split()[-1] in message
-    assert "weights_only" not in message
-    assert "Traceback" not in message
-
-
-@pytest.mark.parametrize(
-    ("bomb", "name"),
-    [
-        (bomb, name)
-        for bomb in BOMBS
-        for name in TRAINING
-        if (bomb, name) != ("common.pt", "the base of LoRA")  # only its weights are read
-    ],
-)
-def test_training_from_a_pickle_that_would_fill_the_memory(
-    bomb: str, name: str, places: dict[str, Path]
-) -> None:
-    with_bomb(bomb, places)
-    with pytest.raises(BadInput, match=r"common\.pt|\.metadata|The checkpoint in") as refusal:
-        run_layout(_trainer(resuming(name, places)), Layout().world_size)
-    assert "weights_only" not in str(refusal.value)
-
-
-def test_a_file_that_unpacks_to_more_than_its_size(places: dict[str, Path], capfd: Any) -> None:
-    """It is refused before it is unpacked, wherever in the checkpoint it lies."""
-    common = compressed(io.BytesIO(zipped({"args": torch.zeros(2**18)}))).getvalue()
-    with_file("common.pt", common, places)
-    unpacked = r"common\.pt has [\d,]+ bytes, which unpack to 1,0\d\d,\d\d\d\. Refused"
-    with pytest.raises(BadInput, match=unpacked):
-        run_layout(_trainer(resuming("resume", places)), Layout().world_size)
-    hf_to_mcore(places["good"], places["out"])
-    release = places["out"] / "release"
-    with_compressed_tensor(release)
-    message = refused(["generate", "{out}", "--cpu", *PROMPT], places, capfd)
-    assert "compressed" in message
-
-
-def compressed(archive: io.BytesIO) -> io.BytesIO:
-    """Return an archive of torch with its parts compressed."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    return made
-
-
-def with_compressed_tensor(folder: Path) -> None:
-    """Replace the first chunk of a checkpoint's embedding by zeros in a compressed archive."""
-    index = metadata.read(folder)
-    tensor = index.tensors[EMBEDDING]
-    stream = io.BytesIO()
-    torch.save(torch.zeros(tensor.chunks[0].sizes, dtype=tensor.dtype), stream)
-    archive = compressed(stream).getvalue()
-    (folder / "bomb.distcp").write_bytes(archive)
-    tensor.chunks[0] = replace(tensor.chunks[0], data=FileRange("bomb.distcp", 0, len(archive)))
-    (folder / metadata.FILE).write_bytes(metadata.dumps(index))
 
 
 def _trainer(argv: list[str]) -> Callable[[], int]:

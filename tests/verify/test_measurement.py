@@ -17,7 +17,7 @@ def finding(error: float, scale: float = 1.0, tolerance: float = 1e-3, **more) -
 
 def test_the_error_is_the_largest_and_relative_to_the_largest_expected():
     one = measure(torch.tensor([1.0, 2.5, -4.0]), torch.tensor([1.0, 2.0, -5.0]))
-    assert one == Measurement(error=1.0, scale=5.0, count=3)
+    assert one == Measurement(absolute_error=1.0, scale=5.0, count=3)
     assert Finding("part", "name", one, 0.1).error == pytest.approx(0.2)
 
 
@@ -29,7 +29,7 @@ def test_a_value_that_is_not_finite_is_infinitely_wrong(value):
 
 def test_half_precision_is_not_compared_in_half_precision():
     one = measure(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.001]))
-    assert one.error == pytest.approx(1e-3, rel=0.01)
+    assert one.absolute_error == pytest.approx(1e-3, rel=0.01)
 
 
 def test_nothing_is_expected_of_a_zero_but_zero():
@@ -50,7 +50,7 @@ def test_bits_are_compared_and_differences_counted(dtype):
     assert measure(a.clone(), a, bitwise=True) == Measurement(count=5)
     b = torch.tensor([-0.0, 2.0, torch.nan, -4.0, 1.5]).to(dtype)
     one = measure(b, a, bitwise=True)
-    assert (one.different, one.count, one.error) == (2, 5, 0.5)
+    assert (one.different, one.count, one.absolute_error) == (2, 5, 0.5)
     assert str(Finding("tensors", "w", one)) == "tensors w: 2 values differ, by at most 0.5"
     assert not Finding("tensors", "w", one).ok
     zeros = measure(b[:1], a[:1], bitwise=True)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from itertools import count
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,12 +10,8 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.verify.measurement import Finding, Measurement
-from mcore_qwen3vl.verify.report import Report
-from mcore_qwen3vl.verify.report_page import POINTS, html, plots, write_report
-from mcore_qwen3vl.verify.trace.divergence import Cause
+from mcore_qwen3vl.verify.report import Report, html, write_report
 from mcore_qwen3vl.verify.trace.tracing import Trace
-
-LIMIT = 1_000_000
 
 
 def finding(name: str, error: float) -> Finding:
@@ -29,38 +24,12 @@ def report(*errors: float) -> Report:
     return Report("a against b", {"layout": "tp2"}, found)
 
 
-class Checker(HTMLParser):
-    """A parser that checks that every tag is closed and nothing is loaded."""
-
-    VOID = ("meta", "br", "circle", "line", "rect", "polyline")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        assert tag not in ("script", "link", "img", "iframe", "object")
-        assert not {name for name, _ in attrs} & {"src", "href", "onload", "xlink:href"}
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
 def read(report: Report) -> str:
+    """Return the text of the page, which must be sound and load nothing."""
     text = html(report)
-    assert len(text.encode()) < LIMIT
-    assert not re.search(r"url\(|@import|https?://", text)
-    checker = Checker()
-    checker.feed(text)
-    assert not checker.open
-    return re.sub(r"\s+", " ", " ".join(checker.text))
+    assert not re.search(r"url\(|@import|https?://|<script|<img|\bsrc=|\bhref=", text)
+    page = ElementTree.fromstring(re.sub(r"<!doctype html>|<meta [^>]*>", "", text))
+    return re.sub(r"\s+", " ", " ".join(page.itertext()))
 
 
 def test_passing_report() -> None:
@@ -98,14 +67,12 @@ def test_bitwise_comparisons_and_files() -> None:
     assert same.to_dict()["largest_expected"] is None  # bits have no scale
 
 
-def test_trace_says_where_and_why() -> None:
+def test_a_trace_says_where() -> None:
     bad = report(1e-6, 5e-3)
-    cause = Cause("rotary base", "The angles are those of base 10.", "Base 10 fits.")
-    trace = Trace(bad.title, {}, bad.findings, first=bad.findings[1], cause=cause)
-    text = read(trace)
+    settings = [Finding("settings", "rope_theta", flaw="is 10; the config says 5000000")]
+    text = read(Trace(bad.title, {}, bad.findings, bad.findings[1], settings))
     assert "The models differ first at model.language_model.layers.1" in text
-    assert "Cause: rotary base" in text
-    assert "Base 10 fits." in text
+    assert "rope_theta is 10; the config says 5000000." in text
 
 
 def test_infinite_errors(tmp_path: Path) -> None:
@@ -120,16 +87,6 @@ def test_names_are_escaped() -> None:
     text = html(Report("<script>alert(1)</script>", {}, [finding("<b>", 1.0)]))
     assert "<script>" not in text
     assert "<b>" not in text
-
-
-def test_the_largest_model_stays_below_the_limit() -> None:
-    many = [1e-6 * (1 + i % 7) for i in range(40_000)]
-    many[31_337] = 1.0
-    largest = report(*many)
-    read(largest)
-    drawn = plots(largest)[0].points
-    assert len(drawn) <= POINTS
-    assert sum(not p.finding.ok for p in drawn) == 1  # thinning keeps the worst
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import io
 import logging
 import os
-import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partialmethod
@@ -30,10 +30,7 @@ from mcore_qwen3vl.training.folders import log_of
 CLEAR_LINE = "\r\x1b[2K"
 OWN = "mcore_qwen3vl"
 
-_PYTHONS = re.compile(r"\S+:\d+: (?P<kind>\w+): (?P<text>.*)")
-"""First line of a warning by the module `warnings`: its place, class and text."""
-
-_FOR_DEVELOPERS = ("DeprecationWarning", "FutureWarning", "SyntaxWarning")
+_FOR_DEVELOPERS = (DeprecationWarning, FutureWarning, SyntaxWarning)
 
 _OF_NO_USE = (
     "RerunStateMachine",  # it is in the mode that this package chooses
@@ -159,23 +156,24 @@ def _logging_to(file: LogFile, errors: Any, rank: int) -> Iterator[None]:
     before, level = root.handlers[:], root.level
     root.handlers[:] = [record, show]
     root.setLevel(logging.INFO)
-    logging.captureWarnings(True)
     try:
-        yield
+        with warnings.catch_warnings(), mock.patch.object(warnings, "showwarning", _log_warning):
+            for kind in _FOR_DEVELOPERS:
+                warnings.simplefilter("ignore", kind)
+            yield
     finally:
-        logging.captureWarnings(False)
         root.handlers[:] = before
         root.setLevel(level)
 
 
-class _OneLine(logging.Formatter):
-    """Formats a Python warning as its message alone, without its place in a library."""
+def _log_warning(message: Warning | str, *_: Any) -> None:
+    """Log a Python warning, without its place in a library."""
+    logging.getLogger("py.warnings").warning("%s", message)
 
+
+class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
-        if found := _PYTHONS.match(text):
-            text = found["text"]
-        return f"warning: {visible(text.strip())}"
+        return f"warning: {visible(record.getMessage().strip())}"
 
 
 class _OfUse(logging.Filter):
@@ -190,9 +188,7 @@ class _OfUse(logging.Filter):
         text = record.getMessage()
         if record.name.startswith(OWN):
             return True
-        found = _PYTHONS.match(text)
-        for_developers = found and found["kind"] in _FOR_DEVELOPERS
-        if self._rank or for_developers or text in self._shown:
+        if self._rank or text in self._shown:
             return False
         self._shown.add(text)
         return not any(known in text for known in _OF_NO_USE)

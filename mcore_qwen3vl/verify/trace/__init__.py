@@ -1,1 +1,1 @@
-"""The search for the first probe point where two models differ, and for the cause."""
+"""The search for the first probe point where two models differ."""

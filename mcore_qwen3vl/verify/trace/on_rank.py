@@ -1,28 +1,25 @@
-"""The rank's side of a trace: one pass of the model, compared at every probe point."""
+"""Our side of a trace, on one rank: a pass of the sharded model, compared at every probe point.
+
+Modules are paired by the table that maps the weights. The rows of a weight that this rank holds are
+the columns of its output, and a row-parallel weight's columns are those of its input.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.live.sharded import (
-    Part,
-    Values,
-    factor_parts,
-    gradient,
-    hf_parts,
-    weight,
-)
+from mcore_qwen3vl.converters.live.sharded import Part, factor_parts, hf_parts
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.model.lora.attach import whole_tensors, with_tied
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -32,18 +29,18 @@ from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.measurement import Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.on_rank import Engine
-from mcore_qwen3vl.verify.trace.hooks import ColumnMap, Hook, hooks_of
-from mcore_qwen3vl.verify.trace.probe_points import (
+from mcore_qwen3vl.verify.trace.recording import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
-    GRADIENTS,
+    TEXT,
+    VISUAL,
     WEIGHTS,
+    ProbePoint,
+    Recording,
+    Rows,
+    cosine_and_sine,
     input_of,
 )
-from mcore_qwen3vl.verify.trace.recording import Recording
-
-Choose = Callable[[Measurements], tuple[str, str] | None]
-"""Returns, from all ranks' measurements, part and name of the first one out of tolerance."""
 
 
 @dataclass(frozen=True)
@@ -62,79 +59,38 @@ class TraceRequest:
     mcore: Path | None
     case: Case
     recording: Recording
-    choose: Choose
     adapter: Adapter | None = None
 
 
-@dataclass
-class RankTrace:
-    """The results that one rank sends back.
-
-    Attributes:
-        measured: comparisons, by part and name.
-        pieces: rows, columns and values at the first probe point out of tolerance.
-        weights: the model's weights around that point, by HF name: box in the tensor and values.
-    """
-
-    measured: Measurements = field(default_factory=dict)
-    pieces: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
-    weights: dict[str, list[tuple[Any, Tensor]]] = field(default_factory=dict)
-
-
-def trace_on_rank(request: TraceRequest) -> RankTrace:
-    """Run the model on this rank; every rank of the layout calls this."""
+def trace_on_rank(request: TraceRequest) -> Measurements:
+    """Run the model on this rank, and compare what it computes; every rank calls this."""
     initialize(request.case.layout)
     engine = Engine(
         request.config, request.case, uneven=False, mcore=request.mcore, adapter=request.adapter
     )
     hooks = _ComparisonHooks(engine.chunks, request)
     ends = engine.measure(request.recording.expected)
-    measured = merge([hooks.measure(), ends, _weights(engine.chunks, request)])
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, measured)
-    first = request.choose(merge(ranks))
-    found = RankTrace(measured)
-    if first is not None:
-        part, name = first
-        found.pieces = list(hooks.pieces(name, gradients=part == ACTIVATION_GRADIENTS))
-        found.weights = _held(engine.chunks, name, gradient if part == GRADIENTS else weight)
-    return found
+    return merge([hooks.measure(), ends, _weights(engine.chunks, request)])
 
 
 def _weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measurements:
     """Compare the loaded weights with those of the Hugging Face checkpoint and the adapter."""
     checkpoint = HuggingFaceCheckpoint(request.hf)
-    own: dict[str, Tensor] = {}
+    of_adapter: dict[str, Tensor] = {}
     if request.adapter is not None:
-        own = with_tied(chunks[0].architecture, whole_tensors(request.adapter))
-        own |= request.adapter.tensors()
+        of_adapter = with_tied(chunks[0].architecture, whole_tensors(request.adapter))
+        of_adapter |= request.adapter.tensors()
 
-    def compared(part: Part) -> Measurement:
-        if part.name in own:
-            stored = own[part.name][part.box]
+    def compare(part: Part) -> Measurement:
+        if part.name in of_adapter:
+            stored = of_adapter[part.name][part.box]
         else:
             stored = checkpoint.read(part.name, part.box)
         right = cast(stored, part.local.dtype, part.name)
         return measure(part.local.cpu(), right, bitwise=True, main=part.main)
 
     parts = chain(hf_parts(chunks), factor_parts(chunks))
-    return merge({(WEIGHTS, part.label): compared(part)} for part in parts)
-
-
-def _held(
-    chunks: list[Qwen3VLModel], point: str, values: Values
-) -> dict[str, list[tuple[Any, Tensor]]]:
-    """Return this rank's parts of the weights at a probe point and, in a decoder layer, beside it.
-
-    `point` may also be the label of a parameter; the label of one expert gives the fused tensor.
-    """
-    name = point.removesuffix(":input").partition("[")[0]
-    beside = name.rpartition(".")[0] if ".layers." in name else name
-    held: dict[str, list[tuple[Any, Tensor]]] = {}
-    for part in chain(hf_parts(chunks, values), factor_parts(chunks, values)):
-        if part.main and (part.name == name or part.name.startswith((f"{beside}.", f"{name}."))):
-            held.setdefault(part.name, []).append((part.box, part.local.detach().cpu().clone()))
-    return held
+    return merge({(WEIGHTS, part.label): compare(part)} for part in parts)
 
 
 class _ComparisonHooks:
@@ -152,26 +108,18 @@ class _ComparisonHooks:
 
     def measure(self) -> Measurements:
         """Compare every hooked tensor with the recording."""
-        of = self.recording
         measured: list[Measurements] = []
         for kind, local, expected in (
-            (ACTIVATIONS, self.values, of.values),
-            (ACTIVATION_GRADIENTS, self.gradients, of.gradients),
+            (ACTIVATIONS, self.values, self.recording.values),
+            (ACTIVATION_GRADIENTS, self.gradients, self.recording.gradients),
         ):
-            for name, main, rows, columns, value in self._compared(local):
+            for name, main, rows, columns, value in self._local_values(local):
                 if name in expected:
                     known = expected[name].flatten(0, -2)[rows][:, columns.reference]
                     measured.append({(kind, name): measure(value, known, main=main)})
         return merge(measured)
 
-    def pieces(self, point: str, *, gradients: bool) -> Iterator[tuple[Tensor, slice, Tensor]]:
-        """Yield the rows, columns and values of `point` that this rank answers for."""
-        local = self.gradients if gradients else self.values
-        for name, main, rows, columns, value in self._compared(local):
-            if name == point and main:
-                yield rows, columns.reference, value
-
-    def _compared(
+    def _local_values(
         self, local: dict[int, Tensor]
     ) -> Iterator[tuple[str, bool, Tensor, ColumnMap, Tensor]]:
         for number, value in local.items():
@@ -254,3 +202,153 @@ class _ComparisonHooks:
         tp = mpu.get_tensor_model_parallel_world_size()
         shared = hook.rows != "tokens" and chunk.visual.sharing_group is not None
         return 1 / tp if shared and not chunk.config.sequence_parallel else 1.0
+
+
+@dataclass(frozen=True)
+class ColumnMap:
+    """The columns of a probe point that a local tensor holds.
+
+    Attributes:
+        local, reference: the columns in the local tensor and at the probe point.
+        split: whether other ranks of the TP group hold other columns.
+    """
+
+    point: str
+    local: slice = slice(None)
+    reference: slice = slice(None)
+    split: bool = False
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A tensor that a module of this chunk takes or returns.
+
+    Attributes:
+        rows: what its rows stand for; tokens are sequence-major.
+        columns: the columns of probe points that it holds.
+        pick: returns the tensor from the input or output.
+        spread: brings that tensor into the compared form.
+        wide: number of trailing axes that make the columns.
+        shared: whether several ranks hold the same columns, each with part of their gradient.
+    """
+
+    module: nn.Module
+    rows: Rows
+    columns: tuple[ColumnMap, ...]
+    side: str = "output"
+    pick: Callable[[Any], Tensor] = lambda value: value[0] if isinstance(value, tuple) else value
+    spread: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    wide: int = 1
+    shared: bool = False
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Return the compared form of `tensor` as (rows, columns)."""
+        return self.spread(tensor).flatten(-self.wide).flatten(0, -2)
+
+
+def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
+    """Yield this chunk's tensors to compare at `points`; other points are on other pipeline stages.
+
+    A norm that Transformer Engine fuses into the next linear layer has no output to compare.
+    """
+    if chunk.pre_process:
+        yield from _tower(chunk, points)
+        yield _whole(chunk.embedding, f"{TEXT}.embed_tokens")
+    yield Hook(
+        chunk.rotary_pos_emb,
+        "tokens",
+        (ColumnMap(f"{TEXT}.rotary_emb"),),
+        spread=lambda angles: (
+            cosine_and_sine((angles.cos(), angles.sin())) * chunk.rotary_pos_emb.attention_scaling
+        ),
+    )
+    yield from _linears_and_norms(chunk)
+    for layer in chunk.decoder.layers:
+        number = layer.layer_number - 1
+        name = f"{TEXT}.layers.{number}"
+        if number == 0:
+            yield _whole(layer, f"{TEXT}.inputs_embeds", side="input")
+        yield from _head_norms(chunk, layer.self_attention, f"{name}.self_attn")
+        if chunk.architecture.moe_layers[number]:
+            yield _whole(layer.mlp.router, f"{name}.mlp.gate")
+            yield _whole(layer.mlp, f"{name}.mlp.experts")
+        yield _whole(layer, name)
+    if chunk.post_process:
+        yield _head(chunk)
+
+
+def _whole(module: nn.Module, point: str, side: str = "output") -> Hook:
+    return Hook(module, "tokens", (ColumnMap(point),), side)
+
+
+def _tower(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
+    """Yield the hooks of the vision tower, which keeps its Hugging Face names."""
+    for point in points:
+        if not point.name.startswith(VISUAL):
+            continue
+        module = chunk.visual.get_submodule(point.module.removeprefix(f"{VISUAL}."))
+        wide = 2 if point.name.endswith("pos_embed") else 1
+        yield Hook(module, point.rows, (ColumnMap(point.name),), pick=point.pick, wide=wide)
+
+
+def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Hook]:
+    """Yield the hooks of the decoder's linear layers and norms, found by their weights."""
+    modules = dict(chunk.named_modules())
+    outputs: dict[str, list[ColumnMap]] = defaultdict(list)
+    used: dict[str, int] = defaultdict(int)  # columns of a module's output so far
+    for part in hf_parts([chunk]):
+        owner, point = (n.rpartition(".")[0] for n in (part.parameter, part.name))
+        elsewhere = (".experts", "router", "q_layernorm", "k_layernorm", ".layer_norm_weight")
+        if not owner.startswith("decoder.") or any(name in part.parameter for name in elsewhere):
+            continue
+        rows, *columns = part.box
+        assert isinstance(rows, slice)
+        length = rows.stop - rows.start
+        weight = modules[owner].weight
+        split = getattr(weight, "partition_dim", -1) == 0 and _tp_size() > 1
+        local = slice(used[owner], used[owner] + length)
+        used[owner] += length
+        outputs[owner].append(ColumnMap(point, local, rows, split))
+        if point.endswith("o_proj"):
+            assert isinstance(columns[0], slice)
+            local = slice(0, columns[0].stop - columns[0].start)
+            of_input = ColumnMap(f"{point}:input", local, columns[0], _tp_size() > 1)
+            yield Hook(modules[owner], "tokens", (of_input,), "input")
+    for owner, maps in outputs.items():
+        yield Hook(modules[owner], "tokens", tuple(maps))
+
+
+def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook]:
+    """Yield the hooks of the query and key norms, whose columns are this TP rank's heads."""
+    a, size, rank = chunk.architecture, _tp_size(), mpu.get_tensor_model_parallel_rank()
+    for module, point, heads in (
+        (attention.q_layernorm, f"{name}.q_norm", a.num_attention_heads),
+        (attention.k_layernorm, f"{name}.k_norm", a.num_key_value_heads),
+    ):
+        local_heads = max(heads // size, 1)
+        first = rank * heads // size
+        # With fewer heads than ranks, several ranks hold the same one; the first answers for it.
+        split = size > 1 and (heads >= size or rank % (size // heads) == 0)
+        reference = slice(first * a.head_dim, (first + local_heads) * a.head_dim)
+        yield Hook(
+            module,
+            "tokens",
+            (ColumnMap(point, reference=reference, split=split),),
+            wide=2,
+            shared=heads < size,
+        )
+
+
+def _head(chunk: Qwen3VLModel) -> Hook:
+    """Return the head's hook, whose columns are this TP rank's vocabulary rows without padding."""
+    size, rank = _tp_size(), mpu.get_tensor_model_parallel_rank()
+    width = chunk.vocab_size // size
+    stop = min((rank + 1) * width, chunk.architecture.vocab_size)
+    rows = max(stop - rank * width, 0)
+    reference = slice(rank * width, rank * width + rows)
+    columns = (ColumnMap("lm_head", slice(0, rows), reference, size > 1),)
+    return Hook(chunk.output_layer, "tokens", columns)
+
+
+def _tp_size() -> int:
+    return int(mpu.get_tensor_model_parallel_world_size())

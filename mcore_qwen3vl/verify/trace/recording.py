@@ -1,32 +1,136 @@
-"""Hugging Face's values and tolerance at every probe point, and replay with changed weights."""
+"""Hugging Face's side of a trace: its values at every probe point, and their rounding.
+
+A probe point is the output (or the input) of one Hugging Face module, and has that module's name.
+Probe points are in the order of the data.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.verify.measurement import EPSILON, measure
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, build_batch
 from mcore_qwen3vl.verify.parity.reference import Expected, Reference, ReferenceCheckpoint
-from mcore_qwen3vl.verify.trace.probe_points import (
-    ACTIVATION_GRADIENTS,
-    ACTIVATIONS,
-    GRADIENTS,
-    ProbePoint,
-    data_path,
-    input_of,
-)
 
-Call = tuple[tuple[Any, ...], dict[str, Any], Any]
-"""Positional arguments, keyword arguments and output of one call of a module."""
+Rows = Literal["tokens", "patches", "features"]
+"""What the rows at a probe point stand for: tokens (B, S), patches (P), merged features (N)."""
+
+VISUAL = "model.visual"
+TEXT = "model.language_model"
+
+ACTIVATIONS = "activations"
+ACTIVATION_GRADIENTS = "activation gradients"
+GRADIENTS = "gradients"
+WEIGHTS = "weights"
+"""The parts of a trace."""
+
+
+@dataclass(frozen=True)
+class ProbePoint:
+    """One probe point on the data path.
+
+    Attributes:
+        name: HF module name, with ``:input`` for the input of a module whose output is one too.
+        rows: what its rows stand for.
+        module: HF module with the hook.
+        side: whether the module's input or output is compared.
+        pick: returns the tensor to compare from that input or output; its gradient is compared too.
+        spread: brings that tensor, or its gradient, into the compared form, given the whole output.
+    """
+
+    name: str
+    rows: Rows
+    module: str
+    side: Literal["input", "output"] = "output"
+    pick: Callable[[Any], Tensor] = lambda value: value
+    spread: Callable[[Tensor, Any], Tensor] = lambda tensor, value: tensor
+
+
+def data_path(a: Architecture) -> list[ProbePoint]:
+    """Return all probe points of a model, in the order of the data."""
+    return [*_vision(a), *_text(a)]
+
+
+def cosine_and_sine(tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Join rotary tables into one tensor: (..., D) twice to (..., 2 * D)."""
+    return torch.cat(tables, dim=-1)
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the hidden states that a module was called with."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _vision(a: Architecture) -> Iterator[ProbePoint]:
+    def visual(name: str, rows: Rows = "patches", **kwargs: Any) -> ProbePoint:
+        return ProbePoint(f"{VISUAL}.{name}", rows, f"{VISUAL}.{name}", **kwargs)
+
+    yield visual("patch_embed")
+    yield visual("pos_embed")
+    yield visual("rotary_pos_emb", pick=cosine_and_sine)
+    deepstack = a.vision.deepstack_visual_indexes
+    for i in range(a.vision.depth):
+        for child in ("norm1", "attn.qkv", "attn", "norm2", "mlp"):
+            yield visual(f"blocks.{i}.{child}")
+        yield visual(f"blocks.{i}")
+        if i in deepstack:
+            yield visual(f"deepstack_merger_list.{deepstack.index(i)}", "features")
+    yield visual("merger", "features")
+
+
+def _text(a: Architecture) -> Iterator[ProbePoint]:
+    def tokens(name: str, module: str = "", **kwargs: Any) -> ProbePoint:
+        return ProbePoint(name, "tokens", module or name, **kwargs)
+
+    yield tokens(f"{TEXT}.embed_tokens")
+    yield tokens(f"{TEXT}.inputs_embeds", module=f"{TEXT}.layers.0", side="input")
+    yield tokens(f"{TEXT}.rotary_emb", pick=cosine_and_sine)
+    for i in range(a.num_hidden_layers):
+        layer = f"{TEXT}.layers.{i}"
+        yield tokens(f"{layer}.input_layernorm")
+        for child in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+            yield tokens(f"{layer}.self_attn.{child}")
+        projection = f"{layer}.self_attn.o_proj"
+        yield tokens(f"{projection}:input", module=projection, side="input")
+        yield tokens(projection)
+        yield tokens(f"{layer}.post_attention_layernorm")
+        if a.moe_layers[i]:
+            yield tokens(f"{layer}.mlp.gate", pick=lambda out: out[1], spread=_over_all_experts)
+            yield tokens(f"{layer}.mlp.experts")
+        else:
+            for child in ("gate_proj", "up_proj", "down_proj"):
+                yield tokens(f"{layer}.mlp.{child}")
+        # DeepStack features are added between one layer and the next.
+        last = i == a.num_hidden_layers - 1
+        follows = f"{TEXT}.norm" if last else f"{TEXT}.layers.{i + 1}"
+        yield tokens(layer, module=follows, side="input")
+    yield tokens(f"{TEXT}.norm")
+    yield tokens("lm_head")
+
+
+def _over_all_experts(scores: Tensor, outputs: Any) -> Tensor:
+    """Scatter the weights of the chosen experts (T, k) to (T, E), zero for the others."""
+    logits, _, chosen = outputs
+    return torch.zeros_like(logits, dtype=scores.dtype).scatter(1, chosen, scores)
+
+
+class Tolerances(dict[tuple[str, str], float]):
+    """Largest relative error allowed, by part and name."""
+
+    def __missing__(self, key: tuple[str, str]) -> float:
+        """Return the fused tensor's tolerance for one expert of it; 0 for what is exact."""
+        part, name = key
+        return self.get((part, name.partition("[")[0]), 0.0)
 
 
 @dataclass
@@ -39,8 +143,6 @@ class Recording:
         values: values by probe point: (B, S, W), zero at padding; (P, W) or (N, W).
         gradients: the loss's gradients, in the same form; empty if not asked for.
         expected: logits, losses and gradients of the parameters.
-        calls: each module's calls for this micro-batch, in order; a sample with images and videos
-            calls the tower twice.
         tolerances: largest relative error that rounding explains, of the values in float64.
     """
 
@@ -49,24 +151,29 @@ class Recording:
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
     expected: Expected
-    calls: dict[str, list[Call]] = field(default_factory=dict)
-    tolerances: Tolerances = field(default_factory=lambda: Tolerances())
+    tolerances: Tolerances = field(default_factory=Tolerances)
 
     def assemble(self, point: ProbePoint, outputs: Sequence[Tensor]) -> Tensor:
-        """Join the values of calls, in the order of :attr:`calls`, into those of the micro-batch.
+        """Join the values of a module's calls, in their order, into those of the micro-batch.
 
         Visual rows are those of images first, then of videos, as in :class:`VisualInputs`.
         """
         micro = self.micro
         if point.rows != "tokens":
-            kinds = [kind for span in micro.spans for kind in _kinds(span.sample)]
-            ordered = sorted(range(len(kinds)), key=lambda i: kinds[i])  # stable
-            return torch.cat([outputs[i].flatten(1) for i in ordered])
+            # A sample calls the tower once for its images, and once more for its videos.
+            calls = [
+                kind
+                for span in micro.spans
+                for kind in ("image", "video")
+                if getattr(span.sample, f"{kind}_grid_thw") is not None
+            ]
+            images_first = sorted(range(len(calls)), key=calls.__getitem__)  # stable
+            return torch.cat([outputs[i].flatten(1) for i in images_first])
         width = outputs[0].numel() // len(micro.spans[0].sample.input_ids)
-        whole = outputs[0].new_zeros(*micro.input_ids.shape, width)
+        values = outputs[0].new_zeros(*micro.input_ids.shape, width)
         for span, output in zip(micro.spans, outputs, strict=True):
-            whole[span.tokens] = output.reshape(-1, width)
-        return whole
+            values[span.tokens] = output.reshape(-1, width)
+        return values
 
 
 def record(
@@ -75,21 +182,16 @@ def record(
     batch: Batch,
     *,
     gradients: bool,
-    keep_calls: bool = False,
 ) -> Recording:
-    """Run the reference on `batch`, whose micro-batches are copies of one, and keep the first.
-
-    With `keep_calls` every module's arguments are kept, so that a call can be repeated.
-    """
-    made: dict[str, list[Tensor]] = defaultdict(list)
+    """Run the reference on `batch`, whose micro-batches are copies of one, and keep the first."""
+    values_of: dict[str, list[Tensor]] = defaultdict(list)
     gradients_of: dict[str, dict[int, Tensor]] = defaultdict(dict)
-    calls: dict[str, list[Call]] = defaultdict(list)
 
     def keep_value(point: ProbePoint, _: Any, args: Any, kwargs: Any, output: Any) -> None:
         value = input_of(args, kwargs) if point.side == "input" else output
         tensor = point.pick(value)
-        number = len(made[point.name])
-        made[point.name].append(point.spread(tensor.detach(), value))
+        number = len(values_of[point.name])
+        values_of[point.name].append(point.spread(tensor.detach(), value))
         if tensor.requires_grad:
 
             def keep_gradient(gradient: Tensor) -> None:
@@ -97,52 +199,22 @@ def record(
 
             tensor.register_hook(keep_gradient)
 
-    def keep_call(name: str, _: Any, args: Any, kwargs: Any, output: Any) -> None:
-        calls[name].append((args, kwargs, output))
-
-    hooks = [(point.module, partial(keep_value, point)) for point in points]
-    if keep_calls:
-        modules = dict.fromkeys(point.module for point in points)
-        names = {*modules, *(name.rpartition(".")[0] for name in modules)}
-        hooks += [(name, partial(keep_call, name)) for name in names]
     with ExitStack() as stack:
-        for name, hook in hooks:
-            module = reference.network.get_submodule(name)
-            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        for point in points:
+            module = reference.network.get_submodule(point.module)
+            hook = module.register_forward_hook(partial(keep_value, point), with_kwargs=True)
+            stack.callback(hook.remove)
         expected = reference.run(batch, gradients=gradients)
     micro, copies = batch.micro_batches[0], len(batch.micro_batches)
     recording = Recording(points, micro, {}, {}, expected)
-    recording.calls = {name: every[: len(every) // copies] for name, every in calls.items()}
     for point in points:
-        if every := made.get(point.name):
-            first = every[: len(every) // copies]
+        if values := values_of.get(point.name):
+            first = values[: len(values) // copies]
             recording.values[point.name] = recording.assemble(point, first)
-            if found := gradients_of.get(point.name):
-                each = [found.get(i, torch.zeros_like(v)) for i, v in enumerate(first)]
+            if by_call := gradients_of.get(point.name):
+                each = [by_call.get(i, torch.zeros_like(v)) for i, v in enumerate(first)]
                 recording.gradients[point.name] = recording.assemble(point, each)
     return recording
-
-
-def _kinds(sample: Any) -> list[int]:
-    """Return a sample's calls of the vision tower: 0 for its images, 1 for its videos."""
-    grids = (sample.image_grid_thw, sample.video_grid_thw)
-    return [kind for kind, grid in enumerate(grids) if grid is not None]
-
-
-@torch.no_grad()
-def replay(model: nn.Module, recording: Recording, point: ProbePoint, **changed: Tensor) -> Tensor:
-    """Return the values at `point` with some parameters of its module and the same inputs.
-
-    `changed` has values by the parameter's name within the module.
-    """
-    module = model.get_submodule(point.module)
-    like = next(iter(module.parameters())).dtype
-    parameters = {name: value.to(like) for name, value in changed.items()}
-    outputs = []
-    for args, kwargs, _ in recording.calls[point.module]:
-        output = torch.func.functional_call(module, parameters, args, kwargs)
-        outputs.append(point.spread(point.pick(output), output))
-    return recording.assemble(point, outputs)
 
 
 MARGIN = 8.0
@@ -156,20 +228,12 @@ rounded to bfloat16); the others have a million.
 """
 
 
-class Tolerances(dict[tuple[str, str], float]):
-    """Largest relative error allowed, by part and name."""
-
-    def of(self, part: str, name: str) -> float:
-        """Return a name's tolerance; one expert of a fused tensor has the fused tensor's."""
-        return self.get((part, name), self.get((part, name.partition("[")[0]), 0.0))
-
-
 class TraceReference(ReferenceCheckpoint):
     """A Hugging Face checkpoint that traces are compared with; each result is computed once."""
 
     def __init__(self, path: str | Path, lora: str | Path | None = None) -> None:
         super().__init__(path, lora)
-        self._runs: dict[tuple[int, int, bool], Recording] = {}
+        self._recordings: dict[tuple[int, int, bool], Recording] = {}
         self._micro: dict[tuple[str, int], MicroBatch] = {}
 
     def micro_batch(self, name: str, multiple: int) -> MicroBatch:
@@ -179,18 +243,17 @@ class TraceReference(ReferenceCheckpoint):
             self._micro[name, multiple] = batch.micro_batches[0]
         return self._micro[name, multiple]
 
-    def run(self, batch: Batch, gradients: bool) -> Recording:
-        """Run `batch`, copies of one micro-batch, in float64, and in float32 for the tolerances."""
+    def recording(self, batch: Batch, gradients: bool) -> Recording:
+        """Record `batch`, copies of one micro-batch, in float64; in float32 for the tolerances."""
         # A recording keeps its micro-batch alive, so the id stays taken.
         key = (id(batch.micro_batches[0]), len(batch.micro_batches), gradients)
-        if key not in self._runs:
+        if key not in self._recordings:
             points = data_path(self.architecture)
             rounded = record(self.model(), points, batch, gradients=gradients)
-            model = self.model(torch.float64)
-            exact = record(model, points, batch, gradients=gradients, keep_calls=True)
+            exact = record(self.model(torch.float64), points, batch, gradients=gradients)
             exact.tolerances = _tolerances(rounded, exact)
-            self._runs[key] = exact
-        return self._runs[key]
+            self._recordings[key] = exact
+        return self._recordings[key]
 
 
 def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:

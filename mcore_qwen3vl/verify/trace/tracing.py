@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,22 +15,26 @@ from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.verify.audit import compare_configs
 from mcore_qwen3vl.verify.measurement import Finding, Measurement, Measurements, merge, take_frozen
 from mcore_qwen3vl.verify.parity.batches import MEDIA, Batch, MicroBatch, Sample, micro_batch
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.report import Report
-from mcore_qwen3vl.verify.trace.divergence import Cause, Divergence
-from mcore_qwen3vl.verify.trace.probe_points import (
+from mcore_qwen3vl.verify.trace.recording import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
     GRADIENTS,
     WEIGHTS,
     ProbePoint,
+    Recording,
+    TraceReference,
 )
-from mcore_qwen3vl.verify.trace.recording import Recording, TraceReference
 
 AROUND = 3
 """Probe points shown before and after the first one out of tolerance."""
+
+WEIGHTS_NAMED = 4
+"""The most weights that the report names beside that point."""
 
 
 @dataclass
@@ -43,11 +46,11 @@ class Trace(Report):
 
     Attributes:
         first: the first probe point outside the expected rounding; None if there is none.
-        cause: why `first` differs; None if there is no `first`.
+        settings: the fields in which the examined config is another model's.
     """
 
     first: Finding | None = None
-    cause: Cause | None = None
+    settings: list[Finding] = field(default_factory=list)
     failures_shown: ClassVar[int] = 5  # most of the others only follow from the first
 
     @property
@@ -60,25 +63,41 @@ class Trace(Report):
             )
         if self.first is None:
             return super().verdict
-        cause = f" Likely cause: {self.cause.kind}. {self.cause.explanation}" if self.cause else ""
-        return f"The models differ first at {self.first.name} ({self.first.part}).{cause}"
+        return f"The models differ first at {self.first.name} ({self.first.part})."
 
     @property
     def notes(self) -> dict[str, str]:
-        notes = {}
-        if self.first is not None:
-            notes["Where"] = (
+        if self.first is None:
+            return {}
+        notes = {
+            "Where": (
                 f"{self.first.name}, {self.first.part}: relative error {self.first.error:.2e}, "
                 f"where rounding allows {self.first.tolerance:.1e}. Everything before it on the "
                 "data path agrees."
             )
-            if around := self._around():
-                notes["Around it"] = around
-        if self.cause is not None:
-            notes[f"Cause: {self.cause.kind}"] = self.cause.explanation
-            sure = "Evidence" if self.cause.confirmed else "Evidence, not conclusive"
-            notes[sure] = self.cause.evidence
+        }
+        if around := self._around():
+            notes["Around it"] = around
+        if wrong := self.wrong_weights():
+            more = f" and {len(wrong) - WEIGHTS_NAMED} more" if len(wrong) > WEIGHTS_NAMED else ""
+            notes["Its weights"] = (
+                f"Not Hugging Face's: {', '.join(wrong[:WEIGHTS_NAMED])}{more}. `verify audit` "
+                "says what a conversion did to its tensors."
+            )
+        if self.settings:
+            notes["Settings"] = "\n".join(f"{f.name} {f.flaw}." for f in self.settings)
+        if not wrong and not self.settings:
+            notes["What remains"] = (
+                "Its weights and the config are Hugging Face's, so the code that computes it, or "
+                "an argument of the model, is not."
+            )
         return notes
+
+    def wrong_weights(self) -> list[str]:
+        """Return the weights of the first module out of tolerance that are not Hugging Face's."""
+        module = f"{self.first.name}." if self.first else ""
+        failures = (f.name for f in self.findings if f.part == WEIGHTS and not f.ok)
+        return [name for name in failures if module and name.startswith(module)]
 
     def _around(self) -> str:
         """Return text on the probe points before and after the first one, and their errors."""
@@ -134,23 +153,23 @@ def trace(
     case = case or Case()
     overrides = {**case.config, "head_chunk": 0}  # the logits are compared, so they must exist
     case = replace(case, layout=layout or Layout(), gradients=gradients, config=overrides)
-    _check_same_shape(architecture, Architecture.from_hf(config))
+    examined_config = Architecture.from_hf(config)
+    _check_same_shape(architecture, examined_config)
     if micro is None:
         micro = reference.micro_batch(batch, case.multiple)
     copies = case.layout.dp * (case.layout.pp if case.layout.vpp > 1 else 1)
-    whole = Batch(batch, (micro,) * copies)
-    case.validate(architecture, (whole,))
+    repeated = Batch(batch, (micro,) * copies)
+    case.validate(architecture, (repeated,))
 
-    exact = reference.run(whole, gradients)
+    exact = reference.recording(repeated, gradients)
     from mcore_qwen3vl.verify.trace.on_rank import TraceRequest, trace_on_rank
 
-    choose = partial(_first, exact=exact)
-    sent = replace(exact, calls={})
-    request = TraceRequest(hf, config, mcore, case, sent, choose, reference.adapter)
-    found = run_layout(
-        trace_on_rank, case.layout.world_size, request, timeout=timeout, device=case.device
+    request = TraceRequest(hf, config, mcore, case, exact, reference.adapter)
+    measured = merge(
+        run_layout(
+            trace_on_rank, case.layout.world_size, request, timeout=timeout, device=case.device
+        )
     )
-    measured = merge(rank.measured for rank in found)
     counts = _counts(exact, case, reference, take_frozen(measured))
     examined = mcore.name if mcore else f"{hf.name} loaded directly"
     facts: dict[str, Any] = {
@@ -163,14 +182,12 @@ def trace(
     result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
     for key in dict.fromkeys([*_order(exact.points), *counts, *measured]):
         if key in counts or key in measured:
-            one, tolerance = measured.get(key, Measurement()), exact.tolerances.of(*key)
-            result.findings.append(Finding(*key, one, tolerance, counts.get(key)))
-    first = choose(measured)
-    if first is not None:
-        from mcore_qwen3vl.verify.trace.causes import find_cause
-
-        result.first = next(f for f in result.findings if (f.part, f.name) == first)
-        result.cause = find_cause(Divergence(reference, config, case, exact, first, found))
+            measurement = measured.get(key, Measurement())
+            tolerance = exact.tolerances[key]
+            result.findings.append(Finding(*key, measurement, tolerance, counts.get(key)))
+    first = _first(measured, exact)
+    result.first = next((f for f in result.findings if (f.part, f.name) == first), None)
+    result.settings = [f for f in compare_configs(examined_config, architecture) if not f.ok]
     return result
 
 
@@ -184,12 +201,12 @@ SHAPES = (
 def _check_same_shape(reference: Architecture, examined: Architecture) -> None:
     """Raise BadInput if the models differ in shape, so that values cannot be compared."""
     for name in SHAPES:
-        expected, found = getattr(reference, name), getattr(examined, name)
-        if expected != found:
+        expected, actual = getattr(reference, name), getattr(examined, name)
+        if expected != actual:
             raise BadInput(
                 f"The two models cannot be compared module by module: {name} is {expected} in the "
-                f"Hugging Face checkpoint and {found} in the Megatron-Core one. Convert again from "
-                "this Hugging Face checkpoint."
+                f"Hugging Face checkpoint and {actual} in the Megatron-Core one. Convert again "
+                "from this Hugging Face checkpoint."
             )
 
 
@@ -229,11 +246,11 @@ def _order(points: list[ProbePoint]) -> list[tuple[str, str]]:
     return [*forward, ("logits", "all"), ("loss", "all"), *backward]
 
 
-def _first(measured: Measurements, *, exact: Recording) -> tuple[str, str] | None:
+def _first(measured: Measurements, exact: Recording) -> tuple[str, str] | None:
     """Return the first comparison out of tolerance; weights, not on the data path, are left out."""
     gradients = [key for key in measured if key[0] == GRADIENTS]
     for key in [*_order(exact.points), *gradients]:
-        if key in measured and measured[key].relative > exact.tolerances.of(*key):
+        if key in measured and measured[key].relative > exact.tolerances[key]:
             return key
     return None
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -107,11 +108,23 @@ def test_what_was_loaded_is_exported_bitwise(tiny, tmp_path, case, layout):
     def work(chunks: list[Any]) -> None:
         assert not any(p.isnan().any() for chunk in chunks for p in chunk.parameters())
         seen: dict[str, Tensor] = {}
-        for name, tensor in export_hf(chunks, bucket_bytes=SMALL_BUCKETS):
-            assert torch.equal(tensor, expected[name]), name
-            assert tensor.dtype == expected[name].dtype
-            seen[name] = tensor
+        all_reduce, gathered = dist.all_reduce, []
+
+        def counted(tensor: Tensor) -> None:
+            gathered.append(tensor.nbytes)
+            all_reduce(tensor)
+
+        with mock.patch.object(dist, "all_reduce", counted):
+            for name, tensor in export_hf(chunks, bucket_bytes=SMALL_BUCKETS):
+                assert torch.equal(tensor, expected[name]), name
+                assert tensor.dtype == expected[name].dtype
+                seen[name] = tensor
         assert set(seen) == set(expected)
+        # Memory does not depend on the model's size: a bucket at most, or one larger tensor.
+        padding = 16
+        largest = max(tensor.nbytes for tensor in expected.values())
+        assert max(gathered) <= max(SMALL_BUCKETS, largest) + padding
+        assert len(gathered) > 1
         save_hf(
             chunks,
             exported,

@@ -26,7 +26,7 @@ from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
 from mcore_qwen3vl.verify.job import Job, train
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
-from mcore_qwen3vl.verify.trace.probe_points import WEIGHTS
+from mcore_qwen3vl.verify.trace.recording import WEIGHTS
 from mcore_qwen3vl.verify.trace.tracing import trace
 from tests.converters.checkpoints import assert_same_tensors, copy, load, save
 from tests.converters.peers.make_peers import MOE, TEXT, VISION

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.job import Job, train
 
@@ -78,19 +77,3 @@ def test_an_offline_run_has_the_numbers_of_the_log(
     print("observed:", sorted(set().union(*seen.values())))
     (run,) = (record.run for record in records(file) if record.HasField("run"))
     assert (run.project, run.display_name) == ("vision", "first")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--save", "--wandb-save-dir"])
-def test_a_refused_run_leaves_no_folder(
-    flag: str, dense: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    wandb = ("--wandb-project", "vision", "--wandb-exp-name", "first")
-    places = ("--tensorboard-dir", str(tmp_path / "board"), flag, str(tmp_path / "a" / "b"))
-    with pytest.raises(BadInput, match="nothing_matches selects no parameter"):
-        train(
-            Job(dense, data, Layout(), steps=1), tmp_path / "output", *wandb, *places,
-            "--freeze", "nothing_matches",
-        )  # fmt: skip
-    assert [place.name for place in tmp_path.iterdir() if place.is_dir()] == ["output"]

@@ -138,7 +138,7 @@ def test_padding_that_the_router_counts(matrix: Matrix, monkeypatch: Any) -> Non
 
     def router() -> dict[str, Any]:
         found = matrix.run(row).findings
-        return {f.name: f.measured.error for f in found if "mlp.gate" in f.name}
+        return {f.name: f.measured.absolute_error for f in found if "mlp.gate" in f.name}
 
     masked = router()
     monkeypatch.setattr(qwen3vl.Qwen3VLModel, "_router_padding", lambda *arguments: None)

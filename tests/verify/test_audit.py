@@ -26,10 +26,7 @@ from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
 from tests.command import exit_code
 from tests.converters.checkpoints import copy, load, save
 from tests.converters.peers.test_peers import HERE, PEERS, QKV, source_of
-from tests.verify.trace.fault_injection import FaultInjector
-from tests.verify.trace.faults import FAULTS, Fault
-
-WEIGHTS = [fault for fault in FAULTS if fault.inject is not None]
+from tests.verify.faults import CONFIGS, WEIGHTS, Fault, FaultInjector
 
 
 @pytest.mark.parametrize("fault", WEIGHTS, ids=lambda fault: fault.name.replace(" ", "-"))
@@ -112,12 +109,17 @@ def test_missing_and_further_tensors_are_named(tmp_path: Path) -> None:
     examined = copy(HERE / "hf-dense", tmp_path / "hf")
     tensors = load(examined)
     del tensors["model.visual.merger.norm.bias"]
+    query, value = (f"model.language_model.layers.1.self_attn.{x}_proj.weight" for x in "qv")
+    tensors[query] = tensors[query].flip(0).contiguous()
+    del tensors[value]
     tensors["model.visual.class_token"] = torch.zeros(3)
     save(tensors, examined)
     assert {
         name: kind for name, (kind, _) in audit(examined, HERE / "hf-dense").mistakes.items()
     } == {
         "model.visual.merger.norm.bias": "missing tensor",
+        query: "permuted QKV",
+        value: "missing tensor",
         "model.visual.class_token": "further tensor",
     }
 
@@ -160,14 +162,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert exit_code("verify", "audit", source, peer) == 2
 
 
-CONFIGS = [fault for fault in FAULTS if fault.config is not None]
-
-
 @pytest.mark.parametrize("fault", CONFIGS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_a_setting_of_another_model_is_named(injector: FaultInjector, fault: Fault) -> None:
     result = audit(injector.with_fault(fault), injector.correct(moe=fault.moe))
     assert not result.mistakes
     (finding,) = result.failures
+    assert finding.name == fault.kind
     assert result.verdict.endswith(f"; 1 settings are another model's: {finding.name}.")
     assert result.notes == {"settings": f"{finding.name} {finding.flaw}."}
 

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.verify.trace.fault_injection import FaultInjector
+from tests.verify.faults import FaultInjector
 
 
 @pytest.fixture(scope="session")
