@@ -195,8 +195,9 @@ def test_reading_what_megatron_0_15_wrote() -> None:
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore torch's own reading and writing, whatever was called before."""
     monkeypatch.setattr(filesystem, "pickle", pickle)
-    monkeypatch.setattr(TensorProperties, "__getstate__", metadata._get_state)
-    monkeypatch.setattr(TensorProperties, "__setstate__", metadata._set_state)
+    get_state, set_state = metadata._own_state_methods()
+    monkeypatch.setattr(TensorProperties, "__getstate__", get_state)
+    monkeypatch.setattr(TensorProperties, "__setstate__", set_state)
     if hasattr(TensorProperties, "strides"):
         monkeypatch.setattr(TensorProperties, "strides", None)
 
