@@ -251,7 +251,8 @@ def name_slow_imports() -> Iterator[None]:
 
 def _library_being_imported(thread: int) -> str | None:
     """Return the library whose import a thread is in, the outermost that is not of this project."""
-    frame, library = sys._current_frames().get(thread), None
+    frame = sys._current_frames().get(thread)
+    library: str | None = None
     while frame is not None:
         if frame.f_code.co_name == "_find_and_load":  # of importlib
             name = str(frame.f_locals["name"]).partition(".")[0]
