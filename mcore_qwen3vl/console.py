@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,7 @@ from rich.table import Table
 from mcore_qwen3vl.unused import Unused, sentences
 
 _SELDOM = 30.0  # seconds between lines that report progress
+_PATIENCE = 1.0  # seconds of loading libraries in silence
 
 json_was_written = ContextVar("json_was_written", default=False)
 """Whether this command has written its JSON result: a check that fails later writes no second."""
@@ -216,6 +218,37 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
         return
     with messages.status(title) as status:
         yield lambda text: status.update(f"{title}: {plain(text)}")
+
+
+@contextmanager
+def name_slow_imports() -> Iterator[None]:
+    """Say on a terminal which library is being loaded, if one is after the first second."""
+
+    def look() -> None:
+        if library := _library_being_imported(caller):
+            messages.print(f"loading {library} and what belongs to it ...", style="dim")
+
+    caller = threading.get_ident()
+    timer = threading.Timer(_PATIENCE, look)
+    timer.daemon = True
+    if messages.is_terminal:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _library_being_imported(thread: int) -> str | None:
+    """Return the library whose import a thread is in, the outermost that is not of this project."""
+    frame = sys._current_frames().get(thread)
+    library: str | None = None
+    while frame is not None:
+        if frame.f_code.co_name == "_find_and_load":  # of importlib
+            name = str(frame.f_locals["name"]).partition(".")[0]
+            library = library if name == "mcore_qwen3vl" else name
+        frame = frame.f_back
+    return library
 
 
 def quiet_megatron() -> None:

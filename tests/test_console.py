@@ -8,6 +8,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -126,6 +128,29 @@ def test_the_summary_of_a_run(terminal: bool) -> None:
     show_summary(screen, [("model", HOSTILE)])
     assert "\x1b[2J" not in file.getvalue()
     assert r"[red]a[/red]\x1b[2J<script>" in file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_slow_import_is_named_on_a_terminal(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The library loads until the line is there."""
+    (tmp_path / "slow_library.py").write_text(
+        "import sys; sys.said.wait(10 if sys.said.due else 0)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shown = Console(file=io.StringIO(), force_terminal=terminal)
+    said: Any = threading.Event()
+    said.due = terminal
+    line: list[str] = []
+    monkeypatch.setattr(sys, "said", said, raising=False)
+    monkeypatch.setattr(shown, "print", lambda text, **_: (line.append(text), said.set()))
+    monkeypatch.setattr(console, "messages", shown)
+    monkeypatch.setattr(console, "_PATIENCE", 0.5)
+    with console.name_slow_imports():
+        import_module("slow_library")
+    monkeypatch.delitem(sys.modules, "slow_library")
+    assert line == ["loading slow_library and what belongs to it ..."] * terminal
 
 
 def test_names_of_tensors_in_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:

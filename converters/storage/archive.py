@@ -26,6 +26,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+try:  # three times as fast as zlib
+    from isal.isal_zlib import crc32
+except ImportError:  # a platform or a container without it
+    from zlib import crc32
+
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in
 from mcore_qwen3vl.converters.storage.restricted_pickle import (
@@ -35,6 +40,8 @@ from mcore_qwen3vl.converters.storage.restricted_pickle import (
     make_ordered_dict,
     make_tuple,
 )
+
+zipfile.crc32 = crc32  # type: ignore[attr-defined]  # the name under which zipfile finds it
 
 FOLDER = "archive"
 EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's earliest date; a fixed date keeps the bytes reproducible
@@ -95,7 +102,7 @@ class Sums:
             return
         actual = 0
         for piece in data.split(CHECKED_BYTES):
-            actual = zlib.crc32(as_bytes(bring_in(piece)), actual)
+            actual = crc32(as_bytes(bring_in(piece)), actual)
         if actual != stated:
             raise BadArchive(f"its CRC-32 is {actual:08x}, and {stated:08x} was saved")
         self._stated[data.data_ptr()] = None

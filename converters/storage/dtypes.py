@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mcore_qwen3vl.errors import BadInput
@@ -51,4 +53,4 @@ def all_finite(tensor: torch.Tensor) -> bool:
     if not tensor.numel():
         return True
     low, high = tensor.aminmax()  # both are NaN if any value is NaN
-    return bool(low.isfinite() & high.isfinite())
+    return math.isfinite(low) and math.isfinite(high)

@@ -58,6 +58,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         super().__init__(folder, index, files, folder / metadata.FILE)
         self._mapped: dict[str, memoryview] = {}
         self._sums = Sums()
+        self._tensors: dict[Chunk, Tensor] = {}
         for chunk in chunks:
             self._view(chunk.data)
         for key in self.model_keys():
@@ -80,6 +81,9 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         )
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+        # A QKV weight is read in a hundred boxes: parsing its archive once halves the time of it.
+        if (known := self._tensors.get(chunk)) is not None:
+            return known
         where = f"{self.folder / chunk.data.file}: the data of {key} at {list(chunk.offsets)}"
         try:
             view = self._view(chunk.data)
@@ -95,6 +99,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
                 f"{where} is {list(tensor.shape)} {tensor.dtype}, but .metadata says "
                 f"{list(chunk.sizes)} {self.dtype(key)}. The files belong to different checkpoints."
             )
+        self._tensors[chunk] = tensor
         return tensor
 
     def _view(self, place: FileRange) -> memoryview:

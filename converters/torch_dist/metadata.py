@@ -4,6 +4,8 @@ The file is a pickle of torch classes. The reader never builds those classes: it
 expected names with inert records and refuses every other name. So a hostile file cannot run code,
 and a file of a newer torch, whose classes have more fields, can still be read. The writer uses only
 the fields that the oldest supported torch knows.
+
+Only the writer and the guard import torch's classes, which takes almost as long as torch itself.
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+from functools import cache
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as dcp
 
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     CheckpointIndex,
@@ -45,6 +46,12 @@ FILE = ".metadata"
 
 def dumps(index: CheckpointIndex) -> bytes:
     """Return the content of the ``.metadata`` file for `index`."""
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import metadata as dcp
+
+    def storage_info(data: FileRange) -> filesystem._StorageInfo:
+        return filesystem._StorageInfo(data.file, data.offset, data.length)
+
     described: dict[str, Any] = {}
     storage: dict[dcp.MetadataIndex, filesystem._StorageInfo] = {}
     for key, tensor in index.tensors.items():
@@ -53,11 +60,11 @@ def dumps(index: CheckpointIndex) -> bytes:
         for number, chunk in enumerate(tensor.chunks):
             offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
             chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
-            storage[dcp.MetadataIndex(key, offsets, number)] = _storage_info(chunk.data)
+            storage[dcp.MetadataIndex(key, offsets, number)] = storage_info(chunk.data)
         described[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     for key, data in index.objects.items():
         described[key] = dcp.BytesStorageMetadata()
-        storage[dcp.MetadataIndex(key)] = _storage_info(data)
+        storage[dcp.MetadataIndex(key)] = storage_info(data)
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(dcp.Metadata(described, storage_data=storage))
     return _with_checksum(buffer.getvalue())
@@ -114,12 +121,20 @@ def guard_reads() -> None:
     to the files that they write. A second call changes nothing. Afterwards torch's own calls raise
     BadInput if the file names a class or function that does not belong there.
     """
+    from torch.distributed.checkpoint import filesystem
+
     filesystem.pickle = _GuardedPickle  # type: ignore[assignment]
     _keep_to_old_fields()
 
 
-_get_state = dcp.TensorProperties.__getstate__
-_set_state = dcp.TensorProperties.__setstate__
+@cache
+def _own_state_methods() -> tuple[Any, Any]:
+    """Return the ``__getstate__`` and ``__setstate__`` that torch's ``TensorProperties`` has."""
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    return TensorProperties.__getstate__, TensorProperties.__setstate__
+
+
 _FIELDS = 5
 """The number of fields of ``TensorProperties`` in torch 2.0 to 2.14."""
 
@@ -130,11 +145,14 @@ def _keep_to_old_fields() -> None:
     megatron-core 0.19 passes all fields to ``torch.empty``, which has no such argument, and torch
     before 2.15 cannot read a file that has the field.
     """
-    properties: Any = dcp.TensorProperties
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    properties: Any = TensorProperties
+    get_state, set_state = _own_state_methods()
     if hasattr(properties, "strides"):
         properties.strides = property(lambda self: None, lambda self, value: None)
-    properties.__getstate__ = lambda self: _get_state(self)[:_FIELDS]
-    properties.__setstate__ = lambda self, state: _set_state(self, state[:_FIELDS])
+    properties.__getstate__ = lambda self: get_state(self)[:_FIELDS]
+    properties.__setstate__ = lambda self, state: set_state(self, state[:_FIELDS])
 
 
 class _GuardedPickle:
@@ -167,14 +185,12 @@ def _hostile(file: Path, named: Refused) -> BadInput:
     )
 
 
-def _storage_info(data: FileRange) -> filesystem._StorageInfo:
-    return filesystem._StorageInfo(data.file, data.offset, data.length)
-
-
 class _Pickler(pickle.Pickler):
     """A pickler that writes ``TensorProperties`` with the fields that every torch reads."""
 
     def reducer_override(self, obj: Any) -> Any:
+        from torch.distributed.checkpoint import metadata as dcp
+
         if not isinstance(obj, dcp.TensorProperties):
             return NotImplemented
         contiguous = dcp._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT

@@ -54,7 +54,9 @@ def main(arguments: list[str] | None = None) -> None:
     console.prepare_streams()
     machine.warn_of_versions()
     try:
-        sys.exit(app(arguments, standalone_mode=not wants_json) or 0)
+        with console.name_slow_imports():
+            result = app(arguments, standalone_mode=not wants_json)
+        sys.exit(result or 0)
     except _UsageError as error:  # only with --json; otherwise Typer prints it itself
         _end(error.format_message(), BadInput.exit_code, wants_json)
     except (BadInput, CheckFailed) as error:

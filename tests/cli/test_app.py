@@ -336,6 +336,31 @@ def test_help_does_not_wait_for_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_commands_on_checkpoints_import_no_more_than_they_need(checkpoint, converted, tmp_path):
+    """Each of these libraries takes as long to import as what such a command does."""
+    code = (
+        "import sys, mcore_qwen3vl.cli as cli\n"
+        "heavy = 'transformers', 'torchvision', 'megatron', 'sympy', 'peft', 'matplotlib', "
+        "'torch._dynamo', 'torch.distributed.checkpoint'\n"
+        "for words in sys.argv[1:]:\n"
+        "    try: cli.main(words.split())\n"
+        "    except SystemExit as left:\n"
+        "        loaded = [name for name in heavy if name in sys.modules]\n"
+        "        print(left.code, *loaded, file=sys.stderr)"
+    )
+    commands = (
+        f"inspect {checkpoint}",
+        f"inspect {converted} --table",
+        f"inspect --hf-config {checkpoint}",
+        f"verify tensors {checkpoint} {converted}",
+        f"verify manifest {converted}",
+        f"convert mcore-to-hf {converted} {tmp_path / 'back'}",
+    )
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True)
+    codes = [line for line in done.stderr.splitlines() if line[:1].isdigit() and line[1:2] in " "]
+    assert codes == ["0"] * len(commands), done.stderr
+
+
 def test_inspect_table_is_the_mapping_of_a_checkpoint(checkpoint, tmp_path, capsys):
     assert exit_code("inspect", checkpoint, "--table", "--json") == 0
     lines = {line["mcore"]: line for line in json.loads(capsys.readouterr().out)["mapping"]}

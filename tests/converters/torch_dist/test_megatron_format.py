@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import pickletools
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +72,32 @@ def test_archives_are_torchs_own(dtype: torch.dtype, shape: Shape) -> None:
         assert opened.testzip() is None  # every checksum holds
     for data in (ours, torch_archive(tensor)):
         assert torch.equal(read_tensor(memoryview(bytearray(data))), tensor)
+
+
+def test_isal_computes_the_checksums_where_it_is_installed(tmp_path: Path) -> None:
+    """A stand-in for it notes what it is called with, as data is written and as it is checked."""
+    (tmp_path / "isal").mkdir()
+    (tmp_path / "isal" / "isal_zlib.py").write_text(
+        "import zlib\nsizes = []\n"
+        "def crc32(data, value=0):\n    sizes.append(len(data))\n    return zlib.crc32(data, value)"
+    )
+    code = (
+        "import io, torch\n"
+        "from isal.isal_zlib import sizes\n"
+        "from mcore_qwen3vl.converters.storage import archive\n"
+        "stream, described = io.BytesIO(), archive.Described(torch.float32, (250,))\n"
+        "archive.write_archive(stream, described, [(1000, [torch.ones(250)])])\n"
+        "print(sizes.count(1000))\n"
+        "sums = archive.Sums()\n"
+        "sums.check(archive.read_tensor(memoryview(bytearray(stream.getvalue())), sums))\n"
+        "print(sizes.count(1000))\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["1", "2"], done.stderr
 
 
 def test_reading_does_not_copy() -> None:
@@ -195,8 +224,9 @@ def test_reading_what_megatron_0_15_wrote() -> None:
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore torch's own reading and writing, whatever was called before."""
     monkeypatch.setattr(filesystem, "pickle", pickle)
-    monkeypatch.setattr(TensorProperties, "__getstate__", metadata._get_state)
-    monkeypatch.setattr(TensorProperties, "__setstate__", metadata._set_state)
+    get_state, set_state = metadata._own_state_methods()
+    monkeypatch.setattr(TensorProperties, "__getstate__", get_state)
+    monkeypatch.setattr(TensorProperties, "__setstate__", set_state)
     if hasattr(TensorProperties, "strides"):
         monkeypatch.setattr(TensorProperties, "strides", None)
 
