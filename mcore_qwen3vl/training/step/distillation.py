@@ -20,7 +20,7 @@ from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.head.top_k import likeliest, log_probs_of
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.objectives.distillation import divergences
+from mcore_qwen3vl.objectives.losses import divergences
 from mcore_qwen3vl.objectives.settings import Distillation
 from mcore_qwen3vl.training.arguments.losses import DISTILL
 from mcore_qwen3vl.training.step.forward import RunBatch, read_by

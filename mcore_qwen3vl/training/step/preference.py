@@ -21,7 +21,7 @@ from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.lora.adapter_module import switched_off
-from mcore_qwen3vl.objectives.preference import labelled_losses, pair_losses
+from mcore_qwen3vl.objectives.losses import labelled_losses, pair_losses
 from mcore_qwen3vl.objectives.settings import Kto, Preference
 from mcore_qwen3vl.training.step.forward import forward
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units

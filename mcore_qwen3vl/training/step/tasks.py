@@ -30,9 +30,12 @@ from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.objectives.contrastive import contrastive_losses
-from mcore_qwen3vl.objectives.preference import reward_losses
-from mcore_qwen3vl.objectives.ranking import classification_losses, ranking_losses
+from mcore_qwen3vl.objectives.losses import (
+    classification_losses,
+    contrastive_losses,
+    ranking_losses,
+    reward_losses,
+)
 from mcore_qwen3vl.objectives.settings import Contrastive, Ranking
 from mcore_qwen3vl.training.arguments.tasks import answers_of, contrastive_of, labels_of, ranking_of
 from mcore_qwen3vl.training.step.forward import RunBatch, read_by
