@@ -65,7 +65,7 @@ def measure(path: Path, counts: tuple[int, ...]) -> list[dict[str, Any]]:
     from mcore_qwen3vl.converters.live.load import load_hf
     from mcore_qwen3vl.generation.decoding import Sampler, decode
     from mcore_qwen3vl.generation.prompts import prompts_from_inputs
-    from mcore_qwen3vl.model.build import build_chunks
+    from mcore_qwen3vl.model.qwen3vl import build_chunks
 
     initialize(Layout())
     architecture = Architecture.from_hf(path)

@@ -80,8 +80,8 @@ def on_rank(way: str, layout: Layout, config: dict[str, Any]) -> tuple[float, fl
 
     from mcore_qwen3vl.converters.adapters.targets import resolve_targets
     from mcore_qwen3vl.converters.live.sharded import initialize_factors
-    from mcore_qwen3vl.model.build import build_chunks
     from mcore_qwen3vl.model.lora.attach import attach
+    from mcore_qwen3vl.model.qwen3vl import build_chunks
     from mcore_qwen3vl.runtime.parallel import initialize
 
     initialize(layout)

@@ -70,9 +70,10 @@ A reranker's losses are over the documents of each query, of which the first is 
 Distillation
 ------------
 
-A divergence says how far a student's distribution is from a teacher's at a token. Both are given as the probabilities of the teacher's k likeliest tokens and of all other tokens
-together, so they are distributions over k + 1 outcomes. Their divergence is at most that over the
-whole vocabulary, by the data-processing inequality, and equals it if nothing is left over.
+A divergence says how far a student's distribution is from a teacher's at a token. Both are given as
+the probabilities of the teacher's k likeliest tokens and of all other tokens together, so they are
+distributions over k + 1 outcomes. Their divergence is at most that over the whole vocabulary, by
+the data-processing inequality, and equals it if nothing is left over.
 
 - ``forward``: KL(teacher || student);
 - ``reverse``: KL(student || teacher);

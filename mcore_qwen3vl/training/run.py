@@ -94,7 +94,7 @@ class Run:
         from mcore_qwen3vl.training.hooks import LossScaleSkips, NormCheck
         from mcore_qwen3vl.training.lora import LoraRun
         from mcore_qwen3vl.training.second_model import SecondModel
-        from mcore_qwen3vl.training.step.objective import forward_step_of
+        from mcore_qwen3vl.training.step.objectives import forward_step_of
 
         self.args = args
         self.architecture = Architecture.from_hf(args.hf_model)
@@ -240,7 +240,7 @@ class Run:
         """Return what wraps each function of :data:`mcore_qwen3vl.training.hooks.HOOKS`."""
         from mcore_qwen3vl.training import hooks
         from mcore_qwen3vl.training.lora import keep_trained
-        from mcore_qwen3vl.training.step.objective import schedule_of
+        from mcore_qwen3vl.training.step.objectives import schedule_of
 
         args = self.args
         return {

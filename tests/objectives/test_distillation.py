@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_qwen3vl.model.head.top_k import FLOOR
+from mcore_qwen3vl.model.head import FLOOR
 from mcore_qwen3vl.objectives.losses import divergences
 from mcore_qwen3vl.objectives.settings import Distillation
 

@@ -23,9 +23,17 @@ from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, load_factors
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing, global_name
-from mcore_qwen3vl.model.lora.adapter_module import AdapterModule, Pair, Place
-from mcore_qwen3vl.model.lora.kinds import Kind, kind_of, weight_shapes
-from mcore_qwen3vl.model.lora.site import GroupedSite, Site, adapt_router
+from mcore_qwen3vl.model.lora.adapter import (
+    AdapterModule,
+    GroupedSite,
+    Kind,
+    Pair,
+    Place,
+    Site,
+    adapt_router,
+    kind_of,
+    weight_shapes,
+)
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Target = Factors | Slot

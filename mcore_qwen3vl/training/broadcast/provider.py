@@ -27,7 +27,7 @@ from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
-from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
 from mcore_qwen3vl.training.arguments.data_flags import media_limits
 from mcore_qwen3vl.training.arguments.defaults import WHOLE
@@ -39,8 +39,14 @@ from mcore_qwen3vl.training.arguments.losses import (
     reference_of,
 )
 from mcore_qwen3vl.training.arguments.tasks import contrastive_of, labels_of
-from mcore_qwen3vl.training.broadcast import data_state, groups
-from mcore_qwen3vl.training.broadcast.batches import SharedBatches
+from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.broadcast.batches import (
+    SharedBatches,
+    StageFeed,
+    host_group,
+    reads,
+    wait_for_measuring,
+)
 from mcore_qwen3vl.unused import Unused
 
 
@@ -138,10 +144,10 @@ class DataProvider:
 
     def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
         args = self._args
-        shared_host_group = groups.host_group()
+        shared_host_group = host_group()
         # Before any data are opened: making a group waits for all ranks, with a short timeout.
-        feed = groups.StageFeed.between_stages()
-        valid_feed = groups.StageFeed.between_stages() if args.valid_data_path else None
+        feed = StageFeed.between_stages()
+        valid_feed = StageFeed.between_stages() if args.valid_data_path else None
         config = data_config(args)
         self.train_loader = self.train_loader or self._training_loader(config)
         if self.train_loader and args.iteration and not args.finetune:
@@ -152,7 +158,7 @@ class DataProvider:
             loader = self._validation_loader()
             valid = self._share(loader, shared_host_group, valid_feed)
         if config.balance or args.valid_data_path:
-            groups.wait_for_measuring()
+            wait_for_measuring()
         if args.valid_data_path:
             self._agree_on_length()
         return self._share(self.train_loader, shared_host_group, feed, self._on_batch), valid
@@ -169,7 +175,7 @@ class DataProvider:
                 self.train_loader = self._training_loader(data_config(args))
                 length = self.train_loader.length if self.train_loader else 0
                 kept[0] = -(-(length or 0) // args.global_batch_size)
-        groups.wait_for_measuring()
+        wait_for_measuring()
         dist.broadcast_object_list(kept, src=0)
         self._steps = kept[0]
         return self._steps
@@ -210,7 +216,7 @@ class DataProvider:
         (self._args.eval_iters,) = shared
 
     def _share(
-        self, loader: Loader | None, host_group: Any, feed: groups.StageFeed | None, *on_batch: Any
+        self, loader: Loader | None, host_group: Any, feed: StageFeed | None, *on_batch: Any
     ) -> SharedBatches:
         return SharedBatches(
             loader,
@@ -245,8 +251,8 @@ class DataProvider:
         )
 
     def _reads(self) -> bool:
-        """Return whether this rank reads; see :func:`.groups.reads`."""
-        return groups.reads()
+        """Return whether this rank reads; see :func:`.batches.reads`."""
+        return reads()
 
     def save_state(self, directory: str, iteration: int) -> None:
         """Save this data-parallel rank's position in the training data."""

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.model.decoder.rope import rope_frequencies
+from mcore_qwen3vl.model.decoder.attention import rope_frequencies
 from mcore_qwen3vl.verify.mistakes import CHANGED, Candidate, mistake
 from mcore_qwen3vl.verify.trace.divergence import Cause, Divergence
 from mcore_qwen3vl.verify.trace.probe_points import (

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import fusion, qwen3vl
-from mcore_qwen3vl.model.decoder import attention, norm, rope
+from mcore_qwen3vl.model.decoder import attention, norm
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.trace.tracing import trace
 from tests.verify.trace.fault_injection import FaultInjector
 from tests.verify.trace.patched import deepstack
 
 patch = mock.patch.object
-fuse, forward = fusion.fuse, rope.InterleavedMRoPE.forward
+fuse, forward = fusion.fuse, attention.InterleavedMRoPE.forward
 
 
 def attend(**changes: Any) -> AbstractContextManager[Any]:
@@ -44,14 +44,14 @@ def swapped(embeddings: torch.Tensor, features: torch.Tensor, plan: Any) -> torc
     return fuse(embeddings, features.flip(0), plan)
 
 
-unrotated = patch(rope, "apply_rotary", lambda x, *_, **__: x)
+unrotated = patch(attention, "apply_rotary", lambda x, *_, **__: x)
 GRADIENTS, TP2 = {"gradients": True}, {"layout": Layout(tp=2, sp=True)}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 IN_CODE: tuple[tuple[str, str, AbstractContextManager[Any], dict[str, Any]], ...] = (
     ("causal mask", "o_proj:input", attend(is_causal=False), {}),
     ("rotary not applied", "layers.0.self_attn.o_proj:input", unrotated, {}),
     ("softmax scale", "o_proj:input", attend(scale=1.0), {}),
-    ("position ids", "rotary_emb", patch(rope.InterleavedMRoPE, "forward", from_0), {}),
+    ("position ids", "rotary_emb", patch(attention.InterleavedMRoPE, "forward", from_0), {}),
     ("missing norm", "input_layernorm", patch(norm.RMSNorm, "forward", no_norm), {}),
     ("norm epsilon", "input_layernorm", patch(norm.RMSNorm, "forward", with_epsilon), {}),
     ("features not fused", "inputs_embeds", patch(qwen3vl, "fuse", lambda text, *_: text), {}),

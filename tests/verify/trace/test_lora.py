@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from mcore_qwen3vl.cli.verify import verify_trace
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import attach
-from mcore_qwen3vl.model.lora.site import GroupedSite, Site
+from mcore_qwen3vl.model.lora.adapter import GroupedSite, Site
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.trace.probe_points import GRADIENTS, TEXT, WEIGHTS
 from mcore_qwen3vl.verify.trace.recording import TraceReference

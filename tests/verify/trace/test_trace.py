@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from mcore_qwen3vl.cli.verify import verify_trace
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.decoder import rope
+from mcore_qwen3vl.model.decoder import attention
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.verify.trace import on_rank
 from mcore_qwen3vl.verify.trace.probe_points import (
@@ -90,7 +90,7 @@ def test_a_probe_point_that_nobody_saw_fails(
 
 
 def test_chunked_mrope(injector: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
-    init = rope.InterleavedMRoPE.__init__
+    init = attention.InterleavedMRoPE.__init__
 
     def chunked(self, architecture):
         init(self, architecture)
@@ -98,7 +98,7 @@ def test_chunked_mrope(injector: FaultInjector, monkeypatch: pytest.MonkeyPatch)
             torch.arange(3), torch.tensor(architecture.mrope_section)
         )
 
-    monkeypatch.setattr(rope.InterleavedMRoPE, "__init__", chunked)
+    monkeypatch.setattr(attention.InterleavedMRoPE, "__init__", chunked)
     cause = traced(injector).cause
     assert cause.kind == "mrope interleaving"
     assert "ttttthhhhwww" in cause.explanation
@@ -117,9 +117,9 @@ def test_gradient_too_large_by_tp(injector: FaultInjector) -> None:
 def test_unknown_causes_are_called_so(
     injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apply = rope.apply_rotary
+    apply = attention.apply_rotary
     monkeypatch.setattr(
-        rope, "apply_rotary", lambda x, *a, **k: apply(x, *a, **k) * (1 + 0.01 * x.sin())
+        attention, "apply_rotary", lambda x, *a, **k: apply(x, *a, **k) * (1 + 0.01 * x.sin())
     )
     result = traced(injector)
     assert result.cause.kind == "unknown"
