@@ -88,8 +88,8 @@ class Freezing:
             BadInput: a pattern selects no parameter on any rank, or nothing trains.
         """
         everywhere: list[Any] = [None] * dist.get_world_size()
-        own = (self._used, self._trained, self._values, self._layers)
-        dist.all_gather_object(everywhere, own)
+        mine = (self._used, self._trained, self._values, self._layers)
+        dist.all_gather_object(everywhere, mine)
         patterns = {*self._frozen, *self._trainable}
         used, trained, values, layers = zip(*everywhere, strict=True)
         unused = sorted(patterns.difference(*used))
@@ -100,13 +100,13 @@ class Freezing:
                 "decoder.layers.0.mlp, visual.blocks, embedding or output_layer."
             )
         training: Counter[str] = sum(trained, Counter())
-        whole: Counter[str] = sum(values, Counter())
+        totals: Counter[str] = sum(values, Counter())
         if not training.total():
             raise BadInput("--freeze/--trainable leave no parameter to train: freeze less.")
         of_layers = set().union(*layers)
         both = (name for name, trains in of_layers if trains and (name, False) in of_layers)
         self.divided = min(both, default=None)
-        return Trained(**{part: training[part] / max(whole[part], 1) for part in PARTS})
+        return Trained(**{part: training[part] / max(totals[part], 1) for part in PARTS})
 
 
 def part_of(name: str) -> str:
@@ -130,11 +130,12 @@ def global_name(chunk: Qwen3VLModel, name: str) -> str:
 
 def _compiled(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
     compiled = {}
-    for given in patterns:
+    for pattern in patterns:
         try:
-            compiled[given] = re.compile(PARTS.get(given, given))
+            compiled[pattern] = re.compile(PARTS.get(pattern, pattern))
         except re.error as error:
             raise BadInput(
-                f"{given!r} is neither one of {', '.join(PARTS)} nor a regular expression: {error}."
+                f"{pattern!r} is neither one of {', '.join(PARTS)} nor a regular expression: "
+                f"{error}."
             ) from None
     return compiled

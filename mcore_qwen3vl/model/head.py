@@ -87,8 +87,8 @@ def token_log_probs(
     """
     shape, sides = hidden.shape[:2], flat_sides(hidden, weight, more)
     places = targets.t().reshape(-1)
-    found, entropies = _TokenLogProbs.apply(places, columns, temperature, entropy, *sides)
-    return found.view(shape).t(), entropies.view(shape).t() if entropy else None
+    log_probs, entropies = _TokenLogProbs.apply(places, columns, temperature, entropy, *sides)
+    return log_probs.view(shape).t(), entropies.view(shape).t() if entropy else None
 
 
 def flat_sides(hidden: Tensor, weight: Tensor, more: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
@@ -314,14 +314,14 @@ def likeliest(
         ranks, and without gradients.
     """
     terms = in_pairs(flat_sides(hidden, weight, more))
-    own, tokens = min(k, columns.count), len(terms[0][0])
+    count, tokens = min(k, columns.count), len(terms[0][0])
     # This rank's candidates, and its logsumexp over its other columns.
     logits = hidden.new_full((tokens, k + 1), -torch.inf, dtype=torch.float32)
     ids = torch.zeros((tokens, k), dtype=torch.int64, device=hidden.device)
     for rows in columns.chunks(tokens):
         every = columns.logits(terms, rows, temperature)
-        values, places = every.topk(own)
-        logits[rows, :own], ids[rows, :own] = values, places + columns.first
+        values, places = every.topk(count)
+        logits[rows, :count], ids[rows, :count] = values, places + columns.first
         logits[rows, k] = every.scatter_(1, places, -torch.inf).logsumexp(-1)
         del every  # before the next chunk's are computed
     logits, ids = _gathered(logits, columns.group), _gathered(ids, columns.group)
@@ -329,18 +329,18 @@ def likeliest(
     values, places = candidates.topk(k)
     left = candidates.scatter(1, places, -torch.inf)
     log_rest = torch.cat([left, rest], 1).logsumexp(-1, keepdim=True)
-    found = torch.cat([values, log_rest], 1).log_softmax(-1).clamp(min=FLOOR)
+    log_probs = torch.cat([values, log_rest], 1).log_softmax(-1).clamp(min=FLOOR)
     shape = (*hidden.shape[:2], -1)
     chosen = ids.flatten(1).gather(1, places)
-    return chosen.view(shape).transpose(0, 1), found.view(shape).transpose(0, 1)
+    return chosen.view(shape).transpose(0, 1), log_probs.view(shape).transpose(0, 1)
 
 
-def _gathered(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _gathered(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return all ranks' (T, n) tensors as (T, ranks, n)."""
     if group is None or group.size() == 1:
-        return own[:, None]
-    everyone = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(everyone, own, group=group)
+        return mine[:, None]
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
     return torch.stack(everyone, 1)
 
 
@@ -405,27 +405,27 @@ class _LogProbsOf(torch.autograd.Function):
         overall = _combine_numbers(maximum, numbers, ours, temperature, columns.group)
         of_ids, rest = numbers[:, :-3] / temperature, numbers[:, -1:]
         log_sum = (of_ids.exp().sum(-1, keepdim=True) + rest).log()
-        found = torch.cat([of_ids - log_sum, (rest.log() - log_sum).clamp(min=FLOOR)], 1)
+        log_probs = torch.cat([of_ids - log_sum, (rest.log() - log_sum).clamp(min=FLOOR)], 1)
         log_sum_of_targets = numbers[:, -2].log()
         ctx.columns, ctx.temperature = columns, temperature
         totals = (overall / temperature + log_sum[:, 0], overall + log_sum_of_targets)
-        ctx.save_for_backward(local, ours, found, *totals, *sides)
-        return found, numbers[:, -3] - log_sum_of_targets
+        ctx.save_for_backward(local, ours, log_probs, *totals, *sides)
+        return log_probs, numbers[:, -3] - log_sum_of_targets
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_ids: Tensor, of_targets: Tensor) -> tuple[Tensor | None, ...]:
-        local, ours, found, total, total_of_targets, *sides = ctx.saved_tensors
+        local, ours, log_probs, total, total_of_targets, *sides = ctx.saved_tensors
         columns, temperature = ctx.columns, ctx.temperature
         terms, wanted = in_pairs(sides), in_pairs(ctx.needs_input_grad[3:])
         # The least log-probability of the rest does not change with the logits.
-        of_rest = of_ids[:, -1:].where(found[:, -1:] > FLOOR, 0.0) / temperature
+        of_rest = of_ids[:, -1:].where(log_probs[:, -1:] > FLOOR, 0.0) / temperature
         of_ids = of_ids[:, :-1] / temperature
-        whole = of_ids.sum(-1, keepdim=True) + of_rest
-        of_rest = of_rest / found[:, -1:].exp() - whole
-        of_ids = of_ids - whole * found[:, :-1].exp()
+        total_of_ids = of_ids.sum(-1, keepdim=True) + of_rest
+        of_rest = of_rest / log_probs[:, -1:].exp() - total_of_ids
+        of_ids = of_ids - total_of_ids * log_probs[:, :-1].exp()
         of_places = torch.cat([of_ids, of_targets[:, None]], 1).where(ours, 0.0)
-        gradients = [TermGradient(x, w, *one) for (x, w), one in zip(terms, wanted, strict=True)]
+        gradients = [TermGradient(x, w, *term) for (x, w), term in zip(terms, wanted, strict=True)]
         for rows in columns.chunks(len(local)):
             logits = columns.logits(terms, rows)
             gradient = (logits - total_of_targets[rows, None]).exp_()
@@ -435,10 +435,15 @@ class _LogProbsOf(torch.autograd.Function):
             gradient.scatter_add_(1, local[rows], of_places[rows])
             narrow = gradient.to(sides[0].dtype)
             del logits, weights, gradient
-            for one in gradients:
-                one.add(narrow, rows)
+            for term in gradients:
+                term.add(narrow, rows)
             del narrow
-        return None, None, None, *(side for one in gradients for side in one.result())
+        return (
+            None,
+            None,
+            None,
+            *(side for term in gradients for side in term.result()),
+        )
 
 
 def _rest(weights: Tensor, local: Tensor, ours: Tensor) -> Tensor:
@@ -550,10 +555,10 @@ class Head(ColumnParallelLinear):
         """Each logit is computed by the TP rank that holds its row; the others add zero."""
         columns = self._columns()
         rows = torch.tensor(tokens) - columns.first
-        own = to_device((rows >= 0) & (rows < columns.count), weight.device)
+        is_here = to_device((rows >= 0) & (rows < columns.count), weight.device)
         rows = to_device(rows.clamp(0, len(weight) - 1), weight.device)
         hidden = copy_to_tensor_model_parallel_region(hidden.float(), group=self.tp_group)
-        logits = hidden @ (weight.index_select(0, rows).float() * own[:, None]).T
+        logits = hidden @ (weight.index_select(0, rows).float() * is_here[:, None]).T
         return reduce_from_tensor_model_parallel_region(logits, group=self.tp_group)
 
     def _columns(self) -> Columns:

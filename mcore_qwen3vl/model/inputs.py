@@ -139,8 +139,8 @@ def visual_inputs(
     for kind, values, grid, token_id in kinds:
         index = torch.nonzero(tokens == token_id).squeeze(1)  # (N_kind,)
         if (values is None) != (grid is None):
-            given, absent = ("pixels", "grid_thw") if grid is None else ("grid_thw", "pixels")
-            raise BadInput(f"{kind} {given} came without {kind} {absent}; pass both or neither.")
+            present, absent = ("pixels", "grid_thw") if grid is None else ("grid_thw", "pixels")
+            raise BadInput(f"{kind} {present} came without {kind} {absent}; pass both or neither.")
         if values is None or grid is None:
             values, grid = torch.empty(0, vision.patch_dim), torch.empty(0, 3, dtype=torch.int64)
         grid = grid.to("cpu", torch.int64)

@@ -114,10 +114,10 @@ class Qwen3VLModel(GPTModel):
         self.adapter: AdapterModule | None = None
         self.rotary_pos_emb = InterleavedMRoPE(architecture)
         # An empty range has a place too: a chunk without layers lies between its neighbours.
-        held = layers_of_chunk(config, vp_stage, groups.pp.rank())
+        layers = layers_of_chunk(config, vp_stage, groups.pp.rank())
         # Number of DeepStack layers from this chunk on, and after it.
-        self._deepstack_in = max(deepstack_layers - held.start, 0)
-        self._deepstack_out = 0 if post_process else max(deepstack_layers - held.stop, 0)
+        self._deepstack_in = max(deepstack_layers - layers.start, 0)
+        self._deepstack_out = 0 if post_process else max(deepstack_layers - layers.stop, 0)
         if self._deepstack_out and not config.variable_seq_lengths:
             raise BadInput(
                 f"The pipeline split leaves {self._deepstack_out} of {deepstack_layers} DeepStack "
@@ -266,17 +266,17 @@ class Qwen3VLModel(GPTModel):
         check_shapes(input_ids, position_ids, packed=packed is not None)
         batch, seq_len = input_ids.shape
         divided = self.config.sequence_parallel
-        held = self.local_tokens(seq_len, packed, sequence_parallel=divided)  # rows after SP
-        own: Tensor | None = None
+        local = self.local_tokens(seq_len, packed, sequence_parallel=divided)  # rows after SP
+        positions: Tensor | None = None
         if self.pg_collection.cp.size() > 1:
-            own = to_device(self.local_tokens(seq_len, packed), device)
+            positions = to_device(self.local_tokens(seq_len, packed), device)
 
         def take(full: Tensor, dim: int) -> Tensor:
             """Return this CP rank's part of a tensor that holds the full sequence on `dim`."""
-            return full if own is None else full.index_select(dim, own)
+            return full if positions is None else full.index_select(dim, positions)
 
         index = visual.token_index if visual else None
-        plan = plan_fusion(index, held, seq_len=seq_len, batch_size=batch, device=device)
+        plan = plan_fusion(index, local, seq_len=seq_len, batch_size=batch, device=device)
         token_ids = take(input_ids, 1)
         padding = padding_mask if attention_mask is None else attention_mask == 0  # (B, cached + S)
         if labels is not None and self.losses_in_chunks:
@@ -291,14 +291,14 @@ class Qwen3VLModel(GPTModel):
                 require_right_padding(attention_mask == 0)
         embed: Embed = partial(self._embed, token_ids, visual, plan)
         if not self.pre_process:
-            embed = lambda: (None, self._receive(len(held), plan))  # noqa: E731
+            embed = lambda: (None, self._receive(len(local), plan))  # noqa: E731
         arguments = {
             "input_ids": token_ids,
             "position_ids": take(position_ids, 2),
             "attention_mask": attended,
             "labels": None if labels is None else take(labels, 1),
             "packed_seq_params": packed,
-            "padding_mask": self._router_padding(padding, seq_len, held),
+            "padding_mask": self._router_padding(padding, seq_len, local),
             **kwargs,
         }
         return embed, plan.destination, arguments
@@ -375,11 +375,11 @@ class Qwen3VLModel(GPTModel):
         self.decoder.set_input_tensor(hidden)
         return features
 
-    def _router_padding(self, padding: Tensor | None, seq_len: int, held: Tensor) -> Tensor | None:
+    def _router_padding(self, padding: Tensor | None, seq_len: int, local: Tensor) -> Tensor | None:
         """Return (B, s_local) bool, True for padding, which only MoE layers read."""
         if padding is None or self.config.num_moe_experts is None:
             return None
-        return padding[:, -seq_len:].index_select(1, to_device(held, padding.device))
+        return padding[:, -seq_len:].index_select(1, to_device(local, padding.device))
 
 
 def _losses(

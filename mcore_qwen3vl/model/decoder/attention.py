@@ -343,8 +343,8 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """Return (s, B, heads, D), from one SDPA call per segment."""
         # A decoding step has fewer queries than keys; they are the last ones.
-        one = len(segments.query_lengths) == 1
-        lengths = (len(query),) if one else segments.query_lengths
+        is_single = len(segments.query_lengths) == 1
+        lengths = (len(query),) if is_single else segments.query_lengths
         outputs = []
         for q, k, v in zip(
             query.split(lengths),
@@ -395,7 +395,7 @@ def _mask(queries: int, keys: int, valid: Tensor | None) -> Tensor | None:
     if valid is None:  # the last position alone sees everything
         return causal_lower_right(queries, keys) if queries > 1 else None
     position = torch.arange(keys, device=valid.device)
-    own = position[keys - queries :, None]  # (queries, 1)
-    seen = (position <= own) & valid[:, None, None, :keys]  # (B, 1, queries, keys)
+    row = position[keys - queries :, None]  # (queries, 1)
+    seen = (position <= row) & valid[:, None, None, :keys]  # (B, 1, queries, keys)
     # A padding query sees itself: a row without any key would be NaN.
-    return seen | (position == own)
+    return seen | (position == row)

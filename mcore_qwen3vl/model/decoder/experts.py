@@ -56,12 +56,12 @@ class GroupedExperts(nn.Module):
         super().__init__()
         hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
         assert inner is not None
-        held, groups = num_local_experts, pg_collection
+        experts, groups = num_local_experts, pg_collection
         self.linear_fc1 = GroupedLinear(
-            held, (2 * inner, hidden), 0, config, config.init_method, groups
+            experts, (2 * inner, hidden), 0, config, config.init_method, groups
         )
         self.linear_fc2 = GroupedLinear(
-            held, (hidden, inner), 1, config, config.output_layer_init_method, groups
+            experts, (hidden, inner), 1, config, config.output_layer_init_method, groups
         )
         self._swiglu = weighted_swiglu(config)
         self.register_state_dict_post_hook(_save_each)
@@ -150,16 +150,16 @@ class GroupedLinear(nn.Module):
         The linear's key in the checkpoint ends in a dot; `offsets` are among stacked layers.
         """
         weight, groups = self.weight, self._groups
-        held, etp, copy = len(weight), groups.expt_tp.rank(), groups.expt_dp.rank()
-        first, all_of_them = groups.ep.rank() * held, groups.ep.size() * held
-        experts = [(first + local, all_of_them) for local in range(held)]
+        local_count, etp, copy = len(weight), groups.expt_tp.rank(), groups.expt_dp.rank()
+        first, total = groups.ep.rank() * local_count, groups.ep.size() * local_count
+        experts = [(first + local, total) for local in range(local_count)]
 
         @torch.no_grad()
-        def build(key: str, whole: Tensor, replica: Any, _range: Any) -> list[ShardedTensor]:
+        def build(key: str, matrices: Tensor, replica: Any, _range: Any) -> list[ShardedTensor]:
             return [
                 piece
-                for number, one in zip(experts, whole, strict=True)
-                for piece in self._pieces(key, one, (*offsets, (len(offsets), *number)), replica)
+                for number, matrix in zip(experts, matrices, strict=True)
+                for piece in self._pieces(key, matrix, (*offsets, (len(offsets), *number)), replica)
             ]
 
         @torch.no_grad()
@@ -178,11 +178,11 @@ class GroupedLinear(nn.Module):
             yield f"{_EXTRA}{local}", ShardedObject(f"{key}{_EXTRA}", None, shape, at, replica)
 
     def _pieces(
-        self, key: str, one: Tensor, offsets: tuple[Offset, ...], replica: Any
+        self, key: str, matrix: Tensor, offsets: tuple[Offset, ...], replica: Any
     ) -> Iterator[ShardedTensor]:
         """Yield the boxes of one expert (out, in)."""
         stacked, etp = len(offsets), self._groups.expt_tp
-        parts = one.chunk(2) if self._cut == 0 else (one,)
+        parts = matrix.chunk(2) if self._cut == 0 else (matrix,)
         for number, part in enumerate(parts):
             index, count = number * etp.size() + etp.rank(), len(parts) * etp.size()
             place = (stacked + self._cut, index, count)
@@ -195,9 +195,9 @@ def _save_each(experts: nn.Module, state: dict[str, Any], prefix: str, _metadata
     """Name each expert as in Megatron's legacy format; a hook of ``state_dict()``."""
     for parameter, _ in experts.named_parameters():
         name = parameter.removesuffix(f".{_WEIGHT}")
-        for number, one in enumerate(state.pop(f"{prefix}{parameter}")):
+        for number, matrix in enumerate(state.pop(f"{prefix}{parameter}")):
             local = f"{prefix}local_experts.{number}.{name}"
-            state |= {f"{local}.{_WEIGHT}": one, f"{local}.{_EXTRA}": None}
+            state |= {f"{local}.{_WEIGHT}": matrix, f"{local}.{_EXTRA}": None}
 
 
 def _load_each(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -253,7 +253,9 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         return F.linear(rows, matrices[0])
     if not _has_kernel(rows, matrices):
         runs = rows.split(groups.sizes)
-        return torch.cat([F.linear(run, one) for run, one in zip(runs, matrices, strict=True)])
+        return torch.cat(
+            [F.linear(run, matrix) for run, matrix in zip(runs, matrices, strict=True)]
+        )
     if matrices.requires_grad and torch.is_grad_enabled():
         matrices = matrices.view_as(matrices)  # so that the hook is for this product alone
         matrices.register_hook(groups.clear_empty)

@@ -181,9 +181,9 @@ def block_spec(
         mlp = layer.submodules.mlp
         if getattr(mlp, "func", None) == MLP.as_mlp_submodule:  # a dense one
             layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, **mlp.keywords)
-    held = layers_of_chunk(config, vp_stage, pp_rank)
+    layers = layers_of_chunk(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[moe_layers[number]] for number in held], layer_norm=Norm
+        layer_specs=[kinds[moe_layers[number]] for number in layers], layer_norm=Norm
     )
 
 
@@ -270,9 +270,9 @@ def _indices_to_multihot(self: Any, indices: Tensor, probs: Tensor) -> tuple[Ten
     Returns:
         (T, E) bool, whether an expert takes a token, and (T, E) float32, with which weight.
     """
-    held = self.num_local_experts
-    columns = indices.where(indices >= 0, held)  # one more column, for experts of other ranks
-    chosen = torch.zeros(len(indices), held + 1, dtype=torch.bool, device=indices.device)
+    experts = self.num_local_experts
+    columns = indices.where(indices >= 0, experts)  # one more column, for experts of other ranks
+    chosen = torch.zeros(len(indices), experts + 1, dtype=torch.bool, device=indices.device)
     weights = torch.zeros(chosen.shape, dtype=probs.dtype, device=probs.device)
-    chosen = chosen.scatter_(1, columns, True)[:, :held]
-    return chosen.contiguous(), weights.scatter(1, columns, probs)[:, :held].contiguous()
+    chosen = chosen.scatter_(1, columns, True)[:, :experts]
+    return chosen.contiguous(), weights.scatter(1, columns, probs)[:, :experts].contiguous()

@@ -68,8 +68,8 @@ class Place:
     def local_shape(self) -> tuple[int, int]:
         if self.axis is None:
             return self.shape
-        held = sum(map(len, self.runs))
-        return (held, self.shape[1]) if self.axis == 0 else (self.shape[0], held)
+        length = sum(map(len, self.runs))
+        return (length, self.shape[1]) if self.axis == 0 else (self.shape[0], length)
 
     def boxes(self, length: int | None = None) -> Iterator[tuple[Box, Box]]:
         """Yield boxes that cover this rank's part: in the part, and in the whole factor.
@@ -281,16 +281,16 @@ def column(group: Any, linear: Any) -> Region:
 
     ``linear.sequence_parallel`` is read at each call, because generation turns it off and on.
     """
-    divided = tensor_parallel.gather_from_sequence_parallel_region
-    whole = tensor_parallel.copy_to_tensor_model_parallel_region
-    return lambda x: (divided if linear.sequence_parallel else whole)(x, group=group)
+    gathered = tensor_parallel.gather_from_sequence_parallel_region
+    copied = tensor_parallel.copy_to_tensor_model_parallel_region
+    return lambda x: (gathered if linear.sequence_parallel else copied)(x, group=group)
 
 
 def row(group: Any, linear: Any) -> Region:
     """Return the region after A for a row-parallel weight: (s, B, r) -> (s_local, B, r)."""
-    divided = tensor_parallel.reduce_scatter_to_sequence_parallel_region
-    whole = tensor_parallel.reduce_from_tensor_model_parallel_region
-    return lambda x: (divided if linear.sequence_parallel else whole)(x, group=group)
+    scattered = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+    reduced = tensor_parallel.reduce_from_tensor_model_parallel_region
+    return lambda x: (scattered if linear.sequence_parallel else reduced)(x, group=group)
 
 
 def summed_over(group: Any) -> Region:
@@ -444,12 +444,12 @@ class Site:
         """Return A times `x`, B, and the scaling of their product."""
         factors = [self.whole(*pair(), of=pair) for pair in self.pairs]
         # A router computes in float32.
-        down, up = ([one.to(dtype) for one in side] for side in zip(*factors, strict=True))
+        down, up = ([factor.to(dtype) for factor in side] for side in zip(*factors, strict=True))
         a = self._down(x.to(dtype), down)
         if self._scaling is not None:
             return a, self.matrix(up), self._scaling
         # Scaling B instead would round its values in bf16, and the loss's error would pass 2 E.
-        parts = zip(a.split([len(one) for one in down], -1), self.pairs, strict=True)
+        parts = zip(a.split([len(factor) for factor in down], -1), self.pairs, strict=True)
         return torch.cat([part * p.scaling for part, p in parts], -1), self.matrix(up), 1.0
 
     def matrix(self, factors: Sequence[Tensor]) -> Tensor:

@@ -53,29 +53,29 @@ from mcore_qwen3vl.unused import Unused
 def data_config(args: argparse.Namespace) -> DataConfig:
     """Derive from the flags how samples become batches, or raise BadInput for a bad length."""
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
-    local, whole = _tokens_of_a_product(args), _whole(args)
-    if args.seq_length % whole:
+    local, multiple = _tokens_of_a_product(args), _whole(args)
+    if args.seq_length % multiple:
         quantized = f" (FP8 and FP4 need a multiple of {local} on each rank)"
         raise BadInput(
-            f"--seq-length {args.seq_length} is not a multiple of {whole}, as CP {cp} and TP {tp} "
-            f"require{quantized if local > 1 else ''}. Round it."
+            f"--seq-length {args.seq_length} is not a multiple of {multiple}, as CP {cp} and "
+            f"TP {tp} require{quantized if local > 1 else ''}. Round it."
         )
-    given = vars(args)
-    chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
+    flags = vars(args)
+    settings = {f.name: flags[f.name] for f in fields(DataConfig) if f.name in flags}
     # CP divides each packed sample; SP divides the pack.
-    chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
-    chosen["pairs"], chosen["labelled"] = args.loss in LOSSES, args.loss == KTO
-    chosen["similarities"] = args.task == "embedding" and contrastive_of(args).takes_scores
-    chosen["labels"] = labels_of(args) if args.task == "classify" else None
+    settings["length_multiple"] = length_multiple(cp) if args.packing else multiple
+    settings["pairs"], settings["labelled"] = args.loss in LOSSES, args.loss == KTO
+    settings["similarities"] = args.task == "embedding" and contrastive_of(args).takes_scores
+    settings["labels"] = labels_of(args) if args.task == "classify" else None
     if args.balance is None:
-        grouped = chosen["pairs"] or chosen["labelled"] or args.task
-        chosen["balance"] = args.packing and not grouped
-    chosen["references"] = chosen["pairs"] and reference_of(args) == "file"
+        grouped = settings["pairs"] or settings["labelled"] or args.task
+        settings["balance"] = args.packing and not grouped
+    settings["references"] = settings["pairs"] and reference_of(args) == "file"
     if args.loss == DISTILL and not args.teacher:
-        chosen["teacher_temperature"] = distillation_of(args).temperature
+        settings["teacher_temperature"] = distillation_of(args).temperature
     per_step = args.micro_batch_size * args.data_parallel_size
-    chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
-    return DataConfig(**chosen, media=media_limits(args))
+    settings["micro_batches"] = max(1, args.global_batch_size // per_step)
+    return DataConfig(**settings, media=media_limits(args))
 
 
 def validation_config(args: argparse.Namespace) -> DataConfig:
@@ -205,9 +205,9 @@ class DataProvider:
             why = f"the data have {batches}"
             name_unused([Unused(COMMAND_LINE, f"--eval-iters {args.eval_iters}", why)])
         args.eval_iters = batches if args.eval_iters == WHOLE else min(args.eval_iters, batches)
-        own = args.eval_global_batch_size // args.data_parallel_size // args.eval_micro_batch_size
+        count = args.eval_global_batch_size // args.data_parallel_size // args.eval_micro_batch_size
         config = validation_config(args)
-        return self._loader(sources, "val", config, batches=max(1, args.eval_iters * own))
+        return self._loader(sources, "val", config, batches=max(1, args.eval_iters * count))
 
     def _agree_on_length(self) -> None:
         """Tell the ranks that do not read how many batches a validation has."""

@@ -90,8 +90,8 @@ def two_passes(
     *,
     first: Callable[..., Any],
     within: Within,
-    values: Callable[[list[Batch], list[Any]], list[Any]] = lambda batches, found: found,
-    **given: Any,
+    values: Callable[[list[Batch], list[Any]], list[Any]] = lambda batches, results: results,
+    **arguments: Any,
 ) -> Any:
     """Run Megatron's `schedule` twice, and return what its second call returns.
 
@@ -99,17 +99,17 @@ def two_passes(
 
     Args:
         field: the field of a batch that holds what the first pass has found for it.
-        schedule: the schedule; `given` are its arguments.
+        schedule: the schedule, which `arguments` are for.
         first: the forward step of the first pass.
         within: gives the model of the first pass.
         values: computes the field's values from the micro-batches and from what the loss function
             of `first` returned for each. Only the last stage calls it.
     """
-    held = read(given)
-    if found := forward_pass(schedule, given, held, first=first, within=within):
-        of_batches = zip(held[-1], values(held[-1], found), strict=True)
-        held[-1] = [replace(batch, **{field: value}) for batch, value in of_batches]
-    return schedule(**{**given, "data_iterator": replayed(held)})
+    of_chunks = read_batches(arguments)
+    if results := forward_pass(schedule, arguments, of_chunks, first=first, within=within):
+        of_batches = zip(of_chunks[-1], values(of_chunks[-1], results), strict=True)
+        of_chunks[-1] = [replace(batch, **{field: value}) for batch, value in of_batches]
+    return schedule(**{**arguments, "data_iterator": replay(of_chunks)})
 
 
 def finding(
@@ -128,39 +128,39 @@ def finding(
     return step
 
 
-def read(given: Mapping[str, Any]) -> list[list[Batch]]:
+def read_batches(arguments: Mapping[str, Any]) -> list[list[Batch]]:
     """Read the micro-batches of an iteration for each of this rank's pipeline chunks."""
-    streams, count = given["data_iterator"], given["num_microbatches"]
+    streams, count = arguments["data_iterator"], arguments["num_microbatches"]
     several = isinstance(streams, list)
-    return [[next(one) for _ in range(count)] for one in (streams if several else [streams])]
+    return [[next(stream) for _ in range(count)] for stream in (streams if several else [streams])]
 
 
 def forward_pass(
     schedule: Callable[..., Any],
-    given: Mapping[str, Any],
-    held: list[list[Batch]],
+    arguments: Mapping[str, Any],
+    batches: list[list[Batch]],
     *,
     first: Callable[..., Any],
     within: Within,
 ) -> list[Any]:
     """Run the forward passes alone; on the last stage return what `first`'s loss function gave."""
-    with within(given["model"]) as model:
-        found: list[Any] = schedule(
+    with within(arguments["model"]) as model:
+        results: list[Any] = schedule(
             **{
-                **given,
+                **arguments,
                 "model": model,
-                "data_iterator": replayed(held),
+                "data_iterator": replay(batches),
                 "forward_step_func": first,
                 "forward_only": True,
                 "collect_non_loss_data": True,
             }
         )
-    return found
+    return results
 
 
-def replayed(held: list[list[Batch]]) -> Any:
+def replay(of_chunks: list[list[Batch]]) -> Any:
     """Return the micro-batches as Megatron's schedule takes them: one stream, or one a chunk."""
-    streams = [iter(batches) for batches in held]
+    streams = [iter(batches) for batches in of_chunks]
     return streams if len(streams) > 1 else streams[0]
 
 
@@ -189,14 +189,14 @@ def of_divergences(settings: Distillation) -> Objective:
     """Return the objective of distillation: a mean over the trained tokens of the global batch."""
     mean = of_tokens(cross_entropy)
 
-    def objective(batch: Batch, local: Tensor, found: Tensor) -> Reduced:
-        divergence, of_labels = found
+    def objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
+        divergence, of_labels = values
         # The squared temperature makes up for gradients that are as much smaller.
         scaled = settings.temperature**2 * divergence
         reduced = mean(batch, local, settings.alpha * of_labels + (1 - settings.alpha) * scaled)
-        weights = batch.loss_weights.index_select(1, to_device(local, found.device))
+        weights = batch.loss_weights.index_select(1, to_device(local, values.device))
         parts = {"divergence": divergence, "lm loss": of_labels}
-        sums = {name: cross_entropy(one.detach(), weights)[0] for name, one in parts.items()}
+        sums = {name: cross_entropy(part.detach(), weights)[0] for name, part in parts.items()}
         return reduced._replace(sums={f"{DISTILL} loss": reduced.total.detach(), **sums})
 
     return objective
@@ -224,7 +224,7 @@ def _compare(
     return torch.stack([divergences(student, teacher, settings), -of_labels])
 
 
-def _teacher_at(batch: Batch, own: Tensor) -> tuple[Tensor, Tensor]:
+def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return the teacher's ids (B, s, k) and log-probabilities (B, s, k + 1) at positions `own`."""
     if batch.teacher is None:
         raise BadInput("The batch has no tokens of a teacher.")
@@ -232,14 +232,14 @@ def _teacher_at(batch: Batch, own: Tensor) -> tuple[Tensor, Tensor]:
         return batch.teacher.ids, batch.teacher.log_probs
     trained = batch.loss_weights > 0
     number = trained.flatten().cumsum(0).view_as(trained) - 1
-    row = number.where(trained, len(batch.teacher.ids) - 1).index_select(1, own)
+    row = number.where(trained, len(batch.teacher.ids) - 1).index_select(1, positions)
     return batch.teacher.ids[row], batch.teacher.log_probs[row]
 
 
 def teacher_step(k: int, temperature: float) -> Callable[..., Any]:
     """Return the forward step of a first pass, which finds the teacher's `k` likeliest tokens."""
     run = read_by(partial(_likeliest, k=k, temperature=temperature))
-    return finding(run, lambda batch, local, found: Top(found[..., :k].int(), found[..., k:]))
+    return finding(run, lambda batch, local, values: Top(values[..., :k].int(), values[..., k:]))
 
 
 def _likeliest(
@@ -266,21 +266,23 @@ def of_pairs(preference: Preference) -> Objective:
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
         if preference.has_reference and batch.references is None:
             raise BadInput("The batch has no log-probabilities of the reference.")
-        log_probs, lengths = (one.view(-1, 2) for one in answer_log_probs(batch, local, losses))
+        log_probs, lengths = (
+            values.view(-1, 2) for values in answer_log_probs(batch, local, losses)
+        )
         reference = None if batch.references is None else batch.references.view(-1, 2)
         pairs = pair_losses(log_probs, reference, lengths, preference)
-        found = log_probs.detach()
+        detached = log_probs.detach()
         numbers = {
             f"{preference.loss} loss": pairs.losses,
             "rewards chosen": pairs.chosen_rewards,
             "rewards rejected": pairs.rejected_rewards,
             "rewards margin": pairs.margins,
             "rewards accuracy": pairs.accuracies,
-            "log-prob chosen": found[:, 0],
-            "log-prob rejected": found[:, 1],
+            "log-prob chosen": detached[:, 0],
+            "log-prob rejected": detached[:, 1],
         }
         if preference.rpo_alpha:
-            numbers["nll loss"] = -found[:, 0] / lengths[:, 0]
+            numbers["nll loss"] = -detached[:, 0] / lengths[:, 0]
         return of_units(pairs.losses.sum(), batch, numbers)
 
     return objective
@@ -297,17 +299,17 @@ def of_labelled(kto: Kto) -> Objective:
         of_answers, rewards = labelled_losses(
             log_probs, batch.references, wanted, batch.baseline, kto
         )
-        found = log_probs.detach()
+        detached = log_probs.detach()
         numbers = {
             "kto loss": of_answers,
-            "kl baseline": batch.baseline.clamp(min=0).expand(len(found)),
+            "kl baseline": batch.baseline.clamp(min=0).expand(len(detached)),
         }
         reduced = of_units(of_answers.sum(), batch, numbers)
         of_kinds = {}
         for name, mask in (("desirable", wanted), ("undesirable", ~wanted)):
             # A log interval may be without one kind of answer; 0 / 0 would be logged as NaN.
             count = mask.sum(dtype=torch.float32).clamp(min=1e-30)
-            for what, values in (("rewards", rewards), ("log-prob", found)):
+            for what, values in (("rewards", rewards), ("log-prob", detached)):
                 of_kinds[f"{what} {name}"] = torch.stack([values.where(mask, 0.0).sum(), count])
         # Every CP rank counts all answers of a kind, which cancels in their mean.
         return reduced._replace(sums={**reduced.sums, **of_kinds})
@@ -327,9 +329,9 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
         tokens. Those of pairs are in the order chosen, rejected, chosen, rejected and so on.
     """
     count = len(batch.lengths)
-    own = to_device(local, losses.device)
-    trained = batch.loss_weights.index_select(1, own) > 0
-    sequence = to_device(batch.sequences(), losses.device).index_select(1, own)  # (B, s)
+    positions = to_device(local, losses.device)
+    trained = batch.loss_weights.index_select(1, positions) > 0
+    sequence = to_device(batch.sequences(), losses.device).index_select(1, positions)  # (B, s)
     numbers = torch.arange(count, device=losses.device)[:, None, None]
     member = (sequence == numbers) & trained  # (N, B, s)
     # A sum has a fixed order, unlike a scatter-add. Padding is masked: its loss may be infinite.
@@ -347,26 +349,26 @@ ANSWERS_STEP = finding(
 """The forward step of a first pass, which finds the answers' log-probabilities (N,)."""
 
 
-def with_baseline(within: Within, schedule: Callable[..., Any], **given: Any) -> Any:
+def with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any) -> Any:
     """Run Megatron's `schedule` after a pass for the reference and two for KTO's baseline.
 
     The baseline is a mean over the global batch: over all micro-batches of all data-parallel ranks.
     So the policy and the reference compute the exchanged answers of a whole iteration before the
     first micro-batch is trained.
     """
-    held = read(given)
-    exchanged = [[batch.exchanged() for batch in batches] for batches in held]
+    of_chunks = read_batches(arguments)
+    exchanged = [[batch.exchanged() for batch in batches] for batches in of_chunks]
     policy, of_reference, reference = (
-        forward_pass(schedule, given, batches, first=ANSWERS_STEP, within=model)
-        for batches, model in ((exchanged, evaluated), (exchanged, within), (held, within))
+        forward_pass(schedule, arguments, batches, first=ANSWERS_STEP, within=model)
+        for batches, model in ((exchanged, evaluated), (exchanged, within), (of_chunks, within))
     )
     if reference:  # the last stage
         baseline = _baseline(policy, of_reference)
-        held[-1] = [
-            replace(batch, references=one, baseline=baseline)
-            for batch, one in zip(held[-1], reference, strict=True)
+        of_chunks[-1] = [
+            replace(batch, references=log_probs, baseline=baseline)
+            for batch, log_probs in zip(of_chunks[-1], reference, strict=True)
         ]
-    return schedule(**{**given, "data_iterator": replayed(held)})
+    return schedule(**{**arguments, "data_iterator": replay(of_chunks)})
 
 
 def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
@@ -376,8 +378,8 @@ def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
     alone, the baseline is 0.
     """
     changes = [p - r for p, r in zip(policy, reference, strict=True) if len(p) > 1]
-    found = torch.cat([policy[0].new_zeros(0), *changes])
-    sums = torch.stack([found.sum(), torch.full_like(found.sum(), len(found))])
+    differences = torch.cat([policy[0].new_zeros(0), *changes])
+    sums = torch.stack([differences.sum(), torch.full_like(differences.sum(), len(differences))])
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     return sums[0] / sums[1].clamp(min=1)
 
@@ -438,9 +440,9 @@ def _pool(
     rows, columns = _last_tokens(batch)
     at = places[columns]
     device = hidden_states.device
-    own = to_device(at >= 0, device)[:, None]
+    is_here = to_device(at >= 0, device)[:, None]
     states = hidden_states[to_device(at.clamp(min=0), device), to_device(rows, device)].float()
-    states = torch.where(own, states, 0.0)
+    states = torch.where(is_here, states, 0.0)
     if sharded:
         group = parallel_state.get_tensor_model_parallel_group()
         states = reduce_from_tensor_model_parallel_region(states, group=group)
@@ -516,13 +518,13 @@ def judge(folder: str | Path, words: tuple[str, str]) -> RunBatch:
     tokenizer = load_processor(folder).tokenizer
     tokens = []
     for word in words:
-        found = tokenizer(word, add_special_tokens=False)["input_ids"]
-        if len(found) != 1:
+        ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
             raise BadInput(
-                f"The answer {word!r} is {len(found)} tokens in this tokenizer; a reranker's "
+                f"The answer {word!r} is {len(ids)} tokens in this tokenizer; a reranker's "
                 "answers are one token each: name two others with --answers."
             )
-        tokens += found
+        tokens += ids
     return pooled(lambda states, head, weight: head(states, weight, tokens=tokens)[0])
 
 
@@ -547,13 +549,15 @@ def of_queries(contrastive: Contrastive) -> Objective:
     return objective
 
 
-def with_contrasts(contrastive: Contrastive, schedule: Callable[..., Any], **given: Any) -> Any:
+def with_contrasts(contrastive: Contrastive, schedule: Callable[..., Any], **arguments: Any) -> Any:
     """Run Megatron's `schedule` after a pass for all embeddings, if there are several to gather."""
-    if given["num_microbatches"] == 1:
-        return schedule(**given)
+    if arguments["num_microbatches"] == 1:
+        return schedule(**arguments)
     values = partial(contrasts, contrastive)
     first = finding(EMBED, lambda batch, local, embeddings: embeddings)
-    return two_passes("contrast", schedule, first=first, within=evaluated, values=values, **given)
+    return two_passes(
+        "contrast", schedule, first=first, within=evaluated, values=values, **arguments
+    )
 
 
 def contrasts(
@@ -571,36 +575,38 @@ def contrasts(
         For each of `batches`, the losses (queries,) of its queries, and the gradient (N, H) of the
         sum of all ranks' losses.
     """
-    own = [() if batch.is_spare else batch.groups for batch in batches]
+    groups_of_batches = [() if batch.is_spare else batch.groups for batch in batches]
     targets = [
         batch.targets[: len(of)]
-        for batch, of in zip(batches, own, strict=True)
+        for batch, of in zip(batches, groups_of_batches, strict=True)
         if batch.targets is not None
     ]
-    vectors = [one[: sum(of)] for one, of in zip(embeddings, own, strict=True)]
+    vectors = [rows[: sum(of)] for rows, of in zip(embeddings, groups_of_batches, strict=True)]
     if contrastive.takes_scores and len(targets) < len(batches):
         raise BadInput("The batch has no scores.")
     groups: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
-    dist.all_gather_object(groups, own, group=parallel_state.get_data_parallel_group_gloo())
+    dist.all_gather_object(
+        groups, groups_of_batches, group=parallel_state.get_data_parallel_group_gloo()
+    )
     sizes = [sum(map(sum, of_rank)) for of_rank in groups]
     everyone = _gathered(torch.cat(vectors), sizes).requires_grad_()
     queries = [sum(map(len, of_rank)) for of_rank in groups]
     scores = None
     if contrastive.takes_scores:
         scores = _gathered(torch.cat(targets)[:, None], queries)[:, 0]
-    texts = [size for of_rank in groups for one in of_rank for size in one]
+    texts = [size for of_rank in groups for rows in of_rank for size in rows]
     with torch.enable_grad():
         losses = contrastive_losses(everyone, texts, contrastive, scores)
         (gradients,) = torch.autograd.grad(losses.sum(), everyone)
     rank = parallel_state.get_data_parallel_rank()
-    mine = losses.detach().split(queries)[rank].split([len(one) for one in own])
-    of_own = gradients.split(sizes)[rank].split([sum(one) for one in own])
+    mine = losses.detach().split(queries)[rank].split([len(rows) for rows in groups_of_batches])
+    of_own = gradients.split(sizes)[rank].split([sum(rows) for rows in groups_of_batches])
     return [
         # A spare batch takes part in no loss.
-        (torch.zeros(len(batch.groups), device=one.device), torch.zeros_like(one))
+        (torch.zeros(len(batch.groups), device=rows.device), torch.zeros_like(rows))
         if batch.is_spare
         else (losses, gradient)
-        for batch, one, losses, gradient in zip(batches, embeddings, mine, of_own, strict=True)
+        for batch, rows, losses, gradient in zip(batches, embeddings, mine, of_own, strict=True)
     ]
 
 
@@ -608,9 +614,14 @@ def _gathered(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return the rows (n, H) of all data-parallel ranks, whose numbers are `sizes`, in order."""
     padded = rows.new_zeros(max(sizes), rows.shape[1])
     padded[: len(rows)] = rows
-    whole = rows.new_empty(len(sizes) * len(padded), rows.shape[1])
-    dist.all_gather_into_tensor(whole, padded, group=parallel_state.get_data_parallel_group())
-    return torch.cat([one[:n] for one, n in zip(whole.chunk(len(sizes)), sizes, strict=True)])
+    everyone = rows.new_empty(len(sizes) * len(padded), rows.shape[1])
+    dist.all_gather_into_tensor(everyone, padded, group=parallel_state.get_data_parallel_group())
+    return torch.cat(
+        [
+            rows_of_rank[:n]
+            for rows_of_rank, n in zip(everyone.chunk(len(sizes)), sizes, strict=True)
+        ]
+    )
 
 
 def forward_step_of(args: argparse.Namespace) -> ForwardStep:
