@@ -45,8 +45,8 @@ class Freezing:
         Raises:
             BadInput: a pattern is neither a part nor a regular expression.
         """
-        self._frozen = _compiled(frozen)
-        self._trainable = _compiled(trainable)
+        self._frozen = _compile(frozen)
+        self._trainable = _compile(trainable)
         self._used: set[str] = set()
         self._trained: Counter[str] = Counter()  # values, by part
         self._values: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class Freezing:
 
     def train(self, patterns: Iterable[str]) -> None:
         """Add patterns of parameters to train, like the class's, for the next :meth:`apply`."""
-        self._trainable |= _compiled(patterns)
+        self._trainable |= _compile(patterns)
 
     def apply(self, chunk: Qwen3VLModel) -> list[str]:
         """Set ``requires_grad`` of every parameter of one pipeline chunk.
@@ -128,7 +128,7 @@ def global_name(chunk: Qwen3VLModel, name: str) -> str:
     return f"decoder.layers.{number}.{name[match.end() :]}"
 
 
-def _compiled(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
+def _compile(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
     compiled = {}
     for pattern in patterns:
         try:

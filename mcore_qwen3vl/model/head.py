@@ -324,7 +324,7 @@ def likeliest(
         logits[rows, :count], ids[rows, :count] = values, places + columns.first
         logits[rows, k] = every.scatter_(1, places, -torch.inf).logsumexp(-1)
         del every  # before the next chunk's are computed
-    logits, ids = _gathered(logits, columns.group), _gathered(ids, columns.group)
+    logits, ids = _gather(logits, columns.group), _gather(ids, columns.group)
     candidates, rest = logits[..., :k].flatten(1), logits[..., k]
     values, places = candidates.topk(k)
     left = candidates.scatter(1, places, -torch.inf)
@@ -335,7 +335,7 @@ def likeliest(
     return chosen.view(shape).transpose(0, 1), log_probs.view(shape).transpose(0, 1)
 
 
-def _gathered(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return all ranks' (T, n) tensors as (T, ranks, n)."""
     if group is None or group.size() == 1:
         return mine[:, None]

@@ -152,7 +152,7 @@ def visual_inputs(
     grid_thw = torch.cat(grids)
     if len(grid_thw) == 0:
         return None
-    indices, weights = _interpolated(grid_thw, vision)
+    indices, weights = _interpolate(grid_thw, vision)
     return VisualInputs(
         # An empty kind must not decide the dtype of the other.
         pixel_values=torch.cat([values for values in pixels if len(values)]),
@@ -166,7 +166,7 @@ def visual_inputs(
     )
 
 
-def _interpolated(grid_thw: Tensor, vision: VisionArchitecture) -> tuple[Tensor, Tensor]:
+def _interpolate(grid_thw: Tensor, vision: VisionArchitecture) -> tuple[Tensor, Tensor]:
     """Return the place of each of P patches in the square grid of learned positions.
 
     It is four corners (P, 4) int64, and their bilinear weights (P, 4) float32.

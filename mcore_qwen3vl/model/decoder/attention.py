@@ -153,16 +153,16 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1)
+        return _rotate(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(gradient, cos, sin, -1), None, None
+        return _rotate(gradient, cos, sin, -1), None, None
 
 
 @Pointwise
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     halves = x.unflatten(-1, (2, -1))  # (S, B, heads, 2, D / 2)
     first, second = halves.unbind(-2)
     turned = halves * cos.unsqueeze(-2)
@@ -185,11 +185,11 @@ class RotarySelfAttention(SelfAttention):
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         if self._angles is not None:
             fused = self.config.transformer_impl == "transformer_engine"
-            query, key = (_turned(x, self._angles, fused) for x in (query, key))
+            query, key = (_rotate_remembering(x, self._angles, fused) for x in (query, key))
         return query, key, *rest
 
 
-def _turned(x: Tensor, angles: Tensor, fused: bool) -> Tensor:
+def _rotate_remembering(x: Tensor, angles: Tensor, fused: bool) -> Tensor:
     """Rotate the output of a norm, and give the result a recipe that begins with the norm's."""
     turned, recipe = apply_rotary(x, angles, fused=fused), recipe_of(x)
     if recipe is None:

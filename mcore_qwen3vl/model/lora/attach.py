@@ -224,7 +224,7 @@ def _pair(
     boxes = [part.matrix for part in parts]
     if kind.cut == 0:
         grain = gcd(kind.head_rows, *(len(part.local) for part in parts))
-        b = Place(b.shape, 0, _joined([rows for rows, _ in boxes]), grain)
+        b = Place(b.shape, 0, _join_rows([rows for rows, _ in boxes]), grain)
     elif kind.cut == 1:
         (_, columns), *_ = boxes
         a = Place(a.shape, 1, (range(columns.start, columns.stop),), columns.stop - columns.start)
@@ -234,7 +234,7 @@ def _pair(
     return pair
 
 
-def _joined(rows: Sequence[slice]) -> tuple[range, ...]:
+def _join_rows(rows: Sequence[slice]) -> tuple[range, ...]:
     """Join rows into runs that are consecutive in the whole tensor; B holds them in this order."""
     runs: list[range] = []
     for run in rows:

@@ -208,7 +208,7 @@ class SharedBatches:
             show(light)
         with self._beside_computation():
             batch = self._on_device(prepared, light)
-        return self._handed_over(batch)
+        return self._hand_over(batch)
 
     def _first(self, ahead: Executor) -> _Prepared:
         """Prepare the first batch on the caller's thread, because it starts the loader's processes.
@@ -260,7 +260,7 @@ class SharedBatches:
             self._copies = torch.cuda.Stream(self._device)
         return torch.cuda.stream(self._copies)
 
-    def _handed_over(self, batch: Batch) -> Batch:
+    def _hand_over(self, batch: Batch) -> Batch:
         """Hand the batch to the compute stream, which starts on it when the copies are done."""
         if self._copies is not None:
             current = torch.cuda.current_stream(self._device)

@@ -56,7 +56,7 @@ def save(
     folder = folder_of(checkpoints, iteration)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank_{dp_rank:05d}.pt"
-    about_data = {SOURCES: _described(sources), GLOBAL_BATCH: global_batch, EPOCHS: epochs}
+    about_data = {SOURCES: _describe_sources(sources), GLOBAL_BATCH: global_batch, EPOCHS: epochs}
     with replacing(file) as partial:
         torch.save({**loader.state_dict(position), **about_data}, partial)
 
@@ -93,7 +93,7 @@ def load(
     for state in states:
         for key in (GLOBAL_BATCH, EPOCHS):
             state.pop(key, None)
-    described = _described(sources)
+    described = _describe_sources(sources)
     sizes = [(was, size) for (_, was), (_, size) in zip(saved, described, strict=False)]
     # Earlier versions wrote no size for a folder.
     if saved and (
@@ -114,7 +114,7 @@ def first_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
     return _read(file) if file.exists() else None
 
 
-def _described(sources: Sequence[Source]) -> list[tuple[str, int]]:
+def _describe_sources(sources: Sequence[Source]) -> list[tuple[str, int]]:
     """Return names and sizes in bytes; equal sizes count as the same data, under any name."""
     return [(source.path.name, _size(source.path)) for source in sources]
 

@@ -159,7 +159,7 @@ def of_tokens(loss: Loss) -> Objective:
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
         positions = to_device(local, losses.device)
         weights = batch.loss_weights.index_select(1, positions)
-        total, normaliser = _checked(loss, loss(losses, weights))
+        total, normaliser = _check_result(loss, loss(losses, weights))
         data_sets = _weights_of_data_sets(batch, positions, weights)
         parts = {name: loss(losses.detach(), part) for name, part in data_sets.items()}
         return Reduced(total, normaliser, {"lm loss": total.detach()}, parts)
@@ -178,14 +178,14 @@ def _weights_of_data_sets(batch: Batch, positions: Tensor, weights: Tensor) -> d
     return {name: weights.where(number == i, 0.0) for i, name in enumerate(names)}
 
 
-def _checked(loss: Loss, result: Any) -> tuple[Tensor, Tensor]:
+def _check_result(loss: Loss, result: Any) -> tuple[Tensor, Tensor]:
     if isinstance(result, tuple) and len(result) == 2:
         if all(isinstance(value, Tensor) and value.ndim == 0 for value in result):
             return result
-        shown = ", ".join(map(_described, result))
+        shown = ", ".join(map(_describe, result))
         returned = f"({shown})"
     else:
-        returned = _described(result)
+        returned = _describe(result)
     name = getattr(loss, "__qualname__", repr(loss))
     raise BadInput(
         f"The loss function {name} returned {returned}. It must return a pair of scalar tensors: "
@@ -194,7 +194,7 @@ def _checked(loss: Loss, result: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a value of type {type(value).__name__}"

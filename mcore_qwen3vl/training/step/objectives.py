@@ -112,7 +112,7 @@ def two_passes(
     return schedule(**{**arguments, "data_iterator": replay(of_chunks)})
 
 
-def finding(
+def first_pass_step(
     run: RunBatch, values: Callable[[Batch, Tensor, Tensor], Any]
 ) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
     """Return the forward step of a first pass, which finds `values` in what `run` returns.
@@ -165,7 +165,7 @@ def replay(of_chunks: list[list[Batch]]) -> Any:
 
 
 @contextmanager
-def evaluated(model: Any) -> Iterator[Any]:
+def evaluation_mode(model: Any) -> Iterator[Any]:
     """Give the chunks in evaluation mode and without gradients."""
     chunks: Sequence[Any] = unwrap_model(model if isinstance(model, list) else [model])
     training = [chunk.training for chunk in chunks]
@@ -177,7 +177,7 @@ def evaluated(model: Any) -> Iterator[Any]:
         yield model
 
 
-def compared(settings: Distillation) -> RunBatch:
+def compare_with_teacher(settings: Distillation) -> RunBatch:
     """Return what runs a micro-batch through a pipeline chunk and compares it with the teacher.
 
     On the last stage it returns (2, B, s) float32: divergences, and cross entropies.
@@ -239,7 +239,9 @@ def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
 def teacher_step(k: int, temperature: float) -> Callable[..., Any]:
     """Return the forward step of a first pass, which finds the teacher's `k` likeliest tokens."""
     run = read_by(partial(_likeliest, k=k, temperature=temperature))
-    return finding(run, lambda batch, local, values: Top(values[..., :k].int(), values[..., k:]))
+    return first_pass_step(
+        run, lambda batch, local, values: Top(values[..., :k].int(), values[..., k:])
+    )
 
 
 def _likeliest(
@@ -343,7 +345,7 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
     return summed, lengths
 
 
-ANSWERS_STEP = finding(
+ANSWERS_STEP = first_pass_step(
     forward, lambda batch, local, losses: answer_log_probs(batch, local, losses.float())[0]
 )
 """The forward step of a first pass, which finds the answers' log-probabilities (N,)."""
@@ -360,7 +362,11 @@ def with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any
     exchanged = [[batch.exchanged() for batch in batches] for batches in of_chunks]
     policy, of_reference, reference = (
         forward_pass(schedule, arguments, batches, first=ANSWERS_STEP, within=model)
-        for batches, model in ((exchanged, evaluated), (exchanged, within), (of_chunks, within))
+        for batches, model in (
+            (exchanged, evaluation_mode),
+            (exchanged, within),
+            (of_chunks, within),
+        )
     )
     if reference:  # the last stage
         baseline = _baseline(policy, of_reference)
@@ -388,7 +394,7 @@ def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
 def without_adapter(model: Any) -> Iterator[Any]:
     """Give the chunks in evaluation mode, without their adapters and without gradients."""
     chunks = unwrap_model(model if isinstance(model, list) else [model])
-    with evaluated(model), switched_off([chunk.adapter for chunk in chunks]):
+    with evaluation_mode(model), switched_off([chunk.adapter for chunk in chunks]):
         yield model
 
 
@@ -451,7 +457,7 @@ def _pool(
     return reduce_from_tensor_model_parallel_region(values, group=group)
 
 
-def pooled(read: Read) -> RunBatch:
+def pool_last_tokens(read: Read) -> RunBatch:
     """Return what runs a micro-batch through a pipeline chunk and reads its last tokens.
 
     On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
@@ -459,9 +465,9 @@ def pooled(read: Read) -> RunBatch:
     return read_by(partial(_pool, read))
 
 
-EMBED = pooled(lambda states, head, weight: states)
+EMBED = pool_last_tokens(lambda states, head, weight: states)
 """Runs a micro-batch, whose values are (N, H) embeddings, not normalised."""
-SCORES = pooled(lambda states, head, weight: head(states))
+SCORES = pool_last_tokens(lambda states, head, weight: head(states))
 """Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
 
 
@@ -525,7 +531,7 @@ def judge(folder: str | Path, words: tuple[str, str]) -> RunBatch:
                 "answers are one token each: name two others with --answers."
             )
         tokens += ids
-    return pooled(lambda states, head, weight: head(states, weight, tokens=tokens)[0])
+    return pool_last_tokens(lambda states, head, weight: head(states, weight, tokens=tokens)[0])
 
 
 def relevance(logits: Tensor) -> Tensor:
@@ -554,9 +560,9 @@ def with_contrasts(contrastive: Contrastive, schedule: Callable[..., Any], **arg
     if arguments["num_microbatches"] == 1:
         return schedule(**arguments)
     values = partial(contrasts, contrastive)
-    first = finding(EMBED, lambda batch, local, embeddings: embeddings)
+    first = first_pass_step(EMBED, lambda batch, local, embeddings: embeddings)
     return two_passes(
-        "contrast", schedule, first=first, within=evaluated, values=values, **arguments
+        "contrast", schedule, first=first, within=evaluation_mode, values=values, **arguments
     )
 
 
@@ -589,11 +595,11 @@ def contrasts(
         groups, groups_of_batches, group=parallel_state.get_data_parallel_group_gloo()
     )
     sizes = [sum(map(sum, of_rank)) for of_rank in groups]
-    everyone = _gathered(torch.cat(vectors), sizes).requires_grad_()
+    everyone = _gather(torch.cat(vectors), sizes).requires_grad_()
     queries = [sum(map(len, of_rank)) for of_rank in groups]
     scores = None
     if contrastive.takes_scores:
-        scores = _gathered(torch.cat(targets)[:, None], queries)[:, 0]
+        scores = _gather(torch.cat(targets)[:, None], queries)[:, 0]
     texts = [size for of_rank in groups for rows in of_rank for size in rows]
     with torch.enable_grad():
         losses = contrastive_losses(everyone, texts, contrastive, scores)
@@ -610,7 +616,7 @@ def contrasts(
     ]
 
 
-def _gathered(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+def _gather(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return the rows (n, H) of all data-parallel ranks, whose numbers are `sizes`, in order."""
     padded = rows.new_zeros(max(sizes), rows.shape[1])
     padded[: len(rows)] = rows
@@ -641,7 +647,7 @@ def forward_step_of(args: argparse.Namespace) -> ForwardStep:
         return step(of_labelled(kto_of(args)))
     if args.loss == DISTILL:
         settings = distillation_of(args)
-        return step(of_divergences(settings), run=compared(settings))
+        return step(of_divergences(settings), run=compare_with_teacher(settings))
     return step(of_tokens(find_loss(args.loss)))
 
 

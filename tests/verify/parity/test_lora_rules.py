@@ -120,7 +120,7 @@ def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: A
 
 def test_etp_cuts_gate_and_up_rows_apart(matrix: Matrix, monkeypatch: Any) -> None:
     """If ETP cut the fused rows in half, one half would be gate's alone."""
-    joined = attach._joined
+    joined = attach._join_rows
 
     def halves(rows: Any) -> Any:
         return joined(
@@ -129,7 +129,7 @@ def test_etp_cuts_gate_and_up_rows_apart(matrix: Matrix, monkeypatch: Any) -> No
             else rows
         )
 
-    monkeypatch.setattr(attach, "_joined", halves)
+    monkeypatch.setattr(attach, "_join_rows", halves)
     report = matrix.run(MatrixRow.of("moe", "tp2xetp2+sp", "image", lora="gate and up of experts"))
     assert worst(report, "logits") > FAR_OFF
 
