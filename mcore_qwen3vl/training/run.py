@@ -267,6 +267,13 @@ class Run:
     def _note_trained(self, trained: Trained) -> None:
         self.metrics.trained = self.data.trained = trained
 
+    def _build_second(self) -> None:
+        """Build the second model, if there is one."""
+        from mcore_qwen3vl.training.model import model_provider
+
+        if self.second:
+            self.second.build(model_provider)
+
     def _set_up_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer; before it the second model, and after it the length of the run.
 
@@ -274,11 +281,9 @@ class Run:
         learning rates.
         """
         from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts, take_other_chains
-        from mcore_qwen3vl.training.model import model_provider
         from mcore_qwen3vl.training.step import optimizer as step
 
-        if self.second:
-            self.second.build(model_provider)
+        self._build_second()
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         rates = step.learning_rate_overrides(self.args)
         bound["config_overrides"] = {**(bound.get("config_overrides") or {}), **rates}
@@ -364,6 +369,7 @@ class Run:
         import torch
         from megatron.training.utils import is_last_rank
 
+        self._build_second()  # with --skip-train there is no optimizer
         config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
         variable, config.variable_seq_lengths = config.variable_seq_lengths, True
         try:  # with --packing too, a validation's batches differ in length
