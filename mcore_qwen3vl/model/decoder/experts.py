@@ -1,7 +1,8 @@
 """The experts of the torch spec: one kernel for all experts of a rank, where mcore loops.
 
 In checkpoints they have the form of mcore's ``SequentialMLP``. Source: mcore
-``SequentialMLP.sharded_state_dict``, ``apply_swiglu_sharded_factory``.
+``SequentialMLP.sharded_state_dict``, ``apply_swiglu_sharded_factory``. At the end are two functions
+that replace mcore's in the routing of both specs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
@@ -277,3 +279,42 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     if rows.data_ptr() % 16 or matrices.data_ptr() % 16:
         return False
     return rows.dtype == torch.bfloat16 if rows.is_cuda else rows.dtype in _KERNEL_DTYPES
+
+
+def keep_local_counts() -> None:
+    """Keep a rank's own token counts per expert when they are summed over the ranks.
+
+    Megatron sums in place over the TP x CP group. With a padding mask it then takes the number of
+    its own tokens from the same tensor, and the gradient of the balancing loss is too large by a
+    factor of the group's size (NVIDIA/Megatron-LM#7452, finding 10).
+    """
+    reduce = moe_utils.reduce_from_tensor_model_parallel_region
+    if hasattr(reduce, "keeps"):
+        return
+
+    def reduce_copy(counts: Tensor, *arguments: Any, **named: Any) -> Any:
+        return reduce(counts.clone(), *arguments, **named)
+
+    reduce_copy.keeps = True  # type: ignore[attr-defined]
+    moe_utils.reduce_from_tensor_model_parallel_region = reduce_copy
+
+
+def indices_to_multihot(self: Any, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Spread DeepEP's lists of chosen experts over this rank's experts without a host sync.
+
+    Megatron selects the valid entries by a mask, for whose number the host waits four times in
+    every layer. The arguments and results are those of the method of this name that it replaces.
+
+    Args:
+        indices: (T, k) int64 experts of this rank, -1 for those of other ranks.
+        probs: (T, k) float32.
+
+    Returns:
+        (T, E) bool, whether an expert takes a token, and (T, E) float32, with which weight.
+    """
+    experts = self.num_local_experts
+    columns = indices.where(indices >= 0, experts)  # one more column, for experts of other ranks
+    chosen = torch.zeros(len(indices), experts + 1, dtype=torch.bool, device=indices.device)
+    weights = torch.zeros(chosen.shape, dtype=probs.dtype, device=probs.device)
+    chosen = chosen.scatter_(1, columns, True)[:, :experts]
+    return chosen.contiguous(), weights.scatter(1, columns, probs)[:, :experts].contiguous()

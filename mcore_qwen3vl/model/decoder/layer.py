@@ -34,7 +34,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,7 +45,11 @@ from torch import Tensor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import fusion
 from mcore_qwen3vl.model.decoder.attention import RotarySelfAttention, TorchAttention
-from mcore_qwen3vl.model.decoder.experts import GroupedExperts
+from mcore_qwen3vl.model.decoder.experts import (
+    GroupedExperts,
+    indices_to_multihot,
+    keep_local_counts,
+)
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm, StandaloneRMSNorm
 from mcore_qwen3vl.model.recompute import recomputing, remember_fused_norms, remember_outputs_of
@@ -167,8 +171,8 @@ def block_spec(
     else:
         Norm = StandaloneRMSNorm
     if config.num_moe_experts is not None:
-        _keep_local_counts()
-        token_dispatcher._DeepepManager._indices_to_multihot = _indices_to_multihot
+        keep_local_counts()
+        token_dispatcher._DeepepManager._indices_to_multihot = indices_to_multihot
     if config.gradient_accumulation_fusion:
         accumulate_in_products()
     moe_layers = [_is_moe(config, number) for number in range(config.num_layers)]
@@ -237,42 +241,3 @@ def _is_moe(config: TransformerConfig, layer: int) -> bool:
         return False
     frequency = config.moe_layer_freq
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
-
-
-def _keep_local_counts() -> None:
-    """Keep a rank's own token counts per expert when they are summed over the ranks.
-
-    Megatron sums in place over the TP x CP group. With a padding mask it then takes the number of
-    its own tokens from the same tensor, and the gradient of the balancing loss is too large by a
-    factor of the group's size (NVIDIA/Megatron-LM#7452, finding 10).
-    """
-    reduce = moe_utils.reduce_from_tensor_model_parallel_region
-    if hasattr(reduce, "keeps"):
-        return
-
-    def reduce_copy(counts: Tensor, *arguments: Any, **named: Any) -> Any:
-        return reduce(counts.clone(), *arguments, **named)
-
-    reduce_copy.keeps = True  # type: ignore[attr-defined]
-    moe_utils.reduce_from_tensor_model_parallel_region = reduce_copy
-
-
-def _indices_to_multihot(self: Any, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Spread DeepEP's lists of chosen experts over this rank's experts without a host sync.
-
-    Megatron selects the valid entries by a mask, for whose number the host waits four times in
-    every layer. The arguments and results are those of the method of this name that it replaces.
-
-    Args:
-        indices: (T, k) int64 experts of this rank, -1 for those of other ranks.
-        probs: (T, k) float32.
-
-    Returns:
-        (T, E) bool, whether an expert takes a token, and (T, E) float32, with which weight.
-    """
-    experts = self.num_local_experts
-    columns = indices.where(indices >= 0, experts)  # one more column, for experts of other ranks
-    chosen = torch.zeros(len(indices), experts + 1, dtype=torch.bool, device=indices.device)
-    weights = torch.zeros(chosen.shape, dtype=probs.dtype, device=probs.device)
-    chosen = chosen.scatter_(1, columns, True)[:, :experts]
-    return chosen.contiguous(), weights.scatter(1, columns, probs)[:, :experts].contiguous()
