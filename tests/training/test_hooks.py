@@ -38,6 +38,14 @@ def test_canary_every_wrapped_function_exists_and_is_called_there(name: str) -> 
     assert re.search(rf"(?<!def )\b{name}\(", source) or late in users
 
 
+def test_the_design_page_says_of_every_wrapped_function_what_it_costs_and_saves() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) & set(HOOKS) == set(HOOKS)
+    order = [name for line in page.splitlines() if line.startswith(" * ") for name in line.split()]
+    named = [name.strip(":,") for name in order if name.strip(":,") in HOOKS]
+    assert named == list(HOOKS)
+
+
 def test_canary_every_symbol_that_we_use_by_name_has_the_signature_we_were_tested_with() -> None:
     """With another Megatron first on PYTHONPATH, this names each symbol that has changed."""
     assert differences(read_table()) == []
