@@ -106,7 +106,7 @@ def load_model(
             or has others.
     """
     from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
-    from mcore_qwen3vl.model.build import build_chunks
+    from mcore_qwen3vl.model.qwen3vl import build_chunks
 
     checkpoint, layout = Path(checkpoint), layout or Layout()
     architecture = Architecture.from_hf(config_folder(checkpoint))
@@ -152,7 +152,7 @@ def prepare_batch(
     from mcore_qwen3vl.data.loading.sources import Source
     from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
     from mcore_qwen3vl.data.records.media import MediaFolder
-    from mcore_qwen3vl.model.sequence import length_multiple
+    from mcore_qwen3vl.model.inputs import length_multiple
 
     groups = model.pg_collection
     multiple = length_multiple(groups.cp.size(), groups.tp.size(), model.config.sequence_parallel)
@@ -203,7 +203,7 @@ def reduce_gradients(
     from megatron.core.distributed import finalize_model_grads
 
     from mcore_qwen3vl.converters.live.sharded import unwrap
-    from mcore_qwen3vl.model.build import WithoutDDP
+    from mcore_qwen3vl.model.qwen3vl import WithoutDDP
 
     chunks = [WithoutDDP(chunk) for chunk in unwrap(models)]
     # A copy, because Megatron reduces in place; float64 holds any count exactly.

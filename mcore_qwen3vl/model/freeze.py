@@ -45,8 +45,8 @@ class Freezing:
         Raises:
             BadInput: a pattern is neither a part nor a regular expression.
         """
-        self._frozen = _compiled(frozen)
-        self._trainable = _compiled(trainable)
+        self._frozen = _compile(frozen)
+        self._trainable = _compile(trainable)
         self._used: set[str] = set()
         self._trained: Counter[str] = Counter()  # values, by part
         self._values: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class Freezing:
 
     def train(self, patterns: Iterable[str]) -> None:
         """Add patterns of parameters to train, like the class's, for the next :meth:`apply`."""
-        self._trainable |= _compiled(patterns)
+        self._trainable |= _compile(patterns)
 
     def apply(self, chunk: Qwen3VLModel) -> list[str]:
         """Set ``requires_grad`` of every parameter of one pipeline chunk.
@@ -88,8 +88,8 @@ class Freezing:
             BadInput: a pattern selects no parameter on any rank, or nothing trains.
         """
         everywhere: list[Any] = [None] * dist.get_world_size()
-        own = (self._used, self._trained, self._values, self._layers)
-        dist.all_gather_object(everywhere, own)
+        mine = (self._used, self._trained, self._values, self._layers)
+        dist.all_gather_object(everywhere, mine)
         patterns = {*self._frozen, *self._trainable}
         used, trained, values, layers = zip(*everywhere, strict=True)
         unused = sorted(patterns.difference(*used))
@@ -100,13 +100,13 @@ class Freezing:
                 "decoder.layers.0.mlp, visual.blocks, embedding or output_layer."
             )
         training: Counter[str] = sum(trained, Counter())
-        whole: Counter[str] = sum(values, Counter())
+        totals: Counter[str] = sum(values, Counter())
         if not training.total():
             raise BadInput("--freeze/--trainable leave no parameter to train: freeze less.")
         of_layers = set().union(*layers)
         both = (name for name, trains in of_layers if trains and (name, False) in of_layers)
         self.divided = min(both, default=None)
-        return Trained(**{part: training[part] / max(whole[part], 1) for part in PARTS})
+        return Trained(**{part: training[part] / max(totals[part], 1) for part in PARTS})
 
 
 def part_of(name: str) -> str:
@@ -128,13 +128,14 @@ def global_name(chunk: Qwen3VLModel, name: str) -> str:
     return f"decoder.layers.{number}.{name[match.end() :]}"
 
 
-def _compiled(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
+def _compile(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
     compiled = {}
-    for given in patterns:
+    for pattern in patterns:
         try:
-            compiled[given] = re.compile(PARTS.get(given, given))
+            compiled[pattern] = re.compile(PARTS.get(pattern, pattern))
         except re.error as error:
             raise BadInput(
-                f"{given!r} is neither one of {', '.join(PARTS)} nor a regular expression: {error}."
+                f"{pattern!r} is neither one of {', '.join(PARTS)} nor a regular expression: "
+                f"{error}."
             ) from None
     return compiled

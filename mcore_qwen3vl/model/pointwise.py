@@ -36,7 +36,7 @@ class Pointwise[**P, R]:
         if self._compiled is None:
             self._compiled = torch.compile(self._function, dynamic=True)
         # Requiring a gradient or not would make another variant.
-        values = (one.detach() if isinstance(one, Tensor) else one for one in args)
+        values = (value.detach() if isinstance(value, Tensor) else value for value in args)
         return self._compiled(*values, **kwargs)
 
 

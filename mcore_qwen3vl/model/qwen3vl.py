@@ -6,31 +6,39 @@ Every rank receives the full micro-batch and takes its own part of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.model.decoder.attention import PackedSequence
-from mcore_qwen3vl.model.decoder.layer import pack_features, unpack_features
-from mcore_qwen3vl.model.decoder.rope import InterleavedMRoPE
-from mcore_qwen3vl.model.decoder.specs import block_spec
+from mcore_qwen3vl.labels import NO_LABELS, Labels
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, PackedSequence
+from mcore_qwen3vl.model.decoder.layer import block_spec, pack_features, unpack_features
 from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
-from mcore_qwen3vl.model.head.log_probs import token_log_probs
-from mcore_qwen3vl.model.head.module import Head
-from mcore_qwen3vl.model.inputs import VisualInputs, to_device
-from mcore_qwen3vl.model.lora.adapter_module import AdapterModule
+from mcore_qwen3vl.model.head import Head, ScoreHead, token_log_probs
+from mcore_qwen3vl.model.inputs import (
+    VisualInputs,
+    check_shapes,
+    local_positions,
+    require_right_padding,
+    to_device,
+)
+from mcore_qwen3vl.model.lora.adapter import AdapterModule
 from mcore_qwen3vl.model.schedule_plan import SchedulePlan
-from mcore_qwen3vl.model.sequence import check_shapes, local_positions, require_right_padding
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision import VisionTower
 
@@ -106,10 +114,10 @@ class Qwen3VLModel(GPTModel):
         self.adapter: AdapterModule | None = None
         self.rotary_pos_emb = InterleavedMRoPE(architecture)
         # An empty range has a place too: a chunk without layers lies between its neighbours.
-        held = layers_of_chunk(config, vp_stage, groups.pp.rank())
+        layers = layers_of_chunk(config, vp_stage, groups.pp.rank())
         # Number of DeepStack layers from this chunk on, and after it.
-        self._deepstack_in = max(deepstack_layers - held.start, 0)
-        self._deepstack_out = 0 if post_process else max(deepstack_layers - held.stop, 0)
+        self._deepstack_in = max(deepstack_layers - layers.start, 0)
+        self._deepstack_out = 0 if post_process else max(deepstack_layers - layers.stop, 0)
         if self._deepstack_out and not config.variable_seq_lengths:
             raise BadInput(
                 f"The pipeline split leaves {self._deepstack_out} of {deepstack_layers} DeepStack "
@@ -258,17 +266,17 @@ class Qwen3VLModel(GPTModel):
         check_shapes(input_ids, position_ids, packed=packed is not None)
         batch, seq_len = input_ids.shape
         divided = self.config.sequence_parallel
-        held = self.local_tokens(seq_len, packed, sequence_parallel=divided)  # rows after SP
-        own: Tensor | None = None
+        local = self.local_tokens(seq_len, packed, sequence_parallel=divided)  # rows after SP
+        positions: Tensor | None = None
         if self.pg_collection.cp.size() > 1:
-            own = to_device(self.local_tokens(seq_len, packed), device)
+            positions = to_device(self.local_tokens(seq_len, packed), device)
 
         def take(full: Tensor, dim: int) -> Tensor:
             """Return this CP rank's part of a tensor that holds the full sequence on `dim`."""
-            return full if own is None else full.index_select(dim, own)
+            return full if positions is None else full.index_select(dim, positions)
 
         index = visual.token_index if visual else None
-        plan = plan_fusion(index, held, seq_len=seq_len, batch_size=batch, device=device)
+        plan = plan_fusion(index, local, seq_len=seq_len, batch_size=batch, device=device)
         token_ids = take(input_ids, 1)
         padding = padding_mask if attention_mask is None else attention_mask == 0  # (B, cached + S)
         if labels is not None and self.losses_in_chunks:
@@ -283,14 +291,14 @@ class Qwen3VLModel(GPTModel):
                 require_right_padding(attention_mask == 0)
         embed: Embed = partial(self._embed, token_ids, visual, plan)
         if not self.pre_process:
-            embed = lambda: (None, self._receive(len(held), plan))  # noqa: E731
+            embed = lambda: (None, self._receive(len(local), plan))  # noqa: E731
         arguments = {
             "input_ids": token_ids,
             "position_ids": take(position_ids, 2),
             "attention_mask": attended,
             "labels": None if labels is None else take(labels, 1),
             "packed_seq_params": packed,
-            "padding_mask": self._router_padding(padding, seq_len, held),
+            "padding_mask": self._router_padding(padding, seq_len, local),
             **kwargs,
         }
         return embed, plan.destination, arguments
@@ -367,11 +375,11 @@ class Qwen3VLModel(GPTModel):
         self.decoder.set_input_tensor(hidden)
         return features
 
-    def _router_padding(self, padding: Tensor | None, seq_len: int, held: Tensor) -> Tensor | None:
+    def _router_padding(self, padding: Tensor | None, seq_len: int, local: Tensor) -> Tensor | None:
         """Return (B, s_local) bool, True for padding, which only MoE layers read."""
         if padding is None or self.config.num_moe_experts is None:
             return None
-        return padding[:, -seq_len:].index_select(1, to_device(held, padding.device))
+        return padding[:, -seq_len:].index_select(1, to_device(local, padding.device))
 
 
 def _losses(
@@ -386,3 +394,98 @@ def _losses(
     reduce = partial(token_log_probs, targets=labels)
     log_probs, _entropies = output_layer(hidden_states, output_weight, reduce=reduce)
     return -log_probs
+
+
+class TaskModel(Qwen3VLModel):
+    """A model with a :class:`ScoreHead`, or one that ends in the final norm if it has no labels.
+
+    Call it with an ``output_processor``. :meth:`of` makes the class for some labels. Source: HF
+    ``GenericForSequenceClassification``; without labels ``Qwen3VL[Moe]Model``, whose
+    ``last_hidden_state`` the processor receives. The embedding is tied to no head, so that the last
+    pipeline stage needs no copy of it.
+    """
+
+    head_labels = NO_LABELS
+    seed = 1
+    output_layer: Any
+
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, **kwargs: Any
+    ) -> None:
+        super().__init__(config, replace(architecture, tie_word_embeddings=False), **kwargs)
+        self.architecture = architecture
+        if self.post_process:
+            self.output_layer = self.build_head(self.output_layer.weight)
+
+    def build_head(self, like: Tensor) -> nn.Module:
+        """Return the head, whose weight has the dtype and device of `like`."""
+        labels = len(self.head_labels)
+        return ScoreHead(self.config, labels, self.seed, like=like) if labels else nn.Identity()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state as Megatron's modules do; ``GPTModel`` would look for logits in it."""
+        return MegatronModule.sharded_state_dict(self, *args, **kwargs)
+
+    @classmethod
+    def of(cls, labels: Labels, seed: int = 1) -> type[Self]:
+        """Return the class of models with `labels`, whose new heads have the seed `seed`."""
+        return type(cls.__name__, (cls,), {"head_labels": labels, "seed": seed})
+
+
+def build_chunks(
+    architecture: Architecture,
+    layout: Layout,
+    *,
+    spec: Spec = "torch",
+    kind: type[Qwen3VLModel] = Qwen3VLModel,
+    **overrides: Any,
+) -> list[Qwen3VLModel]:
+    """Build the pipeline chunks of this rank, of the class `kind`, with random weights.
+
+    The process groups exist, and are those of `layout`. The other arguments are those of
+    :meth:`Qwen3VLModel.from_hf_config`, and override the layout's.
+    """
+    return [
+        kind.from_hf_config(
+            architecture,
+            spec=spec,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            vp_stage=stage,
+            **{**layout.config_overrides(), **overrides},
+        )
+        for stage in (range(layout.vpp) if layout.vpp > 1 else [None])
+    ]
+
+
+class WithoutDDP:
+    """A chunk with the DDP interface that ``finalize_model_grads`` needs; uses ``grad``."""
+
+    def __init__(self, module: Qwen3VLModel) -> None:
+        self.module, self.config = module, module.config
+        self.ddp_config = DistributedDataParallelConfig()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Sum over the ranks that have other tokens: DP x CP, and for experts their own DP."""
+        groups: Any = self.module.pg_collection
+        for parameter in self._trained():
+            group = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
+            if parameter.grad is None:  # on this rank; another may have one
+                parameter.grad = torch.zeros_like(parameter)
+            if group.size() > 1:
+                parameter.grad = parameter.grad.contiguous()
+                dist.all_reduce(parameter.grad, group=group)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        for parameter in self._trained():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor)
+
+    def _trained(self) -> list[nn.Parameter]:
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        if any(hasattr(parameter, "main_grad") for parameter in trained):
+            raise BadInput(
+                "The model is wrapped in Megatron's DDP, which keeps its gradients in main_grad: "
+                "call megatron.core.distributed.finalize_model_grads instead of reduce_gradients."
+            )
+        return trained

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import config_fields
-from mcore_qwen3vl.model.decoder.rope import rope_frequencies
+from mcore_qwen3vl.model.decoder.attention import rope_frequencies
 
 Spec = Literal["torch", "te"]
 """The modules that a layer is made of: plain torch (CPU and CUDA), or Transformer Engine (CUDA)."""

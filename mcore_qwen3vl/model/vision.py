@@ -45,7 +45,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.model.decoder.rope import turn, turn_fused
+from mcore_qwen3vl.model.decoder.attention import turn, turn_fused
 from mcore_qwen3vl.model.inputs import (
     PER_PATCH,
     VisualInputs,

@@ -18,13 +18,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """The settings of a kind that differ from those of :class:`Preference`."""
 
 Divergence = Literal["forward", "reverse", "jsd"]
-"""The divergences of a student; see :mod:`mcore_qwen3vl.objectives.distillation`."""
+"""The divergences of a student; see :mod:`mcore_qwen3vl.objectives.losses`."""
 
 EmbeddingKind = Literal["infonce", "cosine", "cosent"]
-"""The losses of embeddings; see :mod:`mcore_qwen3vl.objectives.contrastive`."""
+"""The losses of embeddings; see :mod:`mcore_qwen3vl.objectives.losses`."""
 
 Ranking = Literal["pointwise", "listwise"]
-"""The losses of rerankers; see :mod:`mcore_qwen3vl.objectives.ranking`."""
+"""The losses of rerankers; see :mod:`mcore_qwen3vl.objectives.losses`."""
 
 ANSWERS = "yes", "no"
 """Qwen3-VL-Reranker's answers to a relevant and an irrelevant document."""
@@ -38,7 +38,7 @@ class Preference:
     """The kind of loss over pairs, and its settings.
 
     Attributes:
-        kind: the loss; see :mod:`mcore_qwen3vl.objectives.preference`.
+        kind: the loss; see :mod:`mcore_qwen3vl.objectives.losses`.
         beta: the strength with which the policy is kept near the reference; without a reference,
             the scale of the rewards (``simpo``) or the weight of the odds ratio (``orpo``).
         label_smoothing: share of the pairs that are assumed to be labelled the wrong way round;
@@ -89,7 +89,7 @@ class Preference:
 
 @dataclass(frozen=True)
 class Kto:
-    """Settings of the loss of labelled answers; see :mod:`mcore_qwen3vl.objectives.preference`.
+    """Settings of the loss of labelled answers; see :mod:`mcore_qwen3vl.objectives.losses`.
 
     Attributes:
         beta: the strength with which the policy is kept near the reference.
@@ -111,7 +111,7 @@ class Kto:
 
 @dataclass(frozen=True)
 class Contrastive:
-    """Settings of the losses of embeddings; see :mod:`mcore_qwen3vl.objectives.contrastive`.
+    """Settings of the losses of embeddings; see :mod:`mcore_qwen3vl.objectives.losses`.
 
     Attributes:
         temperature: number that cosines are divided by; not for ``cosine``.
@@ -143,7 +143,7 @@ class Contrastive:
 
 @dataclass(frozen=True)
 class Distillation:
-    """Settings of distillation; see :mod:`mcore_qwen3vl.objectives.distillation`.
+    """Settings of distillation; see :mod:`mcore_qwen3vl.objectives.losses`.
 
     Attributes:
         divergence: the kind of divergence of the student from the teacher.

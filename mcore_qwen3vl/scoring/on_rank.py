@@ -24,17 +24,13 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.scores import encoded_top
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
-from mcore_qwen3vl.model.head.log_probs import token_log_probs
-from mcore_qwen3vl.model.head.module import Head
-from mcore_qwen3vl.model.head.score import TaskModel
-from mcore_qwen3vl.model.head.top_k import likeliest
+from mcore_qwen3vl.model.head import Head, likeliest, token_log_probs
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.scoring.records import BlockResults, Records
-from mcore_qwen3vl.training.broadcast.batches import SharedBatches
-from mcore_qwen3vl.training.broadcast.groups import StageFeed, host_group, reads
+from mcore_qwen3vl.training.broadcast.batches import SharedBatches, StageFeed, host_group, reads
 from mcore_qwen3vl.training.step.forward import forward
-from mcore_qwen3vl.training.step.tasks import EMBED, SCORES, judge, relevance
+from mcore_qwen3vl.training.step.objectives import EMBED, SCORES, judge, relevance
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""

@@ -24,7 +24,7 @@ from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
 from mcore_qwen3vl.labels import SINGLE, Labels
 from mcore_qwen3vl.machine import require_extra
-from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS, check_top_k
 from mcore_qwen3vl.owners import require_last_token
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally

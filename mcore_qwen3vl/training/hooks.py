@@ -29,52 +29,49 @@ Wrapper = Callable[..., Any]
 _TRAINING, _SAVES = "megatron.training", "megatron.core.dist_checkpointing.strategies"
 _LOOP = f"{_TRAINING}.training"
 HOOKS = {
-    # Megatron's needs a process of its own, even for saves that this process waits for.
-    "get_write_results_queue": f"{_SAVES}.filesystem_async",
+    # Before the first step.
     # Would compile a helper for GPT data sets, which we do not use, with a Makefile that
     # megatron-core's wheel lacks; the first rank would exit because of that.
     "compile_helpers": "megatron.core.datasets.utils",
-    # Needs no host sync; Megatron's version takes one per rank of the world.
-    "all_gather_item": f"{_TRAINING}.dist_signal_handler",
-    # Copies only a bounded part of the gradients at a time.
-    "_allreduce_non_tensor_model_parallel_grads": "megatron.core.distributed.finalize_model_grads",
-    # With LoRA, checkpoints hold only what trains.
-    "generate_state_dict": f"{_TRAINING}.checkpointing",
+    # Builds the second model first, and adds the parts' own learning rates. Makes torch's Adam
+    # fused and resumable, saves the state in each rank's own part, and keeps the loss scale on the
+    # host. Then counts the steps of --num-epochs, which the schedule of learning rates needs next.
+    "get_megatron_optimizer": _LOOP,
     # First chooses a readable checkpoint.
     "load_checkpoint": _LOOP,
     # Shows us the arguments of the run that saved a checkpoint.
     "check_checkpoint_args": f"{_TRAINING}.checkpointing",
-    # First saves the position in the data.
-    "save_checkpoint_and_time": _LOOP,
-    # Also exports to Hugging Face.
-    "checkpoint_and_decide_exit": _LOOP,
+    # A step.
     # Takes our batches, which are no dictionaries, past --iterations-to-skip.
     "dummy_train_step": _LOOP,
-    # Its time does not count in the speed that we log.
-    "evaluate_and_print_results": _LOOP,
-    # Returns the losses of a validation, which the function above only prints.
-    "evaluate": _LOOP,
-    # Also writes --log-json, and stops at a non-finite gradient norm.
-    "training_log": _LOOP,
-    # Adds the parts' own learning rates.
-    "get_megatron_optimizer_config": _LOOP,
-    # Makes torch's Adam fused and resumable, saves the state in each rank's own part, and keeps
-    # the loss scale on the host.
-    "get_megatron_optimizer": _LOOP,
-    # First counts the steps of --num-epochs.
-    "get_optimizer_param_scheduler": _LOOP,
-    # First builds the second model.
-    "setup_model_and_optimizer": _LOOP,
-    # Without host syncs.
-    "reduce_max_stat_across_model_parallel_group": _LOOP,
-    "logical_and_across_model_parallel_group": _LOOP,
     # First computes the teacher's tokens, the reference, KTO's baseline, or all embeddings of the
     # step.
     "get_forward_backward_func": _LOOP,
+    # Copies only a bounded part of the gradients at a time.
+    "_allreduce_non_tensor_model_parallel_grads": "megatron.core.distributed.finalize_model_grads",
+    # Without host syncs: whether the step was taken, and the gradients' norm.
+    "logical_and_across_model_parallel_group": _LOOP,
+    "reduce_max_stat_across_model_parallel_group": _LOOP,
+    # Also writes --log-json, and stops at a non-finite gradient norm.
+    "training_log": _LOOP,
+    # Lets batches differ in length, and tells us the losses. Its time does not count in the speed
+    # that we log.
+    "evaluate": _LOOP,
+    # Also exports to Hugging Face.
+    "checkpoint_and_decide_exit": _LOOP,
+    # Without host syncs: whether any rank has received a signal.
+    "all_gather_item": f"{_TRAINING}.dist_signal_handler",
+    # First saves the position in the data.
+    "save_checkpoint_and_time": _LOOP,
+    # With LoRA, checkpoints hold only what trains.
+    "generate_state_dict": f"{_TRAINING}.checkpointing",
+    # Megatron's needs a process of its own, even for saves that this process waits for.
+    "get_write_results_queue": f"{_SAVES}.filesystem_async",
 }
 """Every function that a run wraps, with the module that looks it up when it calls it.
 
-The only Megatron that is supported, 0.19, has them all.
+They are in the order in which a run calls them; docs/design.md says what each costs and saves. The
+only Megatron that is supported, 0.19, has them all.
 """
 
 
@@ -114,7 +111,7 @@ def results_queue(original: Any, mp_mode: str = "spawn") -> queue.Queue[Any]:
     return queue.Queue()
 
 
-def skip_step(original: Any, batches: Any) -> None:
+def skip_step(batches: Any) -> None:
     """In place of ``training.dummy_train_step``: take the batches of a step and leave them."""
     for chunk in batches if isinstance(batches, list) else [batches]:
         for _ in range(get_num_microbatches()):
@@ -153,9 +150,9 @@ class Signals:
         This replaces ``dist_signal_handler.all_gather_item``, which takes one host sync per rank of
         the world in every iteration.
         """
-        own = torch.full((1,), item, dtype=dtype, device=torch.cuda.current_device())
-        everyone = own.new_empty(dist.get_world_size(group))
-        dist.all_gather_into_tensor(everyone, own, group=group)
+        mine = torch.full((1,), item, dtype=dtype, device=torch.cuda.current_device())
+        everyone = mine.new_empty(dist.get_world_size(group))
+        dist.all_gather_into_tensor(everyone, mine, group=group)
         before, self._gathered = self._gathered, AsyncHostCopy(everyone)
         return [0] * len(everyone) if before is None else before.read()
 
@@ -182,18 +179,18 @@ class Stats:
             self._everyone_has = not _largest(stat is None, group).item()
         if self._everyone_has:
             return stat.detach().reshape(()) if isinstance(stat, Tensor) else stat
-        found = float(_largest(missing if stat is None else stat, group).item())
-        return None if found == missing else found
+        largest = float(_largest(missing if stat is None else stat, group).item())
+        return None if largest == missing else largest
 
 
 def _largest(stat: float | bool | Tensor, group: Any) -> Tensor:
     if isinstance(stat, Tensor):
-        own = stat.detach().float().reshape(1).clone()
+        largest = stat.detach().float().reshape(1).clone()
     else:
         dtype = torch.int32 if isinstance(stat, bool) else torch.float32
-        own = torch.full((1,), stat, dtype=dtype, device=torch.cuda.current_device())
-    dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
-    return own
+        largest = torch.full((1,), stat, dtype=dtype, device=torch.cuda.current_device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
 
 
 def success_of_all(original: Any, success: bool, group: Any = None, *, fp16: bool) -> bool:

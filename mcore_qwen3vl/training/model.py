@@ -16,9 +16,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.head.score import TaskModel
 from mcore_qwen3vl.model.lora.attach import freezing as freezing_of_adapters
-from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.training.arguments.losses import LOSSES
 from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.training.checkpoints.resume import OtherMaker

@@ -94,7 +94,7 @@ class Run:
         from mcore_qwen3vl.training.hooks import LossScaleSkips, NormCheck
         from mcore_qwen3vl.training.lora import LoraRun
         from mcore_qwen3vl.training.second_model import SecondModel
-        from mcore_qwen3vl.training.step.objective import forward_step_of
+        from mcore_qwen3vl.training.step.objectives import forward_step_of
 
         self.args = args
         self.architecture = Architecture.from_hf(args.hf_model)
@@ -107,8 +107,8 @@ class Run:
         self.last_report: dict[str, float] = {}
         self.skips = LossScaleSkips(args)
         self.norms = NormCheck(self.forward_step.records.explain)
+        self._steps = 0  # of this run so far, with those of --iterations-to-skip
         self._validated_at = -1
-        self._new_validation = True
         self._interrupted = False
         # The last rank shows progress, as with Megatron's own log: it knows the loss.
         last = args.rank == args.world_size - 1
@@ -236,106 +236,72 @@ class Run:
         )
 
     def _wrappers(self) -> dict[str, Any]:
-        """Return what wraps each function of :data:`mcore_qwen3vl.training.hooks.HOOKS`."""
+        """Return what wraps each function of :data:`.hooks.HOOKS`, in the order of a run."""
         from mcore_qwen3vl.training import hooks
         from mcore_qwen3vl.training.lora import keep_trained
-        from mcore_qwen3vl.training.step.objective import schedule_of
+        from mcore_qwen3vl.training.step.objectives import schedule_of
 
-        args = self.args
+        args, checkpoints = self.args, self.checkpoints
         return {
-            "get_write_results_queue": hooks.unchanged if args.async_save else hooks.results_queue,
             "compile_helpers": lambda original: None,
-            "all_gather_item": hooks.Signals().gather,
+            "get_megatron_optimizer": self._set_up_optimizer,
+            "load_checkpoint": checkpoints.load,
+            "check_checkpoint_args": checkpoints.compare_parts,
+            "dummy_train_step": self._skip_step,
+            "get_forward_backward_func": schedule_of(args, self.second),
             "_allreduce_non_tensor_model_parallel_grads": hooks.reduce_in_pieces,
-            "generate_state_dict": keep_trained if self.lora else hooks.unchanged,
-            "load_checkpoint": self.checkpoints.load,
-            "check_checkpoint_args": self.checkpoints.compare_parts,
-            "save_checkpoint_and_time": self.checkpoints.save,
-            "checkpoint_and_decide_exit": self.checkpoints.after_iteration,
-            "dummy_train_step": hooks.skip_step,
-            "evaluate_and_print_results": self._validate,
-            "evaluate": self._evaluate,
-            "training_log": self._log,
-            "get_megatron_optimizer_config": self._optimizer_config,
-            "get_megatron_optimizer": self._optimizer,
-            "reduce_max_stat_across_model_parallel_group": hooks.Stats().reduce,
             "logical_and_across_model_parallel_group": partial(
                 hooks.success_of_all, fp16=args.fp16
             ),
-            "get_optimizer_param_scheduler": self._schedule,
-            "setup_model_and_optimizer": self._set_up,
-            "get_forward_backward_func": schedule_of(args, self.second),
+            "reduce_max_stat_across_model_parallel_group": hooks.Stats().reduce,
+            "training_log": self._log,
+            "evaluate": self._evaluate,
+            "checkpoint_and_decide_exit": checkpoints.after_iteration,
+            "all_gather_item": hooks.Signals().gather,
+            "save_checkpoint_and_time": checkpoints.save,
+            "generate_state_dict": keep_trained if self.lora else hooks.unchanged,
+            "get_write_results_queue": hooks.unchanged if args.async_save else hooks.results_queue,
         }
-
-    def _set_up(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        from mcore_qwen3vl.training.model import model_provider
-
-        if self.second:
-            self.second.build(model_provider)
-        return original(*args, **kwargs)
 
     def _note_trained(self, trained: Trained) -> None:
         self.metrics.trained = self.data.trained = trained
 
-    def _validate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        # Megatron validates once more at the end, even right after the last interval.
-        self._new_validation = given["iteration"] != self._validated_at
-        self._validated_at = given["iteration"]
-        with self.metrics.paused():
-            return original(*args, **kwargs)
+    def _build_second(self) -> None:
+        """Build the second model, if there is one."""
+        from mcore_qwen3vl.training.model import model_provider
 
-    def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-        from megatron.training.utils import is_last_rank
+        if self.second:
+            self.second.build(model_provider)
 
-        config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
-        variable, config.variable_seq_lengths = config.variable_seq_lengths, True
-        try:  # with --packing too, a validation's batches differ in length
-            found = original(*args, **kwargs)
-        finally:
-            config.variable_seq_lengths = variable
-        losses = found[0]
-        iteration = self._validated_at
-        if losses is not None:  # None if the run's time was up meanwhile
-            # Megatron writes these to its logs as its own.
-            parts = self.forward_step.validation_sets.report()
-            losses |= {name: torch.tensor(value) for name, value in parts.items()}
-            self.checkpoints.validated(iteration, losses)
-        if losses and self._new_validation and is_last_rank():
-            numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
-            listing = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
-            self.progress.say(f"step {iteration}: {listing}")
-            if self.args.log_json:
-                metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
-        return found
+    def _set_up_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer; before it the second model, and after it the length of the run.
 
-    def _optimizer_config(self, original: Any, args: argparse.Namespace) -> Any:
-        from mcore_qwen3vl.training.step.optimizer import learning_rate_overrides
-
-        config, overrides = original(args)
-        return config, {**(overrides or {}), **learning_rate_overrides(args)}
-
-    def _optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        Megatron calls this once, after it has built the model and before it makes the schedule of
+        learning rates.
+        """
         from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts, take_other_chains
-        from mcore_qwen3vl.training.step.optimizer import (
-            make_resumable,
-            scale_on_host,
-            use_fused_adam,
-        )
+        from mcore_qwen3vl.training.step import optimizer as step
 
-        optimizer = original(*args, **kwargs)
-        use_fused_adam(optimizer)
-        make_resumable(optimizer)
+        self._build_second()
+        bound = inspect.signature(original).bind(*args, **kwargs).arguments
+        rates = step.learning_rate_overrides(self.args)
+        bound["config_overrides"] = {**(bound.get("config_overrides") or {}), **rates}
+        optimizer = original(**bound)
+        step.use_fused_adam(optimizer)
+        step.make_resumable(optimizer)
         keep_own_parts(optimizer)
         take_other_chains(optimizer)
-        scale_on_host(optimizer)
-        return optimizer
-
-    def _schedule(self, original: Any, optimizer: Any) -> Any:
+        step.scale_on_host(optimizer)
         if self.args.num_epochs:
             self.args.train_iters = self.data.count_steps()
-        return original(optimizer)
+        return optimizer
+
+    def _skip_step(self, original: Any, batches: Any) -> None:
+        """Take the batches of a step, and leave them."""
+        from mcore_qwen3vl.training.hooks import skip_step
+
+        skip_step(batches)
+        self._steps += 1
 
     def _finalize_gradients(
         self, model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any
@@ -353,32 +319,8 @@ class Run:
         if iteration % self.args.log_interval == 0:
             self._report(model, iteration)
 
-    def _log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training.utils import is_last_rank
-
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        losses, iteration = given["loss_dict"], given["iteration"]
-        due = iteration % self.args.log_interval == 0
-        self.skips.add(given["skipped_iter"])
-        if not self.args.fp16:  # whose loss scaler skips steps with a norm that is no number
-            self.norms.add(given["grad_norm"], iteration)
-            if due:  # otherwise it is checked a step late
-                self.norms.settle()
-        if losses and is_last_rank():  # Megatron's own log is the last rank's too
-            self.progress.step(iteration, self.args.train_iters)
-            if due or given.get("is_first_iteration"):
-                numbers: dict[str, Any] = {n: float(loss) for n, loss in losses.items()}
-                norm = given["grad_norm"]
-                numbers |= {"grad norm": None if norm is None else float(norm)}
-                numbers |= {"learning rate": given["learning_rate"]}
-                numbers |= self.skips.report() if self.args.fp16 and due else {}
-                numbers |= self.last_report if due else {}
-                self.progress.show(iteration, numbers)
-                if due and self.args.log_json:
-                    metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
-        return original(*args, **kwargs)
-
     def _report(self, model: list[Any], iteration: int) -> None:
+        """Compute the log's numbers that Megatron does not know; all ranks call this."""
         from megatron.core import parallel_state
         from megatron.training import get_tensorboard_writer, get_wandb_writer
         from megatron.training.utils import print_rank_last
@@ -392,3 +334,59 @@ class Run:
         self.last_report = report
         metrics.write(report, iteration, get_tensorboard_writer(), get_wandb_writer())
         print_rank_last(metrics.line(report))
+
+    def _log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check the step's gradient norm, and write the log's numbers if they are due."""
+        from megatron.training.utils import is_last_rank
+
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        losses, iteration = arguments["loss_dict"], arguments["iteration"]
+        due = iteration % self.args.log_interval == 0
+        self._steps += 1
+        self.skips.add(arguments["skipped_iter"])
+        if not self.args.fp16:  # whose loss scaler skips steps with a norm that is no number
+            self.norms.add(arguments["grad_norm"], iteration)
+            if due:  # otherwise it is checked a step late
+                self.norms.settle()
+        if losses and is_last_rank():  # Megatron's own log is the last rank's too
+            self.progress.step(iteration, self.args.train_iters)
+            if due or arguments.get("is_first_iteration"):
+                numbers: dict[str, Any] = {n: float(loss) for n, loss in losses.items()}
+                norm = arguments["grad_norm"]
+                numbers |= {"grad norm": None if norm is None else float(norm)}
+                numbers |= {"learning rate": arguments["learning_rate"]}
+                numbers |= self.skips.report() if self.args.fp16 and due else {}
+                numbers |= self.last_report if due else {}
+                self.progress.show(iteration, numbers)
+                if due and self.args.log_json:
+                    metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
+        return original(*args, **kwargs)
+
+    def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the losses of a validation, and report them."""
+        import torch
+        from megatron.training.utils import is_last_rank
+
+        self._build_second()  # with --skip-train there is no optimizer
+        config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
+        variable, config.variable_seq_lengths = config.variable_seq_lengths, True
+        try:  # with --packing too, a validation's batches differ in length
+            with self.metrics.paused():
+                result = original(*args, **kwargs)
+        finally:
+            config.variable_seq_lengths = variable
+        losses, iteration = result[0], self.args.iteration + self._steps
+        # Megatron validates once more at the end, even right after the last interval.
+        is_new, self._validated_at = iteration != self._validated_at, iteration
+        if losses is not None:  # None if the run's time was up meanwhile
+            # Megatron writes these to its logs as its own.
+            parts = self.forward_step.validation_sets.report()
+            losses |= {name: torch.tensor(value) for name, value in parts.items()}
+            self.checkpoints.validated(iteration, losses)
+        if losses and is_new and is_last_rank():
+            numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
+            listing = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+            self.progress.say(f"step {iteration}: {listing}")
+            if self.args.log_json:
+                metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
+        return result

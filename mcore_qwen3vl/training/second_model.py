@@ -112,8 +112,12 @@ class SecondModel:
     def build(self, model_provider: Callable[..., Any]) -> None:
         """Build this rank's chunks and fill them; all ranks call this once the groups exist.
 
+        A second call changes nothing.
+
         `model_provider` is that of :mod:`mcore_qwen3vl.training.model`, which imports this module.
         """
+        if self._chunks:
+            return
         from megatron.core.utils import unwrap_model
         from megatron.training.training import get_model
 

@@ -92,7 +92,7 @@ def _import_for_ranks() -> None:
     import mcore_qwen3vl.training.logs.summary
     import mcore_qwen3vl.training.model
     import mcore_qwen3vl.training.run
-    import mcore_qwen3vl.training.step.objective  # noqa: F401
+    import mcore_qwen3vl.training.step.objectives  # noqa: F401
 
     PIL.Image.init()
 

@@ -38,7 +38,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.adapter_module import switched_off
+from mcore_qwen3vl.model.lora.adapter import switched_off
 from mcore_qwen3vl.model.lora.attach import freezing, load_saved, whole_tensors
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime import cpu

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
-from mcore_qwen3vl.model.head.log_probs import token_log_probs
-from mcore_qwen3vl.model.head.module import Head
-from mcore_qwen3vl.model.head.score import ScoreHead, TaskModel
+from mcore_qwen3vl.model.head import Head, ScoreHead, token_log_probs
 from mcore_qwen3vl.model.inputs import visual_inputs
-from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 
 
 @dataclass

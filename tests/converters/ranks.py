@@ -18,7 +18,7 @@ from tests.model import weights
 
 def build_empty(layout: Layout, architecture: Architecture, **overrides: Any) -> list[Any]:
     """Build this rank's pipeline chunks, full of NaN, so that unloaded parameters show."""
-    from mcore_qwen3vl.model.build import build_chunks
+    from mcore_qwen3vl.model.qwen3vl import build_chunks
 
     chunks = build_chunks(architecture, layout, **overrides)
     for chunk in chunks:

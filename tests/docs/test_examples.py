@@ -98,6 +98,26 @@ def test_python_example_under_a_layout(layout, alone, tmp_path):
     assert (tmp_path / "tuned" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_the_walk_of_one_prompt_holds_at_each_of_its_steps(moe, tmp_path):
+    """The program compares what each step gives with Hugging Face's, and prints its shape."""
+    page = DOCS / "design.md"
+    (walk,) = blocks(page, "python")
+    (shown,) = (b.text for b in blocks(page, "text") if b.text.startswith("tokens (B, S)"))
+    text = walk.text.replace("torch.distributed.destroy_process_group()", "")  # run_layout does it
+
+    def on_rank() -> list[str]:
+        printed = []
+        exec(text, {"print": lambda *words: printed.append(" ".join(map(str, words)))})
+        return printed
+
+    write_tiny_checkpoint(tmp_path / "model", moe=moe)
+    with contextlib.chdir(tmp_path):
+        (printed,) = run_layout(on_rank, 1)
+    assert len(printed) == len(shown.splitlines())
+    assert moe or printed == shown.splitlines()
+
+
 def test_train_commands_pass_megatrons_validation(monkeypatch, tmp_path):
     """The shortest command passes on one GPU, and the other on the 8 that its layout needs."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))

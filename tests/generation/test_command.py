@@ -23,7 +23,7 @@ from mcore_qwen3vl.generation.decoding import CachedModel, inference
 from mcore_qwen3vl.generation.prompts import prompts_from_inputs
 from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.build import build_chunks
+from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.measurement import measure

@@ -17,8 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.build import build_chunks
-from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.on_rank import HEAD_CHUNK, logits_of

@@ -12,8 +12,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.inputs import require_right_padding
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.model.sequence import require_right_padding
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.model.fusion import add_features, fuse, plan_fusion
-from mcore_qwen3vl.model.sequence import local_positions
+from mcore_qwen3vl.model.inputs import local_positions
 
 B, S, H = 3, 16, 5
 MASK = torch.rand(B, S, generator=torch.Generator().manual_seed(0)) < 0.4

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.model import pointwise
-from mcore_qwen3vl.model.decoder.rope import turn
-from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+from mcore_qwen3vl.model.decoder.attention import turn
+from mcore_qwen3vl.model.head import Columns, token_log_probs
 from mcore_qwen3vl.model.pointwise import Pointwise
 from mcore_qwen3vl.runtime.launch import run_layout
 
@@ -80,8 +80,8 @@ PROGRAM = """
 
     import torch
     from mcore_qwen3vl.model import pointwise
-    from mcore_qwen3vl.model.decoder.rope import turn
-    from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+    from mcore_qwen3vl.model.decoder.attention import turn
+    from mcore_qwen3vl.model.head import Columns, token_log_probs
     from mcore_qwen3vl.pretended.device import Device
 
     def step():

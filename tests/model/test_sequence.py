@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.sequence import length_multiple, local_positions
+from mcore_qwen3vl.model.inputs import length_multiple, local_positions
 
 
 def test_without_cp_and_sp_a_rank_holds_everything() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.contrastive import contrastive_losses
+from mcore_qwen3vl.objectives.losses import contrastive_losses
 from mcore_qwen3vl.objectives.settings import Contrastive
 from tests.training.tasks.retrieval import formula
 

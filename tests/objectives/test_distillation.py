@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_qwen3vl.model.head.top_k import FLOOR
-from mcore_qwen3vl.objectives.distillation import divergences
+from mcore_qwen3vl.model.head import FLOOR
+from mcore_qwen3vl.objectives.losses import divergences
 from mcore_qwen3vl.objectives.settings import Distillation
 
 ALL = [Distillation("forward"), Distillation("reverse"), Distillation("jsd", beta=0.3)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.preference import labelled_losses
+from mcore_qwen3vl.objectives.losses import labelled_losses
 from mcore_qwen3vl.objectives.settings import Kto
 
 POLICY = torch.tensor([-11.0, -17.5, -30.25, -4.5], dtype=torch.float64)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.preference import pair_losses
+from mcore_qwen3vl.objectives.losses import pair_losses
 from mcore_qwen3vl.objectives.settings import Preference
 
 POLICY = torch.tensor([[-11.0, -17.5], [-30.25, -21.0], [-4.0, -4.5]], dtype=torch.float64)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.training.hooks import (
@@ -23,6 +24,7 @@ from mcore_qwen3vl.training.hooks import (
     success_of_all,
 )
 from mcore_qwen3vl.verify.job import LEARNING_RATE, Job, curve_of, train, worst_difference
+from tests.training.megatron_symbols import differences, read_table
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -34,6 +36,37 @@ def test_canary_every_wrapped_function_exists_and_is_called_there(name: str) -> 
     late = f"        from {HOOKS[name]} import {name}\n"  # looked up when it is called
     users = Path(import_module("megatron.training.initialize").__file__ or "").read_text()
     assert re.search(rf"(?<!def )\b{name}\(", source) or late in users
+
+
+def test_the_design_page_says_of_every_wrapped_function_what_it_costs_and_saves() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) & set(HOOKS) == set(HOOKS)
+    order = [name for line in page.splitlines() if line.startswith(" * ") for name in line.split()]
+    named = [name.strip(":,") for name in order if name.strip(":,") in HOOKS]
+    assert named == list(HOOKS)
+
+
+def test_canary_every_symbol_that_we_use_by_name_has_the_signature_we_were_tested_with() -> None:
+    """With another Megatron first on PYTHONPATH, this names each symbol that has changed."""
+    assert differences(read_table()) == []
+
+
+def test_the_canary_knows_every_symbol_that_is_wrapped_or_replaced_on_the_cpu() -> None:
+    used = {f"{module}.{name}" for name, module in HOOKS.items()}
+    used |= {f"{module}.{name}" for module, name in cpu.originals if module.startswith("megatron")}
+    assert used - set(read_table()) == set()
+
+
+def test_the_canary_names_a_changed_and_a_lost_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import training
+
+    table = {s: args for s, args in read_table().items() if s.startswith(training.__name__)}
+    monkeypatch.setattr(training, "dummy_train_step", lambda batches, groups=None: None)
+    monkeypatch.delattr(training, "evaluate")
+    changed, lost = differences(table)
+    name = "megatron.training.training.dummy_train_step"
+    assert changed == f"{name} takes (batches, groups=None), and not (data_iterator)"
+    assert lost.startswith("megatron.training.training.evaluate is gone; it was evaluate(forward_")
 
 
 def _signals() -> tuple[list[int], list[int]]:

@@ -10,7 +10,7 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
+from mcore_qwen3vl.model.head import CHUNK_LOGITS
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.shapes import SHAPES
@@ -48,7 +48,7 @@ def test_memory_counts_the_parameters_that_ranks_hold(a: Architecture, layout: s
 
 
 def held_parameters(a: Architecture, layout: Layout) -> int:
-    from mcore_qwen3vl.model.build import build_chunks
+    from mcore_qwen3vl.model.qwen3vl import build_chunks
 
     initialize(layout)
     (model,) = build_chunks(a, layout)

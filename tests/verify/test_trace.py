@@ -25,7 +25,7 @@ from mcore_qwen3vl.model import qwen3vl
 from mcore_qwen3vl.model.decoder import attention, norm, rope
 from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
 from mcore_qwen3vl.model.lora import attach
-from mcore_qwen3vl.model.lora.site import GroupedSite, Site
+from mcore_qwen3vl.model.lora.adapter import GroupedSite, Site
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.case import Case

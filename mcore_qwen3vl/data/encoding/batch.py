@@ -98,7 +98,7 @@ class Batch:
     groups: tuple[int, ...] = ()  # samples of each record, for records of several samples
     contrast: tuple[Tensor, Tensor] | None = None
     """Losses (queries,) and gradients (samples, H) of the global batch's contrastive loss; see
-    mcore_qwen3vl.training.step.tasks."""
+    mcore_qwen3vl.training.step.objectives."""
     teacher: Top | None = None
     """A teacher's tokens at the trained positions, row by row, and a last row for all others; from
     a live teacher, those at this rank's positions."""

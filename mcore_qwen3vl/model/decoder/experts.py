@@ -1,7 +1,8 @@
 """The experts of the torch spec: one kernel for all experts of a rank, where mcore loops.
 
 In checkpoints they have the form of mcore's ``SequentialMLP``. Source: mcore
-``SequentialMLP.sharded_state_dict``, ``apply_swiglu_sharded_factory``.
+``SequentialMLP.sharded_state_dict``, ``apply_swiglu_sharded_factory``. At the end are two functions
+that replace mcore's in the routing of both specs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
@@ -56,12 +58,12 @@ class GroupedExperts(nn.Module):
         super().__init__()
         hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
         assert inner is not None
-        held, groups = num_local_experts, pg_collection
+        experts, groups = num_local_experts, pg_collection
         self.linear_fc1 = GroupedLinear(
-            held, (2 * inner, hidden), 0, config, config.init_method, groups
+            experts, (2 * inner, hidden), 0, config, config.init_method, groups
         )
         self.linear_fc2 = GroupedLinear(
-            held, (hidden, inner), 1, config, config.output_layer_init_method, groups
+            experts, (hidden, inner), 1, config, config.output_layer_init_method, groups
         )
         self._swiglu = weighted_swiglu(config)
         self.register_state_dict_post_hook(_save_each)
@@ -150,16 +152,16 @@ class GroupedLinear(nn.Module):
         The linear's key in the checkpoint ends in a dot; `offsets` are among stacked layers.
         """
         weight, groups = self.weight, self._groups
-        held, etp, copy = len(weight), groups.expt_tp.rank(), groups.expt_dp.rank()
-        first, all_of_them = groups.ep.rank() * held, groups.ep.size() * held
-        experts = [(first + local, all_of_them) for local in range(held)]
+        local_count, etp, copy = len(weight), groups.expt_tp.rank(), groups.expt_dp.rank()
+        first, total = groups.ep.rank() * local_count, groups.ep.size() * local_count
+        experts = [(first + local, total) for local in range(local_count)]
 
         @torch.no_grad()
-        def build(key: str, whole: Tensor, replica: Any, _range: Any) -> list[ShardedTensor]:
+        def build(key: str, matrices: Tensor, replica: Any, _range: Any) -> list[ShardedTensor]:
             return [
                 piece
-                for number, one in zip(experts, whole, strict=True)
-                for piece in self._pieces(key, one, (*offsets, (len(offsets), *number)), replica)
+                for number, matrix in zip(experts, matrices, strict=True)
+                for piece in self._pieces(key, matrix, (*offsets, (len(offsets), *number)), replica)
             ]
 
         @torch.no_grad()
@@ -178,11 +180,11 @@ class GroupedLinear(nn.Module):
             yield f"{_EXTRA}{local}", ShardedObject(f"{key}{_EXTRA}", None, shape, at, replica)
 
     def _pieces(
-        self, key: str, one: Tensor, offsets: tuple[Offset, ...], replica: Any
+        self, key: str, matrix: Tensor, offsets: tuple[Offset, ...], replica: Any
     ) -> Iterator[ShardedTensor]:
         """Yield the boxes of one expert (out, in)."""
         stacked, etp = len(offsets), self._groups.expt_tp
-        parts = one.chunk(2) if self._cut == 0 else (one,)
+        parts = matrix.chunk(2) if self._cut == 0 else (matrix,)
         for number, part in enumerate(parts):
             index, count = number * etp.size() + etp.rank(), len(parts) * etp.size()
             place = (stacked + self._cut, index, count)
@@ -195,9 +197,9 @@ def _save_each(experts: nn.Module, state: dict[str, Any], prefix: str, _metadata
     """Name each expert as in Megatron's legacy format; a hook of ``state_dict()``."""
     for parameter, _ in experts.named_parameters():
         name = parameter.removesuffix(f".{_WEIGHT}")
-        for number, one in enumerate(state.pop(f"{prefix}{parameter}")):
+        for number, matrix in enumerate(state.pop(f"{prefix}{parameter}")):
             local = f"{prefix}local_experts.{number}.{name}"
-            state |= {f"{local}.{_WEIGHT}": one, f"{local}.{_EXTRA}": None}
+            state |= {f"{local}.{_WEIGHT}": matrix, f"{local}.{_EXTRA}": None}
 
 
 def _load_each(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -253,7 +255,9 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         return F.linear(rows, matrices[0])
     if not _has_kernel(rows, matrices):
         runs = rows.split(groups.sizes)
-        return torch.cat([F.linear(run, one) for run, one in zip(runs, matrices, strict=True)])
+        return torch.cat(
+            [F.linear(run, matrix) for run, matrix in zip(runs, matrices, strict=True)]
+        )
     if matrices.requires_grad and torch.is_grad_enabled():
         matrices = matrices.view_as(matrices)  # so that the hook is for this product alone
         matrices.register_hook(groups.clear_empty)
@@ -275,3 +279,42 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     if rows.data_ptr() % 16 or matrices.data_ptr() % 16:
         return False
     return rows.dtype == torch.bfloat16 if rows.is_cuda else rows.dtype in _KERNEL_DTYPES
+
+
+def keep_local_counts() -> None:
+    """Keep a rank's own token counts per expert when they are summed over the ranks.
+
+    Megatron sums in place over the TP x CP group. With a padding mask it then takes the number of
+    its own tokens from the same tensor, and the gradient of the balancing loss is too large by a
+    factor of the group's size (NVIDIA/Megatron-LM#7452, finding 10).
+    """
+    reduce = moe_utils.reduce_from_tensor_model_parallel_region
+    if hasattr(reduce, "keeps"):
+        return
+
+    def reduce_copy(counts: Tensor, *arguments: Any, **named: Any) -> Any:
+        return reduce(counts.clone(), *arguments, **named)
+
+    reduce_copy.keeps = True  # type: ignore[attr-defined]
+    moe_utils.reduce_from_tensor_model_parallel_region = reduce_copy
+
+
+def indices_to_multihot(self: Any, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Spread DeepEP's lists of chosen experts over this rank's experts without a host sync.
+
+    Megatron selects the valid entries by a mask, for whose number the host waits four times in
+    every layer. The arguments and results are those of the method of this name that it replaces.
+
+    Args:
+        indices: (T, k) int64 experts of this rank, -1 for those of other ranks.
+        probs: (T, k) float32.
+
+    Returns:
+        (T, E) bool, whether an expert takes a token, and (T, E) float32, with which weight.
+    """
+    experts = self.num_local_experts
+    columns = indices.where(indices >= 0, experts)  # one more column, for experts of other ranks
+    chosen = torch.zeros(len(indices), experts + 1, dtype=torch.bool, device=indices.device)
+    weights = torch.zeros(chosen.shape, dtype=probs.dtype, device=probs.device)
+    chosen = chosen.scatter_(1, columns, True)[:, :experts]
+    return chosen.contiguous(), weights.scatter(1, columns, probs)[:, :experts].contiguous()

@@ -1,25 +1,60 @@
-"""DeepStack in the decoder: under any recompute mode and across any pipeline split.
+"""The decoder layer, which adds DeepStack's features, and the two layer specs.
+
+DeepStack
+---------
+
+DeepStack in the decoder: under any recompute mode and across any pipeline split.
 
 mcore's ``TransformerBlock`` passes a ``context`` and a ``context_mask`` to every layer, meant for
 cross-attention, which this model lacks. We use them for the visual features and their places. That
 makes both explicit arguments of every checkpointed region: recompute detaches them and returns
 their gradient like that of the hidden states, for any number of layers in a region.
+
+Layer specs
+-----------
+
+The two layer specs, ``torch`` and ``te``, of the same model with the same checkpoint keys.
+
+Both start from Megatron-Core's own spec and change what Qwen3-VL needs: rotary positions, DeepStack
+and, for ``torch``, norms and core attention that support SP, CP and packing.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import fusion
-from mcore_qwen3vl.model.recompute import recomputing, remember_outputs_of
+from mcore_qwen3vl.model.decoder.attention import RotarySelfAttention, TorchAttention
+from mcore_qwen3vl.model.decoder.experts import (
+    GroupedExperts,
+    indices_to_multihot,
+    keep_local_counts,
+)
+from mcore_qwen3vl.model.decoder.mlp import GatedMLP
+from mcore_qwen3vl.model.decoder.norm import RMSNorm, StandaloneRMSNorm
+from mcore_qwen3vl.model.recompute import recomputing, remember_fused_norms, remember_outputs_of
+from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk
+from mcore_qwen3vl.model.weight_gradients import accumulate_in_products
 
 
 class DeepStackLayer(TransformerLayer):
@@ -110,3 +145,99 @@ def unpack_features(
     hidden, rows = received[:seq_len], received[seq_len:]
     features = rows.reshape(-1, rows.shape[-1])[: layers * count]
     return hidden, features.view(layers, count, rows.shape[-1])
+
+
+def block_spec(
+    config: TransformerConfig,
+    spec: Spec,
+    *,
+    deepstack_layers: int,
+    keep_activations: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """Return the decoder layers of one pipeline chunk, dense or MoE as ``moe_layer_freq`` says.
+
+    The arguments are those of :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`, and the number of
+    layers, counted from the first, that add visual features.
+
+    Raises:
+        BadInput: the spec is ``te``, and Transformer Engine is not installed.
+    """
+    if spec == "te":
+        _prepare_transformer_engine()
+        remember_fused_norms()
+        from megatron.core.extensions.transformer_engine import TENorm as Norm
+    else:
+        Norm = StandaloneRMSNorm
+    if config.num_moe_experts is not None:
+        keep_local_counts()
+        token_dispatcher._DeepepManager._indices_to_multihot = indices_to_multihot
+    if config.gradient_accumulation_fusion:
+        accumulate_in_products()
+    moe_layers = [_is_moe(config, number) for number in range(config.num_layers)]
+    make = _te_layer if spec == "te" else _torch_layer
+    kinds = {moe: make(config, moe) for moe in set(moe_layers)}
+    for layer in kinds.values():
+        layer.module = DeepStackLayer
+        layer.params = {"deepstack_layers": deepstack_layers, "recomputes": not keep_activations}
+        layer.submodules.self_attention.module = RotarySelfAttention
+        mlp = layer.submodules.mlp
+        if getattr(mlp, "func", None) == MLP.as_mlp_submodule:  # a dense one
+            layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, **mlp.keywords)
+    layers = layers_of_chunk(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[moe_layers[number]] for number in layers], layer_norm=Norm
+    )
+
+
+def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+    )
+    parts: Any = layer.submodules
+    parts.input_layernorm = RMSNorm
+    parts.pre_mlp_layernorm = StandaloneRMSNorm if moe else RMSNorm
+    attention = parts.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = StandaloneRMSNorm
+    attention.core_attention = TorchAttention
+    if moe:
+        if config.moe_grouped_gemm:
+            parts.mlp.keywords["submodules"].experts = GroupedExperts
+        # mcore renames this norm as if it were fused into a dense MLP. Transformer Engine's MoE
+        # layers keep it apart, and a checkpoint must fit both.
+        del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    return layer
+
+
+def _te_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=True,
+    )
+
+
+def _prepare_transformer_engine() -> None:
+    # Transformer Engine limits the tensors of a call over all parameters by this size. Its default
+    # of 20 MiB is too small for the adapters of all experts. It reads the size at the first tensor.
+    os.environ.setdefault("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", "200")
+    # On Hopper one CUTLASS kernel then multiplies all experts of a rank in bf16. Otherwise each
+    # expert is a launch, and with 128 of them the step takes twice as long (docs/gpu.md).
+    os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if not HAVE_TE:
+        raise BadInput(
+            "The te spec needs Transformer Engine and a GPU: install mcore-qwen3vl[te] (or use a "
+            "container that has it), or choose the torch spec, which also runs on the CPU."
+        )
+
+
+def _is_moe(config: TransformerConfig, layer: int) -> bool:
+    if config.num_moe_experts is None:
+        return False
+    frequency = config.moe_layer_freq
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0

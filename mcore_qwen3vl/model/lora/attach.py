@@ -23,9 +23,17 @@ from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, load_factors
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing, global_name
-from mcore_qwen3vl.model.lora.adapter_module import AdapterModule, Pair, Place
-from mcore_qwen3vl.model.lora.kinds import Kind, kind_of, weight_shapes
-from mcore_qwen3vl.model.lora.site import GroupedSite, Site, adapt_router
+from mcore_qwen3vl.model.lora.adapter import (
+    AdapterModule,
+    GroupedSite,
+    Kind,
+    Pair,
+    Place,
+    Site,
+    adapt_router,
+    kind_of,
+    weight_shapes,
+)
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Target = Factors | Slot
@@ -123,10 +131,10 @@ def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
     names = set(saved)
     if names & {LM_HEAD, INPUT_EMBEDDING} and chunk.architecture.tie_word_embeddings:
         names |= {LM_HEAD, INPUT_EMBEDDING}
-    held: dict[str, set[str]] = {}
+    names_of: dict[str, set[str]] = {}
     for part in hf_parts(chunk):
-        held.setdefault(part.parameter, set()).add(part.name)
-    for parameter, sources in held.items():
+        names_of.setdefault(part.parameter, set()).add(part.name)
+    for parameter, sources in names_of.items():
         if not sources & names:
             continue
         if alone := sorted(sources - names):
@@ -151,16 +159,19 @@ def _adapt(
     shapes, module = weight_shapes(chunk.architecture), chunk.get_submodule(path)
     sites, kind = [], None
     for (parameter, _), of_one in groupby(parts, key=_matrix):
-        held = list(of_one)
-        names = _targets_of(held, targets)
+        parts_of_matrix = list(of_one)
+        names = _targets_of(parts_of_matrix, targets)
         if not names:
             continue
         kind = kind_of(chunk, parameter)
         if kind is None:
             raise BadInput(f"LoRA on {names[0]} is not supported: leave it out of the targets.")
         weight = chunk.get_parameter(parameter)
-        pairs = [_pair(name, kind, targets[name], weight, held, shapes[name]) for name in names]
-        sites.append(Site(pairs, _rows(held, pairs), kind, module, dropout))
+        pairs = [
+            _pair(name, kind, targets[name], weight, parts_of_matrix, shapes[name])
+            for name in names
+        ]
+        sites.append(Site(pairs, _rows(parts_of_matrix, pairs), kind, module, dropout))
     if kind is not None:
         _install(module, kind, sites)
     return [pair for site in sites for pair in site.pairs]
@@ -199,20 +210,21 @@ def _pair(
     kind: Kind,
     target: Target,
     weight: Tensor,
-    held: Sequence[Part],
+    parts_of_weight: Sequence[Part],
     shape: Sequence[int],
 ) -> Pair:
     """Build the pair of the Hugging Face tensor `name`, whose shape is `shape`, experts first.
 
-    `held` are all parts in `weight`, in the order of their rows; none may be of this tensor.
+    `parts_of_weight` are all parts in `weight`, in the order of their rows; none may be of this
+    tensor.
     """
-    parts = [part for part in held if part.name == name]
+    parts = [part for part in parts_of_weight if part.name == name]
     out, into = shape[-2:]
     a, b = Place((target.r, into), None), Place((out, target.r), None)
     boxes = [part.matrix for part in parts]
     if kind.cut == 0:
         grain = gcd(kind.head_rows, *(len(part.local) for part in parts))
-        b = Place(b.shape, 0, _joined([rows for rows, _ in boxes]), grain)
+        b = Place(b.shape, 0, _join_rows([rows for rows, _ in boxes]), grain)
     elif kind.cut == 1:
         (_, columns), *_ = boxes
         a = Place(a.shape, 1, (range(columns.start, columns.stop),), columns.stop - columns.start)
@@ -222,7 +234,7 @@ def _pair(
     return pair
 
 
-def _joined(rows: Sequence[slice]) -> tuple[range, ...]:
+def _join_rows(rows: Sequence[slice]) -> tuple[range, ...]:
     """Join rows into runs that are consecutive in the whole tensor; B holds them in this order."""
     runs: list[range] = []
     for run in rows:
@@ -254,15 +266,17 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     assert kind is not None
     rows = head.output_size_per_partition
     first = kind.group.rank() * rows
-    own = min(max(vocabulary - first, 0), rows)
+    count = min(max(vocabulary - first, 0), rows)
     weight = chunk.shared_embedding_or_output_weight()
     hidden = chunk.architecture.hidden_size
     a, b = Place((target.r, hidden), None), Place((vocabulary, target.r), None)
     if kind.cut == 0:
-        b = Place(b.shape, 0, (range(first, first + own),) if own else (), gcd(rows, vocabulary))
+        b = Place(
+            b.shape, 0, (range(first, first + count),) if count else (), gcd(rows, vocabulary)
+        )
     pair = Pair(LM_HEAD, a, b, scaling=target.scaling, like=weight)
     kind.mark(pair, weight)
     places = torch.arange(rows, device="cpu")
-    places[own:] = -1
+    places[count:] = -1
     head.adapter = Site([pair], places, kind, head, dropout)
     return pair

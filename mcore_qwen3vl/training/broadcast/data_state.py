@@ -56,9 +56,9 @@ def save(
     folder = folder_of(checkpoints, iteration)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank_{dp_rank:05d}.pt"
-    own = {SOURCES: _described(sources), GLOBAL_BATCH: global_batch, EPOCHS: epochs}
+    about_data = {SOURCES: _describe_sources(sources), GLOBAL_BATCH: global_batch, EPOCHS: epochs}
     with replacing(file) as partial:
-        torch.save({**loader.state_dict(position), **own}, partial)
+        torch.save({**loader.state_dict(position), **about_data}, partial)
 
 
 def remove_orphans(checkpoints: str | Path, iteration: int) -> None:
@@ -93,14 +93,16 @@ def load(
     for state in states:
         for key in (GLOBAL_BATCH, EPOCHS):
             state.pop(key, None)
-    given = _described(sources)
-    sizes = [(was, size) for (_, was), (_, size) in zip(saved, given, strict=False)]
+    described = _describe_sources(sources)
+    sizes = [(was, size) for (_, was), (_, size) in zip(saved, described, strict=False)]
     # Earlier versions wrote no size for a folder.
-    if saved and (len(saved) != len(given) or any(was not in (None, size) for was, size in sizes)):
+    if saved and (
+        len(saved) != len(described) or any(was not in (None, size) for was, size in sizes)
+    ):
         raise BadInput(
             f"The checkpoint in {checkpoints} belongs to other data: it was trained on "
-            f"{_listing(saved)}, and this command names {_listing(given)}. To train its weights on "
-            f"these data, pass --load {checkpoints} --finetune and another --save."
+            f"{_listing(saved)}, and this command names {_listing(described)}. To train its "
+            f"weights on these data, pass --load {checkpoints} --finetune and another --save."
         )
     state = states[0] if len(files) == dp_size else redistribute(states, dp_size)[dp_rank]
     loader.load_state_dict(state)
@@ -112,7 +114,7 @@ def first_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
     return _read(file) if file.exists() else None
 
 
-def _described(sources: Sequence[Source]) -> list[tuple[str, int]]:
+def _describe_sources(sources: Sequence[Source]) -> list[tuple[str, int]]:
     """Return names and sizes in bytes; equal sizes count as the same data, under any name."""
     return [(source.path.name, _size(source.path)) for source in sources]
 

@@ -27,7 +27,7 @@ from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
-from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
 from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.losses import (
@@ -39,37 +39,43 @@ from mcore_qwen3vl.training.arguments.losses import (
 )
 from mcore_qwen3vl.training.arguments.settings import media_limits
 from mcore_qwen3vl.training.arguments.tasks import contrastive_of, labels_of
-from mcore_qwen3vl.training.broadcast import data_state, groups
-from mcore_qwen3vl.training.broadcast.batches import SharedBatches
+from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.broadcast.batches import (
+    SharedBatches,
+    StageFeed,
+    host_group,
+    reads,
+    wait_for_measuring,
+)
 from mcore_qwen3vl.unused import Unused
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
     """Derive from the flags how samples become batches, or raise BadInput for a bad length."""
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
-    local, whole = _tokens_of_a_product(args), _whole(args)
-    if args.seq_length % whole:
+    local, multiple = _tokens_of_a_product(args), _whole(args)
+    if args.seq_length % multiple:
         quantized = f" (FP8 and FP4 need a multiple of {local} on each rank)"
         raise BadInput(
-            f"--seq-length {args.seq_length} is not a multiple of {whole}, as CP {cp} and TP {tp} "
-            f"require{quantized if local > 1 else ''}. Round it."
+            f"--seq-length {args.seq_length} is not a multiple of {multiple}, as CP {cp} and "
+            f"TP {tp} require{quantized if local > 1 else ''}. Round it."
         )
-    given = vars(args)
-    chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
+    flags = vars(args)
+    settings = {f.name: flags[f.name] for f in fields(DataConfig) if f.name in flags}
     # CP divides each packed sample; SP divides the pack.
-    chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
-    chosen["pairs"], chosen["labelled"] = args.loss in LOSSES, args.loss == KTO
-    chosen["similarities"] = args.task == "embedding" and contrastive_of(args).takes_scores
-    chosen["labels"] = labels_of(args) if args.task == "classify" else None
+    settings["length_multiple"] = length_multiple(cp) if args.packing else multiple
+    settings["pairs"], settings["labelled"] = args.loss in LOSSES, args.loss == KTO
+    settings["similarities"] = args.task == "embedding" and contrastive_of(args).takes_scores
+    settings["labels"] = labels_of(args) if args.task == "classify" else None
     if args.balance is None:
-        grouped = chosen["pairs"] or chosen["labelled"] or args.task
-        chosen["balance"] = args.packing and not grouped
-    chosen["references"] = chosen["pairs"] and reference_of(args) == "file"
+        grouped = settings["pairs"] or settings["labelled"] or args.task
+        settings["balance"] = args.packing and not grouped
+    settings["references"] = settings["pairs"] and reference_of(args) == "file"
     if args.loss == DISTILL and not args.teacher:
-        chosen["teacher_temperature"] = distillation_of(args).temperature
+        settings["teacher_temperature"] = distillation_of(args).temperature
     per_step = args.micro_batch_size * args.data_parallel_size
-    chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
-    return DataConfig(**chosen, media=media_limits(args))
+    settings["micro_batches"] = max(1, args.global_batch_size // per_step)
+    return DataConfig(**settings, media=media_limits(args))
 
 
 def validation_config(args: argparse.Namespace) -> DataConfig:
@@ -138,10 +144,10 @@ class DataProvider:
 
     def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
         args = self._args
-        shared_host_group = groups.host_group()
+        shared_host_group = host_group()
         # Before any data are opened: making a group waits for all ranks, with a short timeout.
-        feed = groups.StageFeed.between_stages()
-        valid_feed = groups.StageFeed.between_stages() if args.valid_data_path else None
+        feed = StageFeed.between_stages()
+        valid_feed = StageFeed.between_stages() if args.valid_data_path else None
         config = data_config(args)
         self.train_loader = self.train_loader or self._training_loader(config)
         if self.train_loader and args.iteration and not args.finetune:
@@ -152,7 +158,7 @@ class DataProvider:
             loader = self._validation_loader()
             valid = self._share(loader, shared_host_group, valid_feed)
         if config.balance or args.valid_data_path:
-            groups.wait_for_measuring()
+            wait_for_measuring()
         if args.valid_data_path:
             self._agree_on_length()
         return self._share(self.train_loader, shared_host_group, feed, self._on_batch), valid
@@ -169,7 +175,7 @@ class DataProvider:
                 self.train_loader = self._training_loader(data_config(args))
                 length = self.train_loader.length if self.train_loader else 0
                 kept[0] = -(-(length or 0) // args.global_batch_size)
-        groups.wait_for_measuring()
+        wait_for_measuring()
         dist.broadcast_object_list(kept, src=0)
         self._steps = kept[0]
         return self._steps
@@ -199,9 +205,9 @@ class DataProvider:
             why = f"the data have {batches}"
             name_unused([Unused(COMMAND_LINE, f"--eval-iters {args.eval_iters}", why)])
         args.eval_iters = batches if args.eval_iters == WHOLE else min(args.eval_iters, batches)
-        own = args.eval_global_batch_size // args.data_parallel_size // args.eval_micro_batch_size
+        count = args.eval_global_batch_size // args.data_parallel_size // args.eval_micro_batch_size
         config = validation_config(args)
-        return self._loader(sources, "val", config, batches=max(1, args.eval_iters * own))
+        return self._loader(sources, "val", config, batches=max(1, args.eval_iters * count))
 
     def _agree_on_length(self) -> None:
         """Tell the ranks that do not read how many batches a validation has."""
@@ -210,7 +216,7 @@ class DataProvider:
         (self._args.eval_iters,) = shared
 
     def _share(
-        self, loader: Loader | None, host_group: Any, feed: groups.StageFeed | None, *on_batch: Any
+        self, loader: Loader | None, host_group: Any, feed: StageFeed | None, *on_batch: Any
     ) -> SharedBatches:
         return SharedBatches(
             loader,
@@ -245,8 +251,8 @@ class DataProvider:
         )
 
     def _reads(self) -> bool:
-        """Return whether this rank reads; see :func:`.groups.reads`."""
-        return groups.reads()
+        """Return whether this rank reads; see :func:`.batches.reads`."""
+        return reads()
 
     def save_state(self, directory: str, iteration: int) -> None:
         """Save this data-parallel rank's position in the training data."""

@@ -152,41 +152,41 @@ class ForwardStep:
 
         The schedule would add normalisers up as int32, so :meth:`normalise` divides instead.
         """
-        found = self._objective(batch, local, losses.float())
+        reduced = self._objective(batch, local, losses.float())
         if batch.is_spare:
             # Not a product with 0, which keeps what is no number.
             total = losses.float().where(torch.zeros_like(losses, dtype=torch.bool), 0.0).sum()
-            nothing = {name: torch.zeros_like(value) for name, value in found.sums.items()}
-            found = Reduced(total, torch.zeros_like(found.normaliser), nothing)
-        normaliser = found.normaliser.detach().double()
+            nothing = {name: torch.zeros_like(value) for name, value in reduced.sums.items()}
+            reduced = Reduced(total, torch.zeros_like(reduced.normaliser), nothing)
+        normaliser = reduced.normaliser.detach().double()
         training = torch.is_grad_enabled()
         sums = self.data_sets if training else self.validation_sets
-        sums.add(next(iter(found.sums)), found.data_sets)
+        sums.add(next(iter(reduced.sums)), reduced.data_sets)
         if training:
             done = self._normaliser
             self._normaliser = normaliser if done is None else done + normaliser
-            self.records.add(batch.names, found.total.detach())
+            self.records.add(batch.names, reduced.total.detach())
         reports = {
             name: value if value.ndim else torch.stack([value, normaliser.to(value.dtype)])
-            for name, value in found.sums.items()
+            for name, value in reduced.sums.items()
         }
-        return found.total, torch.zeros_like(normaliser, dtype=torch.int), reports
+        return reduced.total, torch.zeros_like(normaliser, dtype=torch.int), reports
 
     def normalise(self, model: list[Any]) -> None:
         """Divide the summed gradients by the global batch's normaliser; all ranks call this."""
-        own, self._normaliser = self._normaliser, None
-        if own is None:  # not the last pipeline stage
-            own = torch.zeros([], dtype=torch.float64, device=torch.cuda.current_device())
+        normaliser, self._normaliser = self._normaliser, None
+        if normaliser is None:  # not the last pipeline stage
+            normaliser = torch.zeros([], dtype=torch.float64, device=torch.cuda.current_device())
         dist.broadcast(
-            own,
+            normaliser,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
         dist.all_reduce(
-            own, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+            normaliser, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
         # If no token is trained, the gradients are zero and must stay zero.
-        scale = torch.where(own > 0, 1 / own, 0.0).float()
+        scale = torch.where(normaliser > 0, 1 / normaliser, 0.0).float()
         for chunk in model:
             chunk.scale_gradients(scale)
 

@@ -81,8 +81,11 @@ def of_units(total: Tensor, batch: Batch, numbers: Mapping[str, Tensor]) -> Redu
         torch.full([], len(losses) * share, dtype=torch.float64, device=total.device),
         {name: values.detach().sum() * share for name, values in numbers.items()},
         {
-            name: (losses.where(own, 0.0).sum() * share, own.sum(dtype=torch.float64) * share)
-            for name, own in _units_of_data_sets(batch, losses)
+            name: (
+                losses.where(members, 0.0).sum() * share,
+                members.sum(dtype=torch.float64) * share,
+            )
+            for name, members in _units_of_data_sets(batch, losses)
         },
     )
 
@@ -96,7 +99,7 @@ def _units_of_data_sets(batch: Batch, losses: Tensor) -> Iterator[tuple[str, Ten
             for end, size in zip(accumulate(batch.groups), batch.groups, strict=True)
         )
     for name in dict.fromkeys(names):
-        yield name, to_device(torch.tensor([one == name for one in names]), losses.device)
+        yield name, to_device(torch.tensor([data_set == name for data_set in names]), losses.device)
 
 
 class DataSetLosses:
@@ -154,44 +157,44 @@ def of_tokens(loss: Loss) -> Objective:
     """Return the objective of a loss over single tokens."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
-        own = to_device(local, losses.device)
-        weights = batch.loss_weights.index_select(1, own)
-        total, normaliser = _checked(loss, loss(losses, weights))
-        data_sets = _weights_of_data_sets(batch, own, weights)
+        positions = to_device(local, losses.device)
+        weights = batch.loss_weights.index_select(1, positions)
+        total, normaliser = _check_result(loss, loss(losses, weights))
+        data_sets = _weights_of_data_sets(batch, positions, weights)
         parts = {name: loss(losses.detach(), part) for name, part in data_sets.items()}
         return Reduced(total, normaliser, {"lm loss": total.detach()}, parts)
 
     return objective
 
 
-def _weights_of_data_sets(batch: Batch, own: Tensor, weights: Tensor) -> dict[str, Tensor]:
+def _weights_of_data_sets(batch: Batch, positions: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Return `weights` (B, s) for each data set of the batch, with 0 for the tokens of others."""
     names = list(dict.fromkeys(batch.data_sets))
     if len(names) < 2:
         return dict.fromkeys(names, weights)
     # A last sub-sequence that is all padding belongs to no data set.
     numbers = torch.tensor([*(names.index(name) for name in batch.data_sets), -1])
-    number = to_device(numbers[batch.sequences()], weights.device).index_select(1, own)
+    number = to_device(numbers[batch.sequences()], weights.device).index_select(1, positions)
     return {name: weights.where(number == i, 0.0) for i, name in enumerate(names)}
 
 
-def _checked(loss: Loss, found: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(found, tuple) and len(found) == 2:
-        if all(isinstance(one, Tensor) and one.ndim == 0 for one in found):
-            return found
-        shown = ", ".join(map(_described, found))
-        given = f"({shown})"
+def _check_result(loss: Loss, result: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(result, tuple) and len(result) == 2:
+        if all(isinstance(value, Tensor) and value.ndim == 0 for value in result):
+            return result
+        shown = ", ".join(map(_describe, result))
+        returned = f"({shown})"
     else:
-        given = _described(found)
+        returned = _describe(result)
     name = getattr(loss, "__qualname__", repr(loss))
     raise BadInput(
-        f"The loss function {name} returned {given}. It must return a pair of scalar tensors: "
+        f"The loss function {name} returned {returned}. It must return a pair of scalar tensors: "
         "(sum over this rank's tokens, normaliser). Return (loss.sum(), number_of_tokens), not "
         "their ratio."
     )
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a value of type {type(value).__name__}"
@@ -234,13 +237,13 @@ def find_loss(name: str) -> Loss:
         return BUILT_IN[name]
     if ":" in name:
         return _import(name)
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name not in found:
-        known = ", ".join([*BUILT_IN, *PREFERENCE_LOSSES, KTO, DISTILL, *found])
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in entries:
+        known = ", ".join([*BUILT_IN, *PREFERENCE_LOSSES, KTO, DISTILL, *entries])
         raise BadInput(
             f"--loss {name} is not known. There are {known}; or name a function as module:function."
         )
-    return cast(Loss, found[name].load())
+    return cast(Loss, entries[name].load())
 
 
 def _import(path: str) -> Loss:

@@ -164,7 +164,7 @@ def multi_tensor_l2_norm(
     chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
     """Return the (1,) float32 norm of all values, like Apex's ``multi_tensor_l2norm``."""
-    norms = torch._foreach_norm([tensor for one in tensors for tensor in one])
+    norms = torch._foreach_norm([tensor for group in tensors for tensor in group])
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
 

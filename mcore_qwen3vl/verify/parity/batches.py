@@ -178,7 +178,7 @@ def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> 
         name: one of `RECIPES`.
         multiple: number that the layout requires lengths to be a multiple of: the length of every
             sample if it is split by itself (one per micro-batch, or packed), of every row if rows
-            are padded. See :func:`mcore_qwen3vl.model.sequence.length_multiple`.
+            are padded. See :func:`mcore_qwen3vl.model.inputs.length_multiple`.
 
     Raises:
         BadInput: there is no batch called `name`.

@@ -11,7 +11,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.verify.parity.batches import Batch
 
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed

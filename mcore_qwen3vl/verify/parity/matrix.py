@@ -255,7 +255,7 @@ LORA_MATRIX: tuple[MatrixRow, ...] = (
     row("moe", "ep2xdp2", lora="router", **SELECTIVE_MOE),
 )
 """Different things can go wrong in each row. Together, the rows combine every rule of
-``mcore_qwen3vl.model.lora.kinds`` and every kind of target with every kind of parallelism."""
+``mcore_qwen3vl.model.lora.adapter`` and every kind of target with every kind of parallelism."""
 
 
 class Matrix:

@@ -33,10 +33,9 @@ from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.live.sharded import Values, factor_parts, gradient, hf_parts, unwrap
 from mcore_qwen3vl.model import pointwise
-from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.attach import adapt
-from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import tell
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.measurement import FROZEN, Measurement, Measurements, measure, merge

@@ -270,7 +270,7 @@ def from_prompt(
         prompt: the user's text after the images and videos, or around their tags; see
             :func:`mcore_qwen3vl.generation.prompts.user_turns`.
         multiple: number that the layout requires the length to be a multiple of; the prompt is
-            padded on the right. See :func:`mcore_qwen3vl.model.sequence.length_multiple`.
+            padded on the right. See :func:`mcore_qwen3vl.model.inputs.length_multiple`.
 
     Raises:
         BadInput: an image or video cannot be read, or tags and media do not match.

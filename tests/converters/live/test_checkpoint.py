@@ -17,9 +17,7 @@ from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.build import build_chunks
-from mcore_qwen3vl.model.head.score import TaskModel
-from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel, build_chunks
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize

@@ -24,7 +24,7 @@ from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.build import build_chunks
+from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint

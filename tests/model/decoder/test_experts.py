@@ -19,8 +19,8 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.experts import GroupedExperts
+from mcore_qwen3vl.model.decoder.layer import block_spec
 from mcore_qwen3vl.model.decoder.mlp import weighted_swiglu
-from mcore_qwen3vl.model.decoder.specs import block_spec
 from mcore_qwen3vl.model.recompute import recomputing
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime.launch import run_layout

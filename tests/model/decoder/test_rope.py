@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.model.decoder.rope import InterleavedMRoPE
+from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.shapes import SHAPES
 

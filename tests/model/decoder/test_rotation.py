@@ -7,7 +7,7 @@ import torch
 from megatron.core.extensions import transformer_engine
 from torch import Tensor
 
-from mcore_qwen3vl.model.decoder.rope import turn, turn_fused
+from mcore_qwen3vl.model.decoder.attention import turn, turn_fused
 
 LENGTH, BATCH, HEADS, WIDTH = 7, 2, 3, 10
 

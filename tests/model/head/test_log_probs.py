@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.head import log_probs
-from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+from mcore_qwen3vl.model import head
+from mcore_qwen3vl.model.head import Columns, token_log_probs
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 
@@ -150,10 +150,8 @@ def test_without_entropy_the_log_probs_and_their_gradients_are_the_same(
 
 def test_one_chunk_of_logits_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given, times = inputs(), []
-    logits = log_probs.Columns.logits
-    monkeypatch.setattr(
-        log_probs.Columns, "logits", lambda *args: (times.append(1), logits(*args))[1]
-    )
+    logits = head.Columns.logits
+    monkeypatch.setattr(head.Columns, "logits", lambda *args: (times.append(1), logits(*args))[1])
     hidden, weight = given.hidden.requires_grad_(), given.weight[:VOCABULARY].requires_grad_()
     found, _ = token_log_probs(hidden, weight, given.targets, Columns(0, VOCABULARY))
     found.sum().backward()

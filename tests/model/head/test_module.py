@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.head.module import Head
+from mcore_qwen3vl.model.head import Head
 
 
 def test_another_layer_is_refused() -> None:

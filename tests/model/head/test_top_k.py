@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.head.log_probs import Columns
-from mcore_qwen3vl.model.head.top_k import FLOOR, likeliest, log_probs_of
+from mcore_qwen3vl.model.head import FLOOR, Columns, likeliest, log_probs_of
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from tests.model.head.test_log_probs import PADDED, VOCABULARY, Inputs, check, inputs

@@ -19,13 +19,10 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.lora import attach as attaching
-from mcore_qwen3vl.model.lora.adapter_module import Pair, Place
+from mcore_qwen3vl.model.lora.adapter import GroupedSite, Kind, Pair, Place, Site
 from mcore_qwen3vl.model.lora.attach import attach, freezing, whole
-from mcore_qwen3vl.model.lora.kinds import Kind
-from mcore_qwen3vl.model.lora.site import GroupedSite, Site
-from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import tiny_config

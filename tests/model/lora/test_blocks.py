@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mcore_qwen3vl.model.lora.adapter_module import Pair, Place
-from mcore_qwen3vl.model.lora.kinds import Kind
-from mcore_qwen3vl.model.lora.site import Site
+from mcore_qwen3vl.model.lora.adapter import Kind, Pair, Place, Site
 
 SHAPES = ((4, 2), (2, 3))
 

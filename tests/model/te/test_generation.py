@@ -11,7 +11,7 @@ from tests.model.te.installed import require
 require()
 
 from mcore_qwen3vl.layout import Layout  # noqa: E402
-from mcore_qwen3vl.model.build import build_chunks  # noqa: E402
+from mcore_qwen3vl.model.qwen3vl import build_chunks  # noqa: E402
 from tests.generation import cases  # noqa: E402
 
 pytestmark = pytest.mark.slow

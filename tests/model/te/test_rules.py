@@ -20,9 +20,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa
 from mcore_qwen3vl.config import Architecture  # noqa: E402
 from mcore_qwen3vl.model import qwen3vl  # noqa: E402
 from mcore_qwen3vl.model.decoder import layer  # noqa: E402
-from mcore_qwen3vl.model.decoder.attention import PackedSequence  # noqa: E402
-from mcore_qwen3vl.model.decoder.rope import InterleavedMRoPE  # noqa: E402
-from mcore_qwen3vl.model.lora import attach, site  # noqa: E402
+from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, PackedSequence  # noqa: E402
+from mcore_qwen3vl.model.lora import adapter, attach  # noqa: E402
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from tests.model.te.rows import with_te  # noqa: E402
 from tests.verify.parity.test_rules import worst  # noqa: E402
@@ -126,7 +125,7 @@ def test_adapters_of_grouped_experts_keep_their_order(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        site.GroupedSite,
+        adapter.GroupedSite,
         "__init__",
         lambda self, sites: setattr(self, "_sites", [*sites][::-1]),
     )

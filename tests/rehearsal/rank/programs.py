@@ -50,7 +50,7 @@ def built_without_cuda(checkpoint: Path) -> list[str]:
     """Return the parameters and buffers of README's example that are not on the device."""
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.layout import Layout
-    from mcore_qwen3vl.model.build import build_chunks
+    from mcore_qwen3vl.model.qwen3vl import build_chunks
     from mcore_qwen3vl.runtime.parallel import initialize
 
     dist.init_process_group("nccl")
@@ -100,7 +100,7 @@ def head_gradient(tokens: int, width: int, columns: int) -> list[str]:
     """Return the operators of a bf16 head's backward pass that write a gradient of the weight."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+    from mcore_qwen3vl.model.head import Columns, token_log_probs
 
     class Writers(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]

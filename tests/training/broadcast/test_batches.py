@@ -17,8 +17,7 @@ from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.broadcast.batches import SharedBatches
-from mcore_qwen3vl.training.broadcast.groups import StageFeed
+from mcore_qwen3vl.training.broadcast.batches import SharedBatches, StageFeed
 from tests.training.toy import batch
 
 

@@ -233,3 +233,15 @@ def test_a_live_teacher_is_the_one_of_the_file_and_a_run_resumes(
     assert {name: one.shape for name, one in index.items()} == {
         name: one.shape for name, one in theirs.items()
     }
+
+
+def test_a_validation_without_training_has_its_teacher(
+    dense: Path, large: Path, records: Path, tmp_path: Path
+) -> None:
+    evaluation = ("--valid-data-path", str(records), "--eval-iters", "1", "--skip-train")
+    flags = (*flags_of(FORWARD), *live_flags(large), *evaluation)
+    job = preference_job(dense, records, "single", *flags, *PACKED, steps=2)
+    assert train(job, tmp_path / "run") == []
+    (entry,) = map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
+    assert entry["iteration"] == 0
+    assert entry["validation distill loss"] > 0.1

@@ -13,8 +13,8 @@ from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.targets import apply, resolve_targets
 from mcore_qwen3vl.converters.mapping.parameters import Group
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.lora.attach import adapt
+from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint

@@ -11,8 +11,8 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.batch import Batch, Counts
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.decoder.attention import TorchAttention
+from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.training.step.forward import forward

@@ -16,7 +16,7 @@ from megatron.core.transformer import transformer_block
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import fusion, qwen3vl, transformer_config, vision
-from mcore_qwen3vl.model.decoder import attention, layer, rope
+from mcore_qwen3vl.model.decoder import attention, layer
 from mcore_qwen3vl.runtime.launch import RanksFailed
 from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Matrix, MatrixRow
 from mcore_qwen3vl.verify.report import Report
@@ -54,14 +54,14 @@ def test_yarn_without_one_of_its_parts(
     matrix: Matrix, monkeypatch: Any, frequencies: bool, factor: bool
 ) -> None:
     """YaRN changes the frequencies and scales cosines and sines; each shows in the logits."""
-    scaled = rope.rope_frequencies
+    scaled = attention.rope_frequencies
 
     def partly(architecture: Any) -> tuple[torch.Tensor, float]:
         of_plain, one = scaled(replace(architecture, rope_scaling=()))
         of_yarn, scale = scaled(architecture)
         return of_yarn if frequencies else of_plain, scale if factor else one
 
-    monkeypatch.setattr(rope, "rope_frequencies", partly)
+    monkeypatch.setattr(attention, "rope_frequencies", partly)
     monkeypatch.setattr(transformer_config, "rope_frequencies", partly)
     assert worst(matrix.run(MatrixRow("yarn", "tp2+sp", ("mixed",))), "logits") > FAR_OFF
 

@@ -1,0 +1,613 @@
+"""The head: logits, and losses that are computed from them without holding them all.
+
+Log-probabilities and entropies of tokens
+-----------------------------------------
+
+They are computed from one chunk of logits at a time. The logits of 8k tokens with a vocabulary of
+152k take 2.5 GB in bf16 and 5 GB in float32, and cross entropy holds several copies. Here the
+forward pass reduces each chunk's logits to four numbers per token, and the backward pass recomputes
+the logits. That costs one more GEMM of the head, and never holds more than one chunk. If there is
+only one chunk, and no entropy is asked for, it is kept.
+
+Ranks of a TP group hold different columns. Each rank reduces its own. Two all-reduces over all
+tokens' numbers then combine them, so the loop has none. Gradients are this rank's parts: the caller
+must sum those of the hidden states over TP, as with a column-parallel linear layer.
+
+Formulae, with logits l = h W^T / temperature, z = logsumexp(l), p = exp(l - z), H the entropy:
+d log p[t] / dl = onehot(t) - p, and dH / dl = -p (l - z + H).
+
+Log-probabilities of a few tokens, and of all others together
+-------------------------------------------------------------
+
+A teacher's distribution is written as its k likeliest tokens and the rest. The student's
+log-probabilities of the same tokens, and of its own rest, are computed from one chunk of logits at
+a time, as above: the forward pass reduces each chunk to
+k + 3 numbers per token, and the backward pass recomputes it. Ranks of a TP group hold different
+columns; they combine their numbers in two all-reduces after the loop.
+
+Formulae, with logits l, q = softmax(l / T) and R the rest: d log q[i] / dl = (onehot(i) - q) / T,
+and d log q[R] / dl = (r - q) / T, where r is q / sum(q[R]) in the rest, and 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.model.lora.adapter import Site
+from mcore_qwen3vl.model.pointwise import Pointwise
+from mcore_qwen3vl.model.weight_gradients import add_product, stand_in
+
+CHUNK_LOGITS = 2**27
+"""Number of logits in one chunk: 0.5 GiB in float32."""
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    columns: Columns,
+    *,
+    more: Sequence[tuple[Tensor, Tensor]] = (),
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute each target's log-probability, and each position's entropy, in chunks of logits.
+
+    Args:
+        hidden: (s, B, H), the same on all ranks of the TP group.
+        weight: (V / tp, H) this rank's rows of the head. With Megatron's DDP its gradient is added
+            to ``main_grad``, as ``gradient_accumulation_fusion`` does.
+        targets: (B, s) integers in [0, V).
+        columns: the columns of the vocabulary that this rank's rows compute.
+        more: pairs of (s, B, r) and (V / tp, r), such as a low-rank adapter's, whose products are
+            added to the logits.
+        temperature: divides the logits.
+        entropy: whether to compute entropies too.
+
+    Returns:
+        Log-probabilities (B, s), and entropies (B, s) or None. Both are float32, the same on all
+        ranks, and differentiable with respect to `hidden`, `weight` and all of `more`.
+    """
+    shape, sides = hidden.shape[:2], flat_sides(hidden, weight, more)
+    places = targets.t().reshape(-1)
+    log_probs, entropies = _TokenLogProbs.apply(places, columns, temperature, entropy, *sides)
+    return log_probs.view(shape).t(), entropies.view(shape).t() if entropy else None
+
+
+def flat_sides(hidden: Tensor, weight: Tensor, more: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
+    """Return the terms of the logits one side after the other, with (T, H) for (s, B, H)."""
+    return [side for x, w in ((hidden, weight), *more) for side in (x.flatten(0, 1), w)]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """This TP rank's part of the vocabulary, whose logits are computed a chunk of tokens at a time.
+
+    Attributes:
+        first, count: its columns: `count` from `first` on, without padding.
+        chunk: tokens per chunk; None: as many as give :data:`CHUNK_LOGITS`.
+        group: TP group; None: one rank.
+    """
+
+    first: int
+    count: int
+    chunk: int | None = None
+    group: dist.ProcessGroup | None = None
+
+    def chunks(self, tokens: int) -> list[slice]:
+        """Return the chunks of `tokens` positions; none if this rank has only padding."""
+        if self.count == 0:
+            return []
+        size = self.chunk or max(CHUNK_LOGITS // self.count, 1)
+        return [slice(start, start + size) for start in range(0, tokens, size)]
+
+    def logits(
+        self, terms: Sequence[tuple[Tensor, Tensor]], rows: slice, temperature: float = 1.0
+    ) -> Tensor:
+        """Return logits (n, own columns), float32, which may be changed in place.
+
+        They are the sum of the products of `terms`: hidden states (T, H) and rows (V / tp, H).
+        """
+        (hidden, weight), *others = terms
+        logits = hidden[rows] @ weight[: self.count].t()
+        for x, w in others:
+            logits.addmm_(x[rows], w[: self.count].t())
+        return logits.float() if temperature == 1 else logits.float().div_(temperature)
+
+    def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each target's local column, 0 if another rank has it, and whether it is ours."""
+        local = targets - self.first
+        ours = (local >= 0) & (local < self.count)
+        return local.where(ours, 0), ours
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Log-probabilities and entropies, (T,) each, of targets (T,).
+
+    Each further pair of arguments is one term of the logits: (T, H) and (V / tp, H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        targets: Tensor,
+        columns: Columns,
+        temperature: float,
+        entropy: bool,
+        *sides: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.exponentials = None
+        terms, hidden = in_pairs(sides), sides[0]
+        local, ours = columns.find(targets)
+        # Numbers of this rank's columns. `maximum` is their maximum. `sums` has the sum of
+        # exponentials relative to it, the target's logit, and the sum of logits, relative too,
+        # weighted by the exponentials. A rank that has only padding keeps the neutral elements.
+        lowest = torch.finfo(torch.float32).min
+        maximum = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)
+        sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+        runs = columns.chunks(len(hidden))
+        for rows in runs:
+            logits = columns.logits(terms, rows, temperature)
+            _reduce(logits, local[rows], maximum[rows], sums[:, rows], entropy)
+            if len(runs) == 1 and not entropy and any(ctx.needs_input_grad):
+                ctx.exponentials = logits
+            del logits  # before the next chunk's are computed
+        sums[1].masked_fill_(~ours, 0.0)
+        total, target, entropies = _combine(maximum, sums, columns.group)
+        ctx.columns, ctx.temperature, ctx.entropy = columns, temperature, entropy
+        ctx.save_for_backward(local, ours, total, entropies, maximum, *sides)
+        return target - total, entropies if entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        local, ours, total, entropies, maximum, *sides = ctx.saved_tensors
+        terms, wanted = in_pairs(sides), in_pairs(ctx.needs_input_grad[4:])
+        columns, temperature = ctx.columns, ctx.temperature
+        of_log_probs = of_log_probs / temperature
+        of_target = of_log_probs.where(ours, 0.0)
+        gradients = [
+            TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
+        ]
+        kept, ctx.exponentials = ctx.exponentials, None
+        for rows in columns.chunks(len(local)):
+            factor = -of_log_probs[rows, None]
+            if kept is not None:
+                gradient = kept.mul_((maximum - total).exp_()[:, None] * factor)
+                kept = None
+            else:
+                logits = columns.logits(terms, rows, temperature)
+                if ctx.entropy and of_entropies is not None:
+                    of_entropy = of_entropies[rows, None] / temperature
+                    offset = (entropies - total)[rows, None]
+                    factor = factor - (logits + offset).mul_(of_entropy)
+                gradient = _scaled_exponentials(logits, total[rows, None], factor)
+                del logits
+            row = torch.arange(len(gradient), device=gradient.device)
+            gradient[row, local[rows]] += of_target[rows]
+            narrow = gradient.to(sides[0].dtype)
+            del factor, gradient
+            for of_term in gradients:
+                of_term.add(narrow, rows)
+            del narrow
+        return None, None, None, None, *(side for of_term in gradients for side in of_term.result())
+
+
+def in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Undo :func:`flat_sides`."""
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+@Pointwise
+def _scaled_exponentials(logits: Tensor, total: Tensor, factor: Tensor) -> Tensor:
+    """Compute ``exp(logits - total) * factor`` in place, (n, V)."""
+    return logits.sub_(total).exp_().mul_(factor)
+
+
+@Pointwise
+def _reduce(logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entropy: bool) -> None:
+    """Write the numbers of one chunk of n tokens into `maximum` (n,) and `sums` (3, n)."""
+    maximum.copy_(logits.amax(-1))
+    sums[1] = logits.gather(1, targets[:, None]).squeeze(1)
+    shifted = logits.sub_(maximum[:, None])
+    if not entropy:
+        sums[0] = shifted.exp_().sum(-1)
+        return
+    weights = shifted.exp()
+    sums[0] = weights.sum(-1)
+    sums[2] = weights.mul_(shifted).sum(-1)
+
+
+def _combine(
+    maximum: Tensor, sums: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, over all columns, the logsumexp, the target's logit and the entropy, (T,) each."""
+    overall = maximum
+    if group is not None and group.size() > 1:
+        overall = maximum.clone()
+        dist.all_reduce(overall, dist.ReduceOp.MAX, group=group)
+        shift = maximum - overall
+        sums[2] += shift * sums[0]
+        sums[::2] *= shift.exp()
+        dist.all_reduce(sums, group=group)
+    exponentials, target, moment = sums
+    log_sum = exponentials.log()
+    return overall + log_sum, target, log_sum - moment / exponentials
+
+
+class TermGradient:
+    """Accumulates the gradients of one term of the logits, as far as they are needed.
+
+    The head's is summed over chunks in float32, or in Megatron's ``main_grad``.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._of_hidden = torch.zeros_like(hidden) if of_hidden else None
+        self._of_weight: Tensor | None = None
+        # Megatron's protocol for kernels that add to the gradient buffer directly.
+        buffer = getattr(weight, "main_grad", None)
+        self._direct = buffer is not None and hasattr(weight, "grad_added_to_main_grad")
+        if of_weight:
+            zeros = torch.zeros_like
+            self._of_weight = buffer if self._direct else zeros(weight, dtype=torch.float32)
+
+    def add(self, of_logits: Tensor, rows: slice) -> None:
+        columns = of_logits.shape[1]
+        if self._of_hidden is not None:
+            torch.mm(of_logits, self._weight[:columns], out=self._of_hidden[rows])
+        if self._of_weight is not None:
+            add_product(self._of_weight[:columns], of_logits.t(), self._hidden[rows])
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients for autograd."""
+        if self._of_weight is None:
+            return self._of_hidden, None
+        if not self._direct:
+            return self._of_hidden, self._of_weight.to(self._weight.dtype)
+        return self._of_hidden, stand_in(self._weight)
+
+
+FLOOR = math.log(1e-30)
+"""The least log-probability of the rest, which would be infinite if nothing is left over."""
+
+
+@torch.no_grad()
+def likeliest(
+    hidden: Tensor,
+    weight: Tensor,
+    columns: Columns,
+    *,
+    k: int,
+    more: Sequence[tuple[Tensor, Tensor]] = (),
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return each position's k likeliest tokens with their log-probabilities.
+
+    Args:
+        hidden, weight, columns, more, temperature: as for
+            :func:`~mcore_qwen3vl.model.head.token_log_probs`.
+        k: number of tokens, at most V.
+
+    Returns:
+        Token ids (B, s, k) int64, the likeliest first. Log-probabilities (B, s, k + 1) float32:
+        theirs, and that of all other tokens together, at least :data:`FLOOR`. Both are equal on all
+        ranks, and without gradients.
+    """
+    terms = in_pairs(flat_sides(hidden, weight, more))
+    count, tokens = min(k, columns.count), len(terms[0][0])
+    # This rank's candidates, and its logsumexp over its other columns.
+    logits = hidden.new_full((tokens, k + 1), -torch.inf, dtype=torch.float32)
+    ids = torch.zeros((tokens, k), dtype=torch.int64, device=hidden.device)
+    for rows in columns.chunks(tokens):
+        every = columns.logits(terms, rows, temperature)
+        values, places = every.topk(count)
+        logits[rows, :count], ids[rows, :count] = values, places + columns.first
+        logits[rows, k] = every.scatter_(1, places, -torch.inf).logsumexp(-1)
+        del every  # before the next chunk's are computed
+    logits, ids = _gather(logits, columns.group), _gather(ids, columns.group)
+    candidates, rest = logits[..., :k].flatten(1), logits[..., k]
+    values, places = candidates.topk(k)
+    left = candidates.scatter(1, places, -torch.inf)
+    log_rest = torch.cat([left, rest], 1).logsumexp(-1, keepdim=True)
+    log_probs = torch.cat([values, log_rest], 1).log_softmax(-1).clamp(min=FLOOR)
+    shape = (*hidden.shape[:2], -1)
+    chosen = ids.flatten(1).gather(1, places)
+    return chosen.view(shape).transpose(0, 1), log_probs.view(shape).transpose(0, 1)
+
+
+def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return all ranks' (T, n) tensors as (T, ranks, n)."""
+    if group is None or group.size() == 1:
+        return mine[:, None]
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone, 1)
+
+
+def log_probs_of(
+    hidden: Tensor,
+    weight: Tensor,
+    columns: Columns,
+    *,
+    ids: Tensor,
+    targets: Tensor,
+    more: Sequence[tuple[Tensor, Tensor]] = (),
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute the log-probabilities of a few tokens of each position, of the rest, and of targets.
+
+    Args:
+        hidden, weight, columns, targets, more: as for
+            :func:`~mcore_qwen3vl.model.head.token_log_probs`.
+        ids: (B, s, k) integers in [0, V), k different ones at each position; where they are not
+            different, values are finite and mean nothing.
+        temperature: divides the logits, but not those for `targets`.
+
+    Returns:
+        Log-probabilities (B, s, k + 1) at `temperature`: those of `ids`, and that of all other
+        tokens together; and those of the targets (B, s) at temperature 1. Both are float32, equal
+        on all ranks, and differentiable with respect to `hidden`, `weight` and all of `more`.
+    """
+    shape = hidden.shape[:2]
+    places = torch.cat([ids, targets[..., None]], -1).transpose(0, 1).flatten(0, 1)
+    sides = flat_sides(hidden, weight, more)
+    of_ids, of_targets = _LogProbsOf.apply(places, columns, temperature, *sides)
+    return of_ids.view(*shape, -1).transpose(0, 1), of_targets.view(shape).t()
+
+
+class _LogProbsOf(torch.autograd.Function):
+    """Log-probabilities (T, k + 1) and (T,) of places (T, k + 1): the ids, then the target.
+
+    Each further pair of arguments is one term of the logits: (T, H) and (V / tp, H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, places: Tensor, columns: Columns, temperature: float, *sides: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        terms, tokens = in_pairs(sides), len(places)
+        local, ours = columns.find(places)
+        # Numbers of this rank's columns, relative to their maximum: the logits of the places, the
+        # sum of exponentials, and that of the rest at the temperature. A rank that has only padding
+        # keeps the neutral elements.
+        lowest = torch.finfo(torch.float32).min
+        maximum = places.new_full((tokens,), lowest, dtype=torch.float32)
+        numbers = places.new_zeros((tokens, places.shape[1] + 2), dtype=torch.float32)
+        for rows in columns.chunks(tokens):
+            logits = columns.logits(terms, rows)
+            maximum[rows] = logits.amax(-1)
+            logits.sub_(maximum[rows, None])
+            numbers[rows, :-2] = logits.gather(1, local[rows])
+            numbers[rows, -2] = logits.exp().sum(-1)
+            weights = logits.div_(temperature).exp_()
+            numbers[rows, -1] = _rest(weights, local[rows], ours[rows]).sum(-1)
+            del logits, weights  # before the next chunk's are computed
+        overall = _combine_numbers(maximum, numbers, ours, temperature, columns.group)
+        of_ids, rest = numbers[:, :-3] / temperature, numbers[:, -1:]
+        log_sum = (of_ids.exp().sum(-1, keepdim=True) + rest).log()
+        log_probs = torch.cat([of_ids - log_sum, (rest.log() - log_sum).clamp(min=FLOOR)], 1)
+        log_sum_of_targets = numbers[:, -2].log()
+        ctx.columns, ctx.temperature = columns, temperature
+        totals = (overall / temperature + log_sum[:, 0], overall + log_sum_of_targets)
+        ctx.save_for_backward(local, ours, log_probs, *totals, *sides)
+        return log_probs, numbers[:, -3] - log_sum_of_targets
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_ids: Tensor, of_targets: Tensor) -> tuple[Tensor | None, ...]:
+        local, ours, log_probs, total, total_of_targets, *sides = ctx.saved_tensors
+        columns, temperature = ctx.columns, ctx.temperature
+        terms, wanted = in_pairs(sides), in_pairs(ctx.needs_input_grad[3:])
+        # The least log-probability of the rest does not change with the logits.
+        of_rest = of_ids[:, -1:].where(log_probs[:, -1:] > FLOOR, 0.0) / temperature
+        of_ids = of_ids[:, :-1] / temperature
+        total_of_ids = of_ids.sum(-1, keepdim=True) + of_rest
+        of_rest = of_rest / log_probs[:, -1:].exp() - total_of_ids
+        of_ids = of_ids - total_of_ids * log_probs[:, :-1].exp()
+        of_places = torch.cat([of_ids, of_targets[:, None]], 1).where(ours, 0.0)
+        gradients = [TermGradient(x, w, *term) for (x, w), term in zip(terms, wanted, strict=True)]
+        for rows in columns.chunks(len(local)):
+            logits = columns.logits(terms, rows)
+            gradient = (logits - total_of_targets[rows, None]).exp_()
+            gradient.mul_(-of_targets[rows, None])
+            weights = logits.div_(temperature).sub_(total[rows, None]).exp_()
+            gradient.addcmul_(_rest(weights, local[rows], ours[rows]), of_rest[rows])
+            gradient.scatter_add_(1, local[rows], of_places[rows])
+            narrow = gradient.to(sides[0].dtype)
+            del logits, weights, gradient
+            for term in gradients:
+                term.add(narrow, rows)
+            del narrow
+        return (
+            None,
+            None,
+            None,
+            *(side for term in gradients for side in term.result()),
+        )
+
+
+def _rest(weights: Tensor, local: Tensor, ours: Tensor) -> Tensor:
+    """Set the weights (n, V / tp) of the ids, not negative, to 0 in place.
+
+    For `local` and `ours`, (n, k + 1), see :meth:`Columns.find`.
+    """
+    # The minimum with infinity leaves column 0 as it is, where it stands for another rank's.
+    kept = torch.zeros_like(local, dtype=weights.dtype).masked_fill_(~ours, torch.inf)
+    return weights.scatter_reduce_(1, local[:, :-1], kept[:, :-1], "amin")
+
+
+def _combine_numbers(
+    maximum: Tensor,
+    numbers: Tensor,
+    ours: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Make the numbers those of all columns, in place; return the maximum over all columns (T,)."""
+    numbers[:, :-2].masked_fill_(~ours, 0.0)
+    if group is None or group.size() == 1:
+        return maximum
+    overall = maximum.clone()
+    dist.all_reduce(overall, dist.ReduceOp.MAX, group=group)
+    shift = maximum - overall
+    numbers[:, :-2] += shift[:, None].where(ours, 0.0)
+    numbers[:, -2] *= shift.exp()
+    numbers[:, -1] *= (shift / temperature).exp()
+    dist.all_reduce(numbers, group=group)
+    return overall
+
+
+Reduce = Callable[..., tuple[Tensor, Tensor | None]]
+"""Computes two results from hidden states and a head, without holding all logits."""
+
+
+class Head(ColumnParallelLinear):
+    """This TP rank's rows of the head."""
+
+    vocab_size: int  # over all ranks, without padding
+    chunk: int | None  # see `Columns`
+    adapter: Site | None  # its product is added to the logits
+
+    @classmethod
+    def adopt(cls, output_layer: Any, *, vocab_size: int, chunk: int | None) -> None:
+        """Turn the ``ColumnParallelLinear`` that ``GPTModel`` has built into a head, in place.
+
+        The object stays the same, because ``GPTModel`` has tied and marked its weight. The weight
+        must be used inside the module's call: Megatron's DDP waits there for its parameter gather.
+
+        Raises:
+            BadInput: `output_layer` is another layer, such as Megatron's FP8 head.
+        """
+        if type(output_layer) is not ColumnParallelLinear:
+            raise BadInput(
+                f"The head is a {type(output_layer).__name__}, whose padded columns cannot be "
+                "masked: drop fp8_output_proj (--fp8-output-proj)."
+            )
+        output_layer.__class__ = cls
+        output_layer.vocab_size = vocab_size
+        output_layer.chunk = chunk
+        output_layer.adapter = None
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        reduce: Reduce | None = None,
+        tokens: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute logits as ``ColumnParallelLinear`` does, or what `reduce` makes of them.
+
+        Args:
+            input_: (s_local, B, H) hidden states, divided over TP under sequence parallelism. With
+                `tokens`: (N, H) hidden states, which all TP ranks have.
+            weight: (V / tp, H) weight of a tied head.
+            runtime_gather_output: whether to gather the logits over TP.
+            reduce: a function with the arguments of :func:`.log_probs.token_log_probs`, its own
+                ones bound: it gets `hidden`, `weight`, `columns` and `more`.
+            tokens: token ids whose logits to return, without an adapter's product.
+
+        Returns:
+            Logits (s, B, V / tp), -inf at padded columns, and the bias, None. With `reduce`: what
+            it returns. With `tokens`: their logits (N, tokens), float32, equal on all TP ranks,
+            and None.
+        """
+        weight = self.weight if weight is None else weight
+        assert weight is not None
+        if tokens is not None:
+            return self._logits_of(tokens, input_, weight), None
+        if reduce is None:
+            logits, bias = super().forward(input_, weight, runtime_gather_output)
+            if self.adapter is not None:
+                logits = self.adapter.add(input_, logits)
+            gathered = logits.shape[-1] == self.output_size
+            own = self.vocab_size if gathered else self._columns().count
+            return mask_columns(logits, own), bias
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        more = [self.adapter.factored(input_)] if self.adapter and self.adapter.on else []
+        return reduce(hidden, weight, columns=self._columns(), more=more)
+
+    def _logits_of(self, tokens: Sequence[int], hidden: Tensor, weight: Tensor) -> Tensor:
+        """Each logit is computed by the TP rank that holds its row; the others add zero."""
+        columns = self._columns()
+        rows = torch.tensor(tokens) - columns.first
+        is_here = to_device((rows >= 0) & (rows < columns.count), weight.device)
+        rows = to_device(rows.clamp(0, len(weight) - 1), weight.device)
+        hidden = copy_to_tensor_model_parallel_region(hidden.float(), group=self.tp_group)
+        logits = hidden @ (weight.index_select(0, rows).float() * is_here[:, None]).T
+        return reduce_from_tensor_model_parallel_region(logits, group=self.tp_group)
+
+    def _columns(self) -> Columns:
+        first = self.tp_group.rank() * self.output_size_per_partition
+        count = min(max(self.vocab_size - first, 0), self.output_size_per_partition)
+        return Columns(first, count, self.chunk, self.tp_group)
+
+
+def mask_columns(logits: Tensor, columns: int) -> Tensor:
+    """Give the columns after the first `columns` the logit -inf and no gradient, in place.
+
+    They only pad the vocabulary to a divisible size. Megatron's cross entropy normalises over them
+    too, so that its value and gradients would depend on ``--make-vocab-size-divisible-by``. Losses,
+    samples and gradients are now those of the unpadded head, exactly.
+    """
+    return logits if columns >= logits.shape[-1] else _Mask.apply(logits, columns)
+
+
+class _Mask(torch.autograd.Function):
+    """Masks in place, forward and backward, because the logits are the largest tensor of all."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, columns: int) -> Tensor:
+        ctx.columns = columns
+        ctx.mark_dirty(logits)
+        logits[..., columns:] = -torch.inf
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient[..., ctx.columns :] = 0
+        return gradient, None
+
+
+class ScoreHead(nn.Linear):
+    """A linear layer to a few labels, replicated on all TP ranks.
+
+    Its weights depend on `seed` alone, not on the layout; dtype and device are those of `like`.
+    """
+
+    def __init__(self, config: TransformerConfig, labels: int, seed: int, *, like: Tensor) -> None:
+        super().__init__(
+            config.hidden_size, labels, bias=False, dtype=like.dtype, device=like.device
+        )
+        generator = torch.Generator().manual_seed(seed)
+        first = torch.randn(labels, config.hidden_size, generator=generator)
+        with torch.no_grad():
+            self.weight.copy_(first * config.init_method_std)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Map states (N, H) to (N, labels) float32: so few products cost nothing."""
+        return input_.float() @ self.weight.float().T

@@ -1,1 +1,0 @@
-"""The head: logits, and losses that are computed from them without holding them all."""
