@@ -15,9 +15,8 @@ import yaml
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
-from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_facts
 from mcore_qwen3vl.verify.measurement import Finding
@@ -69,8 +68,7 @@ def compare_settings(
 
 
 def _own_config(examined: Path, right: Architecture) -> Iterator[Finding]:
-    folder = find_hf_folder(examined) if is_megatron(examined) else examined
-    if folder is None:
+    if (folder := identify(examined).hf) is None:
         return
     own, wanted = _flat(Architecture.from_hf(folder)), _flat(right)
     yield from (_compared(name, own[name], wanted[name]) for name in wanted)
