@@ -277,14 +277,6 @@ def numbered_iterations(path: Path) -> list[int]:
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
-def _hub_id(path: Path) -> Path | None:
-    return path if HUB_ID.fullmatch(str(path)) and not path.exists() else None
-
-
-def _missing(path: Path) -> Path | None:
-    return None if path.exists() else path
-
-
 def _holding(*names: str) -> Callable[[Path], Path | None]:
     """Return a rule's function: whether a folder directly holds a file of one of these names."""
     return lambda path: path if any((path / name).is_file() for name in names) else None
@@ -293,10 +285,6 @@ def _holding(*names: str) -> Callable[[Path], Path | None]:
 def _run_of_adapter(path: Path) -> Path | None:
     trained = all((path.parent / name).is_file() for name in (ADAPTER_CONFIG, TRACKER))
     return path.parent if trained and _format_in(path) else None
-
-
-def _iteration(path: Path) -> Path | None:
-    return path if _format_in(path) else None
 
 
 def _format_in(folder: Path) -> str | None:
@@ -351,8 +339,12 @@ _ADAPTER = (
 )
 
 RULES = (
-    Rule("a hub id", Kind.HUB_ID, _hub_id),
-    Rule("nothing", Kind.MISSING, _missing),
+    Rule(
+        "a hub id",
+        Kind.HUB_ID,
+        lambda path: path if HUB_ID.fullmatch(str(path)) and not path.exists() else None,
+    ),
+    Rule("nothing", Kind.MISSING, lambda path: None if path.exists() else path),
     Rule("a file", Kind.CONFIG, lambda path: path if path.is_file() else None),
     Rule(
         "an adapter beside weights",
@@ -363,7 +355,7 @@ RULES = (
     ),
     Rule("an adapter", Kind.ADAPTER, _holding(ADAPTER_CONFIG), refusal=_ADAPTER),
     Rule("an iteration of an adapter's run", Kind.ADAPTER, _run_of_adapter, "ms-swift", _ADAPTER),
-    Rule("an iteration", Kind.MEGATRON, _iteration),
+    Rule("an iteration", Kind.MEGATRON, lambda path: path if _format_in(path) else None),
     Rule("a step of VERL's", Kind.MEGATRON, _verl_weights, "VERL"),
     Rule("a run, or a conversion", Kind.MEGATRON, _run),
     Rule("Hugging Face weights", Kind.HUGGINGFACE, _holding(SINGLE, INDEX)),
