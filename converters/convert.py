@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from mcore_qwen3vl.converters.mapping import dialects
-from mcore_qwen3vl.converters.mcore import formats
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import format_named
 from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.converters.offline.engine import (
     ConversionPlan,
@@ -21,6 +21,7 @@ from mcore_qwen3vl.converters.offline.engine import (
     write,
 )
 from mcore_qwen3vl.converters.offline.to_hf import HFOptions, plan_hf_to_hf, plan_mcore_to_hf
+from mcore_qwen3vl.converters.place import DEFAULT_FORMAT, identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
@@ -53,7 +54,7 @@ def plan_hf_to_mcore(
     dtype: str = "keep",
     make_vocab_size_divisible_by: int = 1,
     tp: int = 1,
-    format: str = formats.DEFAULT,
+    format: str = DEFAULT_FORMAT,
     layout: Layout | None = None,
     spec: str | None = None,
     dialect: str | None = None,
@@ -76,21 +77,21 @@ def plan_hf_to_mcore(
     Raises:
         BadInput: the input cannot be converted exactly with these options.
     """
-    formats.require_huggingface(Path(src))
-    plan_per_layout = formats.named(format).plan
+    source = identify(src)
+    source.require_huggingface()
+    plan_per_layout = format_named(format).plan
     wanted = None if dialect is None else dialects.named(dialect)
     common: Any = {"dtype": dtype, "make_vocab_size_divisible_by": make_vocab_size_divisible_by}
     if plan_per_layout is not None:
         if wanted is not None:
-            raise BadInput(f"--dialect {dialect} is written in the {formats.DEFAULT} format only.")
-        source = formats.require_directory(src)
-        return plan_per_layout(source, layout or Layout(), spec or "te", **common)
+            raise BadInput(f"--dialect {dialect} is written in the {DEFAULT_FORMAT} format only.")
+        return plan_per_layout(source.path, layout or Layout(), spec or "te", **common)
     if layout is not None or spec is not None:
         raise BadInput(
             f"{format} loads under any layout and layer spec: leave layout and spec out, or choose "
             "a format that is written for one layout."
         )
-    return to_mcore.plan(formats.require_directory(src), **common, tp=tp, dialect=wanted)
+    return to_mcore.plan(source.path, **common, tp=tp, dialect=wanted)
 
 
 def hf_to_mcore(

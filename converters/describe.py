@@ -13,19 +13,15 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import read_form
-from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, is_huggingface
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.dialects import maker_of
 from mcore_qwen3vl.converters.mapping.forms import Form
 from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, max_rows, table
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
-from mcore_qwen3vl.converters.mcore.formats import (
-    is_megatron,
-    open_megatron,
-    refuse_other_folders,
-)
-from mcore_qwen3vl.converters.mcore.paths import hf_folder, iteration_folder
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import open_megatron
 from mcore_qwen3vl.converters.offline.engine import default_workers, group_units, unit_bytes
+from mcore_qwen3vl.converters.place import Kind, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.torch_dist import metadata
@@ -100,39 +96,34 @@ def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> In
         hf_config: directory of the config of an mcore checkpoint that has none.
 
     Raises:
-        BadInput: the path is none of these, or is damaged, or see
-            :func:`mcore_qwen3vl.converters.mcore.formats.refuse_other_folders`.
+        BadInput: the path is none of these, or is damaged, or holds the checkpoint in another
+            folder, which the message names.
     """
-    path = Path(path)
-    refuse_other_folders(path)
-    if is_megatron(path):
-        return _megatron(path, None if hf_config is None else Path(hf_config))
+    place = identify(path)
+    if place.kind is not Kind.CONFIG or place.path.is_dir():
+        place.require_whole(or_config=True)
+    if place.kind in (Kind.MEGATRON, Kind.UNKNOWN):
+        return _megatron(place, None if hf_config is None else Path(hf_config))
     if hf_config is not None:
         raise BadInput(f"{path} is no Megatron-Core checkpoint: --hf-config is not for it.")
-    if is_huggingface(path):
-        return _huggingface(path)
-    if path.is_file() or (path / "config.json").is_file():
-        return _config(path)
-    raise BadInput(
-        f"{path} is neither a Hugging Face checkpoint, nor a Megatron-Core one, nor a config.json."
-    )
+    return (_huggingface if place.kind is Kind.HUGGINGFACE else _config)(place.path)
 
 
-def _megatron(path: Path, hf_config: Path | None) -> Inspection:
+def _megatron(place: Place, hf_config: Path | None) -> Inspection:
     try:
-        folder = hf_config or hf_folder(path)
+        folder = hf_config or place.config()
     except BadInput as error:
-        newest = iteration_folder(path)
+        newest = place.weights()
         keys = metadata.read(newest).tensors if (newest / metadata.FILE).is_file() else ()
         if (dialect := maker_of(newest, keys)) is None:
             raise
         raise BadInput(f"Written by {dialect.maker}. {error}") from None
     architecture = Architecture.from_hf(folder)
-    checkpoint = open_megatron(path, architecture)
+    checkpoint = open_megatron(place, architecture)
     stored = ((key, checkpoint.index.tensors[key]) for key in sorted(checkpoint.model_keys()))
     tensors = tuple(_info(key, t.shape, t.dtype) for key, t in stored)
     return _inspection(
-        path,
+        place.path,
         architecture,
         read_form(folder),
         tensors,

@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Adapter, is_adapter
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.files import read_adapter, unused_of_adapter
-from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
+from mcore_qwen3vl.converters.live.load import load_weights
 from mcore_qwen3vl.converters.mapping.forms import SCORE
-from mcore_qwen3vl.converters.mcore.formats import is_megatron
-from mcore_qwen3vl.converters.mcore.paths import hf_folder, require_whole_model
+from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -64,7 +63,7 @@ class CheckedModel:
             BadInput: the causes in :func:`hf_folder_of` and :func:`adapter_for`, or the layout does
                 not fit the model.
         """
-        self._request = request
+        self._request, self._place = request, identify(request.checkpoint)
         self.folder = hf_folder_of(request.checkpoint, request.hf, command)
         self.architecture = Architecture.from_hf(self.folder)
         request.layout.validate(self.architecture, training=False)
@@ -82,11 +81,8 @@ class CheckedModel:
         chunks = build_chunks(
             self.architecture, request.layout, spec=request.spec, kind=kind, **overrides
         )
-        if is_megatron(request.checkpoint):
-            load_checkpoint(chunks, request.checkpoint)
-        else:
-            held = () if self.adapter is None else self.adapter.saved
-            load_hf(chunks, request.checkpoint, spare_value_head=SCORE in held)
+        whole = () if self.adapter is None else self.adapter.saved
+        load_weights(chunks, self._place, spare_value_head=SCORE in whole)
         if self.adapter is not None:
             adapt(chunks, self.adapter)
         return chunks
@@ -109,17 +105,15 @@ def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
     Raises:
         BadInput: the checkpoint has no such folder, or is a LoRA adapter.
     """
-    if is_adapter(checkpoint):
-        raise BadInput(f"{checkpoint} is a LoRA adapter: `{command} BASE --lora {checkpoint}`.")
-    if is_megatron(checkpoint):
-        require_whole_model(checkpoint)
-    if hf is None and is_megatron(checkpoint):
-        return hf_folder(checkpoint, flag="--hf-model")
-    folder = hf or checkpoint
+    place = identify(checkpoint)
+    if place.kind is Kind.ADAPTER:
+        raise BadInput(f"{checkpoint} is a LoRA adapter: `{command} BASE --lora {place.folder}`.")
+    place.require_whole()
+    if place.kind is Kind.MEGATRON:
+        place.require_base()
+    folder = hf or place.config(flag="--hf-model")
     if not (folder / "config.json").is_file():
-        below = sorted(file.parent for file in folder.glob("*/config.json"))
-        remedy = f"did you mean {below[-1]}?" if below else "name a checkpoint directory."
-        raise BadInput(f"{folder} has no config.json: {remedy}")
+        raise BadInput(f"{folder} has no config.json: name the model's directory with --hf-model.")
     return folder
 
 

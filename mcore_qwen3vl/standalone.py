@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import quiet_megatron
-from mcore_qwen3vl.converters.mcore.formats import is_megatron
-from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
@@ -105,19 +104,18 @@ def load_model(
         BadInput: the layout does not divide the model, or the checkpoint lacks tensors of the model
             or has others.
     """
-    from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
+    from mcore_qwen3vl.converters.live.load import load_weights
     from mcore_qwen3vl.model.qwen3vl import build_chunks
 
-    checkpoint, layout = Path(checkpoint), layout or Layout()
-    architecture = Architecture.from_hf(config_folder(checkpoint))
+    place, layout = identify(checkpoint), layout or Layout()
+    architecture = Architecture.from_hf(place.config())
     layout.validate(architecture)
     # Losses are summed over tokens, router losses too: reduce_gradients divides the gradients.
     options = {"calculate_per_token_loss": True, **config_overrides}
     chunks = build_chunks(architecture, layout, spec=spec, **options)
     for chunk in chunks:
         chunk.to(torch.cuda.current_device())  # the CPU, if the CPU backend is installed
-    load = load_checkpoint if is_megatron(checkpoint) else load_hf
-    load(chunks, checkpoint)
+    load_weights(chunks, place)
     return chunks
 
 
@@ -238,7 +236,7 @@ def save_model(
     from mcore_qwen3vl.converters.live.sharded import check_replicas
 
     check_replicas(models)
-    save_hf(models, path, hf_config=config_folder(Path(like)), force=force)
+    save_hf(models, path, hf_config=identify(like).config(), force=force)
 
 
 def _plain(value: Any) -> Any:

@@ -33,6 +33,7 @@ ORDER = (
     "tiny",
     "converters.storage",
     "converters.mapping",
+    "converters.place",
     "converters.hf",
     "converters.mcore",
     "converters.torch_dist",

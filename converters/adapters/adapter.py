@@ -28,7 +28,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.adapters import config as config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.targets import PREFIX, Applied, Slot
 from mcore_qwen3vl.converters.hf import hub
@@ -106,14 +105,9 @@ class Adapter:
             return []
         converted = manifest.find(base)
         source = manifest.read(converted)["source"] if converted else {}
-        if Path(named).samefile(base) or hub.identity(Path(named)).items() <= source.items():
+        if Path(named).samefile(base) or hub.origin_of(Path(named)).items() <= source.items():
             return []
         return [f"The adapter was trained on {named}, and is used with {base}."]
-
-
-def is_adapter(path: Path) -> bool:
-    """Return whether `path` is a PEFT adapter directory, judging by the names of its files."""
-    return (path / config_file.FILE).is_file()
 
 
 def whole_shape(name: str, applied: Applied) -> Shape:

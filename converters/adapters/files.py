@@ -21,7 +21,6 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     Factors,
     Roles,
     find_roles,
-    is_adapter,
     some,
     swap,
     whole_shape,
@@ -40,6 +39,7 @@ from mcore_qwen3vl.converters.adapters.targets import (
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.hf.shards import FLOATS, SafetensorsFile
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, refuse_wrapped
+from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, dtype_name
@@ -278,7 +278,12 @@ def write_adapter(
         # PEFT too stores the names that it matches; releases differ on them.
         config = replace(config, target_modules=applied.spelled_out)
     target = Path(path)
-    with staging(target, os.urandom(8).hex(), force=force, replaceable=is_adapter) as stage:
+    with staging(
+        target,
+        os.urandom(8).hex(),
+        force=force,
+        replaceable=lambda there: identify(there).kind is Kind.ADAPTER,
+    ) as stage:
         try:
             save_file(tensors, stage.tree / WEIGHTS, metadata={"format": "pt"})
             with (stage.tree / WEIGHTS).open("rb+") as handle:

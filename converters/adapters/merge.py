@@ -21,7 +21,6 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     Adapter,
     Factors,
     Roles,
-    is_adapter,
     of_expert,
     product,
     row_chunks,
@@ -32,7 +31,6 @@ from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, table
-from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult, convert
 from mcore_qwen3vl.converters.offline.to_hf import (
     HFOptions,
@@ -43,6 +41,7 @@ from mcore_qwen3vl.converters.offline.to_hf import (
     stream_copy,
 )
 from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
+from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.converters.storage.dtypes import cast, parse_dtype
 from mcore_qwen3vl.errors import BadInput
@@ -85,9 +84,10 @@ def plan_merge(
     """
     base, adapter = Path(base), Path(adapter)
     wanted = parse_dtype(dtype)
-    formats.require_huggingface(base)
-    if is_adapter(base):
+    place = identify(base)
+    if place.kind is Kind.ADAPTER:
         raise BadInput(f"{base} is an adapter. Name the base checkpoint first, then the adapter.")
+    place.require_huggingface()
     architecture = Architecture.from_hf(base)
     choice = expert_layout or ("published" if architecture.is_moe else "source")
     layout = chosen_layout(architecture, choice)

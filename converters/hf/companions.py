@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, Form, Head
+from mcore_qwen3vl.converters.place import INDEX
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_links_out, refuse_special_files
@@ -43,9 +44,6 @@ def companion_files(path: Path) -> dict[str, Path]:
     Raises:
         BadInput: a file is a link that leads out of the checkpoint.
     """
-    # Imports torch, without which `train` answers a typo.
-    from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
-
     found = [
         file
         for file in _files(path)

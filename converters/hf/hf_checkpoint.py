@@ -19,25 +19,19 @@ from mcore_qwen3vl.converters.hf.quantized import declared, dequantize, fuse, pa
 from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHeader
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import CHUNK_BYTES, Row, hf_shapes
+from mcore_qwen3vl.converters.place import INDEX, SINGLE
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
 from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_special_files
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 NUMBERED = re.compile(r"^(.*-)\d+-of-(\d{1,9})\.safetensors$")
 
 _TURNED = (
     " (the last two axes are swapped: the experts are in the other layout than the one that "
     "config.json declares, so the config is not the one saved with these weights)"
 )
-
-
-def is_huggingface(path: Path) -> bool:
-    """Return whether `path` holds safetensors weights, judging by the names of its files."""
-    return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 class HuggingFaceCheckpoint:
@@ -213,16 +207,6 @@ def _only_file(path: Path) -> str:
         raise BadInput(
             f"{path} holds {', '.join(others[:3])} but neither {SINGLE} nor {INDEX}, so which "
             "files make the model is not known. Fetch the index too."
-        )
-    if (path / "adapter_config.json").is_file():
-        raise BadInput(
-            f"{path} holds a LoRA adapter, and not the model that it changes. Make a whole model "
-            f"of both: `mcore-qwen3vl lora merge BASE {path} OUT`."
-        )
-    if exports := [f for f in sorted(path.glob("iter_*")) if is_huggingface(f)]:
-        raise BadInput(
-            f"{path} holds the exports of a run, and no weights itself: name one of them, such as "
-            f"{exports[-1]}."
         )
     raise BadInput(
         f"{path} holds no safetensors weights (neither {SINGLE} nor {INDEX}), and other formats, "

@@ -6,14 +6,11 @@ huggingface_hub downloads files into its cache, and they are read there.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 
+from mcore_qwen3vl.converters.place import HUB_ID, Kind, identify
 from mcore_qwen3vl.errors import BadInput
-
-HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-"""``owner/name`` or ``owner/name@revision``, where the revision is a branch, tag or commit."""
 
 SMALL = ("*.json", "*.txt", "*.jinja", "*.model")
 """Config, tokenizer, processor and chat template."""
@@ -37,10 +34,9 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
     Raises:
         BadInput: the repository of a hub id cannot be fetched and is not in the cache.
     """
-    path = Path(source)
     named = HUB_ID.fullmatch(str(source))
-    if named is None or path.exists():
-        return path
+    if named is None or identify(source).kind is not Kind.HUB_ID:
+        return Path(source)
     snapshot = _snapshot(named["repo"], named["revision"], weights)
     if weights and not any(snapshot.glob(WEIGHTS[0])):
         raise BadInput(
@@ -50,7 +46,7 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
     return snapshot
 
 
-def identity(path: Path) -> dict[str, str]:
+def origin_of(path: Path) -> dict[str, str]:
     """Return a checkpoint's origin: hub id and commit of a snapshot in the cache, else its path."""
     path = path.resolve()
     repository = path.parent.parent.name

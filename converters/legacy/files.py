@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from mcore_qwen3vl.converters.legacy.layout import FILE, Rank, model_key
-from mcore_qwen3vl.converters.mcore.formats import require_own_keys
-from mcore_qwen3vl.converters.mcore.paths import RELEASE
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import require_own_keys
 from mcore_qwen3vl.converters.mcore.saved_state import load
+from mcore_qwen3vl.converters.place import RELEASE
 from mcore_qwen3vl.converters.storage.archive import (
     STORAGES,
     Sums,

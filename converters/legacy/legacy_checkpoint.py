@@ -33,7 +33,6 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     FileRange,
     MegatronCheckpoint,
 )
-from mcore_qwen3vl.converters.mcore.paths import iteration_folder
 from mcore_qwen3vl.converters.storage.archive import BadArchive, Sums
 from mcore_qwen3vl.converters.storage.boxes import Shape, fill
 from mcore_qwen3vl.errors import BadInput
@@ -46,12 +45,11 @@ class LegacyCheckpoint(MegatronCheckpoint):
     rank's folder.
 
     Raises:
-        BadInput: the path is not a legacy checkpoint; a file is damaged, or holds more than tensors
-            and Megatron's own state; or a rank's file is absent.
+        BadInput: it is no folder of a legacy checkpoint; a file is damaged, or holds more than
+            tensors and Megatron's own state; or a rank's file is absent.
     """
 
-    def __init__(self, path: Path, architecture: Architecture) -> None:
-        folder = iteration_folder(path)
+    def __init__(self, folder: Path, architecture: Architecture) -> None:
         self._sums = Sums()
         self._ranks = open_ranks(folder, self._sums)
         self.layout = self._ranks[0].layout

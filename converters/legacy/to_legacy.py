@@ -32,10 +32,10 @@ from mcore_qwen3vl.converters.legacy.layout import (
     stages,
 )
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, max_rows
-from mcore_qwen3vl.converters.mcore.paths import RELEASE
 from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.converters.offline.engine import ConversionPlan, Unit
 from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
+from mcore_qwen3vl.converters.place import RELEASE
 from mcore_qwen3vl.converters.storage.archive import Described, write_archive
 from mcore_qwen3vl.converters.storage.boxes import Box, Selection, Shape
 from mcore_qwen3vl.converters.storage.disk import DirectFile

@@ -25,7 +25,6 @@ from mcore_qwen3vl.converters.adapters.targets import HFConfig, Slot, apply
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.live.sharded import (
     Models,
     Part,
@@ -36,8 +35,8 @@ from mcore_qwen3vl.converters.live.sharded import (
 )
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
-from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
 from mcore_qwen3vl.converters.offline.engine import group_units
+from mcore_qwen3vl.converters.place import INDEX, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import DirectFile
@@ -226,7 +225,9 @@ def _prepare(
     """Create the files at their full size, on the first rank only."""
     if dist.get_rank() != 0:
         return None
-    stage = stack.enter_context(staging(path, "live", force=force, replaceable=is_checkpoint))
+    stage = stack.enter_context(
+        staging(path, "live", force=force, replaceable=lambda there: identify(there).is_checkpoint)
+    )
     for shard in files:
         shard.create(stage.tree)
     return stage

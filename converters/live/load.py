@@ -1,4 +1,4 @@
-"""Load Hugging Face weights or a Megatron checkpoint into a running model of any layout."""
+"""Load a checkpoint of either kind into a running model of any layout: :func:`load_weights`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.live.sharded import Models, hf_parts, mcore_pieces, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADLESS, SCORE, TIED_COPY, head_of
 from mcore_qwen3vl.converters.mapping.table import table
-from mcore_qwen3vl.converters.mcore.formats import format_of, open_megatron
-from mcore_qwen3vl.converters.mcore.paths import (
-    find_hf_folder,
-    iteration_folder,
-    require_language_model,
-    require_whole_model,
-)
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import format_of, open_megatron
+from mcore_qwen3vl.converters.place import Kind, Place, identify
 from mcore_qwen3vl.errors import BadInput
+
+
+def load_weights(models: Models, place: Place, *, spare_value_head: bool = False) -> None:
+    """Fill the model chunks of this rank from a checkpoint of either kind, or from a hub id's.
+
+    See :func:`load_checkpoint` and :func:`load_hf`, which this calls.
+    """
+    if place.kind is Kind.HUB_ID:
+        place = identify(resolve(place.path))
+    if place.kind in (Kind.HUGGINGFACE, Kind.CONFIG):
+        load_hf(models, place.path, spare_value_head=spare_value_head)
+    else:  # an iteration, perhaps a half-written one
+        load_checkpoint(models, place.path)
 
 
 def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False) -> int:
@@ -41,6 +51,7 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
     """
     path = Path(path)
     chunks = unwrap(models)
+    identify(path).require_huggingface()
     checkpoint = HuggingFaceCheckpoint(path)
     layout = Architecture.from_hf(path).expert_layout
     stored = checkpoint.form.head
@@ -73,7 +84,7 @@ def zero_padding(chunks: Sequence[Any]) -> None:
                 parameter.data.zero_()
 
 
-def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
+def load_checkpoint(models: Models, path: str | Path) -> None:
     """Fill the model chunks of this rank from a checkpoint; a rank reads only what it holds.
 
     Optimizer and random states in the checkpoint are ignored, and keys of another maker translated.
@@ -85,23 +96,25 @@ def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
         BadInput: there is no checkpoint, it has the legacy format or an unknown maker's keys, or
             its keys or shapes are not exactly the model's, or its config's settings differ.
     """
-    folder = iteration_folder(Path(path))
-    require_whole_model(folder)
+    place = identify(path)
+    place.require_megatron()
+    place.require_base()
+    folder = place.weights()
     chunks = unwrap(models)
     labels, architecture = chunks[0].head_labels, chunks[0].architecture
-    if labels is None:
-        require_language_model(folder)
-    if (format := format_of(folder)).plan is not None:
+    if labels is None and place.hf is not None:
+        read_form(place.hf).require_language_model(folder)
+    if (format := format_of(place)).plan is not None:
         raise BadInput(
             f"{folder} is of {format.title}, which loads only under its own layout. Export it "
             "first: mcore-qwen3vl convert mcore-to-hf."
         )
-    checkpoint = open_megatron(folder, architecture)
+    checkpoint = open_megatron(place, architecture)
     rows = table(architecture, padded_vocab_size=checkpoint.vocab_size, head=head_of(labels))
     headless = labels is not None and not labels
     checkpoint.require(rows, unread=("output_layer.weight",) if headless else ())
-    if companions := find_hf_folder(folder):
-        architecture.require_settings_of(companions)
+    if place.hf is not None:
+        architecture.require_settings_of(place.hf)
     with torch.no_grad():
         zero_padding(chunks)
         for _, row, piece in mcore_pieces(chunks):

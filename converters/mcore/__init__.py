@@ -1,1 +1,1 @@
-"""Code shared by Megatron's checkpoint formats: paths, chunked tensors, a registry."""
+"""Code shared by Megatron's checkpoint formats: the index, the registry, what is saved beside."""

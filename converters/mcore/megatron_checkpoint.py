@@ -1,12 +1,19 @@
-"""A Megatron checkpoint of any format and maker: its index, and the table's tensors in it."""
+"""A Megatron checkpoint of any format and maker: its index, and the table's tensors in it.
+
+Each format has its own folder. Code that reads a checkpoint calls `open_megatron`, and names no
+format itself.
+"""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,9 +22,9 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
-from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect
+from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect, maker_of
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, Row, vision_rows
-from mcore_qwen3vl.converters.mcore.paths import require_whole_model
+from mcore_qwen3vl.converters.place import DEFAULT_FORMAT, FORMATS, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.errors import BadInput
@@ -102,7 +109,6 @@ class MegatronCheckpoint(ABC):
         """Rows of the embedding, padding included."""
         embedding = self.index.tensors.get(EMBEDDING)
         if embedding is None or len(embedding.shape) != 2:
-            require_whole_model(self.folder)
             raise BadInput(f"{self.folder} holds no {EMBEDDING}; it is not a whole GPT model.")
         return embedding.shape[0]
 
@@ -326,3 +332,79 @@ class TranslatedCheckpoint(MegatronCheckpoint):
 
     def arguments(self) -> Mapping[str, Any]:
         return self._stored.arguments()
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format of Megatron checkpoints.
+
+    Attributes:
+        name: its value of Megatron's ``--ckpt-format``.
+        title: its name in messages.
+        open: opens the checkpoint in an iteration's folder, of a model with the given architecture.
+        plan: ``plan(source, layout, spec, *, dtype, make_vocab_size_divisible_by)`` plans a
+            conversion to a format that loads under one layout only; see
+            `convert.plan_hf_to_mcore`. None if the format loads under any layout.
+        check_run: ``check_run(folder, args)`` raises BadInput if a run with Megatron's arguments
+            `args` could not load the checkpoint in `folder`.
+    """
+
+    name: str
+    title: str
+    open: Callable[[Path, Architecture], MegatronCheckpoint]
+    plan: Callable[..., Any] | None = None
+    check_run: Callable[[Path, Namespace], None] = lambda folder, args: None
+
+
+@cache
+def formats() -> dict[str, Format]:
+    """Return every known format, by name."""
+    # Imported by name, since the modules themselves import this one.
+    return {name: import_module(files.module).FORMAT for name, files in FORMATS.items()}
+
+
+def format_named(name: str) -> Format:
+    """Return the format with this name; raise BadInput if there is none."""
+    if name not in formats():
+        raise BadInput(
+            f"checkpoint format {name!r} is not known here; {' and '.join(sorted(formats()))} "
+            f"can be written. {DEFAULT_FORMAT} loads under any layout."
+        )
+    return formats()[name]
+
+
+def format_of(place: Place) -> Format:
+    """Return the format of a Megatron checkpoint, or the default one for anything else."""
+    return formats()[place.format or DEFAULT_FORMAT]
+
+
+def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoint:
+    """Open a checkpoint or iteration, whatever its format and whoever wrote it.
+
+    Raises:
+        BadInput: the checkpoint has no known format, is damaged or incomplete, has the keys of an
+            unknown maker, or holds an adapter alone.
+    """
+    folder, format = place.weights(), format_of(place)
+    place.require_base()
+    stored = format.open(folder, architecture)
+    if format.plan is not None:
+        require_own_keys(folder, stored.index.tensors)
+        return stored
+    dialect = maker_of(folder, stored.index.tensors)
+    if dialect is None:
+        return stored
+    return TranslatedCheckpoint(
+        stacked(stored, dialect, architecture), dialect, architecture.vision
+    )
+
+
+def require_own_keys(folder: Path, keys: Iterable[str]) -> None:
+    """Raise BadInput if a checkpoint written for one layout has another maker's keys, `keys`."""
+    dialect = maker_of(folder, keys)
+    if dialect is not None:
+        title = format_of(identify(folder)).title
+        raise BadInput(
+            f"{folder} has the keys of {dialect.maker} and is of {title}, in "
+            f"which they are not read. Save it there with --ckpt-format {DEFAULT_FORMAT}."
+        )

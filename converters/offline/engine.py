@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
 from mcore_qwen3vl import __version__
-from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.staging import Meter, Progress, Staging, check_target, staging
 from mcore_qwen3vl.errors import BadInput, CheckFailed
@@ -246,12 +246,12 @@ def write(
         CheckFailed: a value is NaN or infinite and `strict` is set; the message names the tensors.
     """
     dst = Path(dst)
-    check_target(dst, force=force, replaceable=is_checkpoint)
+    check_target(dst, force=force, replaceable=_is_checkpoint)
     planned = plan()
     started = time.monotonic()
     _keep_apart(planned, dst)
     try:
-        with staging(dst, planned.fingerprint, force=force, replaceable=is_checkpoint) as stage:
+        with staging(dst, planned.fingerprint, force=force, replaceable=_is_checkpoint) as stage:
             resumed = _run_units(planned, stage, workers or default_workers(), progress)
             results = {u.name: stage.done[u.name] for u in planned.units}
             found = nonfinite_notes(results.values())
@@ -278,6 +278,10 @@ def write(
         seconds=time.monotonic() - started,
         notes=(*planned.notes, *found),
     )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return identify(path).is_checkpoint
 
 
 def convert(

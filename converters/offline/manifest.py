@@ -22,10 +22,10 @@ import xxhash
 from mcore_qwen3vl import __version__
 from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.converters.hf.companions import digest
-from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX, HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.quantized import SUFFIX
 from mcore_qwen3vl.converters.mapping.table import SourceTensor
-from mcore_qwen3vl.converters.mcore.formats import is_megatron
+from mcore_qwen3vl.converters.place import INDEX, Kind, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
@@ -75,7 +75,7 @@ def dumps(
             "xxhash": xxhash.VERSION,
         },
         "source": {  # what distinguishes it from another
-            **hub.identity(checkpoint.path),
+            **hub.origin_of(checkpoint.path),
             "config_sha256": digest(checkpoint.path / "config.json"),
             "files": {file.name: file.stat().st_size for file in files},
         },
@@ -128,7 +128,7 @@ def _scale(checkpoint: HuggingFaceCheckpoint, name: str) -> dict[str, Any]:
 
 def find(path: Path) -> Path | None:
     """Return the manifest of a checkpoint, or of an iteration's folder in it; None without one."""
-    folders = (path, path.parent) if is_megatron(path) else (path,)
+    folders = (path, path.parent) if identify(path).kind is Kind.MEGATRON else (path,)
     return next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
 
 

@@ -26,13 +26,11 @@ from mcore_qwen3vl.converters.hf.companions import (
     read_form,
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX, HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.shards import Shard
 from mcore_qwen3vl.converters.mapping.forms import Form, Names, renamed
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, max_rows, table
-from mcore_qwen3vl.converters.mcore import formats
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
-from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import (
     ConversionPlan,
@@ -44,6 +42,7 @@ from mcore_qwen3vl.converters.offline.engine import (
     unit_bytes,
 )
 from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
+from mcore_qwen3vl.converters.place import INDEX, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.disk import DirectFile
@@ -204,12 +203,12 @@ def plan_mcore_to_hf(
     Raises:
         BadInput: the input cannot be converted exactly with these options.
     """
-    formats.require_megatron(Path(src))
-    source = formats.require_directory(src)
+    place = identify(src)
+    place.require_megatron()
     wanted = parse_dtype(dtype)
-    folder = hf_folder(source) if hf_config is None else formats.require_directory(hf_config)
+    folder = place.config() if hf_config is None else identify(hf_config).require_directory()
     architecture = Architecture.from_hf(folder)
-    checkpoint = formats.open_megatron(source, architecture)
+    checkpoint = open_megatron(place, architecture)
     layout = chosen_layout(architecture, expert_layout)
     form = read_form(folder)
     stated = _stated(checkpoint, form.names, layout)
@@ -224,7 +223,7 @@ def plan_mcore_to_hf(
     left_out = f"The last {padding} rows of the vocabulary are padding and were left out."
     return lay_out(
         "mcore-to-hf",
-        source,
+        place.path,
         rows,
         partial(stream_hf, checkpoint, stated=stated),
         origin=lambda row, _: (row.key, checkpoint.dtype(row.key)),
@@ -350,9 +349,8 @@ def plan_hf_to_hf(
     Raises:
         BadInput: the input cannot be converted exactly with these options.
     """
-    formats.require_huggingface(Path(src))
-    source = formats.require_directory(src)
-    wanted = parse_dtype(dtype)
+    identify(src).require_huggingface()
+    source, wanted = Path(src), parse_dtype(dtype)
     architecture = Architecture.from_hf(source)
     layout = chosen_layout(architecture, expert_layout)
     checkpoint = open_checkpoint(source, architecture)

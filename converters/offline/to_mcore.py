@@ -35,7 +35,6 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     ChunkedTensor,
     FileRange,
 )
-from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, RELEASE, TRACKER, folder_name
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import (
     ConversionPlan,
@@ -45,6 +44,7 @@ from mcore_qwen3vl.converters.offline.engine import (
     group_units,
     unit_bytes,
 )
+from mcore_qwen3vl.converters.place import HF_FOLDER, RELEASE, TRACKER, folder_name
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, dtype_name, parse_dtype

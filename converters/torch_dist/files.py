@@ -22,7 +22,6 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     FileRange,
     MegatronCheckpoint,
 )
-from mcore_qwen3vl.converters.mcore.paths import iteration_folder
 from mcore_qwen3vl.converters.mcore.saved_state import arguments_in, load
 from mcore_qwen3vl.converters.storage.archive import (
     BadArchive,
@@ -45,12 +44,11 @@ class TorchDistCheckpoint(MegatronCheckpoint):
     """The tensors of one iteration of a ``torch_dist`` checkpoint, written under any layout.
 
     Raises:
-        BadInput: the path is not a ``torch_dist`` checkpoint, the metadata is damaged, a data file
-            is absent or cut short, or the chunks do not fill a tensor exactly once.
+        BadInput: the folder is not a ``torch_dist`` checkpoint, the metadata is damaged, a data
+            file is absent or cut short, or the chunks do not fill a tensor exactly once.
     """
 
-    def __init__(self, path: Path) -> None:
-        folder = iteration_folder(path)
+    def __init__(self, folder: Path) -> None:
         _check_backend(folder)
         index = metadata.read(folder)
         chunks = [chunk for tensor in index.tensors.values() for chunk in tensor.chunks]
@@ -125,11 +123,8 @@ def _check_backend(folder: Path) -> None:
         content = parse_json(file.read_bytes())
         backend, version = content.get("sharded_backend"), content.get("sharded_backend_version", 1)
     except FileNotFoundError:
-        inside = sorted(found.parent for found in folder.glob("*/metadata.json"))
-        remedy = f" Name a checkpoint in it, such as {inside[-1]}." if inside else ""
         raise BadInput(
             f"{folder} is not a Megatron-Core torch_dist checkpoint: it has no metadata.json."
-            f"{remedy}"
         ) from None
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(

@@ -84,7 +84,7 @@ def check(
 ) -> None:
     """Read every sample as training would: formats, flaws, lengths, packing, balance of work."""
     console.quiet_libraries()
-    from mcore_qwen3vl.converters.mcore.paths import config_folder
+    from mcore_qwen3vl.converters.place import identify
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.check import check_data, clean_file, plot_report
     from mcore_qwen3vl.machine import require_extra
@@ -99,7 +99,7 @@ def check(
     config = DataConfig(
         seq_length, packing=True, teacher_temperature=distill_temperature, **reading
     )
-    folder = config_folder(hf_model)
+    folder = identify(hf_model).config()
     with nullcontext() if write_clean is None else clean_file(write_clean, path) as write:
         report = check_data(
             path,
@@ -176,11 +176,11 @@ def show_sample(
 ) -> None:
     """Write one sample as the model will see it: tokens, what is trained, images after resizing."""
     console.quiet_libraries()
-    from mcore_qwen3vl.converters.mcore.paths import config_folder
+    from mcore_qwen3vl.converters.place import identify
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.show import read_sample, write_page
 
-    processor = load_processor(config_folder(hf_model))
+    processor = load_processor(identify(hf_model).config())
     config = DataConfig(seq_length, **reading)
     seen = read_sample(
         path, number, processor, config, split=split, preprocess=preprocess, train_on=train_on

@@ -50,16 +50,17 @@ def inspect(
     json: options.Json = False,
 ) -> None:
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
-    from mcore_qwen3vl.converters.adapters.adapter import is_adapter
     from mcore_qwen3vl.converters.adapters.files import unused_of_adapter
     from mcore_qwen3vl.converters.adapters.inspect import inspect_adapter
     from mcore_qwen3vl.converters.describe import estimate, inspect_path, mapping_lines
+    from mcore_qwen3vl.converters.place import Kind, identify
     from mcore_qwen3vl.owners import unused_of
 
-    if path is not None and is_adapter(path) and not table:
+    place = None if path is None else identify(path)
+    if place is not None and place.kind is Kind.ADAPTER and not table:
         console.quiet_libraries()
-        adapter = inspect_adapter(path, hf_config)
-        unused = unused_of_adapter(path, adapter.base)
+        adapter = inspect_adapter(place.folder, hf_config)
+        unused = unused_of_adapter(place.folder, adapter.base)
         _present(json, asdict(adapter), unused, _show_adapter, adapter)
     elif path is None:
         if hf_config is None:

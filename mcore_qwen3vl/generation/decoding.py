@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 
 from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.hf.config_file import dumps
-from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
@@ -226,7 +226,7 @@ def load_generation_config(path: str | Path) -> GenerationConfig:
     Raises:
         BadInput: the file exists and cannot be read.
     """
-    folder = config_folder(Path(path))
+    folder = identify(path).config()
     if not (folder / "generation_config.json").is_file():
         if not (folder / "config.json").is_file():
             return GenerationConfig()

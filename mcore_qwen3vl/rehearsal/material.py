@@ -11,7 +11,7 @@ import numpy as np
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
-from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K as K
 from mcore_qwen3vl.rehearsal.command import Command
@@ -106,7 +106,7 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
     config = _config(model)
     write_stand_in(config, folder / "model")
     if source := source_of(command.args):
-        second = config_folder(resolve(source.path, weights=False))
+        second = identify(resolve(source.path, weights=False)).config()
         write_stand_in(_config(second), folder / "second")
         command = command.plus(source.flag, folder / "second")
     vision = Architecture.from_hf(config).vision

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mcore_qwen3vl.converters.mcore.paths import (
-    ADAPTER_CONFIG,
+from mcore_qwen3vl.converters.place import (
     TRACKER,
+    Kind,
     folder_name,
+    identify,
     numbered_iterations,
-    tracked,
+    read_tracker,
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import only_writer
@@ -88,7 +89,7 @@ def check_overwriting(args: argparse.Namespace) -> None:
             f"--save {args.save} is the folder that the weights are loaded from, or inside it: "
             "name another folder with --save."
         )
-    newest = tracked(save)
+    newest = read_tracker(save)
     if newest is None:
         return
     starts_over = {"--load": load != save, "--finetune": args.finetune}
@@ -107,13 +108,11 @@ def check_overwriting(args: argparse.Namespace) -> None:
 
 def _checkpoint_around(folder: Path) -> Path | None:
     """Return the Hugging Face checkpoint, adapter or iteration that `folder` is or is inside."""
-    from mcore_qwen3vl.converters.hf.hf_checkpoint import is_huggingface  # torch takes seconds
-    from mcore_qwen3vl.converters.mcore.formats import is_megatron
-
     for place in (folder, *folder.parents):
-        if (place / TRACKER).is_file():  # a run, perhaps with Hugging Face files beside it
-            continue
-        if is_huggingface(place) or (place / ADAPTER_CONFIG).is_file() or is_megatron(place):
+        kind = identify(place).kind
+        # With a tracker it is a run, perhaps with Hugging Face files beside it.
+        whole = kind in (Kind.MEGATRON, Kind.HUGGINGFACE) and not (place / TRACKER).is_file()
+        if whole or kind is Kind.ADAPTER:
             return place
     return None
 

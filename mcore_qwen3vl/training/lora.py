@@ -19,8 +19,7 @@ from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.targets import apply, resolve_targets
 from mcore_qwen3vl.converters.live.export import save_adapter
 from mcore_qwen3vl.converters.live.sharded import hf_parts, initialize_factors, load_factors
-from mcore_qwen3vl.converters.mcore.formats import is_megatron
-from mcore_qwen3vl.converters.mcore.paths import LORA_FOLDER
+from mcore_qwen3vl.converters.place import LORA_FOLDER, Kind, identify
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing
@@ -35,7 +34,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.arguments.lora import adapter_config, asked
 from mcore_qwen3vl.training.arguments.tasks import hf_config_of
 from mcore_qwen3vl.training.memory import trained_parameters
-from mcore_qwen3vl.training.second_model import fill
+from mcore_qwen3vl.training.second_model import start_from
 
 BASE_FILE = "base.json"
 
@@ -63,7 +62,7 @@ class Base:
         """Fill a pipeline chunk, which has no adapter yet."""
         if self.path is None:
             return
-        fill([chunk], self.path)
+        start_from([chunk], self.path)
         self._add(chunk)
 
     def identity(self) -> Identity | None:
@@ -178,7 +177,7 @@ def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any
 
 def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
     """Raise BadInput for checkpoints of another kind of run, adapter or base; a collective."""
-    if args.load is None or not is_megatron(Path(args.load)):
+    if args.load is None or identify(args.load).kind is not Kind.MEGATRON:
         return
     file = Path(args.load) / LORA_FOLDER / FILE
     if lora is None:

@@ -22,7 +22,7 @@ from mcore_qwen3vl.training.arguments.losses import LOSSES
 from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
 from mcore_qwen3vl.training.lora import LoraRun
-from mcore_qwen3vl.training.second_model import fill
+from mcore_qwen3vl.training.second_model import start_from
 
 
 @dataclass
@@ -98,9 +98,9 @@ def model_provider(
             lora.base.load(model)
             lora.adapt(model, freezing)
         elif other:
-            fill([model], other.folder)
+            start_from([model], other.folder)
         elif args.load_hf and not resuming(args):
-            fill([model], args.load_hf)
+            start_from([model], args.load_hf)
         freezing.apply(model)
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
-from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
@@ -63,7 +63,7 @@ def folder_of(args: argparse.Namespace) -> Path | None:
     source = source_of(args)
     if source is None or source.path in (args.load_hf, args.pretrained_checkpoint, args.hf_model):
         return None
-    return config_folder(resolve(source.path, weights=False))
+    return identify(resolve(source.path, weights=False)).config()
 
 
 def layout_for(layout: Layout, trained: Architecture, second: Architecture) -> Layout:
@@ -123,7 +123,7 @@ class SecondModel:
 
         provider = model_provider(self._args, self._architecture)
         self._chunks = get_model(provider, wrap_with_ddp=False)
-        fill(unwrap_model(self._chunks), self._source.path)
+        start_from(unwrap_model(self._chunks), self._source.path)
         for chunk in self._chunks:
             chunk.eval().requires_grad_(False)
 
@@ -136,19 +136,14 @@ class SecondModel:
             yield self._chunks
 
 
-def fill(chunks: list[Any], path: str | Path) -> None:
-    """Read what chunks of this rank hold from a checkpoint of either kind.
+def start_from(chunks: list[Any], source: str | Path) -> None:
+    """Give chunks of this rank the weights of a checkpoint of either kind, or of a hub id.
 
     A value head that a Hugging Face checkpoint lacks stays as it is.
     """
-    from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
-    from mcore_qwen3vl.converters.mcore.formats import is_megatron
+    from mcore_qwen3vl.converters.live.load import load_weights  # imports torch
 
-    folder = resolve(path)
-    if is_megatron(folder):
-        load_checkpoint(chunks, folder)
-    else:
-        load_hf(chunks, folder, spare_value_head=bool(chunks[0].head_labels))
+    load_weights(chunks, identify(source), spare_value_head=bool(chunks[0].head_labels))
 
 
 def _arguments(
@@ -207,7 +202,7 @@ def _check_inputs(
                     f"{name} has {field} {getattr(theirs, field)}, and --hf-model has "
                     f"{getattr(ours, field)}: both read the same batches, so these must be equal."
                 )
-    own = config_folder(resolve(source.path, weights=False))
+    own = identify(resolve(source.path, weights=False)).config()
     vocabularies = [
         vocabulary_of(load_processor(folder).tokenizer, trained.vocab_size)
         for folder in (own, args.hf_model)

@@ -25,9 +25,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.table import table
-from mcore_qwen3vl.converters.mcore.formats import is_megatron, require_huggingface
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
-from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.staging import Progress
@@ -154,9 +153,9 @@ def audit(examined: str | Path, hf: str | Path, *, progress: Progress | None = N
         BadInput: a checkpoint is damaged, or is of another kind.
     """
     examined, hf = Path(examined), Path(hf)
-    require_huggingface(hf, instead="name the one that the other checkpoint was made from")
+    identify(hf).require_huggingface(instead="name the one that the other checkpoint was made from")
     right = Side(hf, hf)
-    left = Side(examined, hf if is_megatron(examined) else examined)
+    left = Side(examined, hf if identify(examined).kind is Kind.MEGATRON else examined)
     result = Audit(f"{examined} and {hf}", _facts(left))
     for finding in compare_sides(left, right, progress, rounded=True):
         if finding.part == TENSORS and not finding.ok:
@@ -416,8 +415,7 @@ def compare_settings(
     Raises:
         BadInput: a file is damaged.
     """
-    folder = find_hf_folder(examined) if is_megatron(examined) else examined
-    if folder is not None:
+    if (folder := identify(examined).hf) is not None:
         yield from compare_configs(Architecture.from_hf(folder), right)
     saved = saved_settings(stored) if isinstance(stored, MegatronCheckpoint) else {}
     for fact in architecture_facts(right):

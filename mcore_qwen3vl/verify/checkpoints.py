@@ -21,17 +21,12 @@ from mcore_qwen3vl.converters.hf.companions import companion_files, digest, read
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import renamed
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
-from mcore_qwen3vl.converters.mcore.formats import (
-    is_megatron,
-    open_megatron,
-    refuse_other_folders,
-)
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
-from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import default_workers
 from mcore_qwen3vl.converters.offline.manifest import CHECKSUM, stated_checksum
 from mcore_qwen3vl.converters.offline.to_hf import stream_hf
+from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
@@ -63,7 +58,7 @@ def compare_checkpoints(
     Raises:
         BadInput: a side is not a complete, well-formed checkpoint.
     """
-    folders = [_config_folder(Path(path)) for path in (a, b)]
+    folders = [_config_of(Path(path)) for path in (a, b)]
     folder = folders[0] or folders[1]
     if folder is None:
         raise BadInput(
@@ -119,11 +114,13 @@ class Side:
     """
 
     def __init__(self, path: Path, config: Path) -> None:
-        folder = _config_folder(path)
+        place, folder = identify(path), _config_of(path)
         self.architecture = architecture = Architecture.from_hf(config)
         self.stored: MegatronCheckpoint | HuggingFaceCheckpoint
         self.stored = (
-            open_megatron(path, architecture) if is_megatron(path) else HuggingFaceCheckpoint(path)
+            HuggingFaceCheckpoint(path)
+            if place.kind in (Kind.HUGGINGFACE, Kind.CONFIG)
+            else open_megatron(place, architecture)
         )
         self.companions = companion_files(folder) if folder else {}
         if isinstance(self.stored, MegatronCheckpoint):
@@ -198,14 +195,11 @@ class Side:
         return [name for name in self.stored.entries if name not in self.pieces]
 
 
-def _config_folder(path: Path) -> Path | None:
-    refuse_other_folders(path)
-    if is_megatron(path):
-        try:
-            return hf_folder(path)
-        except BadInput:
-            return None
-    return path
+def _config_of(path: Path) -> Path | None:
+    """Return a checkpoint's folder of the config; None if it is Megatron's and has none."""
+    place = identify(path)
+    place.require_whole()
+    return path if place.kind in (Kind.HUGGINGFACE, Kind.CONFIG) else place.hf
 
 
 def _compare(name: str, left: Side, right: Side, rounded: bool) -> Finding:
@@ -279,8 +273,9 @@ def check_manifest(
         )
     made = manifest.read(file)
     folder = file.parent / made["iteration"]
-    architecture, form = Architecture.from_hf(hf_folder(folder)), read_form(hf_folder(folder))
-    checkpoint = open_megatron(folder, architecture)
+    place = identify(folder)
+    architecture, form = Architecture.from_hf(place.config()), read_form(place.config())
+    checkpoint = open_megatron(place, architecture)
     rows = table(
         architecture,
         expert_layout=made["expert_layout"],

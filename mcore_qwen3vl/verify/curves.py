@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import quiet_libraries
-from mcore_qwen3vl.converters.mcore.paths import TRACKER
+from mcore_qwen3vl.converters.place import TRACKER
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.lifetime import scratch_folder

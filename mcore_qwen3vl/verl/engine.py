@@ -28,11 +28,11 @@ from verl.workers.engine import (
 )
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import is_adapter
 from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.live.export import export_hf, export_merged, save_hf, together
-from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.live.load import load_weights
 from mcore_qwen3vl.converters.live.sharded import load_factors, unwrap
+from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
@@ -120,7 +120,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         tensor_parallel.model_parallel_cuda_manual_seed(self.engine_config.seed)
         freezing = self._freezing()
         modules = get_model(
-            lambda **place: self._chunk(freezing, **place),
+            lambda **stage: self._build_chunk(freezing, **stage),
             wrap_with_ddp=not self.engine_config.forward_only,
             use_distributed_optimizer=self.engine_config.use_distributed_optimizer,
             transformer_config=self.tf_config,
@@ -139,7 +139,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
             )
         return freezing()
 
-    def _chunk(
+    def _build_chunk(
         self,
         freezing: Freezing,
         pre_process: bool = True,
@@ -227,15 +227,16 @@ class Bridge:
     def load_weights(self, models: Sequence[nn.Module], path: str | Path, **_: Any) -> None:
         """Fill the chunks of this rank, and the optimizer's float32 copies if there are any.
 
-        The source is a Hugging Face checkpoint, or a PEFT adapter that :meth:`save_weights` wrote.
-        A critic that starts from a language model keeps its own head.
+        The source is a checkpoint of either kind, or an adapter that :meth:`save_weights` wrote. A
+        critic that starts from a language model keeps its own head.
         """
-        if is_adapter(Path(path)):
+        place = identify(path)
+        if place.kind is Kind.ADAPTER:
             adapter = read_adapter(path, self._source)
             load_factors(models, adapter.factors)
             load_saved(unwrap(models), whole_tensors(adapter))
         else:
-            load_hf(models, path, spare_value_head=True)
+            load_weights(models, place, spare_value_head=True)
         if self.optimizer is not None:  # VERL does not reload; the next step would undo the loading
             self.optimizer.reload_model_params()
 

@@ -14,7 +14,9 @@ import mcore_qwen3vl
 from mcore_qwen3vl import converters
 
 Tiny = Callable[[str], Path]
-LINE = '    "mcore_qwen3vl.converters.legacy",\n'
+LINE = (
+    '    "torch": FormatFiles("mp_rank_*/model_optim_rng.pt", "mcore_qwen3vl.converters.legacy"),\n'
+)
 
 # It imports all modules of the copy but those that need a model's or a trainer's libraries.
 SCRIPT = """
@@ -49,7 +51,7 @@ def test_legacy_can_be_removed(tiny: Tiny, tmp_path: Path) -> None:
     tree = tmp_path / "tree" / "mcore_qwen3vl"
     ignore = shutil.ignore_patterns("__pycache__", "legacy")
     shutil.copytree(product, tree, ignore=ignore)
-    registry = tree / "converters" / "mcore" / "formats.py"
+    registry = tree / "converters" / "place.py"
     assert registry.read_text().count(LINE) == 1
     registry.write_text(registry.read_text().replace(LINE, ""))
     source, mcore, back = str(tiny("moe")), str(tmp_path / "mcore"), str(tmp_path / "back")
@@ -74,7 +76,7 @@ def test_legacy_can_be_removed(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_nothing_outside_imports_it() -> None:
-    """Nothing outside names it either, except one line of `formats.MODULES`."""
+    """Nothing outside names it either, except one line of `place.FORMATS`."""
     folders = [Path(mcore_qwen3vl.__path__[0]), Path(converters.__path__[0])]
     files = [file for folder in folders for file in folder.rglob("*.py")]
     naming = [
@@ -84,4 +86,4 @@ def test_nothing_outside_imports_it() -> None:
         for line in file.read_text().splitlines()
         if "converters.legacy" in line
     ]
-    assert naming == [("formats.py", LINE.strip())]
+    assert naming == [("place.py", LINE.strip())]

@@ -13,8 +13,9 @@ from transformers import Qwen3VLModel
 from mcore_qwen3vl.converters.convert import hf_to_hf, hf_to_mcore, mcore_to_hf, plan_hf_to_mcore
 from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.mapping.forms import COSMOS
-from mcore_qwen3vl.converters.mcore.paths import require_language_model
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.checks import check_surroundings
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
 from mcore_qwen3vl.verify.parity.reference import Reference
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors, copy, load, save
@@ -247,5 +248,7 @@ def test_parity_is_of_what_transformers_loads(form: Make, name: str) -> None:
 @pytest.mark.parametrize("name", ["embedding", "reward model, MoE"])
 def test_a_run_begins_from_a_language_model(form: Make, tmp_path: Path, name: str) -> None:
     hf_to_mcore(form(name), tmp_path / "mcore")
+    flags = ["--cpu", "--data-path", str(tmp_path), "--train-iters", "1"]
+    started = CommandLine([*flags, "--hf-model", str(form(name)), "--load", f"{tmp_path}/mcore"])
     with pytest.raises(BadInput, match=r"language model's head\. Name a checkpoint that has one"):
-        require_language_model(tmp_path / "mcore/release")
+        check_surroundings(started.args)

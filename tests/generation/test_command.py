@@ -231,5 +231,5 @@ def test_adapters_and_lora_runs_are_told_from_models(
 def test_of_a_folder_of_exports_the_last_is_named(dense: Path, tmp_path: Path) -> None:
     for iteration in (4, 12):
         (tmp_path / f"iter_{iteration:07d}").symlink_to(dense)
-    with pytest.raises(BadInput, match=r"has no config.json: did you mean .*/iter_0000012\?$"):
+    with pytest.raises(BadInput, match=r"Name a checkpoint in it, such as .*/iter_0000012\.$"):
         hf_folder_of(tmp_path, None, "generate")

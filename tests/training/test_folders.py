@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.mcore.paths import TRACKER
+from mcore_qwen3vl.converters.place import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
@@ -16,7 +16,10 @@ from mcore_qwen3vl.training.arguments.command_line import CommandLine
 
 @pytest.fixture
 def runs(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the current folder, with a run of steps 2 and 4, a link to it, and ``hf``."""
+    """Return the current folder, with a run of steps 2 and 4, a link to it, and ``hf``.
+
+    In ``adapter`` are an adapter and the tracker of the run of ms-swift's that trained it.
+    """
     for step in (2, 4):
         hf_to_mcore(dense, tmp_path / "converted")
         (tmp_path / "run").mkdir(exist_ok=True)
@@ -27,6 +30,9 @@ def runs(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(dense, tmp_path / "run" / "exports" / "iter_0000004")
     shutil.copytree(dense, tmp_path / "hf")
     hf_to_mcore(dense, tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    for name, text in (("adapter_config.json", "{}"), (TRACKER, "4")):
+        (tmp_path / "adapter" / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -53,6 +59,7 @@ INSIDE = "the checkpoint .*/{}, or inside it: name another folder with {}"
         ("--load run --finetune --save run/iter_0000004", INSIDE.format("iter_0000004", "--save")),
         ("--save run/exports/iter_0000004", INSIDE.format("exports/iter_0000004", "--save")),
         ("--load-hf hf --save hf", INSIDE.format("hf", "--save")),
+        ("--load-hf hf --save adapter", INSIDE.format("adapter", "--save")),
         ("--load-hf hf --save-hf hf", INSIDE.format("hf", "--save-hf")),
         ("--hf-model hf --save-hf hf/../hf/new", INSIDE.format("hf", "--save-hf")),
         ("--save run --save-hf link", "--save and --save-hf are both run"),

@@ -85,7 +85,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         (schedules, "backward_step", work.backward),
         (combined_1f1b, "combined_forward_backward_step", work.combined),
         (ScheduleNode, "_backward", work.node),
-        (second_model, "fill", lambda original: watch.keep_second),
+        (second_model, "start_from", lambda original: watch.keep_second),
         (checks, "check_deep_ep", lambda original: lambda backend: None),  # a stub is used
         (utils, "is_last_rank", lambda original: _is_in_last_group),
     )

@@ -16,9 +16,17 @@ from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
-from mcore_qwen3vl.converters.hf.companions import require_processor
-from mcore_qwen3vl.converters.hf.hub import HUB_ID, SMALL
-from mcore_qwen3vl.converters.mcore.paths import TRACKER, folder_name, numbered_iterations, tracked
+from mcore_qwen3vl.converters.hf.companions import read_form, require_processor
+from mcore_qwen3vl.converters.hf.hub import SMALL
+from mcore_qwen3vl.converters.place import (
+    TRACKER,
+    Kind,
+    Place,
+    folder_name,
+    identify,
+    numbered_iterations,
+    read_tracker,
+)
 from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_links_out
@@ -271,48 +279,48 @@ def _check_kinds(args: argparse.Namespace) -> None:
     hf = args.load_hf
     for name in ("load_hf", "teacher", "reference_model"):
         path = getattr(args, name)
-        if path and not Path(path).exists() and not HUB_ID.fullmatch(path):
+        if path and identify(path).kind is Kind.MISSING:
             flag = name.replace("_", "-")
             raise BadInput(f"{path} does not exist: check the path of --{flag}.")
-    if not (hf or args.load or args.save or args.pretrained_checkpoint):
-        return
-    from mcore_qwen3vl.converters.mcore.formats import (
-        is_megatron,
-        require_huggingface,
-        require_megatron,
-    )
-    from mcore_qwen3vl.converters.mcore.paths import require_language_model
-    from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
-
-    if hf:
-        require_huggingface(
-            Path(hf), instead="use --load, or --pretrained-checkpoint for the base of LoRA"
+    if hf and (place := identify(hf)).kind is not Kind.HUB_ID:
+        place.require_huggingface(
+            instead="use --load, or --pretrained-checkpoint for the base of LoRA"
         )
-    for folder in filter(None, (args.load, args.pretrained_checkpoint)):
-        require_megatron(Path(folder), instead="use --load-hf")
-        if folder != args.save and not is_megatron(Path(folder)):  # a first run fills --save
-            raise BadInput(
-                f"{folder} holds no checkpoint of Megatron's to begin from: check the path of "
-                f"{'--load' if folder == args.load else '--pretrained-checkpoint'}."
-            )
-        if args.task in (None, "reranker"):
-            require_language_model(Path(folder))
+    starts = {"--load": args.load, "--pretrained-checkpoint": args.pretrained_checkpoint}
+    places = {flag: identify(folder) for flag, folder in starts.items() if folder}
+    for flag, place in places.items():
+        _require_start(flag, place, empty=starts[flag] == args.save)  # a first run fills --save
+        if args.task in (None, "reranker") and place.hf is not None:
+            read_form(place.hf).require_language_model(place.path)
+    if not (places or args.save):
+        return
+    from mcore_qwen3vl.training.checkpoints.resume import from_other_maker  # imports torch
+
     if from_other_maker(args) is not None:
         return
-    for flag, folder in (
-        ("--load", args.load),
-        ("--pretrained-checkpoint", args.pretrained_checkpoint),
-    ):
-        if folder and folder != args.save:
-            _check_tracked(Path(folder), flag)
+    for flag, place in places.items():
+        if starts[flag] != args.save:
+            _check_tracked(place, flag)
 
 
-def _check_tracked(folder: Path, flag: str) -> None:
+def _require_start(flag: str, place: Place, *, empty: bool) -> None:
+    """Raise BadInput if a run cannot begin from what a flag names; it may be `empty`."""
+    if place.kind in (Kind.MISSING, Kind.HUB_ID, Kind.CONFIG, Kind.UNKNOWN):
+        if empty:
+            return
+        raise BadInput(
+            f"{place.path} holds no checkpoint of Megatron's to begin from: check the path of "
+            f"{flag}."
+        )
+    place.require_megatron(instead="use --load-hf")
+
+
+def _check_tracked(place: Place, flag: str) -> None:
     """Refuse one iteration of a run, which has no tracker: Megatron would start at random."""
-    if tracked(folder) is not None:
+    folder, step = place.path, place.iteration
+    if read_tracker(folder) is not None:
         return
-    step = folder.name.removeprefix("iter_").lstrip("0")
-    chosen = f" --ckpt-step {step}" if flag == "--load" and step.isdigit() else ""
+    chosen = f" --ckpt-step {step}" if flag == "--load" and isinstance(step, int) else ""
     raise BadInput(
         f"{folder} is one iteration, and Megatron begins from a run's folder with a {TRACKER}: "
         f"use {flag} {folder.absolute().parent}{chosen}."

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
-from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
@@ -130,7 +130,7 @@ class CommandLine:
                 f"{folder} does not exist: check the path of --hf-model, or name a hub id, "
                 "OWNER/NAME."
             )
-        return config_folder(folder)
+        return identify(folder).config(flag="--hf-model")
 
     @cached_property
     def architecture(self) -> Architecture:

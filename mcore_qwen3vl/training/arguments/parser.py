@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.console import counted
-from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check
@@ -54,7 +53,7 @@ def parse(command: CommandLine) -> tuple[argparse.Namespace, frozenset[str]]:
     if args.save:
         check_companions(args.save, command.architecture)
     for folder in {args.load, args.pretrained_checkpoint} - {args.save, None}:
-        if companions := find_hf_folder(Path(folder)):
+        if companions := identify(folder).hf:
             command.architecture.require_settings_of(companions)
     return args, setup.explicit
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.mcore.paths import require_classifier
+from mcore_qwen3vl.converters.hf.companions import read_form
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.data.config import SCORED, Task
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
@@ -167,10 +168,28 @@ def check_task(args: argparse.Namespace, architecture: Architecture) -> None:
             "the checkpoint with `mcore-qwen3vl convert mcore-to-hf`, and give it to --load-hf."
         )
     if (labels := labels_of(args)) and args.load:
-        require_classifier(Path(args.load), labels)
+        _require_classifier(Path(args.load), labels)
     if asks_for_lora(args):
         _check_adapter(adapter_config(args, architecture), args)
     refuse_router_losses(args, task, _TASKS[args.task][0])
+
+
+def _require_classifier(path: Path, labels: Labels) -> None:
+    """Raise BadInput if the checkpoint at `path` has no classifier's head with these labels."""
+    folder = identify(path).hf
+    if folder is None:
+        return
+    if read_form(folder).head.labels != len(labels):
+        raise BadInput(
+            f"{path} has no classifier's head of {len(labels)} labels to go on with. To begin from "
+            "a language model, name its Hugging Face weights with --load-hf."
+        )
+    there = Labels.of_config(read_config_file(folder))
+    if labels.problem_type and there != labels:
+        raise BadInput(
+            f"{path} was trained with the labels {there}, and the data or flags say {labels}: go "
+            "on with the same data and --problem-type."
+        )
 
 
 def _check_adapter(config: AdapterConfig, args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from megatron.core.fp8_utils import get_fp8_align_size
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import name_unused
-from mcore_qwen3vl.converters.mcore.paths import tracked
+from mcore_qwen3vl.converters.place import read_tracker
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.loader import Loader
@@ -186,7 +186,7 @@ class DataProvider:
         Another number of ranks would pack the samples differently.
         """
         args = self._args
-        iteration = args.ckpt_step or (args.load and tracked(Path(args.load)))
+        iteration = args.ckpt_step or (args.load and read_tracker(Path(args.load)))
         if args.finetune or not isinstance(iteration, int):
             return None
         saved = data_state.first_of(args.load, iteration)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_qwen3vl.converters.mcore.paths import folder_name
+from mcore_qwen3vl.converters.place import folder_name
 from mcore_qwen3vl.files import replacing
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.logs.progress import loss_name

@@ -27,14 +27,14 @@ from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, maker_of
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
-from mcore_qwen3vl.converters.mcore.formats import format_of, is_megatron
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import FileRange
-from mcore_qwen3vl.converters.mcore.paths import (
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import FileRange, format_of
+from mcore_qwen3vl.converters.place import (
     HF_FOLDER,
+    Kind,
     folder_name,
-    iteration_folder,
+    identify,
     numbered_iterations,
-    tracked,
+    read_tracker,
 )
 from mcore_qwen3vl.converters.storage.restricted_pickle import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
@@ -62,7 +62,7 @@ _ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
 
 def latest_iteration(directory: str | Path) -> int | None:
     """Return the tracker file's iteration; None if there is no file or it says `release`."""
-    newest = tracked(Path(directory))
+    newest = read_tracker(Path(directory))
     return newest if isinstance(newest, int) else None
 
 
@@ -110,27 +110,28 @@ def from_other_maker(args: argparse.Namespace) -> OtherMaker | None:
             unknown maker wrote it.
     """
     load = args.load or args.save  # the default of --load
-    places = (place for place in (load, args.pretrained_checkpoint) if place)
-    place = next((place for place in places if is_megatron(Path(place))), None)
-    if place is None:
+    sources = [source for source in (load, args.pretrained_checkpoint) if source]
+    source = next((s for s in sources if identify(s).kind is Kind.MEGATRON), None)
+    if source is None:
         return None
-    step = args.ckpt_step if place == load else None
+    step = args.ckpt_step if source == load else None
+    place = identify(source if step is None else Path(source) / folder_name(step))
     try:
-        folder = iteration_folder(Path(place)) if step is None else Path(place) / folder_name(step)
-        if format_of(folder).plan is not None or not _may_be_other_makers(folder):
+        folder = place.weights()
+        if format_of(place).plan is not None or not _may_be_other_makers(folder):
             return None
         index = read_metadata(folder)
     except BadInput:
-        return None  # `choose_checkpoint` says what is wrong with it
+        return None  # `choose_iteration` says what is wrong with it
     dialect = maker_of(folder, index.tensors)
     if dialect is None:
         return None
-    if args.save and Path(args.save).resolve() == Path(place).resolve():
+    if args.save and Path(args.save).resolve() == Path(source).resolve():
         raise BadInput(
-            f"{place} holds checkpoints of {dialect.maker}: choose another directory to --save to."
+            f"{source} holds checkpoints of {dialect.maker}: choose another directory to --save to."
         )
     saved = any(key.startswith(("optimizer", "chained_")) for key in index.tensors)
-    if saved and place == load and not args.finetune:
+    if saved and source == load and not args.finetune:
         raise BadInput(
             f"{folder} was written by {dialect.maker}, whose optimizer state cannot be resumed "
             "here. Add --finetune to start from its weights."
@@ -147,54 +148,47 @@ def _may_be_other_makers(folder: Path) -> bool:
     return file.is_file() and (LANGUAGE + EMBEDDING).encode() in file.read_bytes()
 
 
-def choose_checkpoint(args: argparse.Namespace) -> None:
+def choose_iteration(args: argparse.Namespace) -> None:
     """Make Megatron load the newest readable checkpoint of ``--load``; all ranks call this.
 
     Raises:
         BadInput: see :func:`readable_iteration` and
-            :class:`mcore_qwen3vl.converters.mcore.formats.Format`.
+            :class:`mcore_qwen3vl.converters.mcore.megatron_checkpoint.Format`.
     """
     if args.load is None:
         return
-    found: list[Any] = [None]
+    iteration: int | None = None
+    flaw: BadInput | None = None
     if dist.get_rank() == 0:
         try:
-            if args.ckpt_step is None:
-                found = [_newest(args)]
-            else:
-                _check_named(args)
+            iteration = iteration_to_load(args)
         except BadInput as error:
-            found = [error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], BadInput):
-        raise found[0]
-    if found[0] is not None and found[0] != latest_iteration(args.load):
-        args.ckpt_step = found[0]
+            flaw = error
+    answer: list[Any] = [iteration, flaw]
+    dist.broadcast_object_list(answer, src=0)
+    iteration, flaw = answer
+    if flaw is not None:
+        raise flaw
+    if iteration is not None and iteration != latest_iteration(args.load):
+        args.ckpt_step = iteration
         if dist.get_rank() == 0:
-            log.warning("the latest checkpoint is damaged; resuming from iteration %s", found[0])
+            log.warning("the latest checkpoint is damaged; resuming from iteration %s", iteration)
 
 
-def _check_named(args: argparse.Namespace) -> None:
-    """Check the checkpoint of ``--ckpt-step`` before Megatron reads it."""
-    folder = Path(args.load) / folder_name(args.ckpt_step)
-    if args.ckpt_format != "torch_dist" or not folder.is_dir():
-        return
-    if format_of(folder).plan is None and (reason := damage(folder)) is not None:
-        raise BadInput(f"--ckpt-step {args.ckpt_step} cannot be read: {reason.rstrip('.')}.")
-
-
-def _newest(args: argparse.Namespace) -> int | None:
-    """Return the iteration to load; None leaves the choice to Megatron."""
-    newest = tracked(Path(args.load))
+def iteration_to_load(args: argparse.Namespace) -> int | None:
+    """Check what Megatron will read; return the iteration, or None to leave the choice to it."""
+    named = args.ckpt_step
+    newest = read_tracker(Path(args.load)) if named is None else named
     if newest is None:
         return None
     folder = Path(args.load) / folder_name(newest)
-    if folder.is_dir() and (format := format_of(folder)).plan is not None:
+    if (format := format_of(identify(folder))).plan is not None:
         format.check_run(folder, args)
-        return None
-    if args.ckpt_format != "torch_dist":
-        return None
-    return readable_iteration(args.load, fallback=args.on_corrupt_checkpoint == "fallback")
+    elif args.ckpt_format == "torch_dist" and named is None:
+        return readable_iteration(args.load, fallback=args.on_corrupt_checkpoint == "fallback")
+    elif args.ckpt_format == "torch_dist" and folder.is_dir() and (reason := damage(folder)):
+        raise BadInput(f"--ckpt-step {named} cannot be read: {reason.rstrip('.')}.")
+    return None
 
 
 def check_companions(directory: str | Path, architecture: Architecture) -> None:

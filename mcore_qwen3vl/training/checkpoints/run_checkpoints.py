@@ -19,7 +19,7 @@ from megatron.training.utils import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.converters.live.export import save_hf
-from mcore_qwen3vl.converters.mcore.paths import folder_name, tracked
+from mcore_qwen3vl.converters.place import folder_name, read_tracker
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints import resume
@@ -53,7 +53,7 @@ class RunCheckpoints:
         if self._run.other:  # the provider has read it
             self._clear_exports(0)
             return 0, 0
-        resume.choose_checkpoint(self._args)
+        resume.choose_iteration(self._args)
         with resume.explained(self._args):
             found = original(model, *args, **kwargs)
         step, folder = found[0], self._args.load
@@ -217,7 +217,7 @@ def explained_save(directory: str, iteration: int) -> Iterator[None]:
             reason = _first_of_any(reason or disk_error(save, _PROBE))
         if reason is None:
             raise
-        whole = tracked(save)
+        whole = read_tracker(save)
         if dist.get_rank() == 0 and whole != iteration:
             for part in (save / folder_name(iteration), data_state.folder_of(save, iteration)):
                 shutil.rmtree(part, ignore_errors=True)

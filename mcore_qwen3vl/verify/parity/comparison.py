@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from mcore_qwen3vl.console import CountProgress, no_progress
 from mcore_qwen3vl.converters.adapters.targets import Preset
-from mcore_qwen3vl.converters.mcore.formats import require_megatron
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
@@ -77,7 +77,7 @@ def verify_parity(
             changes too much to compare.
     """
     if checkpoint is not None:
-        require_megatron(Path(checkpoint), instead="compare it with `verify tensors`")
+        identify(checkpoint).require_megatron(instead="compare it with `verify tensors`")
     case = Case(layout or Layout(), spec, dtype, device, gradients)
     adamw = AdamW() if gradients and dtype == "fp32" else None
     case = replace(case, adamw=adamw, compile_pointwise=compile_pointwise)

@@ -30,8 +30,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
+from mcore_qwen3vl.converters.live.load import load_weights
 from mcore_qwen3vl.converters.live.sharded import Values, factor_parts, gradient, hf_parts, unwrap
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.attach import adapt
@@ -128,10 +129,7 @@ class Engine:
         )
         for chunk in self.chunks:
             chunk.config.overlap_moe_expert_parallel_comm = case.overlap_experts
-        if mcore is None:
-            load_hf(self.chunks, path)
-        else:
-            load_checkpoint(self.chunks, mcore)
+        load_weights(self.chunks, identify(mcore or path))
         freezing = Freezing(case.freeze) if adapter is None else adapt(self.chunks, adapter)
         for chunk in self.chunks:
             freezing.apply(chunk)

@@ -24,8 +24,8 @@ from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.targets import PREFIX, lora_layers
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.table import table
-from mcore_qwen3vl.converters.mcore.formats import require_huggingface
 from mcore_qwen3vl.converters.offline.engine import nonfinite_notes
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, build_batch, media
@@ -249,7 +249,7 @@ class ReferenceCheckpoint:
         passed: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = Path(path)
-        require_huggingface(self.path)
+        identify(self.path).require_huggingface()
         self.architecture = Architecture.from_hf(self.path)
         self.adapter = None if lora is None else read_adapter(lora, self.path)
         self.lora = None if lora is None else Path(lora)

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mcore.formats import require_megatron
-from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -147,9 +146,10 @@ def trace(
     reference = hf if isinstance(hf, TraceReference) else TraceReference(hf, lora)
     hf, architecture = reference.path, reference.architecture
     mcore = None if mcore is None else Path(mcore)
-    if mcore is not None:
-        require_megatron(mcore)
-    config = (mcore and find_hf_folder(mcore)) or hf  # other makers' checkpoints have no config
+    place = None if mcore is None else identify(mcore)
+    if place is not None:
+        place.require_megatron()
+    config = (place and place.hf) or hf  # other makers' checkpoints have no config
     case = case or Case()
     overrides = {**case.config, "head_chunk": 0}  # the logits are compared, so they must exist
     case = replace(case, layout=layout or Layout(), gradients=gradients, config=overrides)

@@ -106,7 +106,7 @@ HF_DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "exports of a run": (
         "dense",
         move_to_export,
-        r"holds the exports of a run, and no weights itself: name one of them, .*iter_0000003",
+        r"holds no weights itself\. Name a checkpoint in it, such as .*iter_0000003",
     ),
     "adapter": (
         "dense",

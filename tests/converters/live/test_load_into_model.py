@@ -173,7 +173,7 @@ def test_keys_shapes_and_dtypes_are_the_models(
     tiny: Tiny, converted: Callable[[str], Path], case: str
 ) -> None:
     [(shapes, objects)] = run_layout(keys_on_one_rank, 1, tiny(case))
-    index = TorchDistCheckpoint(converted(case)).index
+    index = TorchDistCheckpoint(converted(case) / "release").index
     assert {key: (t.shape, t.dtype) for key, t in index.tensors.items()} == shapes
     assert set(index.objects) == objects | {"common_state/shard_0_1"}
     assert set(extra_state_keys(Architecture.from_hf(tiny(case)))) == objects
@@ -185,7 +185,7 @@ def test_keys_shapes_and_dtypes_are_the_te_specs(
 ) -> None:
     """They equal the listing that `te_keys.py` made from Transformer Engine's modules."""
     listing = json.loads((Path(__file__).parent / "te-keys.json").read_text())[case]
-    index = TorchDistCheckpoint(converted(case)).index
+    index = TorchDistCheckpoint(converted(case) / "release").index
     found = {key: [list(t.shape), str(t.dtype)] for key, t in index.tensors.items()}
     assert found == listing["tensors"]
     assert set(index.objects) == {*listing["objects"], "common_state/shard_0_1"}

@@ -14,7 +14,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
-from mcore_qwen3vl.converters.mcore.paths import TRACKER
+from mcore_qwen3vl.converters.place import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout

@@ -23,7 +23,7 @@ from mcore_qwen3vl.converters.mapping.dialects import (
     maker_of,
 )
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import ChunkedTensor
-from mcore_qwen3vl.converters.mcore.paths import iteration_folder
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
@@ -204,7 +204,7 @@ def test_the_legacy_format_is_refused(tmp_path: Path, vision: str, refused: str)
     torch.save(content | {"model": state}, file)
     with pytest.raises(BadInput, match=refused) as error:
         mcore_to_hf(tmp_path / "legacy", tmp_path / "out")
-    folder = iteration_folder(tmp_path / "legacy")
+    folder = identify(tmp_path / "legacy").folder
     run = Namespace(**{**vars(saved_arguments(folder)), "num_experts": None})
     with pytest.raises(BadInput, match=re.escape(str(error.value))):
         check_run(folder, run)
@@ -263,9 +263,8 @@ def test_layers_that_are_also_stacked_are_refused(tmp_path: Path) -> None:
 def test_layers_that_differ_keep_keys_of_their_own(tmp_path: Path) -> None:
     source = write_tiny_checkpoint(tmp_path / "hf", moe=True, text={"mlp_only_layers": [1]})
     hf_to_mcore(source, tmp_path / "mcore", dialect="megatron-bridge")
-    assert any(
-        "decoder.layers.1." in k for k in TorchDistCheckpoint(tmp_path / "mcore").model_keys()
-    )
+    keys = TorchDistCheckpoint(tmp_path / "mcore" / "release").model_keys()
+    assert any("decoder.layers.1." in key for key in keys)
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert_same_tensors(source, tmp_path / "back")
 
@@ -287,7 +286,7 @@ def test_a_config_of_another_tower_is_refused(tmp_path: Path) -> None:
 def test_it_holds_what_the_peers_own_holds(tmp_path: Path, peer: str) -> None:
     maker, source, out = peer.rpartition("-")[0], source_of(peer), tmp_path / "out"
     hf_to_mcore(source, out, dialect=maker)
-    ours, theirs = TorchDistCheckpoint(out), TorchDistCheckpoint(HERE / peer)
+    ours, theirs = (TorchDistCheckpoint(identify(path).folder) for path in (out, HERE / peer))
     assert ours.index.tensors.keys() == theirs.index.tensors.keys()
     for key, tensor in theirs.index.tensors.items():
         assert ours.index.tensors[key].shape == tensor.shape, key

@@ -15,8 +15,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.live.load import load_checkpoint
-from mcore_qwen3vl.converters.mcore.formats import is_megatron
-from mcore_qwen3vl.converters.mcore.paths import TRACKER, config_folder
+from mcore_qwen3vl.converters.place import TRACKER, Kind, identify
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -85,7 +84,7 @@ def test_it_is_bitwise_what_the_maker_exports(
     assert compare_checkpoints(folder, theirs).ok
     mcore_to_hf(folder, tmp_path / "again")  # with the config of the export
     assert_same_tensors(theirs, tmp_path / "again")
-    assert not is_megatron(tmp_path / "again")
+    assert identify(tmp_path / "again").kind is Kind.HUGGINGFACE
     found = inspect_path(folder)
     assert found.maker == MAKERS[maker]
     assert found.total_parameters == sum(t.numel() for t in load(theirs).values())
@@ -150,7 +149,7 @@ def test_hugging_face_weights_beside_a_tracker_are_read(
     theirs = exported("ms-swift", runs, tmp_path / "theirs")
     assert compare_checkpoints(saved, theirs).ok
     assert inspect_path(saved).kind == "huggingface"
-    assert config_folder(saved) == saved
+    assert identify(saved).config() == saved
     check_surroundings(arguments("--load-hf", str(saved)).args)
     with pytest.raises(BadInput, match=r"is a Hugging Face checkpoint, .* use --load-hf"):
         check_surroundings(arguments("--load", str(saved)).args)
@@ -163,7 +162,7 @@ def test_an_adapter_of_ms_swifts_is_refused_as_weights(
     saved = copy(run_of("ms-swift", runs), tmp_path / "saved")
     (saved / "model.safetensors").unlink()
     (saved / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    refused = rf"an adapter that ms-swift trained, .* `lora merge BASE {saved} OUT`"
+    refused = rf"holds a LoRA adapter, .*`mcore-qwen3vl lora merge BASE {saved} OUT`"
     with pytest.raises(BadInput, match=refused):
         mcore_to_hf(saved / below, tmp_path / "out", hf_config=START)
     with pytest.raises(BadInput, match=refused):

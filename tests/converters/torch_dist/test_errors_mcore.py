@@ -137,7 +137,7 @@ MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "no tracker": (
         lambda p: (p / "latest_checkpointed_iteration.txt").unlink(),
-        r"has no metadata\.json\. Name a checkpoint in it, such as .*release",
+        r"holds no weights itself\. Name a checkpoint in it, such as .*release",
     ),
 }
 

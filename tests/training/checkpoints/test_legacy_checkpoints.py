@@ -24,6 +24,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.checkpoints.resume import iteration_to_load
 from mcore_qwen3vl.verify.job import Job, train
 from tests.converters.checkpoints import assert_same_tensors
 from tests.converters.ranks import build_empty, check_chunks
@@ -170,6 +171,15 @@ def test_a_run_of_another_layout_is_refused(tiny, tmp_path, case, layout, differ
     hf_to_mcore(tiny(case), tmp_path / "mcore", format="torch", layout=saved, spec="torch")
     with pytest.raises(BadInput, match=re.escape(f"saved with {difference}")):
         check_run(tmp_path / "mcore" / "release", arguments(tiny(case), layout))
+
+
+def test_a_step_that_is_named_is_checked_too(tiny, tmp_path):
+    folder, saved = tmp_path / "mcore", Layout(tp=2)
+    hf_to_mcore(tiny("dense"), folder, format="torch", layout=saved, spec="torch")
+    (folder / "release").rename(folder / "iter_0000003")
+    args = arguments(tiny("dense"), Layout(), "--load", str(folder), "--ckpt-step", "3")
+    with pytest.raises(BadInput, match="tensor_model_parallel_size 2 instead of 1"):
+        iteration_to_load(args)
 
 
 def test_an_optimizers_state_of_single_experts_is_refused(tiny, tmp_path, monkeypatch):

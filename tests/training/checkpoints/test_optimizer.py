@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from mcore_qwen3vl.converters.mcore.paths import TRACKER
+from mcore_qwen3vl.converters.place import TRACKER
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import FILE
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.mcore.paths import TRACKER
+from mcore_qwen3vl.converters.place import TRACKER
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import add_flags

@@ -1,0 +1,380 @@
+"""What a path is: the one answer to whether it is a checkpoint, whose, and where its parts are.
+
+:func:`identify` judges by the names of files and by the tracker. It opens no weights and imports no
+torch. `RULES` is its order of precedence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import refuse_special_files
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+HF_FOLDER = "hf"
+LORA_FOLDER = "lora"
+"""Folder in a LoRA run's checkpoint directory that holds the adapter's config."""
+LONGEST_ITERATION = 18
+"""Most digits in an iteration's number, which megatron keeps in 64 bits."""
+VERL_HF_FOLDER = "huggingface"
+VERL_FOLDERS = ("dist_ckpt", "model/dist_ckpt", "actor/dist_ckpt", "actor/model/dist_ckpt")
+"""Where VERL saves Megatron's weights, below ``global_step_N`` or its ``actor`` folder.
+
+Since 0.9 they are in ``model``. `VERL_HF_FOLDER` is beside each. VERL 0.9 makes both folders in
+every save and leaves one empty unless it was told to save both kinds of weights.
+"""
+
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+"""``owner/name`` or ``owner/name@revision``, where the revision is a branch, tag or commit."""
+
+
+class FormatFiles(NamedTuple):
+    """How one of Megatron's formats is recognised, and the module whose ``FORMAT`` reads it."""
+
+    pattern: str  # of a file below an iteration's folder
+    module: str
+
+
+FORMATS = {
+    "torch": FormatFiles("mp_rank_*/model_optim_rng.pt", "mcore_qwen3vl.converters.legacy"),
+    "torch_dist": FormatFiles(".metadata", "mcore_qwen3vl.converters.torch_dist"),
+}
+"""By the value of Megatron's ``--ckpt-format``. To drop one, remove its folder and its line."""
+DEFAULT_FORMAT = "torch_dist"
+
+
+class Kind(StrEnum):
+    """What can be done with a path."""
+
+    HUB_ID = "hub id"
+    MISSING = "missing"
+    ADAPTER = "adapter"
+    MEGATRON = "megatron"
+    HUGGINGFACE = "huggingface"
+    ELSEWHERE = "elsewhere"  # the checkpoint is in a folder below
+    CONFIG = "config"
+    UNKNOWN = "unknown"
+
+
+class Rule(NamedTuple):
+    """One form that a path may have.
+
+    Attributes:
+        form: its name.
+        find: returns the folder of the weights or of the adapter if a path has this form.
+        maker: the project that alone writes this form.
+        refusal: why it is no whole checkpoint and what to do, with ``{path}``, ``{folder}`` and
+            ``{maker}``.
+    """
+
+    form: str
+    kind: Kind
+    find: Callable[[Path], Path | None]
+    maker: str | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a path is, by the first of `RULES` that fits it.
+
+    Attributes:
+        folder: the folder of the weights or of the adapter: of a run, the newest iteration's, which
+            may be missing; for `Kind.ELSEWHERE`, the one to name instead.
+        hf: the folder with the model's ``config.json`` and the files beside it, or that file if
+            `path` is one; None if there is none.
+        iteration: that of `folder`, or `RELEASE`; None if the folder's name does not tell.
+        format: a key of `FORMATS`; None unless the kind is `Kind.MEGATRON`.
+        flaw: what is wrong with the tracker; empty if nothing is.
+    """
+
+    path: Path
+    rule: Rule
+    folder: Path
+    hf: Path | None
+    iteration: int | str | None = None
+    format: str | None = None
+    flaw: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        return self.rule.kind
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it looks like a Megatron or a Hugging Face checkpoint."""
+        return self.kind in (Kind.MEGATRON, Kind.HUGGINGFACE)
+
+    def config(self, *, flag: str = "--hf-config") -> Path:
+        """Return the folder where config, tokenizer and processor are, or should be.
+
+        Raises:
+            BadInput: a Megatron checkpoint has none; the message names the option, `flag`, that
+                names another.
+        """
+        if self.hf is None and self.kind is Kind.MEGATRON:
+            raise BadInput(
+                self.flaw
+                or f"{self.path} has no {HF_FOLDER}/{CONFIG}, so the model's shape is "
+                "not known. Name a directory with the Hugging Face config and tokenizer: "
+                f"{flag} DIR."
+            )
+        return self.hf or self.path
+
+    def weights(self) -> Path:
+        """Return the folder of the weights.
+
+        Raises:
+            BadInput: the tracker is unreadable or names an iteration that does not exist, or the
+                folder holds a special file.
+        """
+        if self.flaw:
+            raise BadInput(self.flaw)
+        refuse_special_files(self.folder)
+        self.require_directory()
+        if not self.folder.is_dir():
+            raise BadInput(
+                f"{self.path / TRACKER} names {self.folder.name}, but {self.folder} does not "
+                "exist. Name another iteration's folder, or correct the tracker."
+            )
+        return self.folder
+
+    def require_megatron(
+        self, *, instead: str = "`mcore-qwen3vl convert hf-to-mcore` makes one of it"
+    ) -> None:
+        """Raise BadInput if it is known to be something else; the message ends in `instead`."""
+        self.require_whole()
+        if self.kind is Kind.HUGGINGFACE:
+            raise BadInput(
+                f"{self.path} is a Hugging Face checkpoint, but a Megatron-Core one is needed "
+                f"here: {instead}."
+            )
+
+    def require_huggingface(
+        self, *, instead: str = "`mcore-qwen3vl convert mcore-to-hf` makes one of it"
+    ) -> None:
+        """Raise BadInput if it is known to be something else; the message ends in `instead`."""
+        self.require_whole()
+        if self.kind is Kind.MEGATRON:
+            raise BadInput(
+                f"{self.path} is a Megatron-Core checkpoint, but a Hugging Face one is needed "
+                f"here: {instead}."
+            )
+
+    def require_whole(self, *, or_config: bool = False) -> None:
+        """Raise BadInput for what is no whole checkpoint; the message says what to name or do.
+
+        What looks like an incomplete one passes, since its reader says what is missing; so does,
+        with `or_config`, any folder that has a config.
+        """
+        if self.flaw:
+            raise BadInput(self.flaw)
+        self.require_directory()
+        if self.rule.refusal:
+            places = {"path": self.path, "folder": self.folder}
+            raise BadInput(self.rule.refusal.format(**places, maker=self.rule.maker))
+        if self.is_checkpoint or (self.kind is Kind.CONFIG and or_config):
+            return
+        if inside := [f for f in sorted(self.path.iterdir()) if identify(f).is_checkpoint]:
+            raise BadInput(
+                f"{self.path} holds no weights itself. Name a checkpoint in it, such as "
+                f"{inside[-1]}."
+            )
+        if self.hf is None:
+            raise BadInput(
+                f"{self.path} is neither a Hugging Face checkpoint, nor a Megatron-Core one, nor a "
+                f"{CONFIG}. Check the path."
+            )
+
+    def require_directory(self) -> Path:
+        """Return the path; raise BadInput if it is not a directory."""
+        if not self.path.is_dir():
+            raise BadInput(f"{self.path} is not a directory. Check the path.")
+        return self.path
+
+    def require_base(self) -> None:
+        """Raise BadInput if it is a LoRA run, or an iteration of one, which can only be resumed."""
+        for folder in (self.folder, self.folder.parent):
+            if (folder / LORA_FOLDER / ADAPTER_CONFIG).is_file():
+                raise BadInput(
+                    f"{folder} is a LoRA run, and its checkpoints hold no base weights. Run the "
+                    "command that trained it again with --save-hf DIR to write the adapter, then "
+                    "use `generate BASE --lora ADAPTER` or `lora merge BASE ADAPTER OUT`."
+                )
+
+
+def identify(source: str | Path) -> Place:
+    """Return what a path or hub id is; nothing is fetched."""
+    path = Path(source)
+    rules = RULES if str(path) == str(source) else RULES[1:]  # ./a/b is no hub id
+    rule, folder = next((r, found) for r in rules if (found := r.find(path)) is not None)
+    numbered = _ITERATION.fullmatch(folder.name)
+    iteration = int(numbered[1]) if numbered else RELEASE if folder.name == RELEASE else None
+    format, flaw, of_run = None, "", iteration is not None
+    if rule.kind is Kind.MEGATRON:
+        format, of_run = _format_in(folder) or DEFAULT_FORMAT, True
+        try:
+            read_tracker(path)
+        except BadInput as error:
+            flaw = str(error)
+    places = [path]
+    if rule.kind is not Kind.HUGGINGFACE:
+        places = [path / HF_FOLDER, path, folder / HF_FOLDER, folder]  # Bridge's are in `folder`
+        if of_run:
+            places += [folder.parent / HF_FOLDER, folder.parent / VERL_HF_FOLDER]
+            if (folder.parent / TRACKER).is_file():  # ms-swift's save_safetensors
+                places.append(folder.parent)
+    there = (place for place in places if (place / CONFIG).is_file())
+    hf = path if path.is_file() else next(there, None)
+    return Place(path, rule, folder, hf, iteration, format, flaw)
+
+
+def read_tracker(path: Path) -> str | int | None:
+    """Return what the tracker in `path` names: an iteration, `RELEASE`, or None without a tracker.
+
+    Raises:
+        BadInput: the tracker is unreadable, or names neither an iteration nor `RELEASE`.
+    """
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return None
+    try:
+        said = tracker.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{tracker} cannot be read: {error}. Write the iteration into it.") from None
+    if said == RELEASE:
+        return RELEASE
+    if not said.isdigit() or len(said) > LONGEST_ITERATION:
+        raise BadInput(
+            f"{tracker} says {said[:40]!r}; a number or 'release' is expected. Write the newest "
+            "iteration into it."
+        )
+    return int(said)
+
+
+def folder_name(iteration: str | int) -> str:
+    """Return the name of the folder of an iteration, or of `RELEASE`."""
+    return f"iter_{iteration:07d}" if isinstance(iteration, int) else iteration
+
+
+def numbered_iterations(path: Path) -> list[int]:
+    """Return the numbers of the iterations whose folders are in `path`, in ascending order."""
+    named = (_ITERATION.fullmatch(folder.name) for folder in path.glob("iter_*"))
+    return sorted(int(match[1]) for match in named if match)
+
+
+_ITERATION = re.compile(r"iter_(\d+)")
+
+
+def _holding(*names: str) -> Callable[[Path], Path | None]:
+    """Return a rule's function: whether a folder directly holds a file of one of these names."""
+    return lambda path: path if any((path / name).is_file() for name in names) else None
+
+
+def _run_of_adapter(path: Path) -> Path | None:
+    trained = all((path.parent / name).is_file() for name in (ADAPTER_CONFIG, TRACKER))
+    return path.parent if trained and _format_in(path) else None
+
+
+def _format_in(folder: Path) -> str | None:
+    """Return the format of the files in an iteration's folder."""
+    return next((name for name, f in FORMATS.items() if any(folder.glob(f.pattern))), None)
+
+
+def _newest(path: Path) -> str | int | None:
+    """Return what the tracker names, if it can be read."""
+    try:
+        return read_tracker(path)
+    except BadInput:
+        return None
+
+
+def _verl_step(path: Path) -> Path:
+    """Return the newest step's folder if `path` is a run of VERL's; other paths unchanged."""
+    newest = _newest(path)
+    step = path / f"global_step_{newest}"
+    return step if isinstance(newest, int) and step.is_dir() else path
+
+
+def _verl_weights(path: Path) -> Path | None:
+    places = [_verl_step(path) / folder for folder in VERL_FOLDERS]
+    return next((place for place in places if _format_in(place)), None)
+
+
+def _verl_huggingface(path: Path) -> Path | None:
+    places = [(_verl_step(path) / f).parent / VERL_HF_FOLDER for f in VERL_FOLDERS]
+    return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
+def _run(path: Path) -> Path | None:
+    """ms-swift writes a tracker beside Hugging Face weights, with or without Megatron's."""
+    if not (path / TRACKER).is_file() or _verl_step(path) != path:
+        return None
+    newest = _newest(path)
+    folder = path if newest is None else path / folder_name(newest)
+    only_beside = newest is not None and not _format_in(folder) and _holding(SINGLE, INDEX)(path)
+    return None if only_beside else folder
+
+
+def _swift_run(path: Path) -> Path | None:
+    named = ((re.fullmatch(r"checkpoint-(\d+)", f.name), f) for f in path.glob("checkpoint-*"))
+    steps = {int(match[1]): f for match, f in named if match and (f / TRACKER).is_file()}
+    return steps[max(steps)] if steps else None
+
+
+_ADAPTER = (
+    "{path} holds a LoRA adapter, and not the model that it changes. Use both with `generate BASE "
+    "--lora {folder}`, or make a whole model of them: `mcore-qwen3vl lora merge BASE {folder} OUT`."
+)
+
+RULES = (
+    Rule(
+        "a hub id",
+        Kind.HUB_ID,
+        lambda path: path if HUB_ID.fullmatch(str(path)) and not path.exists() else None,
+    ),
+    Rule("nothing", Kind.MISSING, lambda path: None if path.exists() else path),
+    Rule("a file", Kind.CONFIG, lambda path: path if path.is_file() else None),
+    Rule(
+        "an adapter beside weights",
+        Kind.ADAPTER,
+        lambda path: _holding(ADAPTER_CONFIG)(path) and _holding(SINGLE, INDEX)(path),
+        refusal="{path} holds a whole model and a LoRA adapter, and which is meant is not known. "
+        "Move the adapter to a folder of its own.",
+    ),
+    Rule("an adapter", Kind.ADAPTER, _holding(ADAPTER_CONFIG), refusal=_ADAPTER),
+    Rule("an iteration of an adapter's run", Kind.ADAPTER, _run_of_adapter, "ms-swift", _ADAPTER),
+    Rule("an iteration", Kind.MEGATRON, lambda path: path if _format_in(path) else None),
+    Rule("a step of VERL's", Kind.MEGATRON, _verl_weights, "VERL"),
+    Rule("a run, or a conversion", Kind.MEGATRON, _run),
+    Rule("Hugging Face weights", Kind.HUGGINGFACE, _holding(SINGLE, INDEX)),
+    Rule(
+        "a step of VERL's without Megatron's weights",
+        Kind.ELSEWHERE,
+        _verl_huggingface,
+        "VERL",
+        "{path} was saved by {maker}, and its weights are a Hugging Face checkpoint already: name "
+        "{folder}.",
+    ),
+    Rule(
+        "a run of ms-swift's",
+        Kind.ELSEWHERE,
+        _swift_run,
+        "ms-swift",
+        "{path} is a run of {maker}'s, whose checkpoints are below: name {folder}.",
+    ),
+    Rule("a config", Kind.CONFIG, _holding(CONFIG)),
+    Rule("something else", Kind.UNKNOWN, lambda path: path),
+)
+"""The forms that a path may have; the first that fits counts."""
