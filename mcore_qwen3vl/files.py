@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import os
 import shutil
@@ -10,7 +10,9 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
 
 from mcore_qwen3vl.errors import BadInput
 
@@ -81,39 +83,30 @@ def only_writer(place: Path) -> Iterator[None]:
             names.
     """
     file = place / ".lock" if place.is_dir() else place.with_name(f"{place.name}.lock")
-    lock = _locked(file, place)
+    if not file.parent.is_dir():
+        raise BadInput(f"There is no folder {file.parent} for {place}: create it, or correct it.")
+    lock = FileLock(file, fallback_to_soft=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        holder = ""
+        with suppress(OSError):
+            holder = file.read_text(encoding="utf-8").strip()
+        raise BadInput(
+            f"{holder or 'Another process'} is writing to {place}. Wait until it has ended, or "
+            "name another place."
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    # On a full disk, only the message to the next process says less.
+    with suppress(OSError):
+        file.write_text(f"Process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
     try:
         yield
     finally:
         file.unlink(missing_ok=True)  # before the lock is released, while the file is still ours
-        lock.close()
-
-
-def _locked(file: Path, place: Path) -> TextIO:
-    if not file.parent.is_dir():
-        raise BadInput(f"There is no folder {file.parent} for {place}: create it, or correct it.")
-    while True:
-        lock = file.open("a+", encoding="utf-8")
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            lock.seek(0)
-            holder = lock.read().strip() or "Another process"
-            lock.close()
-            raise BadInput(
-                f"{holder} is writing to {place}. Wait until it has ended, or name another place."
-            ) from None
-        except OSError:  # the file system has no locks
-            pass
-        with suppress(FileNotFoundError):
-            if os.path.samestat(file.stat(), os.fstat(lock.fileno())):
-                break
-        lock.close()  # the previous holder has removed the file meanwhile
-    # Unbuffered. It may fail on a full disk: then only the message to the next process says less.
-    with suppress(OSError):
-        os.truncate(file, 0)
-        os.write(lock.fileno(), f"Process {os.getpid()} on {socket.gethostname()}".encode())
-    return lock
+        lock.release()
 
 
 def templates(package: str) -> Environment:

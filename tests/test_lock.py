@@ -66,8 +66,8 @@ def test_children_hold_nothing(tmp_path: Path) -> None:
     run = os.fork()
     if not run:
         with only_writer(tmp_path):
-            if worker := os.fork():
-                os.write(writer, str(worker).encode())
+            if not os.fork():
+                os.write(writer, str(os.getpid()).encode())
             signal.pause()
     worker = int(os.read(reader, 99))
     os.kill(run, signal.SIGKILL)
