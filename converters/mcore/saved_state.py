@@ -7,14 +7,10 @@ replaced by an inert stand-in, so that neither megatron nor numpy is imported.
 
 from __future__ import annotations
 
-import pickle
 from argparse import Namespace
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mcore_qwen3vl.converters.storage.archive import (
     Archive,
@@ -23,7 +19,7 @@ from mcore_qwen3vl.converters.storage.archive import (
     TensorUnpickler,
 )
 from mcore_qwen3vl.converters.storage.disk import map_file
-from mcore_qwen3vl.converters.storage.restricted_pickle import FAILURES, Record, Refused, make_set
+from mcore_qwen3vl.converters.storage.restricted_pickle import FAILURES, Record, Refused
 from mcore_qwen3vl.errors import BadInput
 
 STAND_INS = (
@@ -78,7 +74,7 @@ def load(file: Path, part: slice = slice(None), sums: Sums | None = None) -> Any
         archive = Archive(map_file(file)[part], sums)
         archive.check()
         archive.check_byte_order()
-        content = _Unpickler(archive, largest=2**40).load()
+        content = TensorUnpickler(archive, 2**40, _CLASSES).load()
         for state in content if isinstance(content, list) else [content]:
             if isinstance(state, dict) and isinstance(state.get("args"), _NamespaceRecord):
                 state["args"] = state["args"].namespace()
@@ -111,50 +107,3 @@ class _NamespaceRecord(Record):
 
 _CLASSES = {name: type("StandIn", (Record,), {}) for name in STAND_INS}
 _CLASSES["argparse.Namespace"] = _NamespaceRecord
-
-
-class _Unpickler(TensorUnpickler):
-    """An unpickler that also admits the list."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        # Parameters are rebuilt without their attributes, of which Megatron sets some.
-        functions: dict[str, Callable[..., Any]] = {
-            "torch._utils._rebuild_tensor_v3": self._rebuild_untyped,
-            "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
-            "torch._tensor._rebuild_from_type_v2": lambda make, _, arguments, *__: make(*arguments),
-            "__builtin__.set": make_set,
-            "builtins.set": make_set,
-        }
-        if full in functions:
-            return functions[full]
-        if (stand_in := _CLASSES.get(full.replace("builtins.", "__builtin__."))) is not None:
-            return stand_in
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        return super().find_class(module, name)
-
-    def storage(self, module: str, name: str) -> torch.dtype | None:
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.uint8
-        found: Any = getattr(torch, name, None) if module == "torch" else None
-        known = isinstance(found, type) and issubclass(found, torch.storage._LegacyStorage)
-        return found._dtype if known else None
-
-    def load_build(self) -> None:
-        if type(self.stack[-2]) is OrderedDict:
-            self.stack.pop()  # the versions that a module's state_dict() keeps as an attribute
-            return
-        super().load_build()
-
-    dispatch = {**TensorUnpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: RUF012
-
-    def _rebuild_untyped(
-        self, memory: Any, offset: int, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
-        *_: Any,
-    ) -> Any:  # fmt: skip
-        """Rebuild a tensor whose dtype has no storage class, from untyped bytes."""
-        if not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError("a tensor without a dtype")
-        typed = memory._replace(dtype=dtype, values=memory.values // dtype.itemsize)
-        return self._rebuild(typed, offset, size, stride)

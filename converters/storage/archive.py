@@ -17,7 +17,7 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -28,11 +28,14 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.restricted_pickle import (
     FAILURES,
+    Record,
     Refused,
     RestrictedUnpickler,
     make_ordered_dict,
+    make_set,
     make_tuple,
 )
 
@@ -116,6 +119,8 @@ def read_tensor(view: memoryview, sums: Sums | None = None) -> Tensor:
         tensor = TensorUnpickler(archive, LARGEST_PICKLE).load()
         if not isinstance(tensor, Tensor):
             raise BadArchive(f"it holds {type(tensor).__name__}, not a tensor")
+        if tensor.dtype not in STORAGES:
+            raise BadArchive(f"it holds {dtype_name(tensor.dtype)}, which no model's tensor is")
         return tensor
 
 
@@ -306,37 +311,50 @@ def dumps(value: Any) -> bytes:
 
 
 class TensorUnpickler(RestrictedUnpickler):
-    """An unpickler that admits only tensors, which become views of the archive's data.
+    """An unpickler of tensors, which become views of the archive's data, and plain containers.
 
     Raises:
-        Refused: the pickle names something else.
+        Refused: the pickle names something else that has no stand-in.
     """
 
-    def __init__(self, archive: Archive, largest: int) -> None:
+    def __init__(
+        self, archive: Archive, largest: int, stand_ins: Mapping[str, type[Record]] | None = None
+    ) -> None:
+        """Read a pickle of at most `largest` bytes; `stand_ins` are inert, by the names' places."""
         super().__init__(archive.small("data.pkl", largest))
-        self._archive = archive
+        self._archive, self._stand_ins = archive, stand_ins or {}
 
     def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}".replace("builtins.", "__builtin__.")
+        # Parameters are rebuilt without their attributes, of which Megatron sets some.
         functions: dict[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor_v2": self._rebuild,
+            "torch._utils._rebuild_tensor_v3": self._rebuild_untyped,
             "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+            "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
+            "torch._tensor._rebuild_from_type_v2": lambda make, _, arguments, *__: make(*arguments),
             "collections.OrderedDict": make_ordered_dict,
             "torch.Size": make_tuple,
+            "__builtin__.set": make_set,
         }
-        found = functions.get(f"{module}.{name}") or self.storage(module, name)
-        if found is None:
+        named = functions.get(full) or self._stand_ins.get(full) or _dtype_of(module, name)
+        if named is None:
             raise Refused(f"{module}.{name}")
-        return found
-
-    def storage(self, module: str, name: str) -> torch.dtype | None:
-        """Return the dtype of the storage class of this name; None if it is not admitted."""
-        return _DTYPES.get(f"{module}.{name}")
+        return named
 
     def persistent_load(self, pid: Any) -> _Memory:
         _, dtype, key, _, count = pid
         if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not key.isdigit():
             raise pickle.UnpicklingError("not a plain storage")
         return _Memory(dtype, key, count)
+
+    def load_build(self) -> None:
+        if type(self.stack[-2]) is OrderedDict:
+            self.stack.pop()  # the versions that a module's state_dict() keeps as an attribute
+            return
+        super().load_build()
+
+    dispatch = {**RestrictedUnpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: RUF012
 
     def _rebuild(self, memory: _Memory, offset: int, size: Any, stride: Any, *_: Any) -> Any:
         dtype, key, count = memory
@@ -353,5 +371,22 @@ class TensorUnpickler(RestrictedUnpickler):
             return torch.empty(tuple(size), dtype=dtype)
         return torch.frombuffer(data, dtype=dtype).as_strided(tuple(size), tuple(stride), offset)
 
+    def _rebuild_untyped(
+        self, memory: Any, offset: int, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
+        *_: Any,
+    ) -> Any:  # fmt: skip
+        """Rebuild a tensor whose dtype has no storage class, from untyped bytes."""
+        if not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError("a tensor without a dtype")
+        typed = memory._replace(dtype=dtype, values=memory.values // dtype.itemsize)
+        return self._rebuild(typed, offset, size, stride)
 
-_DTYPES = {f"{storage.__module__}.{storage.__name__}": d for d, storage in STORAGES.items()}
+
+def _dtype_of(module: str, name: str) -> torch.dtype | None:
+    """Return the dtype of this name, or that of the storage class of this name."""
+    if (module, name) == ("torch.storage", "UntypedStorage"):
+        return torch.uint8
+    value: Any = getattr(torch, name, None) if module == "torch" else None
+    if isinstance(value, type) and issubclass(value, torch.storage._LegacyStorage):
+        value = value._dtype
+    return value if isinstance(value, torch.dtype) else None
