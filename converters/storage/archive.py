@@ -1,43 +1,253 @@
-"""One tensor as ``torch.save`` stores it, written and read as a stream.
+"""What ``torch.save`` stores, written as a stream and read without running code.
 
-A ``.distcp`` file is a sequence of such archives. ``torch.save`` needs the whole tensor in memory
-and checksums it at a quarter of a gigabyte a second. The archive is a plain, uncompressed zip file,
-so this module writes it chunk by chunk with `zipfile`. Reading finds the tensor's bytes in the
-mapped file without copying them.
+Tensors: a ``.distcp`` file is a sequence of archives of one tensor each. ``torch.save`` needs the
+whole tensor in memory and checksums it at a quarter of a gigabyte a second. The archive is a plain,
+uncompressed zip file, so this module writes it chunk by chunk with `zipfile`. Reading finds the
+tensor's bytes in the mapped file without copying them. ``torch.load`` would copy the whole tensor
+for each part that is read: converting back then takes seven times as long.
 
-``torch.load`` would copy the whole tensor for each part that is read: converting back then takes
-seven times as long.
+Pickles: only what an allow-list admits is unpickled, in memory and time proportional to the data.
+`pickle.Unpickler` calls nothing that `find_class` refuses, but a few bytes can still make it
+reserve gigabytes (a memo index, a byte array's length), hash shared nested tuples forever, or
+change the attributes of an admitted class. The unpickler written in Python keeps its memo in a
+dictionary, and a subclass can refuse each of the others. ``torch.load(weights_only=True)`` is not
+enough: of the 21 such pickles in the tests, it hashes two without end and takes 6 s for a third.
+Where Megatron or torch calls it, `refuse_bombs` bounds what it unpacks and makes.
+
+What Megatron saves beside a model's tensors, its arguments and optimizer and random states, is read
+by the same unpickler. Each class is replaced by an inert stand-in, so that neither megatron nor
+numpy is imported.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 import zipfile
 import zlib
-from collections import OrderedDict
+from argparse import Namespace
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, BinaryIO, NamedTuple
+from pathlib import Path
+from typing import IO, Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, _weights_only_unpickler, serialization
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in
+from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in, map_file
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
-from mcore_qwen3vl.converters.storage.restricted_pickle import (
-    FAILURES,
-    Record,
-    Refused,
-    RestrictedUnpickler,
-    make_ordered_dict,
-    make_set,
-    make_tuple,
+from mcore_qwen3vl.errors import BadInput
+
+
+class Record:
+    """An inert stand-in for one instance of a class named in the pickle."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        if not isinstance(self.state, dict) or name not in self.state:
+            raise pickle.UnpicklingError(f"no field {name}")
+        return self.state[name]
+
+
+class Refused(Exception):
+    """The pickle names something outside the allow-list: its module and name."""
+
+
+KEYS = (str, int, Record)
+"""Types allowed as dictionary keys and set members, since their hashes are cheap."""
+
+FAILURES = (
+    *(pickle.UnpicklingError, LookupError, TypeError, ValueError, EOFError, AttributeError),
+    *(OverflowError, MemoryError, RuntimeError, AssertionError),
+    struct.error,
 )
+"""The exceptions that reading a damaged pickle may raise."""
+
+PYTHONS: Any = pickle._Unpickler
+"""The unpickler written in Python; `pickle.Unpickler` is the one written in C."""
+
+
+class RestrictedUnpickler(PYTHONS):
+    """A base class; override `find_class` and, where needed, ``persistent_load``.
+
+    ``load`` raises one of `FAILURES` on damaged data, and whatever the overrides raise.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(PYTHONS.dispatch)
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise Refused(f"{module}.{name}")
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        PYTHONS.load_setitem(self)
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])
+        PYTHONS.load_setitems(self)
+
+    def load_additems(self) -> None:
+        _check_keys(self.stack)
+        PYTHONS.load_additems(self)
+
+    def load_build(self) -> None:
+        if not isinstance(self.stack[-2], Record):
+            raise pickle.UnpicklingError("state for something that has none")
+        PYTHONS.load_build(self)
+
+    def refuse(self) -> None:
+        raise pickle.UnpicklingError("an instruction that no checkpoint uses")
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.ADDITEMS[0]] = load_additems
+    dispatch[pickle.BUILD[0]] = load_build
+    for _code in (
+        *(pickle.BYTEARRAY8, pickle.DICT, pickle.FROZENSET, pickle.INST, pickle.OBJ),
+        *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+    ):
+        dispatch[_code[0]] = refuse
+
+
+def make_set(members: list[Any] | None = None) -> set[Any]:
+    """Make a set for a pickle; empty `members`, lest the pickle copy one list many times."""
+    if members is None:
+        return set()
+    _check_keys(members)
+    made = set(members)
+    members.clear()
+    return made
+
+
+def make_ordered_dict() -> OrderedDict[Any, Any]:
+    """Make an empty `OrderedDict` for a pickle, which sets the items afterwards."""
+    return OrderedDict()
+
+
+def make_tuple(members: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """Stand in for ``torch.Size`` in a pickle; return `members` itself, without a copy."""
+    if not isinstance(members, tuple):
+        raise pickle.UnpicklingError(f"a {type(members).__name__} as a size")
+    return members
+
+
+def reconstruct(cls: Callable[[], Any], *_: Any) -> Any:
+    """Stand in for ``copyreg._reconstructor`` in a pickle, for admitted classes."""
+    return cls()
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        if not isinstance(key, KEYS):
+            raise pickle.UnpicklingError(f"a {type(key).__name__} as key")
+
+
+_NAMED = re.compile(r"GLOBAL (\S+)")
+
+
+def refused_by_torch(place: str | Path, error: pickle.UnpicklingError) -> BadInput:
+    """Turn an error of ``torch.load(weights_only=True)`` into BadInput, without its long advice."""
+    if named := _NAMED.search(str(error)):
+        return BadInput(
+            f"{place} asks for {named[1]}, which has no place in a checkpoint. Refused: loading it "
+            "could run code. Do not use this checkpoint with a tool that would."
+        )
+    return BadInput(f"{place} is damaged, or torch did not write it. Copy it again.")
+
+
+def refuse_bombs() -> None:
+    """Make ``torch.load`` in this process refuse small files that would fill the memory.
+
+    torch stores the parts of an archive without compression, each at a place of its own. A file
+    whose parts are compressed, or overlap, would fill the memory before its content is looked at.
+    So would a pickle that calls one of the functions that ``weights_only=True`` admits with a size,
+    or with a tensor whose strides are 0. A second call changes nothing. Afterwards ``torch.load``
+    raises BadInput for such an archive, and UnpicklingError for such a pickle.
+    """
+    serialization._open_zipfile_reader = _BoundedReader  # type: ignore[misc]
+    admitted = _weights_only_unpickler._get_allowed_globals()  # the one dictionary that torch keeps
+    admitted.update(_OF_PLAIN_VALUES)
+    for name in _COPIES_OF_TENSORS:
+        admitted.pop(name, None)
+
+
+def _of_plain_values(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `make`, which refuses a size or a tensor as its argument."""
+
+    def made(*values: Any) -> Any:
+        if not all(isinstance(value, str | bytes | list | dict) for value in values):
+            raise pickle.UnpicklingError(f"a {make.__name__} that is made from no plain value")
+        return make(*values)
+
+    return made
+
+
+_OF_PLAIN_VALUES = {
+    "builtins.bytearray": _of_plain_values(bytearray),
+    "builtins.set": _of_plain_values(set),
+    "collections.Counter": _of_plain_values(Counter),
+}
+_COPIES_OF_TENSORS = (
+    "torch._utils._rebuild_device_tensor_from_numpy",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+)
+"""What torch admits for devices that are neither CPU nor GPU."""
+
+
+class _BoundedReader(serialization._open_zipfile_reader):
+    def __init__(self, name_or_buffer: str | IO[bytes]) -> None:
+        if not isinstance(name_or_buffer, str):
+            _check_size(name_or_buffer)
+        super().__init__(name_or_buffer)
+
+
+class _Seekable:
+    """Reads a stream for `zipfile`; torch's views of a part of a file seek wrongly from the end."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        stream.seek(0, io.SEEK_END)
+        self.size = stream.tell()
+        self.read, self.tell = stream.read, stream.tell
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self.size}[whence]
+        self._stream.seek(base + offset)
+        return base + offset
+
+
+def _check_size(stream: IO[bytes]) -> None:
+    before = stream.tell()
+    file: Any = _Seekable(stream)
+    try:
+        unpacked = sum(part.file_size for part in zipfile.ZipFile(file).infolist())
+    except (zipfile.BadZipFile, OSError, ValueError):
+        unpacked = 0  # torch itself will say that it is damaged
+    finally:
+        stream.seek(before)
+    if unpacked > file.size:
+        raise BadInput(
+            f"{getattr(stream, 'name', 'A part of the checkpoint')} has {file.size:,} bytes, which "
+            f"unpack to {unpacked:,}. Refused: torch writes no such file, and unpacking it could "
+            "fill the memory. Copy the checkpoint again from a place that you trust."
+        )
+
 
 FOLDER = "archive"
 EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's earliest date; a fixed date keeps the bytes reproducible
@@ -390,3 +600,90 @@ def _dtype_of(module: str, name: str) -> torch.dtype | None:
     if isinstance(value, type) and issubclass(value, torch.storage._LegacyStorage):
         value = value._dtype
     return value if isinstance(value, torch.dtype) else None
+
+
+STAND_INS = (
+    # The arguments' values: enumerations of Megatron and Python, paths, nested namespaces.
+    "argparse.Namespace",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphModule",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.InferenceCudaGraphScope",
+    "signal.Signals",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "types.SimpleNamespace",
+    # numpy's random state.
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.dtypes.UInt32DType",
+    # The state of Megatron's optimizer and of its rerun state machine.
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    # Transformer Engine's FP8 state, as older versions save it.
+    "_io.BytesIO",
+    # Small objects of Python and torch, which are not parts of parameters.
+    "_codecs.encode",  # bytes, under the pickle protocol that torch uses
+    "__builtin__.bytearray",
+    "__builtin__.complex",
+    "collections.Counter",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
+)
+"""What Megatron saves beside tensors; ``megatron.core.safe_globals`` admits these names."""
+
+
+def load(file: Path, part: slice = slice(None), sums: Sums | None = None) -> Any:
+    """Return the content of a file of Megatron's, or of the bytes `part` of it.
+
+    Tensors are copy-on-write views of the mapped file. The arguments are an ``argparse.Namespace``.
+    Every other object that is not a tensor or a plain container is a `Record`. The checksums of the
+    tensors' data are noted in `sums`.
+
+    Raises:
+        BadInput: the file is damaged, or names something outside the list.
+    """
+    try:
+        archive = Archive(map_file(file)[part], sums)
+        archive.check()
+        archive.check_byte_order()
+        content = TensorUnpickler(archive, 2**40, _CLASSES).load()
+        for state in content if isinstance(content, list) else [content]:
+            if isinstance(state, dict) and isinstance(state.get("args"), _NamespaceRecord):
+                state["args"] = state["args"].namespace()
+        return content
+    except Refused as error:
+        raise BadInput(
+            f"{file} asks for {error!s:.200}, which has no place in a model's checkpoint. Refused: "
+            "loading it could run code. If you trust the file, load it in Megatron and save it "
+            "again with --ckpt-format torch_dist."
+        ) from None
+    except (OSError, BadArchive, *FAILURES) as error:
+        raise BadInput(
+            f"{file} cannot be read ({type(error).__name__}: {error!s:.200}). Copy the file again."
+        ) from None
+
+
+def arguments_in(state: Any) -> Mapping[str, Any]:
+    """Return the arguments in a state, or in a list that begins with one; empty if it has none."""
+    first = state[0] if isinstance(state, list) and state else state
+    args = first.get("args") if isinstance(first, dict) else None
+    return vars(args) if isinstance(args, Namespace) else {}
+
+
+class _NamespaceRecord(Record):
+    """A stand-in for ``argparse.Namespace``."""
+
+    def namespace(self) -> Namespace:
+        return Namespace(**self.state)  # a TypeError, as on other damage, if it is not names
+
+
+_CLASSES = {name: type("StandIn", (Record,), {}) for name in STAND_INS}
+_CLASSES["argparse.Namespace"] = _NamespaceRecord

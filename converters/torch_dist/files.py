@@ -23,11 +23,12 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     MegatronCheckpoint,
 )
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder
-from mcore_qwen3vl.converters.mcore.saved_state import arguments_in, load
 from mcore_qwen3vl.converters.storage.archive import (
     BadArchive,
     Described,
     Sums,
+    arguments_in,
+    load,
     read_tensor,
     write_archive,
 )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.converters.mcore.paths import folder_name
-from mcore_qwen3vl.converters.storage.restricted_pickle import refused_by_torch
+from mcore_qwen3vl.converters.storage.archive import refused_by_torch
 from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.data.loader_state import redistribute
 from mcore_qwen3vl.data.loading.sources import Source

@@ -36,7 +36,7 @@ from mcore_qwen3vl.converters.mcore.paths import (
     numbered_iterations,
     tracked,
 )
-from mcore_qwen3vl.converters.storage.restricted_pickle import refused_by_torch
+from mcore_qwen3vl.converters.storage.archive import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.data.processor import with_budgets

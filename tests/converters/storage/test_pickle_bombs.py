@@ -16,9 +16,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.converters.legacy.files import check_run, open_ranks
-from mcore_qwen3vl.converters.mcore.saved_state import load
-from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor
-from mcore_qwen3vl.converters.storage.restricted_pickle import refuse_bombs
+from mcore_qwen3vl.converters.storage.archive import BadArchive, load, read_tensor, refuse_bombs
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from tests.memory import little_memory
