@@ -50,7 +50,7 @@ def exported(chunks: list[Any], _config: Any) -> Iterator[int]:
 
 
 def merged(chunks: list[Any], config: dict[str, Any]) -> Iterator[int]:
-    from mcore_qwen3vl.converters.adapters.targets import resolve_targets
+    from mcore_qwen3vl.converters.adapters.config import resolve_targets
     from mcore_qwen3vl.converters.live.export import export_merged
 
     targets = resolve_targets(adapter_config(chunks[0].architecture), config)
@@ -59,8 +59,7 @@ def merged(chunks: list[Any], config: dict[str, Any]) -> Iterator[int]:
 
 
 def adapter_config(architecture: Architecture) -> Any:
-    from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-    from mcore_qwen3vl.converters.adapters.targets import preset
+    from mcore_qwen3vl.converters.adapters.config import AdapterConfig, preset
 
     modules, parameters = preset("language", architecture)
     return AdapterConfig(r=RANK, target_modules=modules, target_parameters=parameters)
@@ -78,7 +77,7 @@ def on_rank(way: str, layout: Layout, config: dict[str, Any]) -> tuple[float, fl
     import torch
     import torch.distributed as dist
 
-    from mcore_qwen3vl.converters.adapters.targets import resolve_targets
+    from mcore_qwen3vl.converters.adapters.config import resolve_targets
     from mcore_qwen3vl.converters.live.sharded import initialize_factors
     from mcore_qwen3vl.model.build import build_chunks
     from mcore_qwen3vl.model.lora.attach import attach

@@ -23,11 +23,9 @@ from convert import bytes_of, copy, forget, measure, run, summarise
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Factors
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import write_adapter
+from mcore_qwen3vl.converters.adapters.adapter import Factors, write_adapter
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, preset, resolve_targets
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.converters.adapters.targets import preset, resolve_targets
 from mcore_qwen3vl.converters.convert import hf_to_hf
 
 COPY, REWRITE, MERGE = "copy", "hf-to-hf", "lora merge"

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Adapter, Roles
+from mcore_qwen3vl.converters.adapters.adapter import Adapter, AdapterFile, Roles, read_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import AdapterFile, read_adapter
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput

@@ -24,10 +24,11 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     is_adapter,
     of_expert,
     product,
+    read_adapter,
     row_chunks,
+    unused_of_adapter,
 )
 from mcore_qwen3vl.converters.adapters.config import FILE
-from mcore_qwen3vl.converters.adapters.files import read_adapter, unused_of_adapter
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
