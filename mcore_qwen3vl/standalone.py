@@ -150,8 +150,8 @@ def prepare_batch(
     from mcore_qwen3vl.data.encoding.batch import Batcher, EncodedSample
     from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
     from mcore_qwen3vl.data.loading.sources import Source
-    from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
     from mcore_qwen3vl.data.records.media import MediaFolder
+    from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample
     from mcore_qwen3vl.model.sequence import length_multiple
 
     groups = model.pg_collection

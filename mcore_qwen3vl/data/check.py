@@ -17,16 +17,15 @@ from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
 from mcore_qwen3vl.data.encoding.packing import Balance, Workload, all_ranks, best_fit, each_rank
-from mcore_qwen3vl.data.encoding.planning import Plan, check_length
-from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.encoding.preparation import Plan, Preparation, check_length
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.messages import each_turn
+from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.video import is_uneven
 from mcore_qwen3vl.data.scores import teachers_of
 from mcore_qwen3vl.errors import BadInput

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from mcore_qwen3vl.data.loading.index import ensure_index, line_of
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.preference import SIDES
+from mcore_qwen3vl.data.records.parse import SIDES
+from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.machine import require_extra

@@ -12,14 +12,12 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, EncodedSample
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.pixels import Pixels
-from mcore_qwen3vl.data.encoding.planning import Plan
-from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.encoding.preparation import Pixels, Plan, Preparation
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import Place, place_of
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
+from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.scores import digest
 from mcore_qwen3vl.scoring.output import OVERLONG
 from mcore_qwen3vl.unused import Unused

@@ -24,9 +24,15 @@ from megatron.energon.wrappers import PackingDataset
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, Record
-from mcore_qwen3vl.data.encoding.epoch_packing import EpochOf, EpochPacking
-from mcore_qwen3vl.data.encoding.packing import Division, Measure, divide, extra_work
-from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.encoding.packing import (
+    Division,
+    EpochOf,
+    EpochPacking,
+    Measure,
+    divide,
+    extra_work,
+)
+from mcore_qwen3vl.data.encoding.preparation import Plan
 from mcore_qwen3vl.data.loading.datasets import SOURCE, Part
 from mcore_qwen3vl.data.loading.index import sample_id
 from mcore_qwen3vl.data.loading.measured import ABSENT as ABSENT_KIND
@@ -42,7 +48,7 @@ from mcore_qwen3vl.data.loading.measured import (
 from mcore_qwen3vl.data.loading.measured import measure as measure_data
 from mcore_qwen3vl.data.loading.order import ABSENT, Order, length_of_epoch
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
+from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.model.flops import Trained
 
 NOTHING = Unusable(ABSENT_KIND, "", "", 0)
@@ -65,7 +71,7 @@ class SharedPacking(EpochPacking):
     packer leaves over go back into the reading buffer, whose content energon saves and restores.
     The order depends on the number of ranks at the start of the run, which is saved too. With
     another number of ranks, a run resumes with the very next pack
-    (:func:`mcore_qwen3vl.data.loader_state.redistribute`).
+    (:func:`mcore_qwen3vl.data.loader.redistribute`).
     """
 
     _savable_fields = (

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.pixels import Pixels, join_grids, join_patches
-from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.data.encoding.preparation import Pixels, Plan, join_grids, join_patches
 from mcore_qwen3vl.data.scores import Top
 from mcore_qwen3vl.model.inputs import PER_PATCH, PixelScale, VisualInputs, visual_inputs
 

@@ -31,20 +31,22 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Task
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, Counts, EncodedSample, without_pixels
-from mcore_qwen3vl.data.encoding.epoch_packing import EpochOf, EpochPacking
-from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.pixels import Pixels
-from mcore_qwen3vl.data.encoding.planning import Plan, check_length
-from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
+from mcore_qwen3vl.data.encoding.packing import EpochOf, EpochPacking, best_fit
+from mcore_qwen3vl.data.encoding.preparation import (
+    Pixels,
+    Plan,
+    Preparation,
+    RawSample,
+    check_length,
+)
 from mcore_qwen3vl.data.loading.datasets import Part
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
 from mcore_qwen3vl.data.loading.order import Block, Stream
 from mcore_qwen3vl.data.loading.sources import Source, source_names
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.messages import Conversation
-from mcore_qwen3vl.data.records.preference import SIDES
-from mcore_qwen3vl.data.records.tasks import POSITIVE, QUERY
+from mcore_qwen3vl.data.records.parse import POSITIVE, QUERY, SIDES
+from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.scores import References, joined, teachers_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused import Unused, sentences

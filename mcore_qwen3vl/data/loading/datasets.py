@@ -20,11 +20,16 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode, Load
 from torch.utils.data import ConcatDataset, Dataset
 
 from mcore_qwen3vl.data.loading.index import ensure_index, index_beside, origin
-from mcore_qwen3vl.data.loading.readers import CrudeFactory, JsonReader, index_of
+from mcore_qwen3vl.data.loading.readers import (
+    CrudeFactory,
+    JsonReader,
+    TableReader,
+    index_of,
+    is_table,
+)
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.loading.tables import TableReader, is_table
+from mcore_qwen3vl.data.records.parse import labels_in
 from mcore_qwen3vl.data.records.reading import preprocessed
-from mcore_qwen3vl.data.records.tasks import labels_in
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.labels import Labels

@@ -24,8 +24,7 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.reading import Observed, checked, number
+from mcore_qwen3vl.data.records.reading import BadSample, Observed, checked, number
 from mcore_qwen3vl.unused import Fields, Unused
 
 Kind = Literal["image", "video"]

@@ -22,10 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media
 from mcore_qwen3vl.data.records.messages import MESSAGE, Conversation
 from mcore_qwen3vl.data.records.parse import Document
+from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused import Fields, Unused
 

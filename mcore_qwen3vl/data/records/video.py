@@ -14,8 +14,8 @@ import numpy as np
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.console import counted
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media, MediaOptions, image_size, load_image
+from mcore_qwen3vl.data.records.reading import BadSample
 
 _SPARSE = 3
 """Seeking is faster than decoding in order if at most one frame in this many is sampled."""

@@ -17,8 +17,7 @@ import torch
 
 from mcore_qwen3vl.converters.mcore.paths import folder_name
 from mcore_qwen3vl.converters.storage.archive import refused_by_torch
-from mcore_qwen3vl.data.loader import Loader
-from mcore_qwen3vl.data.loader_state import redistribute
+from mcore_qwen3vl.data.loader import Loader, redistribute
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import replacing

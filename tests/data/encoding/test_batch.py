@@ -15,7 +15,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batcher, EncodedSample
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.pixels import PixelLoader
+from mcore_qwen3vl.data.encoding.preparation import PixelLoader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PixelScale
 from tests.data.encoding.test_planning import RECORDS, planned
