@@ -82,12 +82,26 @@ class PlannedMedia:
 
 
 @dataclass(frozen=True)
+class Pixels:
+    """Patches of one sample's images and of its videos, in order.
+
+    They are uint8 if the :class:`PixelLoader` has a scale, and float32 otherwise.
+    """
+
+    pixel_values: Tensor | None = None  # (P_images, patch_dim)
+    image_grid_thw: Tensor | None = None  # (images, 3) int64
+    pixel_values_videos: Tensor | None = None  # (P_videos, patch_dim)
+    video_grid_thw: Tensor | None = None  # (videos, 3) int64
+
+
+@dataclass(frozen=True)
 class Plan:
-    """A tokenised sample of T tokens, with its media."""
+    """A tokenised sequence of T tokens, with its media, which are decoded once it is chosen."""
 
     input_ids: np.ndarray  # (T,) int64
     loss_weights: np.ndarray  # (T,) float32: the weight of predicting each token
     media: list[PlannedMedia]
+    pixels: Pixels = Pixels()  # of the media, once they are decoded
     target: float | tuple[float, ...] | None = None  # see Conversation
     unused: tuple[Unused, ...] = ()  # of the record
     spelt: tuple[tuple[str, str], ...] = ()  # see Rendered
@@ -96,6 +110,11 @@ class Plan:
     def trained_tokens(self) -> int:
         """The number of tokens that are trained; the first one is never predicted."""
         return int((self.loss_weights[1:] > 0).sum())
+
+
+def spare_plan(pad_id: int) -> Plan:
+    """Return a sequence of two tokens that are not trained, for a batch without any."""
+    return Plan(np.full(2, pad_id), np.zeros(2, np.float32), [])
 
 
 class Planner:
@@ -314,19 +333,6 @@ def _moved(position: int, replacements: list[dict[str, Any]]) -> int:
         for r in replacements
         if r["span"][1] <= position
     )
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """Patches of one sample's images and of its videos, in order.
-
-    They are uint8 if the :class:`PixelLoader` has a scale, and float32 otherwise.
-    """
-
-    pixel_values: Tensor | None  # (P_images, patch_dim)
-    image_grid_thw: Tensor | None  # (images, 3) int64
-    pixel_values_videos: Tensor | None  # (P_videos, patch_dim)
-    video_grid_thw: Tensor | None  # (videos, 3) int64
 
 
 class PixelLoader:
