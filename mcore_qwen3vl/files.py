@@ -186,8 +186,8 @@ def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
     if inside.parent.name == "snapshots":
         inside = inside.parent.parent
     for file in files:
-        if not (found := file.resolve()).is_relative_to(inside):
+        if not (real := file.resolve()).is_relative_to(inside):
             raise BadInput(
-                f"{file} is a link to {found}, outside of the model, and would be copied with it. "
+                f"{file} is a link to {real}, outside of the model, and would be copied with it. "
                 f"If that is meant, name a folder with the files themselves: cp -rL {folder} NEW."
             )

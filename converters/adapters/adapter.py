@@ -239,7 +239,7 @@ def add_update(weight: Tensor, factors: Factors, name: str, *, swapped: bool) ->
     """
     if weight.ndim == 3:
         experts = weight.mT if swapped else weight
-        parts = [(one, *of_expert(factors, index)) for index, one in enumerate(experts)]
+        parts = [(expert, *of_expert(factors, index)) for index, expert in enumerate(experts)]
     else:
         chunks = row_chunks(*weight.shape)
         parts = [(weight[rows], factors.a, factors.b[rows]) for rows in chunks]
@@ -314,9 +314,9 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     if LM_HEAD in applied.slots:
         keys[BASE_LAYER] = LM_HEAD
     _require_keys(file, set(tensors.shapes), keys, applied)
-    found = find_roles(applied.slots, tensors.shapes, roles, str(file))
+    stored = find_roles(applied.slots, tensors.shapes, roles, str(file))
     factors = {
-        name: _factors(name, slot, tensors, found, file) for name, slot in applied.slots.items()
+        name: _factors(name, slot, tensors, stored, file) for name, slot in applied.slots.items()
     }
     saved = {
         name: _whole(name, tensors.read(key), whole_shape(name, applied), file)
@@ -324,7 +324,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
         if key in tensors.shapes
     }
     notes = [*unused_names(config, applied)]
-    if found == "swapped":
+    if stored == "swapped":
         notes.append("The factors of fused experts are stored in the swapped roles.")
     router = any(name.endswith(".mlp.gate.weight") for name in applied.slots)
     if router and config.names_a_linear_router:
@@ -333,16 +333,16 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
             "run `mcore-qwen3vl lora convert`."
         )
     labels = labels_of(content) if config.has_score else None
-    return Adapter(config, factors, saved, found, tuple(notes), labels)
+    return Adapter(config, factors, saved, stored, tuple(notes), labels)
 
 
 def _with_labels(path: Path, config: AdapterConfig, hf_config: HFConfig) -> dict[str, Any]:
     """Return the model's config; if the adapter has a head and names its labels, with these."""
     content = config_content(hf_config)
-    own = path / "config.json"
-    if not config.has_score or not own.is_file():
+    head_config = path / "config.json"
+    if not config.has_score or not head_config.is_file():
         return content
-    labels = Labels.of_config(read_config_file(own))
+    labels = Labels.of_config(read_config_file(head_config))
     return content if labels is None else labels.in_config(content)
 
 
@@ -387,16 +387,16 @@ class AdapterFile:
         return tensor
 
 
-def _require_keys(file: Path, found: set[str], whole: Mapping[str, str], applied: Applied) -> None:
+def _require_keys(file: Path, keys: set[str], saved: Mapping[str, str], applied: Applied) -> None:
     """Raise BadInput unless the file holds exactly the config's keys; `BASE_LAYER` is optional."""
     factors = [key for slot in applied.slots.values() for key in (slot.a_key, slot.b_key)]
-    wanted = [*factors, *whole]
-    refuse_wrapped(sorted(found), str(file))
-    missing = [key for key in wanted if key not in found and key != BASE_LAYER]
-    if found and len(missing) == len(wanted):
+    wanted = [*factors, *saved]
+    refuse_wrapped(sorted(keys), str(file))
+    missing = [key for key in wanted if key not in keys and key != BASE_LAYER]
+    if keys and len(missing) == len(wanted):
         raise BadInput(
             f"{file} calls none of its tensors as PEFT does in this model: it holds "
-            f"{some(sorted(found))}, and PEFT writes {some(missing)}. The names have another "
+            f"{some(sorted(keys))}, and PEFT writes {some(missing)}. The names have another "
             "prefix, or are of another model: rename them, or save the adapter with PEFT's "
             "save_pretrained."
         )
@@ -405,7 +405,7 @@ def _require_keys(file: Path, found: set[str], whole: Mapping[str, str], applied
             f"{file} lacks {some(missing)} of the {len(wanted)} tensors that {config_file.FILE} "
             "calls for. PEFT would leave them at random values; copy the adapter again."
         )
-    if foreign := sorted(found - set(wanted)):
+    if foreign := sorted(keys - set(wanted)):
         raise BadInput(
             f"{file} holds {some(foreign)}, which {config_file.FILE} does not call for in this "
             "model. PEFT would ignore it silently. Check that the adapter is for this model, "
@@ -491,23 +491,23 @@ def write_adapter(
 
 def _with_tied(saved: Mapping[str, Tensor], applied: Applied, tied: bool) -> dict[str, Tensor]:
     """Return `saved` with both of the tied embeddings if only one of them was given."""
-    given = {LM_HEAD, INPUT_EMBEDDING} & saved.keys()
-    if not tied or len(given) != 1 or not {LM_HEAD, INPUT_EMBEDDING} <= applied.saved.keys():
+    embeddings = {LM_HEAD, INPUT_EMBEDDING} & saved.keys()
+    if not tied or len(embeddings) != 1 or not {LM_HEAD, INPUT_EMBEDDING} <= applied.saved.keys():
         return dict(saved)
-    return dict(saved) | dict.fromkeys((LM_HEAD, INPUT_EMBEDDING), saved[given.pop()])
+    return dict(saved) | dict.fromkeys((LM_HEAD, INPUT_EMBEDDING), saved[embeddings.pop()])
 
 
 def _stored(
     applied: Applied, factors: Mapping[str, Factors], saved: Mapping[str, Tensor], roles: Roles
 ) -> Iterator[tuple[str, Tensor]]:
     """Check that the given tensors are those of the config; yield PEFT's keys and tensors."""
-    whole = set(saved) - set(factors)
-    for what, given, wanted in (
+    saved_alone = set(saved) - set(factors)
+    for what, present, wanted in (
         ("factors", set(factors), set(applied.slots)),
-        ("whole tensors", whole, set(applied.saved)),
+        ("whole tensors", saved_alone, set(applied.saved)),
     ):
-        if given != wanted:
-            names = sorted(given ^ wanted)
+        if present != wanted:
+            names = sorted(present ^ wanted)
             raise BadInput(f"the {what} given are not those the config calls for: {some(names)}.")
     memory: set[int] = set()
     for name, slot in applied.slots.items():

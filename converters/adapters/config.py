@@ -201,8 +201,8 @@ class AdapterConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the file, ready for JSON."""
-        own = {name: _plain(getattr(self, name)) for name in _FIELDS}
-        return {**REST, **self.raw, **own}
+        known = {name: _plain(getattr(self, name)) for name in _FIELDS}
+        return {**REST, **self.raw, **known}
 
     def to_json(self) -> str:
         """Return the content of the file, formatted as PEFT does."""

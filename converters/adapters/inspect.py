@@ -113,14 +113,14 @@ def require_base(config: AdapterConfig, hf_config: str | Path | None) -> Path:
     Raises:
         BadInput: `hf_config` is None and the base is not a local directory.
     """
-    found = Path(hf_config) if hf_config is not None else base_directory(config)
-    if found is None:
+    base = Path(hf_config) if hf_config is not None else base_directory(config)
+    if base is None:
         named = config.raw.get("base_model_name_or_path")
         raise BadInput(
             f"the adapter's base model ({named!r:.100}) was not found, and its shapes are needed: "
             "pass the directory of its config.json, or a hub id, as --hf-config."
         )
-    return found
+    return base
 
 
 def _parts(adapter: Adapter) -> list[AdapterPart]:

@@ -390,10 +390,10 @@ class Archive:
                     self._zip.read(parts[0])  # this also checks its checksum
 
     def _part(self, name: str) -> zipfile.ZipInfo:
-        found = self._parts.get(f"{self._folder}/{name}", [])
-        if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
-            raise BadArchive(f"it holds {len(found)} parts {name}, or a compressed one")
-        return found[0]
+        parts = self._parts.get(f"{self._folder}/{name}", [])
+        if len(parts) != 1 or parts[0].compress_type != zipfile.ZIP_STORED:
+            raise BadArchive(f"it holds {len(parts)} parts {name}, or a compressed one")
+        return parts[0]
 
 
 @contextmanager

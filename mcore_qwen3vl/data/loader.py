@@ -156,7 +156,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
             "start the data from the beginning: train --load DIR --finetune, and another --save."
         )
     per_rank = total // world_size
-    streams = [one for s in states for one in _loader_state(s, workers)["worker_states"]]
+    streams = [stream for s in states for stream in _loader_state(s, workers)["worker_states"]]
     return [
         {
             **states[0],
@@ -181,8 +181,8 @@ def go_on_at(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any
     workers = state["loader"]["worker_states"] if state["loader"] else []
     rows = (state["rows"] or 0) * state["world_size"]  # None: nothing was read since `start`
     start = position_after(workers, state["start"], rows)
-    own = {"rank": rank, "world_size": world_size, "rows": None, "start": start, "loader": None}
-    return {**state, **own}
+    changed = {"rank": rank, "world_size": world_size, "rows": None, "start": start, "loader": None}
+    return {**state, **changed}
 
 
 def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
     if state.get("order") == PACKS:
         state["start"] += state["world_size"] * sum(map(_taken, workers))
         # All workers read the same stream: they go on from the state that lies furthest back.
-        known = [(one, worker) for worker in workers for one in _shared_packings(worker)]
+        known = [(packing, worker) for worker in workers for packing in _shared_packings(worker)]
         if known:
             packing, worker = min(known, key=lambda each: each[0]["_place"])
             SharedPacking.go_on(packing, state["start"])
@@ -389,7 +389,7 @@ class Loader(Iterator[Batch]):
     def _open_parts(
         self, encoder: Any, workers: WorkerConfig, datasets: Sequence[LoadedDataset]
     ) -> list[Part]:
-        encoder.parts = parts = [Part(one.dataset) for one in datasets]
+        encoder.parts = parts = [Part(dataset.dataset) for dataset in datasets]
         records, per_rank = sum(map(len, parts)), max(1, workers.num_workers)
         encoder.guard.expect(records, -(-records // (workers.world_size * per_rank)))
         return parts
@@ -508,8 +508,8 @@ class Loader(Iterator[Batch]):
             state = to_plain(energon.save_state_rank())
         finally:
             energon._worker_sample_counters, energon._next_worker_id = now
-        own = {"order": self._order, "rows": self._rows, "start": self._start}
-        return {**self._place, "balance": self._balanced, **own, "loader": state}
+        ordered = {"order": self._order, "rows": self._rows, "start": self._start}
+        return {**self._place, "balance": self._balanced, **ordered, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`; call it before the first batch is read.

@@ -166,7 +166,8 @@ def rows_of(
     rows: list[list[list[Any]]] = []
     if getattr(samples[0], "size", None) == NOTHING:
         return [
-            [[one] for one in samples[at : at + ranks]] for at in range(0, len(samples), ranks)
+            [[sample] for sample in samples[at : at + ranks]]
+            for at in range(0, len(samples), ranks)
         ], []
     while samples and (ended or not rows):
         division = divide(samples, ranks=ranks, carried=carried, rows_per_step=rows_per_step)
@@ -209,14 +210,14 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
 
     def measured(self, datasets: Sequence[LoadedDataset], processes: int) -> list[LoadedDataset]:
         """Return the data sets with stubs instead of samples; read all samples once if needed."""
-        for number, one in enumerate(datasets):
-            factory = MeasuredFactory(one.dataset, number)
+        for number, dataset in enumerate(datasets):
+            factory = MeasuredFactory(dataset.dataset, number)
             source = self._sources[factory.subflavors[SOURCE]]
             said = [self._settings, repr(source.reading), repr(source.limits)]
             measuring = Measuring(self._measure, self._stamp)
             measure_data(factory, measuring, json.dumps(said), processes)
             self._data_sets.append(factory)
-            one.dataset = factory
+            dataset.dataset = factory
         return list(datasets)
 
     def _measure(self, sample: CrudeSample) -> tuple[Size | Unusable, int]:
@@ -240,8 +241,8 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
     @stateless
     def cook(self, sample: CrudeSample) -> Any:
         """Return the stub of a sample."""
-        own = {name: sample[name] for name in ("data_set", "index", "size")}
-        return MeasuredSample(**basic_sample_keys(sample), **own)
+        stub = {name: sample[name] for name in ("data_set", "index", "size")}
+        return MeasuredSample(**basic_sample_keys(sample), **stub)
 
     @stateless
     def preencode_sample(self, sample: Any) -> Any:

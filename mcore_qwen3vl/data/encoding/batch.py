@@ -97,10 +97,10 @@ class Batch:
     def device_tensors(self) -> list[Tensor]:
         """Return the tensors that are on a GPU."""
         visual = [getattr(self.visual, name) for name in PER_PATCH] if self.visual else []
-        own = [getattr(self, name) for name in _ON_DEVICE]
-        own += [self.teacher.ids, self.teacher.log_probs] if self.teacher else []
-        found = [tensor for tensor in own + visual if tensor is not None and tensor.is_cuda]
-        return found + (self.mismatched.device_tensors() if self.mismatched else [])
+        tensors = [getattr(self, name) for name in _ON_DEVICE]
+        tensors += [self.teacher.ids, self.teacher.log_probs] if self.teacher else []
+        on_device = [tensor for tensor in tensors + visual if tensor is not None and tensor.is_cuda]
+        return on_device + (self.mismatched.device_tensors() if self.mismatched else [])
 
     def pin_memory(self) -> Self:
         """Return a page-locked copy, so that ``to(device, non_blocking=True)`` overlaps compute."""

@@ -418,7 +418,7 @@ class LabelledTaskEncoder(GroupTaskEncoder):
 
 def _with_answer(plan: Plan, other: Plan, most: int) -> Plan:
     """Return the prompt of `plan` with the answer of `other`, cut to at most `most` tokens."""
-    end, start = (int(np.flatnonzero(one.loss_weights > 0)[0]) for one in (plan, other))
+    end, start = (int(np.flatnonzero(each.loss_weights > 0)[0]) for each in (plan, other))
     return replace(
         plan,
         input_ids=np.concatenate([plan.input_ids[:end], other.input_ids[start:]])[:most],

@@ -98,16 +98,16 @@ def divide(
     row_count = max(1, tokens // (capacity * ranks))
     bins, left = _pack(samples, capacity, row_count * ranks, carried)
     works = [sum(samples[index].work for index in items) for items in bins]
-    order = sorted(range(len(bins)), key=lambda one: -works[one])
+    order = sorted(range(len(bins)), key=lambda pack: -works[pack])
     totals = [0.0] * ranks
     rows = []
     for start in range(0, len(order), ranks):
         row: list[list[int]] = [[] for _ in range(ranks)]
         # The most expensive pack of a row goes to the rank with the least work so far.
         emptiest = sorted(range(ranks), key=lambda rank: totals[rank])
-        for rank, one in zip(emptiest, order[start : start + ranks], strict=True):
-            row[rank] = sorted(bins[one])
-            totals[rank] += works[one]
+        for rank, pack in zip(emptiest, order[start : start + ranks], strict=True):
+            row[rank] = sorted(bins[pack])
+            totals[rank] += works[pack]
         rows.append(row)
     steps = -(-len(rows) // rows_per_step)
     return Division([row for step in range(steps) for row in rows[step::steps]], left)
@@ -119,7 +119,7 @@ def _pack(
     """Return samples in `count` packs, and those that find no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
     rooms = [capacity] * count
-    least = [(0.0, one) for one in range(count)]  # a heap: packs by their work
+    least = [(0.0, pack) for pack in range(count)]  # a heap: packs by their work
     left = []
     share = sum(sample.work for sample in samples) / count or 1.0
     # Long samples need room as expensive ones need work: the larger share of a pack decides.
@@ -130,14 +130,14 @@ def _pack(
         length = samples[index].length
         passed = []
         while least and rooms[least[0][1]] < length:
-            work, one = heappop(least)
-            if rooms[one] >= shortest[place]:  # otherwise no other sample fits into it
-                passed.append((work, one))
+            work, pack = heappop(least)
+            if rooms[pack] >= shortest[place]:  # otherwise no other sample fits into it
+                passed.append((work, pack))
         if least:
-            work, one = heappop(least)
-            bins[one].append(index)
-            rooms[one] -= length
-            heappush(least, (work + samples[index].work, one))
+            work, pack = heappop(least)
+            bins[pack].append(index)
+            rooms[pack] -= length
+            heappush(least, (work + samples[index].work, pack))
         else:
             left.append(index)
         for item in passed:
@@ -220,7 +220,7 @@ class Workload:
         """FLOPs of a pack's linear layers, padding included."""
 
     def measures(self) -> list[Measure]:
-        return [Measure(*one) for one in zip(self.lengths, self.extra, strict=True)]
+        return [Measure(*pair) for pair in zip(self.lengths, self.extra, strict=True)]
 
     def balance(self, rows: Sequence[Row], rows_per_step: int) -> Balance:
         """Return the balance of whole steps, or of all rows if they are fewer than a step's."""

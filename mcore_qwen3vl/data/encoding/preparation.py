@@ -149,11 +149,11 @@ class Planner:
 
     def _check_placeholders(self, rendered: Rendered) -> None:
         for kind, token in self._tokens.items():
-            given = sum(media.kind == kind for media in rendered.media)
-            found = rendered.text.count(token)
-            if found != given:
+            expected = sum(media.kind == kind for media in rendered.media)
+            count = rendered.text.count(token)
+            if count != expected:
                 raise BadSample(
-                    f"the rendered text holds {found} {kind} placeholders for {given} {kind}s; "
+                    f"the rendered text holds {count} {kind} placeholders for {expected} {kind}s; "
                     f"does a message contain {token} literally?"
                 )
 
@@ -475,8 +475,8 @@ class Preparation:
             processor, config.document_end, allow_dropped=config.allow_dropped
         )
         processors = [_limited(processor, source.limits) for source in self._sources]
-        self._planners = [Planner(one, config) for one in processors]
-        self._pixels = [PixelLoader(one) for one in processors]
+        self._planners = [Planner(limited, config) for limited in processors]
+        self._pixels = [PixelLoader(limited) for limited in processors]
         self.scale = self._pixels[0].scale  # see PixelLoader
         for source in self._sources:
             if source.reading.preprocess is not None:
@@ -583,8 +583,8 @@ def _limited(processor: Any, limits: MediaLimits) -> Any:
     """Return a copy of the processor with other budgets, or the processor itself if none is set."""
     if limits == MediaLimits():
         return processor
-    own = copy.copy(processor)
-    own.image_processor = copy.deepcopy(processor.image_processor)
-    own.video_processor = copy.deepcopy(processor.video_processor)
-    limits.apply(own)
-    return own
+    limited = copy.copy(processor)
+    limited.image_processor = copy.deepcopy(processor.image_processor)
+    limited.video_processor = copy.deepcopy(processor.video_processor)
+    limits.apply(limited)
+    return limited

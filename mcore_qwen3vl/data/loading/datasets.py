@@ -127,14 +127,14 @@ def _load(
             **options,
         )
         datasets, mode = loaded.datasets, loaded.blend_mode
-    for one in datasets:
-        _drop_long_subset(one.dataset, source.max_samples)
+    for dataset in datasets:
+        _drop_long_subset(dataset.dataset, source.max_samples)
     return datasets, mode
 
 
 def are_numbered(datasets: Sequence[LoadedDataset]) -> bool:
     """Return whether any record can be read alone: those of tars are read shard by shard."""
-    return not any(isinstance(one.dataset, BaseWebdatasetFactory) for one in datasets)
+    return not any(isinstance(dataset.dataset, BaseWebdatasetFactory) for dataset in datasets)
 
 
 def _drop_long_subset(factory: Any, max_samples: int | None) -> None:
@@ -233,7 +233,7 @@ class CrudeSamples(ConcatDataset[Any]):
         datasets, _ = load_sources(
             sources, split=split, training=False, shuffle=False, workers=workers, trust=trust
         )
-        parts = [Part(one.dataset) for one in datasets]
+        parts = [Part(dataset.dataset) for dataset in datasets]
         super().__init__(parts)
         self.paths = [part.path for part in parts]
         """The paths of the data sets, including those of a metadataset."""
@@ -250,24 +250,24 @@ def found_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
     Raises:
         BadInput: there are none, or both names and numbers.
     """
-    found: set[int | str] = set()
+    labels: set[int | str] = set()
     for crude in CrudeSamples(sources, split="train", trust=trust):
         record = crude.get("json")
         try:
             record = parse_json(record) if isinstance(record, bytes) else record
             source = sources[crude["__subflavors__"][SOURCE]]
-            found.update(labels_in(preprocessed(record, source.reading)))
+            labels.update(labels_in(preprocessed(record, source.reading)))
         except BadInput:  # the hook cannot be imported
             raise
         except Exception:  # as in the loader, any exception makes the record bad
             continue
-    numbers = [one for one in found if isinstance(one, int)]
-    names = sorted(one for one in found if isinstance(one, str))
+    numbers = [label for label in labels if isinstance(label, int)]
+    names = sorted(label for label in labels if isinstance(label, str))
     if numbers and names:
         raise BadInput(
             f"Some labels are numbers ({min(numbers)}), others names ({names[0]}): use one kind."
         )
-    if not found:
+    if not labels:
         raise BadInput(
             f"No record of {sources[0].path} has a label, which --task classify trains on."
         )
@@ -300,7 +300,9 @@ def _load_checked(stream: BinaryIO) -> Any:
     content = load_yaml(text)
     for key, value in _named_code(content):
         lines = text.decode("utf-8", errors="replace").splitlines()
-        line = next((n for n, one in enumerate(lines, 1) if key in one and value in one), 1)
+        line = next(
+            (n for n, written in enumerate(lines, 1) if key in written and value in written), 1
+        )
         raise BadInput(
             f"{stream.name}:{line} names code to run: {key}: {value}. Refused; if you trust who "
             "wrote the data set, read that code and pass --trust-data."

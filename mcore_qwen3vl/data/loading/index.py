@@ -173,7 +173,7 @@ def _flaw_of(path: Path, tars: Sequence[str]) -> str | None:
                 files = [member.name for member in tar if member.isfile()]
         except (tarfile.TarError, OSError, EOFError) as error:
             return f"{there} is damaged: {error}. Write it again, or move it out of the folder."
-        matches = [found for file in files if (found := split_name_re.match(file))]
+        matches = [match for file in files if (match := split_name_re.match(file))]
         if not matches:
             return f"{there} holds no sample: move it out of the folder."
         for match in matches:

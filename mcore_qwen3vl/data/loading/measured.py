@@ -131,12 +131,12 @@ class Measuring:
 def stamp_of(media: Iterable[Media]) -> int:
     """Return a number of 64 bits that changes when a file is replaced, appears or disappears."""
     stats: list[tuple[int, int] | None] = []
-    for one in media:
-        if isinstance(one.content, tuple):
-            stats.append((stamp_of(one.content), 0))
-        elif isinstance(one.content, Path):
+    for medium in media:
+        if isinstance(medium.content, tuple):
+            stats.append((stamp_of(medium.content), 0))
+        elif isinstance(medium.content, Path):
             try:
-                stat = one.content.stat()
+                stat = medium.content.stat()
                 stats.append((stat.st_size, stat.st_mtime_ns))
             except OSError:
                 stats.append(None)
@@ -216,8 +216,8 @@ class _Stubs:
                 return None
             shard, number = size.shard, size.number
         stub = crude_sample(factory.path, shard, index, number)
-        own = {"data_set": factory.number, "index": index, "size": size}
-        return {**stub, **own, "__subflavors__": factory.subflavors}
+        known = {"data_set": factory.number, "index": index, "size": size}
+        return {**stub, **known, "__subflavors__": factory.subflavors}
 
 
 def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, processes: int) -> None:

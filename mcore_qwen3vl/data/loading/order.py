@@ -94,8 +94,8 @@ class Order:
             self._turns = self._drawn(chunk)
         self._nth = np.zeros(len(self._turns), np.int32)
         for part in range(count):
-            own = self._turns == part
-            self._nth[own] = np.arange(own.sum())
+            of_part = self._turns == part
+            self._nth[of_part] = np.arange(of_part.sum())
         self._chunk = chunk
 
     def _drawn(self, chunk: int) -> np.ndarray:
@@ -139,8 +139,8 @@ def order_of(
 ) -> Order:
     """Return the order of what :func:`load_sources` has loaded."""
     if blend_mode == DatasetBlendMode.SAMPLE_REPETITIONS:
-        return Order(parts, repeats=[one.repetitions or 1.0 for one in datasets], seed=seed)
-    weights = [1.0 if one.weight is None else float(one.weight) for one in datasets]
+        return Order(parts, repeats=[dataset.repetitions or 1.0 for dataset in datasets], seed=seed)
+    weights = [1.0 if dataset.weight is None else float(dataset.weight) for dataset in datasets]
     return Order(parts, weights=weights if len(parts) > 1 else None, seed=seed)
 
 

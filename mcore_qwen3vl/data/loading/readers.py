@@ -192,8 +192,8 @@ class JsonReader:
 
 def _first_byte(file: BinaryIO) -> bytes:
     while block := file.read(4096):
-        if found := block.lstrip():
-            return found[:1]
+        if text := block.lstrip():
+            return text[:1]
     return b""
 
 
@@ -338,10 +338,10 @@ class TableReader:
 
     def _batch(self, place: int, number: int) -> Any:
         """Return a batch of one group; batches between the last one read and it are decoded too."""
-        found = self._batches.get((place, number))
-        if found is not None:
+        kept = self._batches.get((place, number))
+        if kept is not None:
             self._batches.move_to_end((place, number))
-            return found
+            return kept
         group = self.groups[place]
         if group.number is None:  # memory-mapped: nothing is decoded or kept
             if group.file not in self._tables:
@@ -420,7 +420,7 @@ def _files(path: Path, split: str) -> list[Path]:
             raise BadInput(f"{path} has the splits {', '.join(names)}, but none for {split}.")
         return _files(path / chosen[0], split)
     if (path / _STATE).exists():
-        return [path / one["filename"] for one in _listed(path / _STATE, "_data_files")]
+        return [path / entry["filename"] for entry in _listed(path / _STATE, "_data_files")]
     files = sorted(path.rglob("*.parquet"))
     named = {file: _split_named(file.relative_to(path)) for file in files}
     if not any(named.values()):
@@ -493,7 +493,7 @@ def _arrow_table(file: Path) -> Any:
 def _without_nulls(value: Any) -> Any:
     """Return `value` without nulls, which a column has where a record lacks a key."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
+        return [_without_nulls(inner) for inner in value]
     return value

@@ -238,7 +238,7 @@ def _cut(
         left = media_list(record, kind)[:used]
         cut |= {name: left for name in (kind, f"{kind}s") if record.get(name)}
     if isinstance(objects := record.get("objects"), Mapping):
-        kinds = [kind for one in texts for kind in TAGS.findall(one)]
+        kinds = [kind for text in texts for kind in TAGS.findall(text)]
         counts = {"ref": kinds.count("ref-object"), "bbox": kinds.count("bbox")}
         counts["image_id"] = counts["bbox"]
         trimmed = {name: objects[name][:count] for name, count in counts.items() if name in objects}
@@ -334,7 +334,7 @@ def _ground(
     ]
     if not texts:
         return []
-    images = [one for one in media if one.kind == "image"]
+    images = [medium for medium in media if medium.kind == "image"]
     objects = unpacked(record.get("objects"), "objects")
     try:
         placed, unused = grounded([holder[key] for _, holder, key in texts], objects, images)
@@ -406,12 +406,12 @@ def _calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[di
 
 
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:
-    given = record.get("tools")
-    if given is None and record.get("functions") is not None:  # OpenAI's older form
-        return [{"type": "function", "function": one} for one in record["functions"]]
-    if given is None or given == "":
+    value = record.get("tools")
+    if value is None and record.get("functions") is not None:  # OpenAI's older form
+        return [{"type": "function", "function": function} for function in record["functions"]]
+    if value is None or value == "":
         return None
-    tools = unpacked(given, "tools")
+    tools = unpacked(value, "tools")
     if not isinstance(tools, list):
         raise BadSample(f"tools is {type(tools).__name__}; a list is needed.")
     return [unpacked(tool, "a tool") for tool in tools] or None
@@ -469,8 +469,8 @@ def _place_of(kind: Kind, part: Mapping[str, Any]) -> str:
 
 def _tags(text: Any, where: str) -> list[Unused]:
     """Return the tags of media in a text where they are not the place of any."""
-    found = TAG.findall(text) if isinstance(text, str) else []
-    return [Unused(where, f"<{tag}>", _AS_TEXT) for tag in found]
+    tags = TAG.findall(text) if isinstance(text, str) else []
+    return [Unused(where, f"<{tag}>", _AS_TEXT) for tag in tags]
 
 
 def _is_empty(content: str | list[dict[str, Any]]) -> bool:

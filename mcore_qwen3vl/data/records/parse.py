@@ -188,14 +188,14 @@ def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
             "it is a retrieval record: --task embedding and --task reranker train on these."
         )
     for key, advice in OTHER_TASKS.items():
-        given = record.get(key)
-        if isinstance(given, bool) or (key != "label" and given):
+        value = record.get(key)
+        if isinstance(value, bool) or (key != "label" and value):
             raise BadSample(f"{key} {advice}")
-    offered = [one for one in FORMATS if name in (None, one.name)]
-    for one in offered:
-        if any(record.get(key) is not None for key in one.keys):
-            return one
-    wanted = ", ".join(key for one in offered for key in one.keys)
+    offered = [form for form in FORMATS if name in (None, form.name)]
+    for form in offered:
+        if any(record.get(key) is not None for key in form.keys):
+            return form
+    wanted = ", ".join(key for form in offered for key in form.keys)
     raise BadSample(
         f"the record has the keys {', '.join(map(str, record))[:80]}; none of {wanted}, nor "
         "chosen, rejected (preference data), label that is true or false (--loss kto) or positive "
@@ -209,12 +209,12 @@ def parse_record(record: Any, folder: MediaFolder, reading: Reading = PLAIN) -> 
     record = preprocessed(record, reading)
     form = format_of(record, reading.format)
     parsed = observed(record, form.name, lambda seen: form.read(seen, folder))
-    return _chosen(parsed, reading) if isinstance(parsed, Conversation) else parsed
+    return _select_turns(parsed, reading) if isinstance(parsed, Conversation) else parsed
 
 
-def _chosen(parsed: Conversation, reading: Reading) -> Conversation:
+def _select_turns(parsed: Conversation, reading: Reading) -> Conversation:
     """Add the data set's system prompt, and choose the turns to train on."""
-    weights = _chosen_weights(parsed, reading.train_on)
+    weights = _weights_of_turns(parsed, reading.train_on)
     if not any(weights):
         raise BadSample(f"train_on {reading.train_on!r} selects no assistant turn.")
     messages = reading.instructed(parsed.messages)
@@ -222,7 +222,7 @@ def _chosen(parsed: Conversation, reading: Reading) -> Conversation:
     return replace(parsed, messages=messages, weights=weights)
 
 
-def _chosen_weights(parsed: Conversation, train_on: str | None) -> list[float]:
+def _weights_of_turns(parsed: Conversation, train_on: str | None) -> list[float]:
     if train_on in (None, "all"):
         return parsed.weights
     if train_on == "last":
@@ -379,12 +379,12 @@ def _continued(
     except BadSample as error:
         raise BadSample(f"{side}: {error}") from error
     assert isinstance(parsed, Conversation)
-    own = parsed.weights[common:]
-    if set(own) - {0.0, 1.0}:
+    weights = parsed.weights[common:]
+    if set(weights) - {0.0, 1.0}:
         raise BadSample(f"{side}: here a message's weight is 0 or 1.")
-    if not any(own):
+    if not any(weights):
         raise BadSample(f"{side} has no assistant turn of its own, so nothing would be compared.")
-    return replace(parsed, weights=[0.0] * common + own, format="preference")
+    return replace(parsed, weights=[0.0] * common + weights, format="preference")
 
 
 def _has_media(message: Mapping[str, Any]) -> bool:
@@ -421,7 +421,7 @@ def parse_retrieval(
         The texts by name, in this order: ``query``, ``positive``, ``negative 0`` and so on. The
         query has the score as its target.
     """
-    seen, found = Observed(record), {}
+    seen, prompts = Observed(record), {}
     for name, text, media in _texts(seen):
         if isinstance(text, str) and not text.strip() and not any(media.values()):
             raise BadSample(f"{name} is empty.")
@@ -429,21 +429,21 @@ def parse_retrieval(
             messages = reading.instructed(messages_of(text))
             read = read_messages({**media, "messages": messages}, folder, prompt=True)
             plain = isinstance(text, Mapping) and "role" not in text
-            found[name] = replace(
+            prompts[name] = replace(
                 read, unused=(*read.unused, *(checked(_TEXT_FIELDS, text) if plain else ()))
             )
         except BadSample as error:
             raise BadSample(f"{name}: {error}") from error
-    if not found:
+    if not prompts:
         raise BadSample("a retrieval record has query, or messages, and positive.")
-    if QUERY in found:
+    if QUERY in prompts:
         key = next((key for key in _SCORE if seen.get(key) is not None), None)
         score = None if key is None else number(key, record[key])
-        found[QUERY] = replace(found[QUERY], target=score)
+        prompts[QUERY] = replace(prompts[QUERY], target=score)
     of_record = seen.unused
     return {
-        name: replace(one, format="retrieval", unused=(*of_record, *one.unused))
-        for name, one in found.items()
+        name: replace(prompt, format="retrieval", unused=(*of_record, *prompt.unused))
+        for name, prompt in prompts.items()
     }
 
 
@@ -451,25 +451,25 @@ def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]
     """Yield the name, the text and the media of the query and of each document."""
     query = next((record[key] for key in (QUERY, "messages") if record.get(key) is not None), None)
     if query is not None:
-        own = ("image", "video", *_MEDIA)
-        yield QUERY, query, {kind: record[kind] for kind in own if kind in record}
+        keys_of_media = ("image", "video", *_MEDIA)
+        yield QUERY, query, {kind: record[kind] for kind in keys_of_media if kind in record}
     for kind, keys in _DOCUMENTS.items():
-        given = [key for key in keys if record.get(key) is not None]
-        if len(given) > 1:
-            raise BadSample(f"both {given[0]} and {given[1]} are given; keep one of them.")
-        documents = _documents(given[0], record[given[0]]) if given else []
+        present = [key for key in keys if record.get(key) is not None]
+        if len(present) > 1:
+            raise BadSample(f"both {present[0]} and {present[1]} are given; keep one of them.")
+        documents = _documents(present[0], record[present[0]]) if present else []
         if kind == POSITIVE and len(documents) > 1:
-            raise BadSample(f"{given[0]} holds {len(documents)} documents; one is needed.")
+            raise BadSample(f"{present[0]} holds {len(documents)} documents; one is needed.")
         lists = {name: record.get(f"{kind}_{name}") or [] for name in _MEDIA}
-        for name, held in lists.items():
-            if held and len(held) != len(documents):
+        for name, entries in lists.items():
+            if entries and len(entries) != len(documents):
                 raise BadSample(
                     f"{kind}_{name} needs one list for each of {len(documents)} documents, and "
-                    f"has {len(held)}."
+                    f"has {len(entries)}."
                 )
         for place, document in enumerate(documents):
             name = kind if kind == POSITIVE else f"{NEGATIVE} {place}"
-            yield name, document, {key: held[place] for key, held in lists.items() if held}
+            yield name, document, {key: entries[place] for key, entries in lists.items() if entries}
 
 
 def _documents(key: str, value: Any) -> list[Any]:
@@ -478,7 +478,7 @@ def _documents(key: str, value: Any) -> list[Any]:
     A list of texts is one of documents under the other keys too, where a list of messages is not.
     """
     if key in (POSITIVE, NEGATIVE):
-        texts = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
+        texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
         return value if texts else [value]
     if not isinstance(value, list):
         raise BadSample(f"{key} is {type(value).__name__}; a list of documents is needed.")
@@ -497,9 +497,9 @@ def messages_of(text: Any) -> list[Any]:
         return [text]
     parts: list[dict[str, Any]] = []
     for kind in ("video", "image", "text"):  # the order of Qwen3-VL-Embedding's own program
-        given = text.get(kind)
-        many = given if isinstance(given, list) else [given]
-        parts += [{"type": kind, kind: one} for one in many if one is not None]
+        content = text.get(kind)
+        many = content if isinstance(content, list) else [content]
+        parts += [{"type": kind, kind: part} for part in many if part is not None]
     if not parts:
         raise BadSample("it has none of text, image and video.")
     return [{"role": "user", "content": parts}]
@@ -520,8 +520,8 @@ def parse_judgements(
 
 def _judgement(query: Conversation, document: Conversation, name: str) -> Conversation:
     instruction, asked = _split(query, QUERY)
-    own, offered = _split(document, name)
-    if own not in (None, instruction):
+    system, offered = _split(document, name)
+    if system not in (None, instruction):
         raise BadSample(f"{name} has a system message; the instruction belongs to the query.")
     content = [
         _text_part(f"<Instruct>: {_INSTRUCTION if instruction is None else instruction}"),
@@ -589,27 +589,27 @@ def parse_classification(
     rest |= {"messages": reading.instructed(messages)}
     prompt = not _is_answered(messages)
     read = partial(read_messages, folder=folder, prompt=prompt)
-    given = labels_in(record)
-    target = None if labels is None else _target(given, labels)
+    named = labels_in(record)
+    target = None if labels is None else _target(named, labels)
     return replace(observed(rest, "classification", read), target=target)
 
 
 def labels_in(record: Mapping[str, Any]) -> list[int | str]:
     """Return the numbers and names in a record's ``label``; none if it has no label."""
     label = record.get(_LABEL)
-    given = label if isinstance(label, list) else [] if label is None else [label]
-    for one in given:
-        if not isinstance(one, int | str) or (isinstance(one, int) and one < 0):
+    labels = label if isinstance(label, list) else [] if label is None else [label]
+    for each in labels:
+        if not isinstance(each, int | str) or (isinstance(each, int) and each < 0):
             raise BadSample(f"label is {label!r:.60}; a number from 0 or a name is needed.")
-    return given
+    return labels
 
 
-def _target(given: list[int | str], labels: Labels) -> tuple[float, ...]:
+def _target(named: list[int | str], labels: Labels) -> tuple[float, ...]:
     numbers = {name: number for number, name in enumerate(labels.names)}
-    right = {numbers.get(one) if isinstance(one, str) else int(one) for one in given}
-    if any(one is None or one >= len(labels) for one in right):
+    right = {numbers.get(label) if isinstance(label, str) else int(label) for label in named}
+    if any(label is None or label >= len(labels) for label in right):
         raise BadSample(
-            f"label is {given!r:.60}; the {len(labels)} labels are {', '.join(labels.names)[:200]}."
+            f"label is {named!r:.60}; the {len(labels)} labels are {', '.join(labels.names)[:200]}."
         )
     if labels.is_single and len(right) != 1:
         raise BadSample(

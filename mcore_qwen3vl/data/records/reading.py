@@ -138,9 +138,9 @@ def find_hook(name: str) -> Hook:
     entry = next((e for e in entry_points(group=GROUP) if e.name == name), None)
     try:
         if entry is not None:
-            found = entry.load()
+            hook = entry.load()
         elif colon:
-            found = getattr(importlib.import_module(module), function)
+            hook = getattr(importlib.import_module(module), function)
         else:
             raise ImportError("no installed package has an entry point of this name")
     except (ImportError, AttributeError, ValueError) as error:
@@ -148,9 +148,9 @@ def find_hook(name: str) -> Hook:
             f"The hook {name!r} cannot be imported: {error}. Name it module:function, with the "
             "module on PYTHONPATH."
         ) from error
-    if not callable(found):
-        raise BadInput(f"The hook {name!r} is a {type(found).__name__}, not a function.")
-    return found
+    if not callable(hook):
+        raise BadInput(f"The hook {name!r} is a {type(hook).__name__}, not a function.")
+    return hook
 
 
 class Observed(Mapping[str, Any]):
@@ -199,20 +199,20 @@ _WITH_LOSS = re.compile(
 """The words of a key that means a part of the loss; at least one of them is of the loss itself."""
 
 
-def checked(fields: Fields, given: Mapping[Any, Any]) -> list[Unused]:
+def checked(fields: Fields, content: Mapping[Any, Any]) -> list[Unused]:
     """Return the keys that are not used.
 
     Raises:
         BadSample: the name of one says that it masks or weighs a part of the loss, as ``loss_mask``
             and ``isTrained`` do in other programs: without it, other text would be trained.
     """
-    unused = fields.unused(given)
-    for one in unused:
-        words = re.findall("[A-Z]?[a-z]+|[A-Z]+|[^A-Za-z_]", one.name)
-        of_loss = _OF_LOSS.search(one.name.lower())
+    unused = fields.unused(content)
+    for item in unused:
+        words = re.findall("[A-Z]?[a-z]+|[A-Z]+|[^A-Za-z_]", item.name)
+        of_loss = _OF_LOSS.search(item.name.lower())
         if of_loss and all(_WITH_LOSS.fullmatch(word.lower()) for word in words):
             raise BadSample(
-                f"{one.name} of {fields.where} seems to mask or weigh the loss, and is not read. "
+                f"{item.name} of {fields.where} seems to mask or weigh the loss, and is not read. "
                 "Write weight on the message or on the record: 0 leaves it untrained, 1 trains it. "
                 "Or take the key out."
             )
