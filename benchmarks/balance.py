@@ -38,8 +38,7 @@ from typing import Any
 import numpy as np
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.encoding.packing import Measure, Workload, all_ranks, each_rank
-from mcore_qwen3vl.data.loading.measured import Size
+from mcore_qwen3vl.data.encoding.packing import Measure, Size, Workload, all_ranks, each_rank
 from mcore_qwen3vl.shapes import SHAPES
 
 CAPACITY = 8192

@@ -16,11 +16,17 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
-from mcore_qwen3vl.data.encoding.packing import Balance, Workload, all_ranks, best_fit, each_rank
+from mcore_qwen3vl.data.encoding.packing import (
+    Balance,
+    Size,
+    Workload,
+    all_ranks,
+    best_fit,
+    each_rank,
+)
 from mcore_qwen3vl.data.encoding.preparation import Plan, Preparation, check_length
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
-from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.media import peculiarities

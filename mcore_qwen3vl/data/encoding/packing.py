@@ -29,12 +29,20 @@ from megatron.energon.wrappers import PackingDataset
 from megatron.energon.wrappers.base import get_sample_restore_key
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.model.flops import ALL, Trained
 
 Row = list[list[int]]
 """The packs that the ranks have at the same time: for each rank, the samples of its pack."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a sample from which its work is computed."""
+
+    tokens: int
+    patches: int
+    squared_frames: float  # sum of the squared patch counts of all frames
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

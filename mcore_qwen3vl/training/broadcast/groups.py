@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_qwen3vl.data.loading.measured import PATIENCE
+from mcore_qwen3vl.data.encoding.balanced import PATIENCE
 
 
 def reads() -> bool:
