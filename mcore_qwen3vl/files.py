@@ -21,44 +21,39 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def atomic_write(
+    target: Path, remedy: str | None = "Make room, or name another place."
+) -> Iterator[Path]:
     """Yield a name beside `target` for a file or folder, which is renamed to `target` at the end.
 
+    A folder that is replaced is empty or does not exist. A device or a pipe such as ``/dev/stdout``
+    is written to directly. After an error, nothing is left behind.
+
     Raises:
-        OSError: the system refuses to write; nothing is left behind.
+        BadInput: the system refuses to write; the message names `target` and the `remedy`.
+        OSError: the same, if `remedy` is None.
     """
+    target = Path(os.path.realpath(target))
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        yield target
+        return
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         yield partial
         os.replace(partial, target)
+    except Exception as error:
+        reason = str(error.strerror if isinstance(error, OSError) else error)
+        # Libraries written in Rust (safetensors, tokenizers) raise their own errors, not OSError.
+        refused = isinstance(error, OSError) or "(os error " in reason
+        if remedy is None or not refused:
+            raise
+        raise BadInput(f"{target} cannot be written: {reason}. {remedy}") from None
     finally:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
             with suppress(OSError):
                 partial.unlink()
-
-
-@contextmanager
-def atomic_write(target: Path, remedy: str = "Make room, or name another place.") -> Iterator[Path]:
-    """Do as :func:`replacing`, with an error that names `target` and the remedy.
-
-    A folder is empty or does not exist. A device or a pipe such as ``/dev/stdout`` is written to
-    directly.
-    """
-    target = Path(os.path.realpath(target))
-    if target.exists() and not (target.is_file() or target.is_dir()):
-        yield target
-        return
-    try:
-        with replacing(target) as partial:
-            yield partial
-    except Exception as error:
-        reason = str(error.strerror if isinstance(error, OSError) else error)
-        # Libraries written in Rust (safetensors, tokenizers) raise their own errors, not OSError.
-        if not isinstance(error, OSError) and "(os error " not in reason:
-            raise
-        raise BadInput(f"{target} cannot be written: {reason}. {remedy}") from None
 
 
 @contextmanager

@@ -66,7 +66,7 @@ from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.media import Media
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import replacing
+from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
 
@@ -120,7 +120,7 @@ class Sizes(Sequence[Size | Unusable]):
     def save(self, file: Path) -> None:
         """Write the sizes to `file`, completely or not at all."""
         said = json.dumps({index: asdict(size) for index, size in self._unusable.items()})
-        with replacing(file) as partial, partial.open("wb") as stream:
+        with atomic_write(file, remedy=None) as partial, partial.open("wb") as stream:
             unusable = np.frombuffer(said.encode(), np.uint8)
             np.savez(stream, table=self._table, stamps=self.stamps, unusable=unusable)
 

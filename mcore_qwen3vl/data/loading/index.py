@@ -32,7 +32,7 @@ from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.readers import is_table
 from mcore_qwen3vl.data.loading.sources import require_data_set
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import replacing
+from mcore_qwen3vl.files import atomic_write
 
 _PATIENCE = 3600.0  # seconds that other ranks wait for the rank that indexes
 _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
@@ -314,7 +314,9 @@ def cache_of(path: Path) -> Path:
 def _make_stand_in(path: Path, made: Path) -> None:
     """Make links in the cache to a file, or to all tars of a folder."""
     made.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(made.parent / _ORIGIN) as partial:  # other ranks may read it meanwhile
+    with atomic_write(
+        made.parent / _ORIGIN, remedy=None
+    ) as partial:  # other ranks may read it meanwhile
         partial.write_text(str(path), encoding="utf-8")
     if not path.is_dir():
         _link(made, path)

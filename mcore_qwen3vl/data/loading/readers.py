@@ -35,7 +35,7 @@ from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, replacing
+from mcore_qwen3vl.files import atomic_write, parse_json
 from mcore_qwen3vl.machine import require_extra
 
 _WINDOW = 1 << 24  # bytes parsed at a time
@@ -163,7 +163,7 @@ def write_index(path: Path, data: Path) -> None:
     if not rows:
         raise BadInput(f"The data set {data} is empty.")
     size = path.stat().st_size
-    with replacing(index_of(path)) as partial:
+    with atomic_write(index_of(path), remedy=None) as partial:
         # `tofile` would not report a full disk.
         partial.write_bytes(np.array([*rows, (size, size)], np.uint64).tobytes())
 
