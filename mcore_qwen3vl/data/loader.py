@@ -47,12 +47,14 @@ from mcore_qwen3vl.data.encoding.encoder import (
     LabelledTaskEncoder,
     Qwen3VLTaskEncoder,
 )
-from mcore_qwen3vl.data.loading.datasets import Part, are_numbered, load_sources
-from mcore_qwen3vl.data.loading.order import (
+from mcore_qwen3vl.data.loading.datasets import (
     Blocks,
     Order,
+    Part,
     Stream,
+    are_numbered,
     length_of_epoch,
+    load_sources,
     order_of,
     position_after,
 )

@@ -58,9 +58,8 @@ from mcore_qwen3vl.data.encoding.packing import (
     extra_work,
 )
 from mcore_qwen3vl.data.encoding.preparation import Plan
-from mcore_qwen3vl.data.loading.datasets import SOURCE, Part
+from mcore_qwen3vl.data.loading.datasets import ABSENT, SOURCE, Order, Part, length_of_epoch
 from mcore_qwen3vl.data.loading.index import cache_of, fingerprint, origin, sample_id
-from mcore_qwen3vl.data.loading.order import ABSENT, Order, length_of_epoch
 from mcore_qwen3vl.data.loading.readers import crude_sample
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.media import Media

@@ -41,9 +41,8 @@ from mcore_qwen3vl.data.encoding.preparation import (
     check_length,
     spare_plan,
 )
-from mcore_qwen3vl.data.loading.datasets import Part
+from mcore_qwen3vl.data.loading.datasets import Block, Part, Stream
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
-from mcore_qwen3vl.data.loading.order import Block, Stream
 from mcore_qwen3vl.data.loading.sources import Source, source_names
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.messages import Conversation

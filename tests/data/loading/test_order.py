@@ -17,7 +17,7 @@ import pytest
 
 from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
 from mcore_qwen3vl.data.loading import readers
-from mcore_qwen3vl.data.loading.order import Order
+from mcore_qwen3vl.data.loading.datasets import Order
 from mcore_qwen3vl.data.loading.readers import TableReader
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
