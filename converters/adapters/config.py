@@ -260,7 +260,10 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "modules_to_save": _names,
     "ensure_weight_tying": lambda value: isinstance(value, bool),
 }
-"""The fields that are attributes of `AdapterConfig`, with a check of each one's value in a file."""
+"""The fields that are attributes of `AdapterConfig`, with a check of each one's value in a file.
+
+PEFT's ``LoraConfig`` checks no types, and drops the fields that it does not know.
+"""
 
 assert [*_FIELDS, "raw"] == [each.name for each in fields(AdapterConfig)]
 
