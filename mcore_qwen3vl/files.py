@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import os
 import shutil
@@ -10,7 +10,9 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
 
 from mcore_qwen3vl.errors import BadInput
 
@@ -19,44 +21,39 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def atomic_write(
+    target: Path, remedy: str | None = "Make room, or name another place."
+) -> Iterator[Path]:
     """Yield a name beside `target` for a file or folder, which is renamed to `target` at the end.
 
+    A folder that is replaced is empty or does not exist. A device or a pipe such as ``/dev/stdout``
+    is written to directly. After an error, nothing is left behind.
+
     Raises:
-        OSError: the system refuses to write; nothing is left behind.
+        BadInput: the system refuses to write; the message names `target` and the `remedy`.
+        OSError: the same, if `remedy` is None.
     """
+    target = Path(os.path.realpath(target))
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        yield target
+        return
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         yield partial
         os.replace(partial, target)
+    except Exception as error:
+        reason = str(error.strerror if isinstance(error, OSError) else error)
+        # Libraries written in Rust (safetensors, tokenizers) raise their own errors, not OSError.
+        refused = isinstance(error, OSError) or "(os error " in reason
+        if remedy is None or not refused:
+            raise
+        raise BadInput(f"{target} cannot be written: {reason}. {remedy}") from None
     finally:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
             with suppress(OSError):
                 partial.unlink()
-
-
-@contextmanager
-def atomic_write(target: Path, remedy: str = "Make room, or name another place.") -> Iterator[Path]:
-    """Do as :func:`replacing`, with an error that names `target` and the remedy.
-
-    A folder is empty or does not exist. A device or a pipe such as ``/dev/stdout`` is written to
-    directly.
-    """
-    target = Path(os.path.realpath(target))
-    if target.exists() and not (target.is_file() or target.is_dir()):
-        yield target
-        return
-    try:
-        with replacing(target) as partial:
-            yield partial
-    except Exception as error:
-        reason = str(error.strerror if isinstance(error, OSError) else error)
-        # Libraries written in Rust (safetensors, tokenizers) raise their own errors, not OSError.
-        if not isinstance(error, OSError) and "(os error " not in reason:
-            raise
-        raise BadInput(f"{target} cannot be written: {reason}. {remedy}") from None
 
 
 @contextmanager
@@ -81,39 +78,30 @@ def only_writer(place: Path) -> Iterator[None]:
             names.
     """
     file = place / ".lock" if place.is_dir() else place.with_name(f"{place.name}.lock")
-    lock = _locked(file, place)
+    if not file.parent.is_dir():
+        raise BadInput(f"There is no folder {file.parent} for {place}: create it, or correct it.")
+    lock = FileLock(file, fallback_to_soft=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        holder = ""
+        with suppress(OSError):
+            holder = file.read_text(encoding="utf-8").strip()
+        raise BadInput(
+            f"{holder or 'Another process'} is writing to {place}. Wait until it has ended, or "
+            "name another place."
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    # On a full disk, only the message to the next process says less.
+    with suppress(OSError):
+        file.write_text(f"Process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
     try:
         yield
     finally:
         file.unlink(missing_ok=True)  # before the lock is released, while the file is still ours
-        lock.close()
-
-
-def _locked(file: Path, place: Path) -> TextIO:
-    if not file.parent.is_dir():
-        raise BadInput(f"There is no folder {file.parent} for {place}: create it, or correct it.")
-    while True:
-        lock = file.open("a+", encoding="utf-8")
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            lock.seek(0)
-            holder = lock.read().strip() or "Another process"
-            lock.close()
-            raise BadInput(
-                f"{holder} is writing to {place}. Wait until it has ended, or name another place."
-            ) from None
-        except OSError:  # the file system has no locks
-            pass
-        with suppress(FileNotFoundError):
-            if os.path.samestat(file.stat(), os.fstat(lock.fileno())):
-                break
-        lock.close()  # the previous holder has removed the file meanwhile
-    # Unbuffered. It may fail on a full disk: then only the message to the next process says less.
-    with suppress(OSError):
-        os.truncate(file, 0)
-        os.write(lock.fileno(), f"Process {os.getpid()} on {socket.gethostname()}".encode())
-    return lock
+        lock.release()
 
 
 def templates(package: str) -> Environment:
@@ -193,8 +181,8 @@ def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
     if inside.parent.name == "snapshots":
         inside = inside.parent.parent
     for file in files:
-        if not (found := file.resolve()).is_relative_to(inside):
+        if not (real := file.resolve()).is_relative_to(inside):
             raise BadInput(
-                f"{file} is a link to {found}, outside of the model, and would be copied with it. "
+                f"{file} is a link to {real}, outside of the model, and would be copied with it. "
                 f"If that is meant, name a folder with the files themselves: cp -rL {folder} NEW."
             )

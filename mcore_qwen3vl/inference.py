@@ -13,8 +13,11 @@ import torch.distributed as dist
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.adapters.files import read_adapter, unused_of_adapter
+from mcore_qwen3vl.converters.adapters.adapter import (
+    Adapter,
+    read_adapter,
+    unused_of_adapter,
+)
 from mcore_qwen3vl.converters.live.load import load_weights
 from mcore_qwen3vl.converters.mapping.forms import SCORE
 from mcore_qwen3vl.converters.place import Kind, identify

@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -145,11 +146,11 @@ def prepare_batch(
             message counts conversations from 0.
     """
     from mcore_qwen3vl.data.config import DataConfig
-    from mcore_qwen3vl.data.encoding.batch import Batcher, EncodedSample
-    from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
+    from mcore_qwen3vl.data.encoding.batch import Batcher
+    from mcore_qwen3vl.data.encoding.preparation import Plan, Preparation, RawSample
     from mcore_qwen3vl.data.loading.sources import Source
-    from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
     from mcore_qwen3vl.data.records.media import MediaFolder
+    from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample
     from mcore_qwen3vl.model.inputs import length_multiple
 
     groups = model.pg_collection
@@ -157,7 +158,7 @@ def prepare_batch(
     longest = model.architecture.max_position_embeddings
     config = DataConfig(longest - longest % multiple, length_multiple=multiple, pad_to_longest=True)
     preparation = Preparation(processor, config, [Source(Path.cwd())])
-    samples = []
+    plans: dict[str, Plan] = {}
     for index, messages in enumerate(conversations):
         name = f"conversation {index}"
         common = {"__key__": name, "__restore_key__": ()}
@@ -165,14 +166,14 @@ def prepare_batch(
         try:
             raw = RawSample(**common, record=record, folder=MediaFolder(Path.cwd(), {}), source=0)
             plan = preparation.plan(raw)
-            loaded = preparation.pixels(plan, raw.source)
+            plans[name] = replace(plan, pixels=preparation.pixels(plan, raw.source))
         except (BadSample, OverlongSample) as error:
             raise BadInput(f"{name.capitalize()} cannot be used: {error}") from error
-        samples.append(EncodedSample.of(plan, loaded, name))
-    if not samples:
+    if not plans:
         raise BadInput("There is no conversation to make a batch of: pass at least one.")
     pad_id = processor.tokenizer.pad_token_id
-    batch = Batcher(model.architecture, config, pad_id, preparation.scale).pad(samples)
+    batcher = Batcher(model.architecture, config, pad_id, preparation.scale)
+    batch = batcher.pad(list(plans.values()), list(plans))
     return batch.to(next(model.parameters()).device)
 
 

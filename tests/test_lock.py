@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -66,8 +68,8 @@ def test_children_hold_nothing(tmp_path: Path) -> None:
     run = os.fork()
     if not run:
         with only_writer(tmp_path):
-            if worker := os.fork():
-                os.write(writer, str(worker).encode())
+            if not os.fork():
+                os.write(writer, str(os.getpid()).encode())
             signal.pause()
     worker = int(os.read(reader, 99))
     os.kill(run, signal.SIGKILL)
@@ -77,6 +79,19 @@ def test_children_hold_nothing(tmp_path: Path) -> None:
             pass
     finally:
         os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_locks_nothing_is_locked(
+    reason: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with only_writer(tmp_path), only_writer(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("flag", ["--save", "--save-hf"])

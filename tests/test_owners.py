@@ -20,8 +20,8 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
+from mcore_qwen3vl.converters.adapters.adapter import unused_of_adapter
 from mcore_qwen3vl.converters.adapters.config import _FIELDS, _OTHERS, AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import unused_of_adapter
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import load_generation_config
 from mcore_qwen3vl.owners import (

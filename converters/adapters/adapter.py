@@ -1,7 +1,7 @@
-"""A LoRA adapter in memory: its factors, their two roles in PEFT's files, and the update s·B·A.
+"""A LoRA adapter: its factors in memory, and PEFT's directory of them, read and written.
 
 In memory an adapter has Hugging Face's parameter names and one convention for the factors of fused
-experts, whatever wrote its file; `files` converts from and to PEFT's directory.
+experts, whatever wrote its file.
 
 PEFT reads a three-dimensional parameter as (experts, in, out) or (experts, out, in), depending on
 the versions of PEFT and transformers. In the *canonical* roles A is applied to the expert's input;
@@ -20,22 +20,43 @@ multiplies whole weights, which would take 6.4 GB for the experts of one layer o
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.targets import PREFIX, Applied, Slot
+from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.converters.adapters import config as config_file
+from mcore_qwen3vl.converters.adapters.config import (
+    PREFIX,
+    AdapterConfig,
+    Applied,
+    HFConfig,
+    Slot,
+    apply,
+    config_content,
+    labels_of,
+    unused_names,
+)
 from mcore_qwen3vl.converters.hf import hub
+from mcore_qwen3vl.converters.hf.config_file import dumps
+from mcore_qwen3vl.converters.hf.shards import FLOATS, SafetensorsFile
+from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, refuse_wrapped
 from mcore_qwen3vl.converters.offline import manifest
+from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.dtypes import cast
+from mcore_qwen3vl.converters.storage.disk import bring_in
+from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, cast, dtype_name
+from mcore_qwen3vl.converters.storage.staging import staging, write_durably
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.unused import Unused
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -214,9 +235,334 @@ def add_update(weight: Tensor, factors: Factors, name: str, *, swapped: bool) ->
     """
     if weight.ndim == 3:
         experts = weight.mT if swapped else weight
-        parts = [(one, *of_expert(factors, index)) for index, one in enumerate(experts)]
+        parts = [(expert, *of_expert(factors, index)) for index, expert in enumerate(experts)]
     else:
         chunks = row_chunks(*weight.shape)
         parts = [(weight[rows], factors.a, factors.b[rows]) for rows in chunks]
     for part, a, b in parts:
         part.copy_(cast(product(a, b, factors.scaling).add_(part.float()), weight.dtype, name))
+
+
+PICKLE = "adapter_model.bin"
+
+OF_TOKENS = (
+    *("chat_template.jinja", "chat_template.json", "tokenizer.json", "tokenizer_config.json"),
+    *("vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    "generation_config.json",
+)
+"""Files of a model that trainers also save beside an adapter."""
+
+
+def unused_of_adapter(path: str | Path, base: str | Path | None = None) -> list[Unused]:
+    """Return what nothing uses of an adapter: fields of its config, and files unlike the base's.
+
+    Args:
+        path: the adapter's directory, or its config alone.
+        base: directory of the model whose tokenizer, template and processor are used; None: not
+            known, and no file is compared.
+
+    Raises:
+        BadInput: see :meth:`.config.AdapterConfig.from_file`.
+    """
+    unused = AdapterConfig.from_file(path).unused
+    folders = Path(path), Path(base or path)
+    if not all(folder.is_dir() for folder in folders):
+        return unused
+    for name in OF_TOKENS:
+        here, there = (_content(folder / name) for folder in folders)
+        if here is not None and here != there:
+            why = "the base has none" if there is None else "it differs from the base's"
+            unused.append(Unused("the adapter's folder", name, f"{why}, and only the base counts"))
+    return unused
+
+
+def _content(file: Path) -> Any:
+    """Return what a file says, whatever its spaces and order; None if there is none."""
+    if not file.is_file():
+        return None
+    content = file.read_bytes()
+    try:
+        return parse_json(content) if file.suffix == ".json" else content
+    except ValueError:
+        return content
+
+
+def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None = None) -> Adapter:
+    """Read a PEFT adapter and check every tensor; tensors are views of the file where possible.
+
+    Args:
+        hf_config: the model's ``config.json``: its content, the file or its directory.
+
+    Raises:
+        BadInput: a file is missing or damaged, or is a pickle; the config asks for something that
+            is not supported; a tensor is missing, is not part of the adapter, has the wrong shape
+            or dtype, or holds a value that is not finite; or the roles of expert factors are
+            ambiguous.
+    """
+    path = Path(path)
+    config = AdapterConfig.from_file(path)
+    content = _with_labels(path, config, hf_config)
+    applied = apply(config, content, linear_router=True)
+    file = path / WEIGHTS
+    tensors = AdapterFile(path)
+    keys = {f"{PREFIX}{name}": name for name in applied.saved}  # of the tensors stored whole
+    if LM_HEAD in applied.slots:
+        keys[BASE_LAYER] = LM_HEAD
+    _require_keys(file, set(tensors.shapes), keys, applied)
+    stored = find_roles(applied.slots, tensors.shapes, roles, str(file))
+    factors = {
+        name: _factors(name, slot, tensors, stored, file) for name, slot in applied.slots.items()
+    }
+    saved = {
+        name: _whole(name, tensors.read(key), whole_shape(name, applied), file)
+        for key, name in keys.items()
+        if key in tensors.shapes
+    }
+    notes = [*unused_names(config, applied)]
+    if stored == "swapped":
+        notes.append("The factors of fused experts are stored in the swapped roles.")
+    router = any(name.endswith(".mlp.gate.weight") for name in applied.slots)
+    if router and config.names_a_linear_router:
+        notes.append(
+            "The router has its name of transformers 4.57. To use the adapter with transformers 5, "
+            "run `mcore-qwen3vl lora convert`."
+        )
+    labels = labels_of(content) if config.has_score else None
+    return Adapter(config, factors, saved, stored, tuple(notes), labels)
+
+
+def _with_labels(path: Path, config: AdapterConfig, hf_config: HFConfig) -> dict[str, Any]:
+    """Return the model's config; if the adapter has a head and names its labels, with these."""
+    content = config_content(hf_config)
+    head_config = path / "config.json"
+    if not config.has_score or not head_config.is_file():
+        return content
+    labels = Labels.of_config(read_config_file(head_config))
+    return content if labels is None else labels.in_config(content)
+
+
+class AdapterFile:
+    """The tensors of an adapter's file, by PEFT's keys.
+
+    Raises:
+        BadInput: the directory has no such file, or the file is a pickle or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path / WEIGHTS
+        if not self._file.is_file() and (path / PICKLE).is_file():
+            raise BadInput(
+                f"{path} has its weights in {PICKLE}, a pickle, which is not read: it can run any "
+                f"code. Load it with PEFT and save it again, which writes {WEIGHTS}."
+            )
+        if not self._file.is_file():
+            raise BadInput(f"{path} holds no {WEIGHTS}. Copy the adapter again.")
+        self._tensors = SafetensorsFile(self._file)
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for key, (dtype, shape) in self._tensors.described.items():
+            if dtype not in FLOATS:
+                raise BadInput(
+                    f"{self._file}: tensor {key:.200} has dtype {dtype}; "
+                    f"{', '.join(FLOATS)} are understood."
+                )
+            self.shapes[key], self.dtypes[key] = shape, FLOATS[dtype]
+
+    def read(self, key: str) -> Tensor:
+        """Return the tensor under `key`, a view of the file."""
+        try:
+            tensor = bring_in(self._tensors.tensor(key))
+        except OSError as error:
+            raise BadInput(f"{self._file} cannot be read: {error}.") from None
+        if not all_finite(tensor):
+            raise BadInput(
+                f"{self._file}: tensor {key} holds a value that is not finite (NaN or infinite). "
+                "The training run that wrote it had diverged: use an earlier adapter."
+            )
+        return tensor
+
+
+def _require_keys(file: Path, keys: set[str], saved: Mapping[str, str], applied: Applied) -> None:
+    """Raise BadInput unless the file holds exactly the config's keys; `BASE_LAYER` is optional."""
+    factors = [key for slot in applied.slots.values() for key in (slot.a_key, slot.b_key)]
+    wanted = [*factors, *saved]
+    refuse_wrapped(sorted(keys), str(file))
+    missing = [key for key in wanted if key not in keys and key != BASE_LAYER]
+    if keys and len(missing) == len(wanted):
+        raise BadInput(
+            f"{file} calls none of its tensors as PEFT does in this model: it holds "
+            f"{some(sorted(keys))}, and PEFT writes {some(missing)}. The names have another "
+            "prefix, or are of another model: rename them, or save the adapter with PEFT's "
+            "save_pretrained."
+        )
+    if missing:
+        raise BadInput(
+            f"{file} lacks {some(missing)} of the {len(wanted)} tensors that {config_file.FILE} "
+            "calls for. PEFT would leave them at random values; copy the adapter again."
+        )
+    if foreign := sorted(keys - set(wanted)):
+        raise BadInput(
+            f"{file} holds {some(foreign)}, which {config_file.FILE} does not call for in this "
+            "model. PEFT would ignore it silently. Check that the adapter is for this model, "
+            "and that its config was saved with it."
+        )
+
+
+def _factors(name: str, slot: Slot, tensors: AdapterFile, roles: Roles, file: Path) -> Factors:
+    fused = len(slot.base) == 3
+    pairs = ((slot.a_key, slot.a_shape), (slot.b_key, slot.b_shape))
+    for key, shape in () if fused else pairs:  # `find_roles` has checked fused experts
+        if tensors.shapes[key] != shape:
+            raise BadInput(
+                f"{file}: tensor {key} has shape {list(tensors.shapes[key])}; rank {slot.r} in "
+                f"{name} {list(slot.base)} makes it {list(shape)}. The adapter belongs to another "
+                "model, or its config to another adapter."
+            )
+    a, b = tensors.read(slot.a_key), tensors.read(slot.b_key)
+    if fused and roles == "swapped":
+        a, b = swap(a, b, slot.base[0])
+    return Factors(a, b, slot.r, slot.scaling)
+
+
+def _whole(name: str, tensor: Tensor, shape: Shape, file: Path) -> Tensor:
+    """Check a whole parameter; swap the last two axes of experts of transformers 4.57."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    if len(shape) == 3 and tuple(tensor.shape) == (shape[0], shape[2], shape[1]):
+        return tensor.transpose(1, 2).contiguous()
+    cause = "The adapter belongs to another model."
+    if name in (INPUT_EMBEDDING, LM_HEAD) and tensor.shape[1:] == shape[1:]:
+        cause = (
+            "The vocabulary was resized before training (resize_token_embeddings), and that of "
+            "this model was not: name the resized model as the base, saved with its tokenizer."
+        )
+    raise BadInput(
+        f"{file}: {name} has shape {list(tensor.shape)}, but {list(shape)} in this model. {cause}"
+    )
+
+
+def write_adapter(
+    path: str | Path,
+    config: AdapterConfig,
+    factors: Mapping[str, Factors],
+    saved: Mapping[str, Tensor],
+    hf_config: HFConfig,
+    *,
+    roles: Roles = "canonical",
+    force: bool = False,
+) -> None:
+    """Write a PEFT adapter directory, which appears complete or not at all.
+
+    Args:
+        factors: all factors that the config calls for, by Hugging Face parameter, in the canonical
+            roles.
+        saved: all parameters that the config stores whole; one of two tied embeddings is enough. A
+            parameter that also has factors is stored as their base layer.
+
+    Raises:
+        BadInput: the tensors are not those that `config` calls for; `path` exists and `force` is
+            not set, or is not an adapter; or writing failed, in which case nothing is left.
+    """
+    config.require_supported()
+    applied = apply(config, hf_config, linear_router=True)
+    tied = Architecture.from_hf(config_content(hf_config)).tie_word_embeddings
+    tensors = dict(_stored(applied, factors, _with_tied(saved, applied, tied), roles))
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        # PEFT too stores the names that it matches; releases differ on them.
+        config = replace(config, target_modules=applied.spelled_out)
+    target = Path(path)
+    with staging(
+        target,
+        os.urandom(8).hex(),
+        force=force,
+        replaceable=lambda there: identify(there).kind is Kind.ADAPTER,
+    ) as stage:
+        try:
+            save_file(tensors, stage.tree / WEIGHTS, metadata={"format": "pt"})
+            with (stage.tree / WEIGHTS).open("rb+") as handle:
+                os.fsync(handle.fileno())
+            write_durably(stage.tree / config_file.FILE, config.to_json().encode())
+            if config.has_score:  # PEFT's file does not name the labels
+                write_durably(stage.tree / "config.json", dumps(config_content(hf_config)))
+            stage.publish()
+        except Exception as error:  # safetensors has its own exception for a full disk
+            raise BadInput(f"{target} cannot be written: {error!s:.200}.") from error
+
+
+def _with_tied(saved: Mapping[str, Tensor], applied: Applied, tied: bool) -> dict[str, Tensor]:
+    """Return `saved` with both of the tied embeddings if only one of them was given."""
+    embeddings = {LM_HEAD, INPUT_EMBEDDING} & saved.keys()
+    if not tied or len(embeddings) != 1 or not {LM_HEAD, INPUT_EMBEDDING} <= applied.saved.keys():
+        return dict(saved)
+    return dict(saved) | dict.fromkeys((LM_HEAD, INPUT_EMBEDDING), saved[embeddings.pop()])
+
+
+def _stored(
+    applied: Applied, factors: Mapping[str, Factors], saved: Mapping[str, Tensor], roles: Roles
+) -> Iterator[tuple[str, Tensor]]:
+    """Check that the given tensors are those of the config; yield PEFT's keys and tensors."""
+    saved_alone = set(saved) - set(factors)
+    for what, present, wanted in (
+        ("factors", set(factors), set(applied.slots)),
+        ("whole tensors", saved_alone, set(applied.saved)),
+    ):
+        if present != wanted:
+            names = sorted(present ^ wanted)
+            raise BadInput(f"the {what} given are not those the config calls for: {some(names)}.")
+    memory: set[int] = set()
+    for name, slot in applied.slots.items():
+        a, b = factors[name].a, factors[name].b
+        if (tuple(a.shape), tuple(b.shape)) != (slot.a_shape, slot.b_shape):
+            raise BadInput(
+                f"the factors of {name} are {list(a.shape)} and {list(b.shape)}; the config makes "
+                f"them {list(slot.a_shape)} and {list(slot.b_shape)}."
+            )
+        if len(slot.base) == 3 and roles == "swapped":
+            a, b = swap(a, b, slot.base[0])
+        yield slot.a_key, _own(a, memory)
+        yield slot.b_key, _own(b, memory)
+    for name, tensor in saved.items():
+        if tuple(tensor.shape) != whole_shape(name, applied):
+            raise BadInput(
+                f"{name} is {list(tensor.shape)} and not {list(whole_shape(name, applied))}."
+            )
+        yield (BASE_LAYER if name in factors else f"{PREFIX}{name}"), _own(tensor, memory)
+
+
+def _own(tensor: Tensor, memory: set[int]) -> Tensor:
+    """Return `tensor`, contiguous and in its own memory: safetensors refuses shared memory."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype not in DTYPES.values():
+        raise BadInput(
+            f"adapters are stored as {', '.join(DTYPES)}, not {dtype_name(tensor.dtype)}."
+        )
+    if tensor.data_ptr() in memory:
+        tensor = tensor.clone()
+    memory.add(tensor.data_ptr())
+    return tensor
+
+
+def convert_adapter(
+    source: str | Path,
+    target: str | Path,
+    hf_config: HFConfig,
+    *,
+    roles: Roles,
+    from_roles: Roles | None = None,
+    force: bool = False,
+) -> Adapter:
+    """Copy an adapter, with the factors of fused experts converted to `roles`.
+
+    A router that is named as in transformers 4.57 is renamed, see
+    `AdapterConfig.with_router_as_parameter`. Everything else stays as it is.
+
+    Args:
+        from_roles: roles in `source`; needed if the shapes do not tell.
+    """
+    adapter = read_adapter(source, hf_config, roles=from_roles)
+    config = adapter.config.with_router_as_parameter()
+    base = config_content(hf_config)
+    base = adapter.labels.in_config(base) if adapter.labels else base
+    write_adapter(target, config, adapter.factors, adapter.saved, base, roles=roles, force=force)
+    return adapter

@@ -1,19 +1,30 @@
-"""``adapter_config.json``: PEFT's ``LoraConfig``, read and written without PEFT.
+"""What an ``adapter_config.json`` says, and the parameters that it adapts.
 
-Fields that decide which factors there are and how they scale are attributes of `AdapterConfig`;
-every other field is kept as it is. A field that asks for an unsupported feature is refused by name.
+The file is PEFT's ``LoraConfig``, read and written without PEFT. Fields that decide which factors
+there are and how they scale are attributes of `AdapterConfig`; every other field is kept as it is.
+A field that asks for an unsupported feature is refused by name.
+
+PEFT itself (`peft.get_peft_model`) decides which modules a name, a regular expression or
+``all-linear`` matches, their ranks and scaling, and the keys of the file. It is applied to Hugging
+Face's model, which on the meta device takes no memory. Only this module imports PEFT.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Mapping
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
+from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
+from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.unused import Fields, Unused
 
 FILE = "adapter_config.json"
@@ -190,8 +201,8 @@ class AdapterConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the file, ready for JSON."""
-        own = {name: _plain(getattr(self, name)) for name in _FIELDS}
-        return {**REST, **self.raw, **own}
+        known = {name: _plain(getattr(self, name)) for name in _FIELDS}
+        return {**REST, **self.raw, **known}
 
     def to_json(self) -> str:
         """Return the content of the file, formatted as PEFT does."""
@@ -249,7 +260,10 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "modules_to_save": _names,
     "ensure_weight_tying": lambda value: isinstance(value, bool),
 }
-"""The fields that are attributes of `AdapterConfig`, with a check of each one's value in a file."""
+"""The fields that are attributes of `AdapterConfig`, with a check of each one's value in a file.
+
+PEFT's ``LoraConfig`` checks no types, and drops the fields that it does not know.
+"""
 
 assert [*_FIELDS, "raw"] == [each.name for each in fields(AdapterConfig)]
 
@@ -264,3 +278,323 @@ def _spelled_out(name: str) -> str:
 
 def _router_pattern(key: str) -> str:
     return f"{_spelled_out(key)}.weight" if _is_router(key) else key
+
+
+Preset = Literal["language", "language-aligner", "all"]
+"""``language``: attention and MLPs (or experts) of the decoder; ``language-aligner``: also the
+mergers between vision and language; ``all``: also the blocks of the vision tower."""
+
+# Every name is long enough to match the same modules under any PEFT: ``proj`` would match the patch
+# embedding too, and ``linear_fc1`` both the blocks of the vision tower and its mergers.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+ROUTER = "mlp.gate.weight"
+MERGERS = ("merger.linear_fc1", "merger.linear_fc2")
+VISION = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+class Targets(NamedTuple):
+    """``target_modules`` and ``target_parameters`` of a PEFT config."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...] | None
+
+
+def preset(name: str, architecture: Architecture) -> Targets:
+    """Return PEFT's names for a preset.
+
+    Parts that the model lacks are not named, since a target that matches nothing is an error.
+    """
+    if name not in get_args(Preset):
+        raise BadInput(f"{name!r} is not one of {', '.join(get_args(Preset))}.")
+    modules = [*ATTENTION]
+    if not all(architecture.moe_layers):
+        modules += MLP
+    if name != "language":
+        modules += MERGERS
+        count = len(architecture.vision.deepstack_visual_indexes)
+        modules += [
+            f"deepstack_merger_list.{at}.{linear}"
+            for at in range(count)
+            for linear in ("linear_fc1", "linear_fc2")
+        ]
+    if name == "all":
+        modules += VISION
+    return Targets(tuple(modules), EXPERTS if architecture.is_moe else None)
+
+
+PREFIX = "base_model.model."
+"""Prefix that PEFT adds to every name."""
+
+HFConfig = str | Path | Mapping[str, Any]
+"""A ``config.json``, the directory that holds one, or its parsed content."""
+
+ADAPTED = re.compile(
+    r"lm_head\.weight"
+    r"|model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj\.weight"
+    r"|mlp\.((gate|up|down)_proj\.weight|experts\.(gate_up|down)_proj|gate\.weight))"
+    r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
+    r"|(merger|deepstack_merger_list\.\d+)\.linear_fc[12])\.weight"
+)
+"""The parameters that LoRA is supported on."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """PEFT's description of the two factors of one parameter.
+
+    Attributes:
+        a_key, b_key: keys of A and B in the file.
+        r: rank; for fused experts, the rank of each expert.
+        scaling: s in ΔW = s · B · A.
+        a_shape, b_shape: shapes of A and B in the canonical roles (see `adapter`).
+        base: shape of the parameter.
+    """
+
+    a_key: str
+    b_key: str
+    r: int
+    scaling: float
+    a_shape: Shape
+    b_shape: Shape
+    base: Shape
+
+    @property
+    def experts(self) -> int:
+        """Number of experts in the factors; 1 for a linear layer."""
+        return self.a_shape[0] // self.r
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The result of applying a config to a model with PEFT.
+
+    Attributes:
+        slots: descriptions of the factors, by HF parameter, in the model's order.
+        saved: shapes of the parameters that are stored whole, by HF parameter.
+        matched: names of the modules that match ``target_modules`` by PEFT's own rule.
+        spelled_out: ``target_modules`` as PEFT would store them, sorted, with ``all-linear``
+            replaced by the names that it matches. None if they are a regular expression or absent.
+    """
+
+    slots: dict[str, Slot]
+    saved: dict[str, Shape]
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    matched: tuple[str, ...]
+    spelled_out: tuple[str, ...] | None
+
+
+def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = False) -> Applied:
+    """Apply the adapter's config to the model with PEFT, on the meta device.
+
+    Args:
+        hf_config: config of the model; without names of labels, a classifier has one label.
+        linear_router: whether to accept a router that is named as in transformers 4.57, which
+            existing files may have but PEFT refuses (see
+            `AdapterConfig.with_router_as_parameter`).
+
+    Raises:
+        BadInput: PEFT is not installed or refuses the config; the config adapts something that is
+            not supported here; or the model's config is not Qwen3-VL's.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise BadInput(
+            "adapters need PEFT, which is not installed: pip install 'mcore-qwen3vl[lora]'."
+        ) from None
+    import torch  # not above: without torch, `train` answers a typo at once
+
+    parsed = config_content(hf_config)
+    if linear_router and Architecture.from_hf(parsed).is_moe:
+        config = config.with_router_as_parameter()
+    model = meta_model(parsed)
+    if config.has_score:
+        labels = len(labels_of(parsed))
+        size = parsed["text_config"]["hidden_size"]
+        model.score = torch.nn.Linear(size, labels, bias=False, device="meta")
+    modules = tuple(name for name, _ in model.named_modules() if name)
+    parameters = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what PEFT warns of is checked here, as an error
+        try:
+            lora = peft.LoraConfig(**_arguments(config, peft))
+            wrapped = peft.get_peft_model(model, lora, low_cpu_mem_usage=True)
+            stored = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+            matched = tuple(
+                name
+                for name in modules
+                if wrapped.base_model._check_target_module_exists(lora, name)
+            )
+        except Exception as error:  # PEFT's checks raise exceptions of many classes
+            text = " ".join(str(error).split())
+            raise BadInput(
+                f"PEFT does not apply this adapter's config to the model: {text:.600}{_hint(text)}"
+            ) from None
+    order = {name: at for at, name in enumerate(parameters)}
+    slots = dict(sorted(_slots(wrapped), key=lambda named: order[named[0]]))
+    keys = {key for slot in slots.values() for key in (slot.a_key, slot.b_key)}
+    saved = {
+        key.removeprefix(PREFIX): tuple(tensor.shape)
+        for key, tensor in stored.items()
+        if key not in keys
+    }
+    named = lora.target_modules
+    spelled_out = None if named is None or isinstance(named, str) else tuple(sorted(named))
+    return Applied(slots, saved, modules, parameters, matched, spelled_out)
+
+
+def labels_of(config: Mapping[str, Any]) -> Labels:
+    """Return the labels that a ``config.json`` gives an adapter's head, or else one score."""
+    return Labels.of_config(config) or ONE_SCORE
+
+
+def config_content(hf_config: HFConfig) -> dict[str, Any]:
+    """Return a copy of the parsed ``config.json``, after checking that it is Qwen3-VL's."""
+    parsed = hf_config if isinstance(hf_config, Mapping) else read_config_file(Path(hf_config))
+    Architecture.from_hf(dict(parsed))
+    return copy.deepcopy(dict(parsed))  # transformers modifies the config that it is given
+
+
+def meta_model(config: dict[str, Any]) -> Any:
+    """Build Hugging Face's model of a ``config.json`` on the meta device."""
+    import torch
+    import transformers
+
+    name = f"Qwen3VL{'Moe' if Architecture.from_hf(config).is_moe else ''}"
+    unquantised = {key: value for key, value in config.items() if key != "quantization_config"}
+    hf_config = getattr(transformers, f"{name}Config").from_dict(unquantised)
+    with torch.device("meta"):
+        return getattr(transformers, f"{name}ForConditionalGeneration")(hf_config)
+
+
+def _arguments(config: AdapterConfig, peft: Any) -> dict[str, Any]:
+    """Return the arguments of ``LoraConfig`` that decide what is adapted, if this PEFT has them."""
+    content = config.to_dict()
+    decided = {name: content[name] for name in content if name not in config.raw}
+    decided |= {"base_model_name_or_path": None, "inference_mode": True, "init_lora_weights": True}
+    decided["lora_dropout"] = 0.0  # dropout changes no factor; `AdapterConfig` checks its limits
+    known = peft.LoraConfig.__dataclass_fields__
+    return {name: value for name, value in decided.items() if name in known}
+
+
+def lora_layers(wrapped: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield path, Hugging Face parameter and layer of each of the LoRA layers in PEFT's model."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    for path, layer in wrapped.named_modules():
+        if isinstance(layer, LoraLayer):
+            module = path.removeprefix(PREFIX).replace(".base_layer", "")
+            yield path, f"{module}.{getattr(layer, 'parameter_name', 'weight')}", layer
+
+
+def _slots(wrapped: Any) -> Iterator[tuple[str, Slot]]:
+    for path, name, layer in lora_layers(wrapped):
+        if not ADAPTED.fullmatch(name):
+            raise _unsupported(name)
+        parameter = hasattr(layer, "parameter_name")  # PEFT's ParamWrapper
+        base = layer.get_param() if parameter else layer.get_base_layer().weight
+        slot = Slot(
+            f"{path}.lora_A.weight",
+            f"{path}.lora_B.weight",
+            layer.r["default"],
+            layer.scaling["default"],
+            tuple(layer.lora_A["default"].weight.shape),
+            tuple(layer.lora_B["default"].weight.shape),
+            tuple(base.shape),
+        )
+        yield name, slot
+
+
+def _unsupported(name: str) -> BadInput:
+    remedy = "Remove it from the targets."
+    if name.endswith("patch_embed.proj.weight"):
+        remedy = "It is a convolution, which the target `proj` matches too: use `attn.proj`."
+    elif "embed" in name:
+        remedy = "To train an embedding, name its module in modules_to_save."
+    return BadInput(f"LoRA on {name} is not supported. {remedy}")
+
+
+def _hint(text: str) -> str:
+    if "Qwen3VLMoeTextTopKRouter" in text or "'gate'" in text:
+        return " The router is a parameter here: name mlp.gate.weight in target_parameters."
+    if "Experts" in text:
+        return (
+            " Fused experts are parameters: name mlp.experts.gate_up_proj and "
+            "mlp.experts.down_proj in target_parameters."
+        )
+    return ""
+
+
+def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, Slot]:
+    """Return the parameters that `config` adapts, by full Hugging Face name, in the model's order.
+
+    Raises:
+        BadInput: a name matches nothing, or something that PEFT would skip; LoRA on a match is not
+            supported (embeddings, the patch embedding, norms); or PEFT refuses the config.
+    """
+    config.require_supported()
+    applied = apply(config, hf_config)
+    for problem in unused_names(config, applied):
+        raise BadInput(problem)
+    return applied.slots
+
+
+def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
+    """Yield a sentence for each name in the config without effect; PEFT warns of some at most."""
+    adapted = [name.rpartition(".")[0] for name in applied.slots]
+    for module in applied.matched:
+        if module not in adapted:
+            yield (
+                f"target_modules match {module}, which PEFT skips: it is not a linear layer. Fused "
+                "experts and the router are named in target_parameters."
+            )
+    if isinstance(config.target_modules, tuple):
+        yield from _unmatched("target_modules", config.target_modules, adapted, applied)
+    parameters = list(applied.slots)
+    yield from _unmatched("target_parameters", config.target_parameters or (), parameters, applied)
+    for name, pattern in (("rank", config.rank_pattern), ("alpha", config.alpha_pattern)):
+        for key in pattern or ():
+            # Same rule as peft.utils.other.get_pattern_key; a parameter is matched by its own name.
+            rule = re.compile(rf"(.*\.)?({key})$")
+            if not any(rule.match(each) for each in (*adapted, *parameters)):
+                yield (
+                    f"{name}_pattern has the key {key!r}, which matches no adapted module or "
+                    "parameter."
+                )
+    if isinstance(config.exclude_modules, tuple):
+        for name in config.exclude_modules:
+            if not _ends(name, applied.modules):
+                yield f"exclude_modules names {name!r}, which is not a module of the model."
+    layers = config.layers_to_transform
+    for layer in (layers,) if isinstance(layers, int) else layers or ():
+        if not any(re.search(rf"\.{layer}\.", module) for module in adapted):
+            yield (
+                f"layers_to_transform names layer {layer}, but no target matches a module in that "
+                "layer."
+            )
+    for name in config.modules_to_save or ():
+        # Same rule as peft.utils.other._set_trainable: any end of the name, without a dot.
+        if not any(module.endswith(name) for module in applied.modules):
+            yield f"modules_to_save names {name!r}, which is not a module of the model."
+
+
+def _unmatched(
+    field: str, names: Iterable[str], adapted: list[str], applied: Applied
+) -> Iterator[str]:
+    for name in names:
+        if _ends(name, adapted):
+            continue
+        where = ""
+        if field == "target_modules" and _ends(name, applied.parameters):
+            where = " It is a parameter: name it in target_parameters."
+        elif field == "target_parameters" and _ends(name, applied.modules):
+            where = " It is a module: name it in target_modules, or add .weight."
+        yield f"{field} names {name!r}, which matches nothing that PEFT can adapt.{where}"
+
+
+def _ends(name: str, names: Iterable[str]) -> bool:
+    """Return whether `name` is one of `names` or the end of one after a dot, as in PEFT's lists."""
+    return any(each == name or each.endswith(f".{name}") for each in names)

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Adapter, Roles
+from mcore_qwen3vl.converters.adapters.adapter import Adapter, AdapterFile, Roles, read_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import AdapterFile, read_adapter
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
@@ -114,14 +113,14 @@ def require_base(config: AdapterConfig, hf_config: str | Path | None) -> Path:
     Raises:
         BadInput: `hf_config` is None and the base is not a local directory.
     """
-    found = Path(hf_config) if hf_config is not None else base_directory(config)
-    if found is None:
+    base = Path(hf_config) if hf_config is not None else base_directory(config)
+    if base is None:
         named = config.raw.get("base_model_name_or_path")
         raise BadInput(
             f"the adapter's base model ({named!r:.100}) was not found, and its shapes are needed: "
             "pass the directory of its config.json, or a hub id, as --hf-config."
         )
-    return found
+    return base
 
 
 def _parts(adapter: Adapter) -> list[AdapterPart]:

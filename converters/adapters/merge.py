@@ -23,10 +23,11 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     Roles,
     of_expert,
     product,
+    read_adapter,
     row_chunks,
+    unused_of_adapter,
 )
 from mcore_qwen3vl.converters.adapters.config import FILE
-from mcore_qwen3vl.converters.adapters.files import read_adapter, unused_of_adapter
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
@@ -92,15 +93,15 @@ def plan_merge(
     choice = expert_layout or ("published" if architecture.is_moe else "source")
     layout = chosen_layout(architecture, choice)
     checkpoint = open_checkpoint(base, architecture)
-    found = read_adapter(adapter, base, roles=roles)
-    if LM_HEAD in found.factors or LM_HEAD in found.saved:
+    lora = read_adapter(adapter, base, roles=roles)
+    if LM_HEAD in lora.factors or LM_HEAD in lora.saved:
         checkpoint.form.require_language_model(base)
     form = checkpoint.form.for_transformers
-    if found.labels:
-        form = replace(form, head=replace(head_of(found.labels), bias=form.head.bias))
+    if lora.labels:
+        form = replace(form, head=replace(head_of(lora.labels), bias=form.head.bias))
     tied = architecture.tie_word_embeddings and form.head.is_language_model
-    untied = tied and _parts_embeddings(found)
-    merged = Merged(checkpoint, found, architecture, swapped=layout == "published")
+    untied = tied and _parts_embeddings(lora)
+    merged = Merged(checkpoint, lora, architecture, swapped=layout == "published")
     written = replace(architecture, tie_word_embeddings=False) if untied else architecture
     plan = lay_out(
         "lora merge",
@@ -114,7 +115,7 @@ def plan_merge(
             None if choice == "source" or choice == architecture.expert_layout else choice,
             wanted,
             untied,
-            found.labels,
+            lora.labels,
         ),
         max_shard_size=max_shard_size,
         layout=layout,
@@ -122,8 +123,8 @@ def plan_merge(
         notes=(
             *reading_notes(checkpoint, wanted),
             *layout_notes(layout),
-            *found.notes,
-            *found.other_base(base),
+            *lora.notes,
+            *lora.other_base(base),
             *((_UNTIED,) if untied else ()),
         ),
     )
@@ -164,9 +165,9 @@ class Merged:
         name = self._stored_name(named.name)
         if name not in self.base.entries:  # the head of a classifier whose base has none
             return "adapter", self.adapter.saved[name].dtype
-        whole = "adapter" if named.name in self.adapter.saved else name
+        stored = "adapter" if named.name in self.adapter.saved else name
         update = " + B·A" if named.name in self.adapter.factors else ""
-        return whole + update, self.base.entries[name].dtype
+        return stored + update, self.base.entries[name].dtype
 
     def stream(self, row: Row, number: int, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield a merged HF piece; see `to_hf.Stream`."""

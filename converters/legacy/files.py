@@ -12,11 +12,11 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.legacy.layout import FILE, Rank, model_key
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import require_own_keys
-from mcore_qwen3vl.converters.mcore.saved_state import load
 from mcore_qwen3vl.converters.place import RELEASE
 from mcore_qwen3vl.converters.storage.archive import (
     STORAGES,
     Sums,
+    load,
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files

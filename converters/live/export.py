@@ -18,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
-from mcore_qwen3vl.converters.adapters.adapter import Factors, add_update
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import write_adapter
-from mcore_qwen3vl.converters.adapters.targets import HFConfig, Slot, apply
+from mcore_qwen3vl.converters.adapters.adapter import Factors, add_update, write_adapter
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig, Slot, apply
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes
@@ -331,7 +329,7 @@ def export_merged(
 
     Args:
         targets: the adapted parameters of the whole model, as
-            :func:`mcore_qwen3vl.converters.adapters.targets.resolve_targets` returns them.
+            :func:`mcore_qwen3vl.converters.adapters.config.resolve_targets` returns them.
         expert_layout: layout of the fused experts; vLLM reads only ``published``.
         bucket_bytes: as in ``export_hf``; a bucket's factors take memory besides.
 

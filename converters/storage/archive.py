@@ -1,27 +1,40 @@
-"""One tensor as ``torch.save`` stores it, written and read as a stream.
+"""What ``torch.save`` stores, written as a stream and read without running code.
 
-A ``.distcp`` file is a sequence of such archives. ``torch.save`` needs the whole tensor in memory
-and checksums it at a quarter of a gigabyte a second. The archive is a plain, uncompressed zip file,
-so this module writes it chunk by chunk with `zipfile`. Reading finds the tensor's bytes in the
-mapped file without copying them.
+Tensors: a ``.distcp`` file is a sequence of archives of one tensor each. ``torch.save`` needs the
+whole tensor in memory and checksums it at a quarter of a gigabyte a second. The archive is a plain,
+uncompressed zip file, so this module writes it chunk by chunk with `zipfile`. Reading finds the
+tensor's bytes in the mapped file without copying them. ``torch.load`` would copy the whole tensor
+for each part that is read: converting back then takes seven times as long.
 
-``torch.load`` would copy the whole tensor for each part that is read: converting back then takes
-seven times as long.
+Pickles: only what an allow-list admits is unpickled, in memory and time proportional to the data.
+`pickle.Unpickler` calls nothing that `find_class` refuses, but a few bytes can still make it
+reserve gigabytes (a memo index, a byte array's length), hash shared nested tuples forever, or
+change the attributes of an admitted class. The unpickler written in Python keeps its memo in a
+dictionary, and a subclass can refuse each of the others. Where Megatron or torch itself calls
+``torch.load(weights_only=True)``, a hostile file runs no code either, but may fill the memory or
+take hours until it is refused.
+
+What Megatron saves beside a model's tensors, its arguments and optimizer and random states, is read
+by the same unpickler. Each class is replaced by an inert stand-in, so that neither megatron nor
+numpy is imported.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 import zipfile
 import zlib
+from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, BinaryIO, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,14 +45,136 @@ except ImportError:  # a platform or a container without it
     from zlib import crc32
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in
-from mcore_qwen3vl.converters.storage.restricted_pickle import (
-    FAILURES,
-    Refused,
-    RestrictedUnpickler,
-    make_ordered_dict,
-    make_tuple,
+from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in, map_file
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name
+from mcore_qwen3vl.errors import BadInput
+
+
+class Record:
+    """An inert stand-in for one instance of a class named in the pickle."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        if not isinstance(self.state, dict) or name not in self.state:
+            raise pickle.UnpicklingError(f"no field {name}")
+        return self.state[name]
+
+
+class Refused(Exception):
+    """The pickle names something outside the allow-list: its module and name."""
+
+
+KEYS = (str, int, Record)
+"""Types allowed as dictionary keys and set members, since their hashes are cheap."""
+
+FAILURES = (
+    *(pickle.UnpicklingError, LookupError, TypeError, ValueError, EOFError, AttributeError),
+    *(OverflowError, MemoryError, RuntimeError, AssertionError),
+    struct.error,
 )
+"""The exceptions that reading a damaged pickle may raise."""
+
+PYTHONS: Any = pickle._Unpickler
+"""The unpickler written in Python; `pickle.Unpickler` is the one written in C."""
+
+
+class RestrictedUnpickler(PYTHONS):
+    """A base class; override `find_class` and, where needed, ``persistent_load``.
+
+    ``load`` raises one of `FAILURES` on damaged data, and whatever the overrides raise.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(PYTHONS.dispatch)
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise Refused(f"{module}.{name}")
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        PYTHONS.load_setitem(self)
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])
+        PYTHONS.load_setitems(self)
+
+    def load_additems(self) -> None:
+        _check_keys(self.stack)
+        PYTHONS.load_additems(self)
+
+    def load_build(self) -> None:
+        if not isinstance(self.stack[-2], Record):
+            raise pickle.UnpicklingError("state for something that has none")
+        PYTHONS.load_build(self)
+
+    def refuse(self) -> None:
+        raise pickle.UnpicklingError("an instruction that no checkpoint uses")
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.ADDITEMS[0]] = load_additems
+    dispatch[pickle.BUILD[0]] = load_build
+    for _code in (
+        *(pickle.BYTEARRAY8, pickle.DICT, pickle.FROZENSET, pickle.INST, pickle.OBJ),
+        *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+    ):
+        dispatch[_code[0]] = refuse
+
+
+def make_set(members: list[Any] | None = None) -> set[Any]:
+    """Make a set for a pickle; empty `members`, lest the pickle copy one list many times."""
+    if members is None:
+        return set()
+    _check_keys(members)
+    made = set(members)
+    members.clear()
+    return made
+
+
+def make_ordered_dict() -> OrderedDict[Any, Any]:
+    """Make an empty `OrderedDict` for a pickle, which sets the items afterwards."""
+    return OrderedDict()
+
+
+def make_tuple(members: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """Stand in for ``torch.Size`` in a pickle; return `members` itself, without a copy."""
+    if not isinstance(members, tuple):
+        raise pickle.UnpicklingError(f"a {type(members).__name__} as a size")
+    return members
+
+
+def reconstruct(cls: Callable[[], Any], *_: Any) -> Any:
+    """Stand in for ``copyreg._reconstructor`` in a pickle, for admitted classes."""
+    return cls()
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        if not isinstance(key, KEYS):
+            raise pickle.UnpicklingError(f"a {type(key).__name__} as key")
+
+
+_NAMED = re.compile(r"GLOBAL (\S+)")
+
+
+def refused_by_torch(place: str | Path, error: pickle.UnpicklingError) -> BadInput:
+    """Turn an error of ``torch.load(weights_only=True)`` into BadInput, without its long advice."""
+    if named := _NAMED.search(str(error)):
+        return BadInput(
+            f"{place} asks for {named[1]}, which has no place in a checkpoint. Refused: loading it "
+            "could run code. Do not use this checkpoint with a tool that would."
+        )
+    return BadInput(f"{place} is damaged, or torch did not write it. Copy it again.")
+
 
 zipfile.crc32 = crc32  # type: ignore[attr-defined]  # the name under which zipfile finds it
 
@@ -123,6 +258,8 @@ def read_tensor(view: memoryview, sums: Sums | None = None) -> Tensor:
         tensor = TensorUnpickler(archive, LARGEST_PICKLE).load()
         if not isinstance(tensor, Tensor):
             raise BadArchive(f"it holds {type(tensor).__name__}, not a tensor")
+        if tensor.dtype not in STORAGES:
+            raise BadArchive(f"it holds {dtype_name(tensor.dtype)}, which no model's tensor is")
         return tensor
 
 
@@ -182,10 +319,10 @@ class Archive:
                     self._zip.read(parts[0])  # this also checks its checksum
 
     def _part(self, name: str) -> zipfile.ZipInfo:
-        found = self._parts.get(f"{self._folder}/{name}", [])
-        if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
-            raise BadArchive(f"it holds {len(found)} parts {name}, or a compressed one")
-        return found[0]
+        parts = self._parts.get(f"{self._folder}/{name}", [])
+        if len(parts) != 1 or parts[0].compress_type != zipfile.ZIP_STORED:
+            raise BadArchive(f"it holds {len(parts)} parts {name}, or a compressed one")
+        return parts[0]
 
 
 @contextmanager
@@ -313,37 +450,50 @@ def dumps(value: Any) -> bytes:
 
 
 class TensorUnpickler(RestrictedUnpickler):
-    """An unpickler that admits only tensors, which become views of the archive's data.
+    """An unpickler of tensors, which become views of the archive's data, and plain containers.
 
     Raises:
-        Refused: the pickle names something else.
+        Refused: the pickle names something else that has no stand-in.
     """
 
-    def __init__(self, archive: Archive, largest: int) -> None:
+    def __init__(
+        self, archive: Archive, largest: int, stand_ins: Mapping[str, type[Record]] | None = None
+    ) -> None:
+        """Read a pickle of at most `largest` bytes; `stand_ins` are inert, by the names' places."""
         super().__init__(archive.small("data.pkl", largest))
-        self._archive = archive
+        self._archive, self._stand_ins = archive, stand_ins or {}
 
     def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}".replace("builtins.", "__builtin__.")
+        # Parameters are rebuilt without their attributes, of which Megatron sets some.
         functions: dict[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor_v2": self._rebuild,
+            "torch._utils._rebuild_tensor_v3": self._rebuild_untyped,
             "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+            "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
+            "torch._tensor._rebuild_from_type_v2": lambda make, _, arguments, *__: make(*arguments),
             "collections.OrderedDict": make_ordered_dict,
             "torch.Size": make_tuple,
+            "__builtin__.set": make_set,
         }
-        found = functions.get(f"{module}.{name}") or self.storage(module, name)
-        if found is None:
+        named = functions.get(full) or self._stand_ins.get(full) or _dtype_of(module, name)
+        if named is None:
             raise Refused(f"{module}.{name}")
-        return found
-
-    def storage(self, module: str, name: str) -> torch.dtype | None:
-        """Return the dtype of the storage class of this name; None if it is not admitted."""
-        return _DTYPES.get(f"{module}.{name}")
+        return named
 
     def persistent_load(self, pid: Any) -> _Memory:
         _, dtype, key, _, count = pid
         if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not key.isdigit():
             raise pickle.UnpicklingError("not a plain storage")
         return _Memory(dtype, key, count)
+
+    def load_build(self) -> None:
+        if type(self.stack[-2]) is OrderedDict:
+            self.stack.pop()  # the versions that a module's state_dict() keeps as an attribute
+            return
+        super().load_build()
+
+    dispatch = {**RestrictedUnpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: RUF012
 
     def _rebuild(self, memory: _Memory, offset: int, size: Any, stride: Any, *_: Any) -> Any:
         dtype, key, count = memory
@@ -360,5 +510,109 @@ class TensorUnpickler(RestrictedUnpickler):
             return torch.empty(tuple(size), dtype=dtype)
         return torch.frombuffer(data, dtype=dtype).as_strided(tuple(size), tuple(stride), offset)
 
+    def _rebuild_untyped(
+        self, memory: Any, offset: int, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
+        *_: Any,
+    ) -> Any:  # fmt: skip
+        """Rebuild a tensor whose dtype has no storage class, from untyped bytes."""
+        if not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError("a tensor without a dtype")
+        typed = memory._replace(dtype=dtype, values=memory.values // dtype.itemsize)
+        return self._rebuild(typed, offset, size, stride)
 
-_DTYPES = {f"{storage.__module__}.{storage.__name__}": d for d, storage in STORAGES.items()}
+
+def _dtype_of(module: str, name: str) -> torch.dtype | None:
+    """Return the dtype of this name, or that of the storage class of this name."""
+    if (module, name) == ("torch.storage", "UntypedStorage"):
+        return torch.uint8
+    value: Any = getattr(torch, name, None) if module == "torch" else None
+    if isinstance(value, type) and issubclass(value, torch.storage._LegacyStorage):
+        value = value._dtype
+    return value if isinstance(value, torch.dtype) else None
+
+
+STAND_INS = (
+    # The arguments' values: enumerations of Megatron and Python, paths, nested namespaces.
+    "argparse.Namespace",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphModule",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.InferenceCudaGraphScope",
+    "signal.Signals",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "types.SimpleNamespace",
+    # numpy's random state.
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.dtypes.UInt32DType",
+    # The state of Megatron's optimizer and of its rerun state machine.
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    # Transformer Engine's FP8 state, as older versions save it.
+    "_io.BytesIO",
+    # Small objects of Python and torch, which are not parts of parameters.
+    "_codecs.encode",  # bytes, under the pickle protocol that torch uses
+    "__builtin__.bytearray",
+    "__builtin__.complex",
+    "collections.Counter",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
+)
+"""What Megatron saves beside tensors; ``megatron.core.safe_globals`` admits these names."""
+
+
+def load(file: Path, part: slice = slice(None), sums: Sums | None = None) -> Any:
+    """Return the content of a file of Megatron's, or of the bytes `part` of it.
+
+    Tensors are copy-on-write views of the mapped file. The arguments are an ``argparse.Namespace``.
+    Every other object that is not a tensor or a plain container is a `Record`. The checksums of the
+    tensors' data are noted in `sums`.
+
+    Raises:
+        BadInput: the file is damaged, or names something outside the list.
+    """
+    try:
+        archive = Archive(map_file(file)[part], sums)
+        archive.check()
+        archive.check_byte_order()
+        content = TensorUnpickler(archive, 2**40, _CLASSES).load()
+        for state in content if isinstance(content, list) else [content]:
+            if isinstance(state, dict) and isinstance(state.get("args"), _NamespaceRecord):
+                state["args"] = state["args"].namespace()
+        return content
+    except Refused as error:
+        raise BadInput(
+            f"{file} asks for {error!s:.200}, which has no place in a model's checkpoint. Refused: "
+            "loading it could run code. If you trust the file, load it in Megatron and save it "
+            "again with --ckpt-format torch_dist."
+        ) from None
+    except (OSError, BadArchive, *FAILURES) as error:
+        raise BadInput(
+            f"{file} cannot be read ({type(error).__name__}: {error!s:.200}). Copy the file again."
+        ) from None
+
+
+def arguments_in(state: Any) -> Mapping[str, Any]:
+    """Return the arguments in a state, or in a list that begins with one; empty if it has none."""
+    first = state[0] if isinstance(state, list) and state else state
+    args = first.get("args") if isinstance(first, dict) else None
+    return vars(args) if isinstance(args, Namespace) else {}
+
+
+class _NamespaceRecord(Record):
+    """A stand-in for ``argparse.Namespace``."""
+
+    def namespace(self) -> Namespace:
+        return Namespace(**self.state)  # a TypeError, as on other damage, if it is not names
+
+
+_CLASSES = {name: type("StandIn", (Record,), {}) for name in STAND_INS}
+_CLASSES["argparse.Namespace"] = _NamespaceRecord

@@ -35,10 +35,10 @@ class Overlap:
 
 def explicit(box: Selection, shape: Shape) -> tuple[Any, ...]:
     """Return `box` with a slice for every axis, and explicit bounds in every slice."""
-    whole = (*box, *(slice(None) for _ in shape[len(box) :]))
+    full = (*box, *(slice(None) for _ in shape[len(box) :]))
     return tuple(
         slice(*place.indices(size)) if isinstance(place, slice) else place
-        for place, size in zip(whole, shape, strict=True)
+        for place, size in zip(full, shape, strict=True)
     )
 
 

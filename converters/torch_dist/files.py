@@ -22,11 +22,12 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     FileRange,
     MegatronCheckpoint,
 )
-from mcore_qwen3vl.converters.mcore.saved_state import arguments_in, load
 from mcore_qwen3vl.converters.storage.archive import (
     BadArchive,
     Described,
     Sums,
+    arguments_in,
+    load,
     read_tensor,
     write_archive,
 )

@@ -27,8 +27,7 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     ChunkedTensor,
     FileRange,
 )
-from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.restricted_pickle import (
+from mcore_qwen3vl.converters.storage.archive import (
     FAILURES,
     Record,
     Refused,
@@ -38,6 +37,7 @@ from mcore_qwen3vl.converters.storage.restricted_pickle import (
     make_tuple,
     reconstruct,
 )
+from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
 

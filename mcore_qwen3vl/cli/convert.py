@@ -276,8 +276,8 @@ def lora_convert(
     """Turn the factors of fused experts from one of PEFT's two conventions to the other."""
     console.quiet_libraries()
     from mcore_qwen3vl.config import Architecture
+    from mcore_qwen3vl.converters.adapters.adapter import convert_adapter
     from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-    from mcore_qwen3vl.converters.adapters.files import convert_adapter
     from mcore_qwen3vl.converters.adapters.inspect import require_base, vllm_notes
 
     config = AdapterConfig.from_file(adapter)

@@ -50,7 +50,7 @@ def inspect(
     json: options.Json = False,
 ) -> None:
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
-    from mcore_qwen3vl.converters.adapters.files import unused_of_adapter
+    from mcore_qwen3vl.converters.adapters.adapter import unused_of_adapter
     from mcore_qwen3vl.converters.adapters.inspect import inspect_adapter
     from mcore_qwen3vl.converters.describe import estimate, inspect_path, mapping_lines
     from mcore_qwen3vl.converters.place import Kind, identify

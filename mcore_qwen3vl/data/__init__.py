@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.config import DataConfig, MediaLimits
     from mcore_qwen3vl.data.encoding.batch import IGNORED, Batch, Counts
-    from mcore_qwen3vl.data.loader import Loader
-    from mcore_qwen3vl.data.loader_state import redistribute
+    from mcore_qwen3vl.data.loader import Loader, redistribute
     from mcore_qwen3vl.data.loading.sources import Source, parse_sources
     from mcore_qwen3vl.data.processor import load_processor
 
@@ -31,9 +30,8 @@ __all__ = [
 _HOMES = {
     "config": ("DataConfig", "MediaLimits"),
     "encoding.batch": ("IGNORED", "Batch", "Counts"),
-    "loader": ("Loader",),
+    "loader": ("Loader", "redistribute"),
     "loading.sources": ("Source", "parse_sources"),
-    "loader_state": ("redistribute",),
     "processor": ("load_processor",),
 }
 

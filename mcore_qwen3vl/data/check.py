@@ -16,17 +16,22 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
-from mcore_qwen3vl.data.encoding.packing import Balance, Workload, all_ranks, best_fit, each_rank
-from mcore_qwen3vl.data.encoding.planning import Plan, check_length
-from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.encoding.packing import (
+    Balance,
+    Size,
+    Workload,
+    all_ranks,
+    best_fit,
+    each_rank,
+)
+from mcore_qwen3vl.data.encoding.preparation import Plan, Preparation, check_length
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
-from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.messages import each_turn
+from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.video import is_uneven
 from mcore_qwen3vl.data.scores import teachers_of
 from mcore_qwen3vl.errors import BadInput
@@ -126,10 +131,9 @@ class DataReport:
         if self.packing_efficiency is not None:
             packs = counted(self.packed_sequences, "sequence")
             rows.append(("packing efficiency", f"{self.packing_efficiency:.1%} in {packs}"))
-        for way, one in self.balance.items():
-            rows.append(
-                (f"work, most over mean of the ranks, packed {way}", f"{one.micro_batch_step:.3f}")
-            )
+        for way, balance in self.balance.items():
+            name = f"work, most over mean of the ranks, packed {way}"
+            rows.append((name, f"{balance.micro_batch_step:.3f}"))
         return rows
 
     def _measured(self) -> dict[str, list[int]]:
@@ -139,13 +143,13 @@ class DataReport:
         return {"tokens": tokens, "trained tokens": trained, "patches": self.patches}
 
     def _places(self) -> list[str]:
-        return list(dict.fromkeys(one.where for one in self.unused))
+        return list(dict.fromkeys(item.where for item in self.unused))
 
     def _left(self, where: str) -> str:
-        left = [one for one in self.unused if one.where == where]
-        names = [str(one) for one in left[:_KEYS_NAMED]]
+        left = [item for item in self.unused if item.where == where]
+        names = [str(item) for item in left[:_KEYS_NAMED]]
         more = f" and {len(left) - _KEYS_NAMED:,} more" if len(left) > _KEYS_NAMED else ""
-        first = next((sample for one in left for sample in one.samples), None)
+        first = next((sample for item in left for sample in item.samples), None)
         return ", ".join(names) + more + (f", the first in {first}" if first else "")
 
     def advice(self) -> list[str]:
@@ -197,7 +201,7 @@ def check_data(
         require_fitting(processor, architecture)
     sources = parse_sources([str(path)], preprocess, train_on)
     preparation = Preparation(processor, config, sources)
-    left = [Left(one.where, one.name, one.why) for one in unused]
+    left = [Left(item.where, item.name, item.why) for item in unused]
     report = DataReport(path, config.seq_length, unused=left)
     samples = CrudeSamples(sources, split=split, trust=config.trust_data)
     teachers = teachers_of(
@@ -221,7 +225,7 @@ def check_data(
                 for plan in plans:
                     preparation.pixels(plan, raw.source)
             media = (item.media for plan in plans for item in plan.media)
-            uneven = decode and any(is_uneven(one) for one in media if one.kind == "video")
+            uneven = decode and any(is_uneven(medium) for medium in media if medium.kind == "video")
         except OverlongSample as error:
             report.overlong.append(Flaw(sample_id(crude), str(error)))
         except Exception as error:  # as in the loader, any exception makes the sample bad
@@ -240,7 +244,7 @@ def check_data(
 def _record(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
     """Add one sample to the report; the two sequences of a pair are added up."""
     media = [item.media for plan in plans for item in plan.media]
-    images = [one for one in media if one.kind == "image"]
+    images = [medium for medium in media if medium.kind == "image"]
     report.images += len(images)
     report.videos += len(media) - len(images)
     sizes = [size_of(plan) for plan in plans]
@@ -249,7 +253,7 @@ def _record(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
     report.tokens.append(tokens)
     report.trained_tokens.append(sum(plan.trained_tokens for plan in plans))
     report.patches.append(patches)
-    for what in [found for one in images for found in peculiarities(one)]:
+    for what in [peculiarity for medium in images for peculiarity in peculiarities(medium)]:
         report.peculiar.setdefault(f"images {what}", []).append(sample)
     for token, place in dict.fromkeys(pair for plan in plans for pair in plan.spelt):
         what = f"texts that spell {token}, which is then the token"
@@ -325,10 +329,14 @@ def plot_report(report: DataReport, png: Path) -> None:
 
 def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
     """Draw how many packs have how much work; a row takes as long as its largest pack."""
-    edges = np.histogram_bin_edges(np.concatenate([one.packs for one in balance.values()]), 40)
-    for way, one in balance.items():
-        counts, _ = np.histogram(one.packs, edges)
-        axes.stairs(counts / len(one.packs), edges, label=f"{way}: {one.micro_batch_step:.3f}")
+    edges = np.histogram_bin_edges(
+        np.concatenate([result.packs for result in balance.values()]), 40
+    )
+    for way, result in balance.items():
+        counts, _ = np.histogram(result.packs, edges)
+        axes.stairs(
+            counts / len(result.packs), edges, label=f"{way}: {result.micro_batch_step:.3f}"
+        )
     axes.set(xlabel="work of a pack / mean", ylabel="share of packs")
     axes.legend(fontsize="small")
 

@@ -65,8 +65,10 @@ class MediaLimits:
         least, most, tokens = (
             getattr(self, f"{kind}_{name}") for name in ("min_pixels", "max_pixels", "max_tokens")
         )
-        given = [most, tokens and tokens * token_pixels]
-        upper = min((pixels for pixels in given if pixels), default=processor.size["longest_edge"])
+        budgets = [most, tokens and tokens * token_pixels]
+        upper = min(
+            (pixels for pixels in budgets if pixels), default=processor.size["longest_edge"]
+        )
         # A budget below the processor's minimum lowers that minimum, unless min_pixels sets it.
         lower = least or min(processor.size["shortest_edge"], upper)
         if lower > upper:

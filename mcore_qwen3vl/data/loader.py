@@ -1,49 +1,244 @@
-"""The loader: an endless, sharded, resumable stream of batches from data sets."""
+"""The loader: an endless, sharded, resumable stream of batches from data sets.
+
+Its state is plain data, and can be redistributed over another number of ranks. Energon's state is a
+tree of its own classes, which a restricted unpickler refuses. This module turns it into
+dictionaries, lists, numbers, bytes and tensors, so that ``torch.load(weights_only=True)`` reads it,
+alone or inside a checkpoint.
+"""
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from megatron.energon import WorkerConfig, get_savable_loader
+from megatron.energon.flavors.webdataset.sample_loader import SliceState
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
-from megatron.energon.savable_loader import SavableCheckpoint
+from megatron.energon.rng import SystemRngState
+from megatron.energon.savable_loader import (
+    SavableCheckpoint,
+    SavableDataLoaderState,
+    SavableDatasetCheckpoint,
+    SavableDatasetState,
+)
+from megatron.energon.state import FlexState
 from megatron.energon.wrappers.map_dataset import MapDataset
 from torch.utils.data import get_worker_info
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder
+from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder, SharedPacking
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import (
     GroupTaskEncoder,
     LabelledTaskEncoder,
     Qwen3VLTaskEncoder,
 )
-from mcore_qwen3vl.data.loader_state import (
-    PACKS,
-    PARTS,
-    RECORDS,
-    SHARDS,
-    from_plain,
-    go_on_at,
-    to_plain,
+from mcore_qwen3vl.data.loading.datasets import (
+    Blocks,
+    Order,
+    Part,
+    Stream,
+    are_numbered,
+    length_of_epoch,
+    load_sources,
+    order_of,
+    position_after,
 )
-from mcore_qwen3vl.data.loading.datasets import Part, are_numbered, load_sources
-from mcore_qwen3vl.data.loading.order import Blocks, Order, Stream, length_of_epoch, order_of
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.machine import usable_cores
 from mcore_qwen3vl.model.flops import ALL, Trained
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
+
+_CLASSES: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        SavableDataLoaderState,
+        SavableDatasetCheckpoint,
+        SavableDatasetState,
+        SystemRngState,
+        SliceState,
+        FlexState,
+    )
+}
+_CLASS = "$class"
+
+RECORDS, PACKS, PARTS, SHARDS = "records", "packs", "parts", "shards"
+"""What has one order for all ranks: records, or packs of them. Otherwise each worker reads parts of
+its own: of the order of records, or shards of tars."""
+
+
+def to_plain(state: Any) -> Any:
+    """Convert energon's state to plain data.
+
+    Raises:
+        TypeError: energon's state holds a type that this module does not know.
+    """
+    if is_dataclass(state) and not isinstance(state, type) and type(state).__name__ in _CLASSES:
+        values = {field.name: to_plain(getattr(state, field.name)) for field in fields(state)}
+        return {_CLASS: type(state).__name__, **values}
+    if isinstance(state, Mapping):
+        kind = {_CLASS: "FlexState"} if isinstance(state, FlexState) else {}
+        return kind | {key: to_plain(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(to_plain(item) for item in state)
+    if isinstance(state, np.ndarray):
+        return {_CLASS: "ndarray", "dtype": str(state.dtype), "values": state.tolist()}
+    if state is None or isinstance(state, bool | int | float | str | bytes | torch.Tensor):
+        return state
+    raise TypeError(f"energon's loader state holds a {type(state)}; this version is not supported")
+
+
+def from_plain(plain: Any) -> Any:
+    """Convert plain data back to energon's state: the inverse of :func:`to_plain`."""
+    if isinstance(plain, dict):
+        values = {key: from_plain(value) for key, value in plain.items() if key != _CLASS}
+        name = plain.get(_CLASS)
+        if name is None:
+            return values
+        if name == "ndarray":
+            return np.array(values["values"], values["dtype"])
+        if name == "FlexState":
+            state = FlexState()
+            state.update(values)
+            return state
+        return _CLASSES[name](**values)
+    if isinstance(plain, list | tuple):
+        return type(plain)(from_plain(item) for item in plain)
+    return plain
+
+
+def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """Distribute the data workers of all ranks over another number of ranks.
+
+    Records that are read by number, one sample a row, have one order for all ranks, and with
+    balanced work all ranks share one stream of packs: the new ranks go on where the old ones
+    stopped, each with as many workers as before. Otherwise a worker's stream cannot be split, so
+    the total number of workers must stay the same: each new rank runs ``total / world_size`` of
+    them. No sample is lost or repeated; the order in which the workers' batches form global batches
+    changes.
+
+    Raises:
+        BadInput: the workers cannot be distributed evenly, or the states were saved without worker
+            processes, or are not those of all ranks of one run.
+    """
+    if [s["rank"] for s in states] != list(range(states[0]["world_size"])):
+        raise BadInput(
+            f"The loader states are of ranks {[s['rank'] for s in states]}; all "
+            f"{states[0]['world_size']} data-parallel ranks of the saved run are needed, in order."
+        )
+    if world_size == len(states):
+        return states
+    if states[0].get("balance"):
+        return _go_on(states[0], world_size)
+    if states[0].get("order") == RECORDS:
+        return [go_on_at(states[0], rank, world_size) for rank in range(world_size)]
+    workers = states[0]["num_workers"]
+    total = workers * len(states)
+    if workers == 0 or total % world_size:
+        raise BadInput(
+            f"The data state was saved by {counted(len(states), 'data-parallel rank')} with "
+            f"{counted(workers, 'data worker')} each and cannot be divided over "
+            f"{counted(world_size, 'rank')}: the total number of workers must stay the same, with "
+            "at least one for each rank. Resume with a data-parallel size that divides it, or "
+            "start the data from the beginning: train --load DIR --finetune, and another --save."
+        )
+    per_rank = total // world_size
+    streams = [stream for s in states for stream in _loader_state(s, workers)["worker_states"]]
+    return [
+        {
+            **states[0],
+            "rank": rank,
+            "world_size": world_size,
+            "num_workers": per_rank,
+            "loader": {
+                **_loader_state(states[0], per_rank),
+                "worker_states": streams[rank * per_rank : (rank + 1) * per_rank],
+                "next_worker_id": 0,
+            },
+        }
+        for rank in range(world_size)
+    ]
+
+
+def go_on_at(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the state of a rank of `world_size` that goes on at the position of a saved one.
+
+    All ranks of the saved run have read as many micro-batches.
+    """
+    workers = state["loader"]["worker_states"] if state["loader"] else []
+    rows = (state["rows"] or 0) * state["world_size"]  # None: nothing was read since `start`
+    start = position_after(workers, state["start"], rows)
+    changed = {"rank": rank, "world_size": world_size, "rows": None, "start": start, "loader": None}
+    return {**state, **changed}
+
+
+def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
+    """Continue the shared stream after the last pack that the old ranks took."""
+    state = copy.deepcopy(state)
+    workers = state["loader"]["worker_states"] if state["loader"] else []
+    if state.get("order") == PACKS:
+        state["start"] += state["world_size"] * sum(map(_taken, workers))
+        # All workers read the same stream: they go on from the state that lies furthest back.
+        known = [(packing, worker) for worker in workers for packing in _shared_packings(worker)]
+        if known:
+            packing, worker = min(known, key=lambda each: each[0]["_place"])
+            SharedPacking.go_on(packing, state["start"])
+            worker |= {"offset": 0} if "offset" in worker else {}
+            workers[:] = [copy.deepcopy(worker) for _ in workers]
+        state["loader"] = {**state["loader"], "next_worker_id": 0} if known else None
+        return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
+    for worker in workers:
+        for packing in _shared_packings(worker):
+            SharedPacking.go_on(packing, packing["_base"] + _taken(worker) * state["world_size"])
+        if "offset" in worker:  # a state without data workers has none
+            worker["offset"] = 0
+    return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
+
+
+def _taken(worker: dict[str, Any]) -> int:
+    """Return how many packs a worker has delivered since its ranks took turns anew."""
+    packing = next(_shared_packings(worker), {"_taken": 0, "_giving": False})
+    return int(packing["_taken"] + packing["_giving"] + worker.get("offset", 0))
+
+
+def _shared_packings(plain: Any) -> Iterator[dict[str, Any]]:
+    """Yield the state of every :class:`SharedPacking` in plain data, at any depth."""
+    if isinstance(plain, dict):
+        if plain.get("__class__") == SharedPacking.__name__:
+            yield plain
+        plain = list(plain.values())
+    if isinstance(plain, list):
+        for value in plain:
+            yield from _shared_packings(value)
+
+
+def _loader_state(state: dict[str, Any], workers: int) -> dict[str, Any]:
+    if state["loader"] is not None:
+        return state["loader"]
+    # Nothing was read before saving: every worker starts at its beginning.
+    fresh = {_CLASS: "SavableDatasetCheckpoint", "state": None, "offset": 0}
+    return {
+        _CLASS: "SavableDataLoaderState",
+        "worker_states": [fresh] * workers,
+        "next_worker_id": 0,
+        "micro_batch_size": None,
+    }
+
 
 _PREFETCHED = 2  # batches that a data worker keeps ready
 _LOOK = 1.0  # seconds between two checks that the parent lives
@@ -196,7 +391,7 @@ class Loader(Iterator[Batch]):
     def _open_parts(
         self, encoder: Any, workers: WorkerConfig, datasets: Sequence[LoadedDataset]
     ) -> list[Part]:
-        encoder.parts = parts = [Part(one.dataset) for one in datasets]
+        encoder.parts = parts = [Part(dataset.dataset) for dataset in datasets]
         records, per_rank = sum(map(len, parts)), max(1, workers.num_workers)
         encoder.guard.expect(records, -(-records // (workers.world_size * per_rank)))
         return parts
@@ -315,8 +510,8 @@ class Loader(Iterator[Batch]):
             state = to_plain(energon.save_state_rank())
         finally:
             energon._worker_sample_counters, energon._next_worker_id = now
-        own = {"order": self._order, "rows": self._rows, "start": self._start}
-        return {**self._place, "balance": self._balanced, **own, "loader": state}
+        ordered = {"order": self._order, "rows": self._rows, "start": self._start}
+        return {**self._place, "balance": self._balanced, **ordered, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`; call it before the first batch is read.

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from mcore_qwen3vl.data.loading.index import ensure_index, line_of
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.preference import SIDES
+from mcore_qwen3vl.data.records.parse import SIDES
+from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.machine import require_extra
@@ -158,16 +158,16 @@ def checked_facts(
     file = facts_of(scores)
     try:
         facts: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))["settings"]
-        made_of, found = facts["data"], facts["temperature"]
+        made_of, made_at = facts["data"], facts["temperature"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(
             f"{file}, which belongs to {scores}, cannot be read ({type(error).__name__}: {error}): "
             f"make both again with `{how}`."
         ) from error
-    if found != temperature:
+    if made_at != temperature:
         raise BadInput(
-            f"{scores} was made with temperature {found:g}, and {temperature:g} is needed: make it "
-            f"again with `{how}`."
+            f"{scores} was made with temperature {made_at:g}, and {temperature:g} is needed: make "
+            f"it again with `{how}`."
         )
     if made_of != file_digest(data):
         raise BadInput(
@@ -180,8 +180,8 @@ def encoded_top(ids: np.ndarray, log_probs: np.ndarray) -> dict[str, str]:
     """Return ids (n, k) and log-probabilities (n, k + 1) as values of a line of JSON."""
     values = zip(_ENCODED.items(), (ids, log_probs), strict=True)
     return {
-        name: base64.b64encode(one.astype(dtype).tobytes()).decode()
-        for (name, dtype), one in values
+        name: base64.b64encode(array.astype(dtype).tobytes()).decode()
+        for (name, dtype), array in values
     }
 
 
@@ -227,8 +227,8 @@ def joined(parts: Sequence[Top]) -> Top:
     ids, log_probs = parts[0].ids, parts[0].log_probs
     nothing = ids.new_zeros(1, ids.shape[1]), log_probs.new_full((1, log_probs.shape[1]), -1.0)
     return Top(
-        torch.cat([*(one.ids for one in parts), nothing[0]]),
-        torch.cat([*(one.log_probs for one in parts), nothing[1]]),
+        torch.cat([*(part.ids for part in parts), nothing[0]]),
+        torch.cat([*(part.log_probs for part in parts), nothing[1]]),
     )
 
 

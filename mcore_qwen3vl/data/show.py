@@ -14,13 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.pixels import Pixels
-from mcore_qwen3vl.data.encoding.planning import Plan, PlannedMedia
-from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.encoding.preparation import Pixels, Plan, PlannedMedia, Preparation
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import ensure_index, record_of, sample_id
 from mcore_qwen3vl.data.loading.sources import parse_sources
-from mcore_qwen3vl.data.records.flaws import reason_of
+from mcore_qwen3vl.data.records.reading import reason_of
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.files import atomic_write, templates
 from mcore_qwen3vl.unused import Unused

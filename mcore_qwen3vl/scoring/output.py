@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_qwen3vl.data.records.preference import SIDES
-from mcore_qwen3vl.data.records.tasks import POSITIVE
+from mcore_qwen3vl.data.records.parse import POSITIVE, SIDES
 from mcore_qwen3vl.data.scores import facts_of, write_teacher
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json

@@ -6,20 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
-
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, EncodedSample
+from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.pixels import Pixels
-from mcore_qwen3vl.data.encoding.planning import Plan
-from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.encoding.preparation import Plan, Preparation, spare_plan
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import Place, place_of
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
+from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.scores import digest
 from mcore_qwen3vl.scoring.output import OVERLONG
 from mcore_qwen3vl.unused import Unused
@@ -141,9 +137,10 @@ class Records:
         return [Planned(record, side, plan, raw.source) for side, plan in plans.items()]
 
     def _batch(self, micro: Sequence[Planned]) -> Batch:
-        samples = [found for one in micro if (found := self._encoded(one)) is not None]
-        samples = samples or [self._nothing()]
-        lengths = [self._config.padded(len(sample.input_ids)) for sample in samples]
+        named = {_name(one.record, one.side): plan for one in micro if (plan := self._decode(one))}
+        # A rank may have no records left while others have.
+        named = named or {"": spare_plan(self._pad_id)}
+        lengths = [self._config.padded(len(plan.input_ids)) for plan in named.values()]
         width = -(-sum(lengths) // self._multiple) * self._multiple
         batcher = Batcher(
             self._architecture,
@@ -151,17 +148,12 @@ class Records:
             self._pad_id,
             self._preparation.scale,
         )
-        return batcher.pack(samples) if self._config.packing else batcher.pad(samples)
+        assemble = batcher.pack if self._config.packing else batcher.pad
+        return assemble(list(named.values()), list(named))
 
-    def _encoded(self, one: Planned) -> EncodedSample | None:
+    def _decode(self, one: Planned) -> Plan | None:
         try:
-            pixels = self._preparation.pixels(one.plan, one.source)
+            return replace(one.plan, pixels=self._preparation.pixels(one.plan, one.source))
         except Exception as error:
             self._results.errors[one.record] = reason_of(error)
             return None
-        return EncodedSample.of(one.plan, pixels, _name(one.record, one.side))
-
-    def _nothing(self) -> EncodedSample:
-        """Make an empty sample, for a rank that has no records left while others have."""
-        ids = torch.full((2,), self._pad_id)
-        return EncodedSample(ids, torch.zeros(2), Pixels(None, None, None, None), "")

@@ -155,6 +155,6 @@ def locked(args: argparse.Namespace) -> Iterator[None]:
         for folder in {Path(place).resolve() for place in places if place}:
             folder.mkdir(parents=True, exist_ok=True)
             locks.enter_context(only_writer(folder))
-            for left in folder.glob(".*.[0-9]*.tmp"):  # of `replacing`, in a run that was killed
+            for left in folder.glob(".*.[0-9]*.tmp"):  # of `atomic_write`, in a run that was killed
                 shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink()
         yield

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import read_adapter
-from mcore_qwen3vl.converters.adapters.targets import apply, resolve_targets
+from mcore_qwen3vl.converters.adapters.adapter import read_adapter
+from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig, apply, resolve_targets
 from mcore_qwen3vl.converters.live.export import save_adapter
 from mcore_qwen3vl.converters.live.sharded import hf_parts, initialize_factors, load_factors
 from mcore_qwen3vl.converters.place import LORA_FOLDER, Kind, identify

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.targets import Slot, apply, resolve_targets
+from mcore_qwen3vl.converters.adapters.config import Slot, apply, resolve_targets
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.parameters import Group

@@ -131,7 +131,7 @@ class Run:
 
     def _unused(self) -> list[Unused]:
         """Return what the run does not use of its models' files and of its adapters' configs."""
-        from mcore_qwen3vl.converters.adapters.files import unused_of_adapter
+        from mcore_qwen3vl.converters.adapters.adapter import unused_of_adapter
         from mcore_qwen3vl.owners import unused_of
         from mcore_qwen3vl.training.second_model import folder_of
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.adapters.files import read_adapter
+from mcore_qwen3vl.converters.adapters.adapter import Adapter, read_adapter
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, Interrupted
 from mcore_qwen3vl.converters.storage.staging import Progress

@@ -28,7 +28,7 @@ from verl.workers.engine import (
 )
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.files import read_adapter
+from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.live.export import export_hf, export_merged, save_hf, together
 from mcore_qwen3vl.converters.live.load import load_weights
 from mcore_qwen3vl.converters.live.sharded import load_factors, unwrap

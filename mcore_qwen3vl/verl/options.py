@@ -14,7 +14,7 @@ from typing import Any, get_args
 from omegaconf import OmegaConf
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.targets import ATTENTION, EXPERTS, MLP, ROUTER
+from mcore_qwen3vl.converters.adapters.config import ATTENTION, EXPERTS, MLP, ROUTER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.transformer_config import Spec
 from mcore_qwen3vl.runtime import cpu

@@ -14,11 +14,11 @@ import pytest
 
 from mcore_qwen3vl.data import DataConfig
 from mcore_qwen3vl.data.check import check_data
-from mcore_qwen3vl.data.encoding import pixels
-from mcore_qwen3vl.data.loading import tables
+from mcore_qwen3vl.data.encoding import preparation
+from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.records import video
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image
+from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question, write_png, write_video
 
@@ -46,7 +46,11 @@ def test_images_and_frames_of_many_pixels_are_not_decoded(
         ]
     )
     decoded = []
-    for module, name in ((pixels, "load_image"), (video, "load_image"), (pixels, "load_frames")):
+    for module, name in (
+        (preparation, "load_image"),
+        (video, "load_image"),
+        (preparation, "load_frames"),
+    ):
         read = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda media, *a, read=read: decoded.append(media) or read(media, *a)
@@ -82,16 +86,16 @@ def test_a_limit_that_pil_does_not_have(most: int) -> None:
 
 
 def test_a_row_group_that_unpacks_to_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_BOMB_BYTES", 1 << 20)
+    monkeypatch.setattr(readers, "_BOMB_BYTES", 1 << 20)
     bomb, file = pa.table({"text": ["a" * (1 << 21)]}), tmp_path / "bomb.parquet"
     with pq.ParquetWriter(file, bomb.schema, compression="zstd") as writer:
         writer.write_table(pa.table({"text": ["b"]}))
         writer.write_table(bomb)
     said = r"bomb\.parquet: row group 1 has [\d,]+ bytes, which unpack to 2,09\d,\d\d\d\. Refused"
     with pytest.raises(BadInput, match=said):
-        tables.TableReader(file)
+        readers.TableReader(file)
     pq.write_table(bomb, tmp_path / "plain.parquet", compression="none")
-    assert len(tables.TableReader(tmp_path / "plain.parquet")[0]["json"]["text"]) == 1 << 21
+    assert len(readers.TableReader(tmp_path / "plain.parquet")[0]["json"]["text"]) == 1 << 21
 
 
 @pytest.mark.parametrize("kind", ["SYMTYPE", "LNKTYPE", "CHRTYPE", "FIFOTYPE"])

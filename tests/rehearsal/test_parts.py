@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.files import read_adapter
-from mcore_qwen3vl.converters.adapters.targets import apply, resolve_targets
+from mcore_qwen3vl.converters.adapters.adapter import read_adapter
+from mcore_qwen3vl.converters.adapters.config import apply, resolve_targets
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora.attach import adapt

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("vllm", reason="make test-vllm makes an environment that has vLLM")
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.inspect import vllm_notes
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.layout import Layout

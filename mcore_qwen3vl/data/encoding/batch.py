@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.pixels import Pixels, join_grids, join_patches
-from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.data.encoding.preparation import Plan, join_grids, join_patches
 from mcore_qwen3vl.data.scores import Top
 from mcore_qwen3vl.model.inputs import PER_PATCH, PixelScale, VisualInputs, visual_inputs
 
@@ -25,24 +24,6 @@ _ON_DEVICE = (
     *("input_ids", "labels", "loss_weights", "position_ids", "padding_mask", "cu_seqlens"),
     *("references", "targets", "desirable"),
 )
-
-
-@dataclass(frozen=True)
-class EncodedSample:
-    """One sequence of a record, ready to be batched."""
-
-    input_ids: Tensor  # (T,) int64
-    loss_weights: Tensor  # (T,) float32: the weight of predicting each token
-    pixels: Pixels
-    name: str
-    source: int = 0  # number of its data set
-    teacher: Top | None = None  # at the trained tokens
-
-    @classmethod
-    def of(cls, plan: Plan, pixels: Pixels, name: str, **others: Any) -> EncodedSample:
-        """Return a planned sequence with its pixels."""
-        ids, weights = torch.from_numpy(plan.input_ids), torch.from_numpy(plan.loss_weights)
-        return cls(ids, weights, pixels, name, **others)
 
 
 @dataclass(frozen=True)
@@ -116,10 +97,10 @@ class Batch:
     def device_tensors(self) -> list[Tensor]:
         """Return the tensors that are on a GPU."""
         visual = [getattr(self.visual, name) for name in PER_PATCH] if self.visual else []
-        own = [getattr(self, name) for name in _ON_DEVICE]
-        own += [self.teacher.ids, self.teacher.log_probs] if self.teacher else []
-        found = [tensor for tensor in own + visual if tensor is not None and tensor.is_cuda]
-        return found + (self.mismatched.device_tensors() if self.mismatched else [])
+        tensors = [getattr(self, name) for name in _ON_DEVICE]
+        tensors += [self.teacher.ids, self.teacher.log_probs] if self.teacher else []
+        on_device = [tensor for tensor in tensors + visual if tensor is not None and tensor.is_cuda]
+        return on_device + (self.mismatched.device_tensors() if self.mismatched else [])
 
     def pin_memory(self) -> Self:
         """Return a page-locked copy, so that ``to(device, non_blocking=True)`` overlaps compute."""
@@ -167,58 +148,60 @@ class Batcher:
         self._pad_id = pad_id
         self._pixel_scale = pixel_scale
 
-    def pack(self, samples: Sequence[EncodedSample]) -> Batch:
-        """Make one sequence of `seq_length`: each sample is a sub-sequence, the rest padding."""
-        lengths = [self._config.padded(len(sample.input_ids)) for sample in samples]
+    def pack(self, plans: Sequence[Plan], names: Sequence[str]) -> Batch:
+        """Make one sequence of `seq_length`: each plan is a sub-sequence, the rest padding.
+
+        Args:
+            plans: sequences whose media are decoded.
+            names: of their samples, for messages.
+        """
+        lengths = [self._config.padded(len(plan.input_ids)) for plan in plans]
         bounds = [0, *accumulate(lengths)]
         seq_length = self._config.seq_length
         assert bounds[-1] <= seq_length, "the packer chose more than fits"
         if bounds[-1] < seq_length:
             bounds.append(seq_length)
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-        places = [(0, start) for start in bounds[: len(samples)]]
-        return self._assemble(samples, places, (1, seq_length), cu_seqlens)
+        places = [(0, start) for start in bounds[: len(plans)]]
+        return self._assemble(plans, names, places, (1, seq_length), cu_seqlens)
 
-    def pad(self, samples: Sequence[EncodedSample]) -> Batch:
-        """Make a batch with one sample a row, padded on the right."""
+    def pad(self, plans: Sequence[Plan], names: Sequence[str]) -> Batch:
+        """Make a batch with one plan a row, padded on the right; see :meth:`pack`."""
         width = self._config.seq_length
         if self._config.pad_to_longest:
-            width = self._config.padded(max(len(sample.input_ids) for sample in samples))
-        places = [(row, 0) for row in range(len(samples))]
-        rows = len(samples)
+            width = self._config.padded(max(len(plan.input_ids) for plan in plans))
+        places = [(row, 0) for row in range(len(plans))]
+        rows = len(plans)
         if not self._config.pad_to_longest:  # stages may transfer batches of one shape only
             rows = max(rows, self._config.micro_batch_size)
-        return self._assemble(samples, places, (rows, width), None)
-
-    def nothing(self) -> EncodedSample:
-        """Return a sample of two tokens that are not trained."""
-        tokens, weights = torch.full((2,), self._pad_id), torch.zeros(2)
-        return EncodedSample(tokens, weights, Pixels(None, None, None, None), "")
+        return self._assemble(plans, names, places, (rows, width), None)
 
     def _assemble(
         self,
-        samples: Sequence[EncodedSample],
+        plans: Sequence[Plan],
+        names: Sequence[str],
         places: list[tuple[int, int]],
         shape: tuple[int, int],
         cu_seqlens: Tensor | None,
     ) -> Batch:
-        """Write each sample at its (row, column), and compute positions and visual indices."""
+        """Write each plan at its (row, column), and compute positions and visual indices."""
         input_ids = torch.full(shape, self._pad_id)
         labels = torch.full(shape, IGNORED)
         loss_weights = torch.zeros(shape)
         padding_mask = torch.ones(shape, dtype=torch.bool)
-        for sample, (row, start) in zip(samples, places, strict=True):
-            end = start + len(sample.input_ids)
+        for plan, (row, start) in zip(plans, places, strict=True):
+            tokens, weights = map(torch.from_numpy, (plan.input_ids, plan.loss_weights))
+            end = start + len(tokens)
             # The last token of a sample predicts nothing: the next token is another sample's.
-            weights = sample.loss_weights[1:]
-            input_ids[row, start:end] = sample.input_ids
-            labels[row, start : end - 1] = sample.input_ids[1:].where(weights > 0, IGNORED)
+            weights = weights[1:]
+            input_ids[row, start:end] = tokens
+            labels[row, start : end - 1] = tokens[1:].where(weights > 0, IGNORED)
             loss_weights[row, start : end - 1] = weights
             padding_mask[row, start:end] = False
 
-        patches = join_patches([sample.pixels for sample in samples])
-        image_grid = join_grids([sample.pixels.image_grid_thw for sample in samples])
-        video_grid = join_grids([sample.pixels.video_grid_thw for sample in samples])
+        patches = join_patches([plan.pixels for plan in plans])
+        image_grid = join_grids([plan.pixels.image_grid_thw for plan in plans])
+        video_grid = join_grids([plan.pixels.video_grid_thw for plan in plans])
         position_ids, _ = mrope_position_ids(
             self._architecture,
             input_ids,
@@ -237,7 +220,7 @@ class Batcher:
             max_seqlen=None if cu_seqlens is None else int(cu_seqlens.diff().max()),
             visual=self._visual(input_ids, patches, image_grid, video_grid),
             counts=Counts(
-                samples=len(samples),
+                samples=len(plans),
                 tokens=int((~padding_mask).sum()),
                 capacity=padding_mask.numel(),
                 trained_tokens=int((loss_weights > 0).sum()),
@@ -245,8 +228,8 @@ class Batcher:
                 videos=_rows(video_grid),
                 patches=_rows(patches),
             ),
-            names=tuple(sample.name for sample in samples),
-            lengths=tuple(len(sample.input_ids) for sample in samples),
+            names=tuple(names),
+            lengths=tuple(len(plan.input_ids) for plan in plans),
         )
 
     def _visual(

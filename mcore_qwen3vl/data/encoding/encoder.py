@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.energon import (
     Cooker,
@@ -30,22 +31,24 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Task
-from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, Counts, EncodedSample, without_pixels
-from mcore_qwen3vl.data.encoding.epoch_packing import EpochOf, EpochPacking
-from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.pixels import Pixels
-from mcore_qwen3vl.data.encoding.planning import Plan, check_length
-from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
-from mcore_qwen3vl.data.loading.datasets import Part
+from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, Counts, without_pixels
+from mcore_qwen3vl.data.encoding.packing import EpochOf, EpochPacking, best_fit
+from mcore_qwen3vl.data.encoding.preparation import (
+    Pixels,
+    Plan,
+    Preparation,
+    RawSample,
+    check_length,
+    spare_plan,
+)
+from mcore_qwen3vl.data.loading.datasets import Block, Part, Stream
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
-from mcore_qwen3vl.data.loading.order import Block, Stream
 from mcore_qwen3vl.data.loading.sources import Source, source_names
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.messages import Conversation
-from mcore_qwen3vl.data.records.preference import SIDES
-from mcore_qwen3vl.data.records.tasks import POSITIVE, QUERY
-from mcore_qwen3vl.data.scores import References, joined, teachers_of
+from mcore_qwen3vl.data.records.parse import POSITIVE, QUERY, SIDES
+from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
+from mcore_qwen3vl.data.scores import References, Top, joined, teachers_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused import Unused, sentences
 
@@ -160,7 +163,7 @@ class Record(Sample):
     reference: tuple[float, float] | None = None
     target: float | tuple[float, ...] | None = None
     label: bool | None = None
-    sequences: tuple[EncodedSample, ...] = ()  # decoded, in place of the plans
+    teacher: Top | None = None  # at the trained tokens
 
 
 class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
@@ -188,8 +191,8 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         self._references = [References(source.path) for source in sources if config.references]
         self._source_names = source_names(sources)
         self.cookers = (Cooker(self.cook),)
-        pad_id = processor.tokenizer.pad_token_id
-        self._batcher = Batcher(architecture, config, pad_id, self.preparation.scale)
+        self._pad_id = processor.tokenizer.pad_token_id
+        self._batcher = Batcher(architecture, config, self._pad_id, self.preparation.scale)
         self.parts: Sequence[Part] = ()
         """The data sets whose records are read by number."""
         self._carrier: Record | None = None
@@ -239,11 +242,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
             if self._teachers:
                 plan, teacher = sample.plans[0], self._teachers[sample.source]
                 top = teacher.of(number_of(sample), plan.input_ids, plan.trained_tokens)
-        sequences = (
-            EncodedSample.of(plan, seen, sample.name, source=sample.source, teacher=top)
-            for plan, seen in zip(sample.plans, pixels, strict=True)
-        )
-        return replace(sample, plans=[], sequences=tuple(sequences))
+        decoded = zip(sample.plans, pixels, strict=True)
+        plans = [replace(plan, media=[], pixels=patches) for plan, patches in decoded]
+        return replace(sample, plans=plans, teacher=top)
 
     @stateless
     def pack_selected_samples(self, samples: list[Record]) -> Batch:
@@ -300,7 +301,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         if not (self._teachers or isinstance(self, GroupTaskEncoder)):
             return Record(
                 **dict.fromkeys(("__key__", "__restore_key__"), ""),
-                plans=[], source=0, name="", sequences=(self._batcher.nothing(),),
+                plans=[spare_plan(self._pad_id)], source=0, name="",
             )  # fmt: skip
         for part, number in ((p, n) for p, of in enumerate(self.parts) for n in range(len(of))):
             if self._carrier is not None:
@@ -323,16 +324,19 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         return replace(batch, counts=replace(batch.counts, skipped=skipped, dropped=dropped))
 
     def _assembled(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
-        samples = [one for record in records for one in record.sequences]
-        batch = assemble(samples)
+        owners = [record for record in records for _ in record.plans]
+        plans = [plan for record in records for plan in record.plans]
+        batch = assemble(plans, [record.name for record in owners])
         if self._teachers:
-            batch = replace(batch, teacher=joined([one.teacher for one in samples if one.teacher]))
+            tops = [record.teacher for record in records if record.teacher]
+            batch = replace(batch, teacher=joined(tops))
         if self._references:
             references = torch.tensor([record.reference for record in records])
             batch = replace(batch, references=references)
         if not self._source_names:
             return batch
-        return replace(batch, data_sets=tuple(self._source_names[one.source] for one in samples))
+        names = tuple(self._source_names[record.source] for record in owners)
+        return replace(batch, data_sets=names)
 
 
 def _shown(plan: Plan) -> list[Any]:
@@ -367,7 +371,7 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
         targets = [record.target for record in records]
         return replace(
             batch,
-            groups=tuple(len(record.sequences) for record in records),
+            groups=tuple(len(record.plans) for record in records),
             targets=None if None in targets else torch.tensor(targets, dtype=torch.float32),
         )
 
@@ -399,10 +403,10 @@ class LabelledTaskEncoder(GroupTaskEncoder):
 
     def _assembled(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
         batch = super()._assembled(assemble, records)
-        sequences = [record.sequences[0] for record in records]
-        answers = [sequences[-1], *sequences[:-1]]
-        pairs = zip(sequences, answers, strict=True)
-        other = assemble([_answered(one, by, self.config.seq_length) for one, by in pairs])
+        plans = [record.plans[0] for record in records]
+        pairs = zip(plans, [plans[-1], *plans[:-1]], strict=True)
+        exchanged = [_with_answer(plan, other, self.config.seq_length) for plan, other in pairs]
+        other = assemble(exchanged, batch.names)
         visual = other.visual and without_pixels(other.visual)
         return replace(
             batch,
@@ -411,13 +415,13 @@ class LabelledTaskEncoder(GroupTaskEncoder):
         )
 
 
-def _answered(sample: EncodedSample, by: EncodedSample, most: int) -> EncodedSample:
-    """Return the prompt of `sample` with the answer of `by`, cut to at most `most` tokens."""
-    own, start = (int((one.loss_weights > 0).nonzero()[0]) for one in (sample, by))
+def _with_answer(plan: Plan, other: Plan, most: int) -> Plan:
+    """Return the prompt of `plan` with the answer of `other`, cut to at most `most` tokens."""
+    end, start = (int(np.flatnonzero(each.loss_weights > 0)[0]) for each in (plan, other))
     return replace(
-        sample,
-        input_ids=torch.cat([sample.input_ids[:own], by.input_ids[start:]])[:most],
-        loss_weights=torch.cat([sample.loss_weights[:own], by.loss_weights[start:]])[:most],
+        plan,
+        input_ids=np.concatenate([plan.input_ids[:end], other.input_ids[start:]])[:most],
+        loss_weights=np.concatenate([plan.loss_weights[:end], other.loss_weights[start:]])[:most],
     )
 
 

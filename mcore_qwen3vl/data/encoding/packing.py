@@ -11,25 +11,38 @@ processing time first: Graham, "Bounds on multiprocessing timing anomalies", 196
 find no room wait for the next buffer, where they are placed first.
 To form rows, packs are sorted by work, so that those of a row are nearly equal; within a row they
 are assigned so that the ranks' totals are even.
+
+Energon packs epoch by epoch: no sample is packed before all of the epoch before it are.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
+from megatron.energon.wrappers import PackingDataset
+from megatron.energon.wrappers.base import get_sample_restore_key
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.model.flops import ALL, Trained
 
 Row = list[list[int]]
 """The packs that the ranks have at the same time: for each rank, the samples of its pack."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a sample from which its work is computed."""
+
+    tokens: int
+    patches: int
+    squared_frames: float  # sum of the squared patch counts of all frames
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -93,16 +106,16 @@ def divide(
     row_count = max(1, tokens // (capacity * ranks))
     bins, left = _pack(samples, capacity, row_count * ranks, carried)
     works = [sum(samples[index].work for index in items) for items in bins]
-    order = sorted(range(len(bins)), key=lambda one: -works[one])
+    order = sorted(range(len(bins)), key=lambda pack: -works[pack])
     totals = [0.0] * ranks
     rows = []
     for start in range(0, len(order), ranks):
         row: list[list[int]] = [[] for _ in range(ranks)]
         # The most expensive pack of a row goes to the rank with the least work so far.
         emptiest = sorted(range(ranks), key=lambda rank: totals[rank])
-        for rank, one in zip(emptiest, order[start : start + ranks], strict=True):
-            row[rank] = sorted(bins[one])
-            totals[rank] += works[one]
+        for rank, pack in zip(emptiest, order[start : start + ranks], strict=True):
+            row[rank] = sorted(bins[pack])
+            totals[rank] += works[pack]
         rows.append(row)
     steps = -(-len(rows) // rows_per_step)
     return Division([row for step in range(steps) for row in rows[step::steps]], left)
@@ -114,7 +127,7 @@ def _pack(
     """Return samples in `count` packs, and those that find no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
     rooms = [capacity] * count
-    least = [(0.0, one) for one in range(count)]  # a heap: packs by their work
+    least = [(0.0, pack) for pack in range(count)]  # a heap: packs by their work
     left = []
     share = sum(sample.work for sample in samples) / count or 1.0
     # Long samples need room as expensive ones need work: the larger share of a pack decides.
@@ -125,14 +138,14 @@ def _pack(
         length = samples[index].length
         passed = []
         while least and rooms[least[0][1]] < length:
-            work, one = heappop(least)
-            if rooms[one] >= shortest[place]:  # otherwise no other sample fits into it
-                passed.append((work, one))
+            work, pack = heappop(least)
+            if rooms[pack] >= shortest[place]:  # otherwise no other sample fits into it
+                passed.append((work, pack))
         if least:
-            work, one = heappop(least)
-            bins[one].append(index)
-            rooms[one] -= length
-            heappush(least, (work + samples[index].work, one))
+            work, pack = heappop(least)
+            bins[pack].append(index)
+            rooms[pack] -= length
+            heappush(least, (work + samples[index].work, pack))
         else:
             left.append(index)
         for item in passed:
@@ -215,7 +228,7 @@ class Workload:
         """FLOPs of a pack's linear layers, padding included."""
 
     def measures(self) -> list[Measure]:
-        return [Measure(*one) for one in zip(self.lengths, self.extra, strict=True)]
+        return [Measure(*pair) for pair in zip(self.lengths, self.extra, strict=True)]
 
     def balance(self, rows: Sequence[Row], rows_per_step: int) -> Balance:
         """Return the balance of whole steps, or of all rows if they are fewer than a step's."""
@@ -233,3 +246,54 @@ class Workload:
             filled=float(np.mean(tokens)) / self.capacity,
             packs=(work / work.mean()).ravel().tolist(),
         )
+
+
+_KEPT = (
+    *("dataset", "buffer_size", "worker_config", "final_packer", "final_packer_stateless"),
+    *("sample_encoder", "sample_encoder_stateless", "sample_encoder_failure_tolerance"),
+    *("pre_packer_failure_tolerance", "final_packer_failure_tolerance"),
+)
+"""What it takes over from energon's own."""
+
+EpochOf = Callable[[Any], int]
+"""``(restore key) -> the sample's epoch``."""
+
+
+class EpochPacking(PackingDataset):
+    """A packing whose buffer holds one epoch, and at most the first sample of the next."""
+
+    _savable_fields = (*PackingDataset._savable_fields, "buffer_size", "_size")
+
+    def __init__(
+        self,
+        packing: PackingDataset,
+        epoch_of: EpochOf,
+        pre_packer: Callable[[list[Any]], list[list[Any]]],
+    ) -> None:
+        """Replace energon's packing; each buffer of one epoch's samples goes to `pre_packer`."""
+        self._epoch_of, self._pack_epoch = epoch_of, pre_packer
+        self._size = packing.buffer_size  # of a full buffer
+        kept = {name: getattr(packing, name) for name in _KEPT}
+        super().__init__(pre_packer=self._split, **kept)
+
+    def _fill_reading_buffer(self, source_iter: Iterator[Any], log_progress: bool = False) -> bool:
+        reading, packed = self._reading_buffer, self._pre_packing_buffer
+        while not self._ends(reading._restore_keys):
+            if reading.len_worker() + packed.len_worker() >= self._size:
+                break
+            reading.append(next(source_iter))
+        # Energon packs a buffer of this size only.
+        self.buffer_size = max(1, reading.len_worker())
+        return True
+
+    def _ends(self, keys: Sequence[Any]) -> bool:
+        """Return whether the last of these samples is not of the first one's epoch."""
+        return bool(keys) and self._epoch_of(keys[0]) != self._epoch_of(keys[-1])
+
+    def _split(self, samples: list[Any]) -> list[list[Any]]:
+        keys = [get_sample_restore_key(sample) for sample in samples]
+        count = len(samples) - self._ends(keys)
+        self._ended = count < len(samples)
+        packs = self._pack_epoch(samples[:count])
+        self._reading_buffer.extend(samples[count:])
+        return packs

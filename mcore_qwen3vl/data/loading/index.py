@@ -29,10 +29,10 @@ from megatron.energon.flavors.webdataset.config import split_name_re
 from megatron.energon.source_info import SourceInfo, get_source_info
 
 from mcore_qwen3vl.data.loading import readers
+from mcore_qwen3vl.data.loading.readers import is_table
 from mcore_qwen3vl.data.loading.sources import require_data_set
-from mcore_qwen3vl.data.loading.tables import is_table
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import replacing
+from mcore_qwen3vl.files import atomic_write
 
 _PATIENCE = 3600.0  # seconds that other ranks wait for the rank that indexes
 _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
@@ -173,7 +173,7 @@ def _flaw_of(path: Path, tars: Sequence[str]) -> str | None:
                 files = [member.name for member in tar if member.isfile()]
         except (tarfile.TarError, OSError, EOFError) as error:
             return f"{there} is damaged: {error}. Write it again, or move it out of the folder."
-        matches = [found for file in files if (found := split_name_re.match(file))]
+        matches = [match for file in files if (match := split_name_re.match(file))]
         if not matches:
             return f"{there} holds no sample: move it out of the folder."
         for match in matches:
@@ -314,7 +314,9 @@ def cache_of(path: Path) -> Path:
 def _make_stand_in(path: Path, made: Path) -> None:
     """Make links in the cache to a file, or to all tars of a folder."""
     made.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(made.parent / _ORIGIN) as partial:  # other ranks may read it meanwhile
+    with atomic_write(
+        made.parent / _ORIGIN, remedy=None
+    ) as partial:  # other ranks may read it meanwhile
         partial.write_text(str(path), encoding="utf-8")
     if not path.is_dir():
         _link(made, path)

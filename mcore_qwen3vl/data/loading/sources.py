@@ -78,7 +78,10 @@ def parse_sources(
             "Some data sets have epochs and some have weights. Give all of them epochs, or all "
             "of them weights."
         )
-    return [replace(one, reading=one.reading.completed(preprocess, train_on)) for one in sources]
+    return [
+        replace(source, reading=source.reading.completed(preprocess, train_on))
+        for source in sources
+    ]
 
 
 def source_names(sources: Sequence[Source]) -> tuple[str, ...]:
@@ -146,7 +149,7 @@ def _source(entry: Any, where: str, file: Path) -> Source:
             "records show their format."
         )
 
-    def given(keys: Iterable[str]) -> dict[str, Any]:
+    def values_of(keys: Iterable[str]) -> dict[str, Any]:
         return {key: entry[key] for key in keys if key in entry}
 
     here = file.absolute().parent
@@ -158,11 +161,11 @@ def _source(entry: Any, where: str, file: Path) -> Source:
             )
     return Source(
         here / entry["path"],
-        reading=Reading(**given(_TEXTS)),
+        reading=Reading(**values_of(_TEXTS)),
         media_root=here / entry["media"] if "media" in entry else None,
-        limits=MediaLimits(**given(_BUDGETS)),
+        limits=MediaLimits(**values_of(_BUDGETS)),
         name=entry.get("name", entry["path"]),
-        **given(_NUMBERS),
+        **values_of(_NUMBERS),
     )
 
 
@@ -180,4 +183,4 @@ def _check(key: str, value: Any, where: str) -> None:
 def _formats() -> list[str]:
     from mcore_qwen3vl.data.records.parse import FORMATS
 
-    return [one.name for one in FORMATS]
+    return [form.name for form in FORMATS]

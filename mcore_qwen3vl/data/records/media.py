@@ -24,8 +24,7 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.reading import Observed, checked, number
+from mcore_qwen3vl.data.records.reading import BadSample, Observed, checked, number
 from mcore_qwen3vl.unused import Fields, Unused
 
 Kind = Literal["image", "video"]
@@ -134,7 +133,10 @@ _OF_LISTS = ("timestamps", "frames_indices", "raw_fps")
 def unused_of_lists(record: Mapping[str, Any]) -> list[Unused]:
     """Return what is not used of the objects in a record's ``images`` and ``videos``."""
     return [
-        item for kind in KINDS for one in media_list(record, kind) for item in unused_of(kind, one)
+        item
+        for kind in KINDS
+        for reference in media_list(record, kind)
+        for item in unused_of(kind, reference)
     ]
 
 
@@ -241,7 +243,7 @@ class MediaFolder:
         return replace(self._locate(kind, reference), options=options)
 
     def _frames(self, references: Sequence[Any], options: MediaOptions) -> Media:
-        frames = tuple(self.resolve("image", one) for one in references)
+        frames = tuple(self.resolve("image", reference) for reference in references)
         name = f"of {len(frames)} frames from {frames[0].name}"
         for option, called in _OF_FILES.items():
             if getattr(options, option) is not None:
@@ -353,13 +355,13 @@ def options_of_all(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def media_list(record: Mapping[str, Any], kind: str) -> list[Any]:
     """Return, as a list, the values of ``images`` or ``image`` (or of ``videos`` or ``video``)."""
-    many, one = record.get(f"{kind}s"), record.get(kind)
-    if many is not None and one is not None:
+    many, single = record.get(f"{kind}s"), record.get(kind)
+    if many is not None and single is not None:
         raise BadSample(f"both {kind} and {kind}s are given; keep one of them.")
-    given = one if many is None else many
-    if given is None or given == "":
+    value = single if many is None else many
+    if value is None or value == "":
         return []
-    return list(given) if isinstance(given, list) else [given]
+    return list(value) if isinstance(value, list) else [value]
 
 
 @contextmanager
@@ -451,9 +453,9 @@ def peculiarities(media: Media) -> list[str]:
     """Describe in words how an image is changed when it is read; only its header is read here."""
     with _image(media) as image:
         animated = image.format in _ANIMATIONS and getattr(image, "is_animated", False)
-        found = {
+        peculiar = {
             "transparent, composed on white": image.has_transparency_data,
             "16-bit, scaled to 8 bits": image.mode in _DEEP,
             "animated, first frame only": animated,
         }
-    return [what for what, holds in found.items() if holds]
+    return [what for what, holds in peculiar.items() if holds]

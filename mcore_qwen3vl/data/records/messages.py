@@ -1,13 +1,15 @@
-"""Conversations: ``messages`` of OpenAI and ms-swift, ``conversations`` of LLaVA and ShareGPT."""
+"""Conversations: ``messages`` of OpenAI and ms-swift, ``conversations`` of LLaVA and ShareGPT.
+
+Names and boxes of ``objects`` take the place of their tags, as in ms-swift's grounding data.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.grounding import TAGS, grounded
 from mcore_qwen3vl.data.records.media import (
     KINDS,
     OPTION_NAMES,
@@ -16,13 +18,99 @@ from mcore_qwen3vl.data.records.media import (
     Media,
     MediaFolder,
     RecordMedia,
+    image_size,
     media_list,
     unused_of,
     unused_of_lists,
 )
-from mcore_qwen3vl.data.records.reading import checked, weight_of
+from mcore_qwen3vl.data.records.reading import BadSample, checked, number, weight_of
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.unused import Fields, Unused
+
+TAGS = re.compile("<(ref-object|bbox)>")
+"""The place of an object's name or box in a text."""
+_SCALE = 1000
+"""Qwen3-VL writes coordinates in thousandths of an image's width and height."""
+_FIELDS = Fields("objects", ("ref", "bbox", "bbox_type", "image_id"))
+_TYPES = ("real", "norm1", "norm1000")
+
+
+def grounded(
+    texts: Sequence[str], objects: Any, images: Sequence[Media]
+) -> tuple[list[str], list[Unused]]:
+    """Return the texts of a record with its objects in place of the tags, and what is not used.
+
+    Args:
+        objects: the value of the record's key: ``ref``, the names in the order of their tags, and
+            ``bbox``, as many numbers x, y, x, y, ... as a box, point or polygon has. They are
+            pixels of an image's file, upright; with ``bbox_type`` norm1 or norm1000 they are parts
+            of its width and height. ``image_id`` has the index of each one's image; the default
+            is 0.
+        images: the record's images, in order.
+
+    Raises:
+        BadSample: there are other numbers of tags and objects, or a box is not inside its image.
+    """
+    kinds = [kind for text in texts for kind in TAGS.findall(text)]
+    if not kinds:
+        return list(texts), []
+    if not isinstance(objects, Mapping):
+        raise BadSample(
+            f"<{kinds[0]}> takes its text from objects, an object with ref and bbox; the record "
+            f"has {'none' if objects is None else type(objects).__name__}. Write the text out, or "
+            "add them."
+        )
+    written = {"ref-object": _names(objects), "bbox": _boxes(objects, images)}
+    for (kind, values), key in zip(written.items(), ("ref", "bbox"), strict=True):
+        if kinds.count(kind) != len(values):
+            raise BadSample(
+                f"there are {kinds.count(kind)} tags <{kind}> and {len(values)} entries in {key} "
+                "of objects."
+            )
+    left = {kind: iter(values) for kind, values in written.items()}
+    placed = [TAGS.sub(lambda tag: next(left[tag[1]]), text) for text in texts]
+    return placed, checked(_FIELDS, objects)
+
+
+def _names(objects: Mapping[str, Any]) -> list[str]:
+    names = objects.get("ref") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise BadSample("ref of objects must be a list of texts.")
+    return names
+
+
+def _boxes(objects: Mapping[str, Any], images: Sequence[Media]) -> list[str]:
+    boxes, indices = objects.get("bbox") or [], objects.get("image_id") or []
+    kind = objects.get("bbox_type") or "real"
+    if kind not in _TYPES:
+        raise BadSample(f"bbox_type of objects is {kind!r:.40}; one of {', '.join(_TYPES)}.")
+    if not isinstance(boxes, list) or not isinstance(indices, list):
+        raise BadSample("bbox and image_id of objects must be lists.")
+    indices = [*indices, *[0] * (len(boxes) - len(indices))]
+    if len(indices) != len(boxes):
+        raise BadSample(f"objects has {len(indices)} image_id for {len(boxes)} bbox.")
+    written = []
+    for box, index in zip(boxes, indices, strict=True):
+        if kind != "real":
+            size = (1, 1) if kind == "norm1" else (_SCALE, _SCALE)
+        elif isinstance(index, int) and 0 <= index < len(images):
+            size = image_size(images[index])
+        else:
+            raise BadSample(f"image_id {index!r:.40} of objects: there are {len(images)} images.")
+        written.append(_box(box, *size))
+    return written
+
+
+def _box(box: Any, height: int, width: int) -> str:
+    if not isinstance(box, list) or not box or len(box) % 2:
+        raise BadSample(f"a bbox of objects is {box!r:.60}; a list of x, y, x, y is needed.")
+    numbers = [number("a coordinate of bbox", value, least=0) for value in box]
+    limits = [width, height] * (len(box) // 2)
+    if any(value > limit for value, limit in zip(numbers, limits, strict=True)):
+        raise BadSample(f"bbox {box!r:.60} of objects is not inside {width} x {height}.")
+    scaled = [round(value / limit * _SCALE) for value, limit in zip(numbers, limits, strict=True)]
+    return f"[{', '.join(map(str, scaled))}]"
+
 
 _CALL = "a call of a tool"  # internal: an assistant turn whose text is the call as JSON
 _ROLES = {
@@ -150,7 +238,7 @@ def _cut(
         left = media_list(record, kind)[:used]
         cut |= {name: left for name in (kind, f"{kind}s") if record.get(name)}
     if isinstance(objects := record.get("objects"), Mapping):
-        kinds = [kind for one in texts for kind in TAGS.findall(one)]
+        kinds = [kind for text in texts for kind in TAGS.findall(text)]
         counts = {"ref": kinds.count("ref-object"), "bbox": kinds.count("bbox")}
         counts["image_id"] = counts["bbox"]
         trimmed = {name: objects[name][:count] for name, count in counts.items() if name in objects}
@@ -246,7 +334,7 @@ def _ground(
     ]
     if not texts:
         return []
-    images = [one for one in media if one.kind == "image"]
+    images = [medium for medium in media if medium.kind == "image"]
     objects = unpacked(record.get("objects"), "objects")
     try:
         placed, unused = grounded([holder[key] for _, holder, key in texts], objects, images)
@@ -318,12 +406,12 @@ def _calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[di
 
 
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:
-    given = record.get("tools")
-    if given is None and record.get("functions") is not None:  # OpenAI's older form
-        return [{"type": "function", "function": one} for one in record["functions"]]
-    if given is None or given == "":
+    value = record.get("tools")
+    if value is None and record.get("functions") is not None:  # OpenAI's older form
+        return [{"type": "function", "function": function} for function in record["functions"]]
+    if value is None or value == "":
         return None
-    tools = unpacked(given, "tools")
+    tools = unpacked(value, "tools")
     if not isinstance(tools, list):
         raise BadSample(f"tools is {type(tools).__name__}; a list is needed.")
     return [unpacked(tool, "a tool") for tool in tools] or None
@@ -381,8 +469,8 @@ def _place_of(kind: Kind, part: Mapping[str, Any]) -> str:
 
 def _tags(text: Any, where: str) -> list[Unused]:
     """Return the tags of media in a text where they are not the place of any."""
-    found = TAG.findall(text) if isinstance(text, str) else []
-    return [Unused(where, f"<{tag}>", _AS_TEXT) for tag in found]
+    tags = TAG.findall(text) if isinstance(text, str) else []
+    return [Unused(where, f"<{tag}>", _AS_TEXT) for tag in tags]
 
 
 def _is_empty(content: str | list[dict[str, Any]]) -> bool:

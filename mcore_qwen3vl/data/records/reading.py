@@ -1,19 +1,64 @@
-"""How the records of a data set are read: hook, format, system prompt, turns, weights."""
+"""How the records of a data set are read, and the reasons for which one is not used."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
 from math import inf, isfinite
 from typing import Any
 
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused import Fields, Unused
+
+_AGAIN = 1.0  # seconds until it interrupts again: a hook may catch the first interruption
+
+
+class BadSample(Exception):
+    """The sample cannot be used, and the message says why. The loader skips it."""
+
+
+class OverlongSample(Exception):
+    """The sample is longer than the sequence length, and the policy is to leave it out."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a sample is bad: the message, after the type of an error that is not ours."""
+    ours = isinstance(error, BadSample | OverlongSample | BadInput)
+    return str(error) if ours else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupt the code in the block by SIGALRM, once its time is up.
+
+    If limits are nested, the outermost one applies. Only the main thread is interrupted, and C code
+    only when it returns to Python.
+    """
+    limited = signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    if seconds <= 0 or limited or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise BadSample(
+            f"reading and decoding it takes more than {seconds:g} s (--max-sample-seconds)."
+        )
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
 
 GROUP = "mcore_qwen3vl.preprocess"
 """The group of entry points under which packages register hooks."""
@@ -93,9 +138,9 @@ def find_hook(name: str) -> Hook:
     entry = next((e for e in entry_points(group=GROUP) if e.name == name), None)
     try:
         if entry is not None:
-            found = entry.load()
+            hook = entry.load()
         elif colon:
-            found = getattr(importlib.import_module(module), function)
+            hook = getattr(importlib.import_module(module), function)
         else:
             raise ImportError("no installed package has an entry point of this name")
     except (ImportError, AttributeError, ValueError) as error:
@@ -103,9 +148,9 @@ def find_hook(name: str) -> Hook:
             f"The hook {name!r} cannot be imported: {error}. Name it module:function, with the "
             "module on PYTHONPATH."
         ) from error
-    if not callable(found):
-        raise BadInput(f"The hook {name!r} is a {type(found).__name__}, not a function.")
-    return found
+    if not callable(hook):
+        raise BadInput(f"The hook {name!r} is a {type(hook).__name__}, not a function.")
+    return hook
 
 
 class Observed(Mapping[str, Any]):
@@ -154,20 +199,20 @@ _WITH_LOSS = re.compile(
 """The words of a key that means a part of the loss; at least one of them is of the loss itself."""
 
 
-def checked(fields: Fields, given: Mapping[Any, Any]) -> list[Unused]:
+def checked(fields: Fields, content: Mapping[Any, Any]) -> list[Unused]:
     """Return the keys that are not used.
 
     Raises:
         BadSample: the name of one says that it masks or weighs a part of the loss, as ``loss_mask``
             and ``isTrained`` do in other programs: without it, other text would be trained.
     """
-    unused = fields.unused(given)
-    for one in unused:
-        words = re.findall("[A-Z]?[a-z]+|[A-Z]+|[^A-Za-z_]", one.name)
-        of_loss = _OF_LOSS.search(one.name.lower())
+    unused = fields.unused(content)
+    for item in unused:
+        words = re.findall("[A-Z]?[a-z]+|[A-Z]+|[^A-Za-z_]", item.name)
+        of_loss = _OF_LOSS.search(item.name.lower())
         if of_loss and all(_WITH_LOSS.fullmatch(word.lower()) for word in words):
             raise BadSample(
-                f"{one.name} of {fields.where} seems to mask or weigh the loss, and is not read. "
+                f"{item.name} of {fields.where} seems to mask or weigh the loss, and is not read. "
                 "Write weight on the message or on the record: 0 leaves it untrained, 1 trains it. "
                 "Or take the key out."
             )

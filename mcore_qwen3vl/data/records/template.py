@@ -22,10 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media
 from mcore_qwen3vl.data.records.messages import MESSAGE, Conversation
 from mcore_qwen3vl.data.records.parse import Document
+from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused import Fields, Unused
 
@@ -90,9 +90,9 @@ class _Marks:
     def values(self, value: Any, key: str, place: str) -> Any:
         """Return a value of JSON with a mark in each text."""
         if isinstance(value, Mapping):
-            return {name: self.values(one, key, place) for name, one in value.items()}
+            return {name: self.values(inner, key, place) for name, inner in value.items()}
         if isinstance(value, list):
-            return [self.values(one, key, place) for one in value]
+            return [self.values(inner, key, place) for inner in value]
         return self.text(value, key, place) if isinstance(value, str) else value
 
     def message(self, message: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class _Marks:
     def tool(self, tool: Any) -> Any:
         """Return a tool's definition with marks in its names and descriptions."""
         if isinstance(tool, list):
-            return [self.tool(one) for one in tool]
+            return [self.tool(inner) for inner in tool]
         if not isinstance(tool, Mapping):
             return tool
         return {
@@ -171,7 +171,9 @@ class Renderer:
         self._document_end = tokenizer.pad_token if document_end is None else document_end
         added = tokenizer.added_tokens_decoder.values()
         self._added = tuple(map(str, added))
-        special = (str(one) for one in added if one.special and not _BOUNDS.fullmatch(str(one)))
+        special = (
+            str(token) for token in added if token.special and not _BOUNDS.fullmatch(str(token))
+        )
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self._placeholders = {"image": processor.image_token, "video": processor.video_token}
         self._brackets = processor.vision_start_token, processor.vision_end_token
@@ -205,11 +207,11 @@ class Renderer:
         for kind, token in self._placeholders.items():
             if text.count(token) >= sum(media.kind == kind for media in record.media):
                 continue
-            place, given = "a message", 0
+            place, needed = "a message", 0
             for index, message in enumerate(record.messages):
-                given += sum(part == {"type": kind} for part in message["content"])
+                needed += sum(part == {"type": kind} for part in message["content"])
                 with suppress(BadSample):
-                    if self._apply(record, index + 1).count(token) < given:
+                    if self._apply(record, index + 1).count(token) < needed:
                         place = f"{_place(index)}, of role {message['role']}"
                         break
             raise BadSample(

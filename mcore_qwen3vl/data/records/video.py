@@ -14,8 +14,8 @@ import numpy as np
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.console import counted
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media, MediaOptions, image_size, load_image
+from mcore_qwen3vl.data.records.reading import BadSample
 
 _SPARSE = 3
 """Seeking is faster than decoding in order if at most one frame in this many is sampled."""
@@ -79,7 +79,9 @@ def is_uneven(media: Media) -> bool:
         return False
     with _video(media) as container:
         stream = container.streams.video[0]
-        packets = (one for one in container.demux(stream) if one.size and not one.is_discard)
+        packets = (
+            packet for packet in container.demux(stream) if packet.size and not packet.is_discard
+        )
         times = [packet.pts for packet in packets]
         if None in times or len(times) < 2 or not stream.average_rate:
             return False
@@ -225,9 +227,9 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
 def _load_listed(frames: tuple[Media, ...], name: str) -> np.ndarray:
     height, width = image_size(frames[0])
     for frame in frames[1:]:
-        if (found := image_size(frame)) != (height, width):
+        if (size := image_size(frame)) != (height, width):
             raise BadSample(
-                f"video {name}: frame {frame.name} has {found[0]} x {found[1]} pixels and the "
+                f"video {name}: frame {frame.name} has {size[0]} x {size[1]} pixels and the "
                 f"first {height} x {width}. Resize them alike."
             )
     return np.stack([np.asarray(load_image(frame)) for frame in frames])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, Factors
-from mcore_qwen3vl.converters.adapters.targets import Slot
+from mcore_qwen3vl.converters.adapters.config import Slot
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, load_factors
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.errors import BadInput

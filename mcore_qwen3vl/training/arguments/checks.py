@@ -243,7 +243,7 @@ def check_surroundings(args: argparse.Namespace) -> None:
 
 def unused_data_flags(args: argparse.Namespace, explicit: Collection[str]) -> list[Unused]:
     """Return what the command line sets, by its ``dest`` names in `explicit`, and no rank uses."""
-    from mcore_qwen3vl.data.loading.tables import is_table
+    from mcore_qwen3vl.data.loading.readers import is_table
 
     found = []
     paths = [source.path for source in parse_sources(args.train_data_path or args.data_path)]

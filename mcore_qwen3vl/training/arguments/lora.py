@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import SCORE, AdapterConfig
-from mcore_qwen3vl.converters.adapters.targets import (
+from mcore_qwen3vl.converters.adapters.config import (
     ATTENTION,
     EXPERTS,
     MERGERS,
     MLP,
     ROUTER,
+    SCORE,
     VISION,
+    AdapterConfig,
     Preset,
     preset,
 )

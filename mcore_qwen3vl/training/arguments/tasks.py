@@ -23,7 +23,7 @@ from mcore_qwen3vl.training.arguments.lora import asked as asks_for_lora
 from mcore_qwen3vl.training.arguments.losses import refuse_router_losses, refuse_without
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.adapters.targets import HFConfig
+    from mcore_qwen3vl.converters.adapters.config import HFConfig
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _check_adapter(config: AdapterConfig, args: argparse.Namespace) -> None:
             f"lora_dropout is {config.lora_dropout:g} with --task embedding: embeddings are "
             "computed twice in a step, and dropout would make them differ. Set it to 0."
         )
-    from mcore_qwen3vl.converters.adapters.targets import apply  # PEFT takes seconds
+    from mcore_qwen3vl.converters.adapters.config import apply  # PEFT takes seconds
     from mcore_qwen3vl.converters.mapping.forms import LM_HEAD
 
     applied = apply(config, hf_config_of(args))

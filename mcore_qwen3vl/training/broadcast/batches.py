@@ -26,9 +26,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mcore_qwen3vl.data.encoding.balanced import PATIENCE
 from mcore_qwen3vl.data.encoding.batch import Batch, without_pixels
 from mcore_qwen3vl.data.loader import Loader
-from mcore_qwen3vl.data.loading.measured import PATIENCE
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs
 

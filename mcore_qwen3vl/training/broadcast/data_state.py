@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.converters.place import folder_name
-from mcore_qwen3vl.converters.storage.restricted_pickle import refused_by_torch
-from mcore_qwen3vl.data.loader import Loader
-from mcore_qwen3vl.data.loader_state import redistribute
+from mcore_qwen3vl.converters.storage.archive import refused_by_torch
+from mcore_qwen3vl.data.loader import Loader, redistribute
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import replacing
+from mcore_qwen3vl.files import atomic_write
 
 FOLDER = "dataloader"
 SOURCES = "sources"
@@ -57,7 +56,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank_{dp_rank:05d}.pt"
     about_data = {SOURCES: _describe_sources(sources), GLOBAL_BATCH: global_batch, EPOCHS: epochs}
-    with replacing(file) as partial:
+    with atomic_write(file, remedy=None) as partial:
         torch.save({**loader.state_dict(position), **about_data}, partial)
 
 

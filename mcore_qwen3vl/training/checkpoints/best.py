@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_qwen3vl.converters.place import folder_name
-from mcore_qwen3vl.files import replacing
+from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.logs.progress import loss_name
 
@@ -131,5 +131,5 @@ class Validations:
         file = Path(self._args.save) / FILE
         content = {"best": self.best, "losses": self._losses, "kept": self._kept}
         content |= {"exported": self.exported} if self.exported else {}
-        with replacing(file) as partial:
+        with atomic_write(file, remedy=None) as partial:
             partial.write_text(json.dumps(content) + "\n", encoding="utf-8")

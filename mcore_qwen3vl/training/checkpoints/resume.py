@@ -36,12 +36,12 @@ from mcore_qwen3vl.converters.place import (
     numbered_iterations,
     read_tracker,
 )
-from mcore_qwen3vl.converters.storage.restricted_pickle import refused_by_torch
+from mcore_qwen3vl.converters.storage.archive import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import replacing
+from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.training.arguments.settings import media_limits
 from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.training.broadcast import data_state
@@ -215,7 +215,7 @@ def save_companions(args: argparse.Namespace) -> None:
     folder, source = Path(args.save) / HF_FOLDER, Path(args.hf_model)
     if folder.exists():
         return
-    with replacing(folder) as partial:
+    with atomic_write(folder, remedy=None) as partial:
         labels = labels_of(args)
         copy_companions(source, partial, Changes(labels=labels, files=changed_files(args)))
         write_form(partial, Form(head=head_of(labels)))

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Factors
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import write_adapter
-from mcore_qwen3vl.converters.adapters.targets import (
+from mcore_qwen3vl.converters.adapters.adapter import Factors, write_adapter
+from mcore_qwen3vl.converters.adapters.config import (
     ATTENTION,
     EXPERTS,
     MLP,
     ROUTER,
+    AdapterConfig,
     HFConfig,
     apply,
     preset,

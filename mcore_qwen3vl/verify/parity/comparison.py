@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mcore_qwen3vl.console import CountProgress, no_progress
-from mcore_qwen3vl.converters.adapters.targets import Preset
+from mcore_qwen3vl.converters.adapters.config import Preset
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout

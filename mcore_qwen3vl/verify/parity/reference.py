@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.files import read_adapter
-from mcore_qwen3vl.converters.adapters.targets import PREFIX, lora_layers
+from mcore_qwen3vl.converters.adapters.adapter import read_adapter
+from mcore_qwen3vl.converters.adapters.config import PREFIX, lora_layers
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.offline.engine import nonfinite_notes

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mcore_qwen3vl.converters.adapters.adapter import swap
-from mcore_qwen3vl.converters.adapters.files import read_adapter, write_adapter
+from mcore_qwen3vl.converters.adapters.adapter import read_adapter, swap, write_adapter
 from mcore_qwen3vl.errors import BadInput
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import EXPERTS, Kind, make

@@ -14,9 +14,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import convert_adapter, read_adapter, write_adapter
-from mcore_qwen3vl.converters.adapters.targets import resolve_targets
+from mcore_qwen3vl.converters.adapters.adapter import convert_adapter, read_adapter, write_adapter
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, resolve_targets
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.measurement import measure

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_qwen3vl.converters.adapters.files import read_adapter, write_adapter
+from mcore_qwen3vl.converters.adapters.adapter import read_adapter, write_adapter
 from tests.converters.adapters.conftest import Made
 from tests.converters.fuzz import Damage, spoil_header, spoil_json, trial
 

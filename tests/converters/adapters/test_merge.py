@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters import adapter as update
-from mcore_qwen3vl.converters.adapters.files import read_adapter
+from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.verify.measurement import measure
 from mcore_qwen3vl.verify.parity.comparison import TOLERANCE

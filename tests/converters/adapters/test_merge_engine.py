@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.files import read_adapter
+from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.inspect import vllm_notes
 from mcore_qwen3vl.converters.adapters.merge import Merged, merge, plan_merge
 from mcore_qwen3vl.converters.convert import hf_to_hf

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.targets import preset, resolve_targets
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, preset, resolve_targets
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import tiny_config

@@ -26,9 +26,7 @@ from mcore_qwen3vl.converters.convert import (
     plan_mcore_to_hf,
 )
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.mcore.saved_state import load
-from mcore_qwen3vl.converters.storage.archive import as_bytes
-from mcore_qwen3vl.converters.storage.restricted_pickle import Record
+from mcore_qwen3vl.converters.storage.archive import Record, as_bytes, load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.files import read_adapter
+from mcore_qwen3vl.converters.adapters.adapter import read_adapter
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, resolve_targets
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.live.export import export_merged, save_adapter, save_hf
 from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.live.sharded import initialize_factors

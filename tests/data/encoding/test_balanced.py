@@ -17,7 +17,7 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
-from mcore_qwen3vl.data.loading import measured
+from mcore_qwen3vl.data.encoding import balanced
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question, write_png
 from tests.turns import slow_except
@@ -179,7 +179,7 @@ def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(
     before = signal.signal(signal.SIGTERM, lambda *args: None)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(measured, "_measure_one", killed)
+            patched.setattr(balanced, "_measure_one", killed)
             with pytest.raises(BadInput, match=r"measured .*data.jsonl was killed.*--no-balance"):
                 make(data, 0)
         assert not sizes_in(data.parent)

@@ -11,13 +11,13 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.packing import (
     Measure,
+    Size,
     Workload,
     all_ranks,
     divide,
     each_rank,
     extra_work,
 )
-from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.shapes import SHAPES
 
 CAPACITY = 8192

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from transformers import AutoConfig, Qwen3VLModel
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig
-from mcore_qwen3vl.data.encoding.batch import Batcher, EncodedSample
+from mcore_qwen3vl.data.encoding.batch import Batcher
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.pixels import PixelLoader
+from mcore_qwen3vl.data.encoding.preparation import PixelLoader, Plan
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PixelScale
 from tests.data.encoding.test_planning import RECORDS, planned
@@ -24,13 +25,13 @@ SCALE = PixelScale(torch.zeros(1), torch.ones(1))
 NAMES = ["many_images", "video_and_image", "text", "multi_turn", "image", "video"]
 
 
-def encoded(processor: Any, media: Path, name: str, weight: float = 1.0) -> EncodedSample:
+def encoded(processor: Any, media: Path, name: str, weight: float = 1.0) -> Plan:
     plan, _ = planned(processor, {**RECORDS[name], "weight": weight}, media)
-    return EncodedSample.of(plan, PixelLoader(processor).load(plan.media), name)
+    return replace(plan, pixels=PixelLoader(processor).load(plan.media))
 
 
 @pytest.fixture
-def samples(processor: Any, media: Path) -> list[EncodedSample]:
+def samples(processor: Any, media: Path) -> list[Plan]:
     return [encoded(processor, media, name, 1 + i / 4) for i, name in enumerate(NAMES)]
 
 
@@ -46,13 +47,13 @@ def bounds(batch: Batch) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_a_packed_batch_is_its_samples(
-    multiple: int, architecture: Architecture, samples: list[EncodedSample]
+    multiple: int, architecture: Architecture, samples: list[Plan]
 ) -> None:
     total = sum(-(-len(s.input_ids) // multiple) * multiple for s in samples)
     length = total + 5 * multiple
     packed = batcher(
         architecture, seq_length=length, packing=True, length_multiple=multiple
-    ).pack(samples)  # fmt: skip
+    ).pack(samples, NAMES)  # fmt: skip
     assert packed.input_ids.shape == (1, length)
     assert packed.position_ids.shape == (3, 1, length)
     pieces = bounds(packed)
@@ -64,7 +65,7 @@ def test_a_packed_batch_is_its_samples(
     patches = features = 0
     for sample, (start, end) in zip(samples, pieces, strict=False):
         assert start % multiple == end % multiple == 0
-        alone = batcher(architecture, seq_length=len(sample.input_ids)).pad([sample])
+        alone = batcher(architecture, seq_length=len(sample.input_ids)).pad([sample], ["alone"])
         real = len(sample.input_ids)
         inside, padding = slice(start, start + real), slice(start + real, end)
         assert torch.equal(packed.input_ids[0, inside], alone.input_ids[0])
@@ -100,9 +101,9 @@ def test_a_packed_batch_is_its_samples(
 
 
 def test_labels_are_the_next_tokens_of_the_same_sample(
-    architecture: Architecture, samples: list[EncodedSample]
+    architecture: Architecture, samples: list[Plan]
 ) -> None:
-    packed = batcher(architecture, seq_length=2048, packing=True).pack(samples)
+    packed = batcher(architecture, seq_length=2048, packing=True).pack(samples, NAMES)
     tokens, labels, weights = packed.input_ids[0], packed.labels[0], packed.loss_weights[0]
     for sample, (start, end) in zip(samples, bounds(packed), strict=False):
         for t in range(start, end - 1):
@@ -114,12 +115,12 @@ def test_labels_are_the_next_tokens_of_the_same_sample(
 
 
 def test_positions_are_hf_s(
-    architecture: Architecture, samples: list[EncodedSample], processor_dir: Path
+    architecture: Architecture, samples: list[Plan], processor_dir: Path
 ) -> None:
     model = Qwen3VLModel._from_config(AutoConfig.from_pretrained(processor_dir))
-    packed = batcher(architecture, seq_length=2048, packing=True).pack(samples)
+    packed = batcher(architecture, seq_length=2048, packing=True).pack(samples, NAMES)
     for sample, (start, end) in zip(samples, bounds(packed), strict=False):
-        ids = sample.input_ids[None]
+        ids = torch.from_numpy(sample.input_ids)[None]
         kinds = (ids == architecture.image_token_id) + 2 * (ids == architecture.video_token_id)
         expected, _ = model.get_rope_index(
             ids,
@@ -131,7 +132,7 @@ def test_positions_are_hf_s(
 
 
 def test_a_padded_batch_has_one_sample_a_row(
-    architecture: Architecture, samples: list[EncodedSample]
+    architecture: Architecture, samples: list[Plan]
 ) -> None:
     longest = max(len(s.input_ids) for s in samples)
     for to_longest, multiple, width in [(False, 1, 512), (True, 1, longest), (True, 64, 256)]:
@@ -141,13 +142,13 @@ def test_a_padded_batch_has_one_sample_a_row(
             micro_batch_size=6,
             pad_to_longest=to_longest,
             length_multiple=multiple,
-        ).pad(samples)
+        ).pad(samples, NAMES)
         assert batch.input_ids.shape == (6, width)
         assert batch.cu_seqlens is batch.max_seqlen is None
         assert batch.visual is not None
         for row, sample in enumerate(samples):
             real = len(sample.input_ids)
-            assert torch.equal(batch.input_ids[row, :real], sample.input_ids)
+            assert batch.input_ids[row, :real].tolist() == sample.input_ids.tolist()
             assert batch.padding_mask[row].tolist() == [False] * real + [True] * (width - real)
         rows = batch.input_ids.flatten()[batch.visual.token_index]
         images = int((batch.input_ids == architecture.image_token_id).sum())
@@ -156,9 +157,9 @@ def test_a_padded_batch_has_one_sample_a_row(
 
 
 def test_a_batch_crosses_processes_and_moves(
-    architecture: Architecture, samples: list[EncodedSample]
+    architecture: Architecture, samples: list[Plan]
 ) -> None:
-    batch = batcher(architecture, seq_length=2048, packing=True).pack(samples)
+    batch = batcher(architecture, seq_length=2048, packing=True).pack(samples, NAMES)
     again = pickle.loads(pickle.dumps(batch))
     assert again.counts == batch.counts
     assert torch.equal(again.position_ids, batch.position_ids)
@@ -167,7 +168,7 @@ def test_a_batch_crosses_processes_and_moves(
     assert moved.input_ids.is_meta
     assert moved.visual.pixel_values.is_meta
     assert not moved.visual.grid_thw.is_meta
-    text = batcher(architecture, seq_length=256).pad([samples[2]])
+    text = batcher(architecture, seq_length=256).pad([samples[2]], ["text"])
     assert text.visual is None
     assert text.to("meta").cu_seqlens is None
 

@@ -13,11 +13,10 @@ from transformers.image_utils import load_image
 from transformers.video_utils import read_video_pyav
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
-from mcore_qwen3vl.data.encoding.pixels import PixelLoader
-from mcore_qwen3vl.data.encoding.planning import Plan, Planner, truncate
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.data.encoding.preparation import PixelLoader, Plan, Planner, truncate
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import Conversation, parse_record
+from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.template import Renderer
 from tests.data.conftest import chat
 

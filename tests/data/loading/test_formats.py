@@ -21,8 +21,8 @@ from datasets.utils.logging import disable_progress_bar
 
 from mcore_qwen3vl.data import DataConfig, parse_sources
 from mcore_qwen3vl.data.check import check_data
-from mcore_qwen3vl.data.loading import readers, tables
-from mcore_qwen3vl.data.loading.tables import TableReader
+from mcore_qwen3vl.data.loading import readers
+from mcore_qwen3vl.data.loading.readers import TableReader
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import question
 from tests.data.loading.conftest import MakeLoader, same
@@ -191,8 +191,8 @@ def test_a_table_is_read_by_parts_in_any_order(
     written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading forwards decodes a batch once; going back decodes its row group again."""
-    monkeypatch.setattr(tables, "_BATCH", 4)
-    monkeypatch.setattr(tables, "_KEPT", 2)
+    monkeypatch.setattr(readers, "_BATCH", 4)
+    monkeypatch.setattr(readers, "_KEPT", 2)
     reader = TableReader(written("parquet_of_bytes"))
     assert [(group.number, group.rows, group.first) for group in reader.groups] == [
         (0, 17, 0),
@@ -210,8 +210,8 @@ def test_a_table_of_large_rows_is_held_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory is limited whatever the number of rows; small rows are read 32 at a time."""
-    monkeypatch.setattr(tables, "_BATCH_BYTES", 1 << 20)
-    monkeypatch.setattr(tables, "_KEPT_BYTES", 3 << 20)
+    monkeypatch.setattr(readers, "_BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(readers, "_KEPT_BYTES", 3 << 20)
     large = [random.Random(i).randbytes(200_000) for i in range(40)] + [b"a" * 1_500_000] * 2
     for name, rows in (("large", large), ("small", [b"a"] * 200)):
         table = pa.table({"image": rows})
@@ -232,7 +232,7 @@ def test_batches_are_of_one_size_however_pyarrow_cuts_them(
     whole = pa.RecordBatch.from_pydict({"a": list(range(10))})
     starts = [sum(cuts[:i]) for i in range(len(cuts))]
     batches = [whole.slice(start, rows) for start, rows in zip(starts, cuts, strict=True)]
-    found = [b.column("a").to_pylist() for b in tables._rebatched(iter(batches), 4)]
+    found = [b.column("a").to_pylist() for b in readers._rebatched(iter(batches), 4)]
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 

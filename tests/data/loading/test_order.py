@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
-from mcore_qwen3vl.data.loading import tables
-from mcore_qwen3vl.data.loading.order import Order
+from mcore_qwen3vl.data.loading import readers
+from mcore_qwen3vl.data.loading.datasets import Order
+from mcore_qwen3vl.data.loading.readers import TableReader
 from mcore_qwen3vl.data.loading.sources import parse_sources
-from mcore_qwen3vl.data.loading.tables import TableReader
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, question
 from tests.data.loading.conftest import MakeLoader, lines
@@ -239,8 +239,8 @@ def test_a_large_table_is_permuted_among_parts_that_are_read_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any other order would decode a part for each of its rows."""
-    monkeypatch.setattr(tables, "_SMALL", 0)
-    monkeypatch.setattr(tables, "_BATCH", 4)
+    monkeypatch.setattr(readers, "_SMALL", 0)
+    monkeypatch.setattr(readers, "_BATCH", 4)
     rows = [{"text": f"{i}"} for i in range(600)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=40)
     reader = TableReader(tmp_path / "a.parquet")
@@ -252,7 +252,7 @@ def test_a_large_table_is_permuted_among_parts_that_are_read_side_by_side(
     decoded: list[int] = []
     decode = TableReader._decode
 
-    def counted(self: TableReader, group: tables.RowGroup) -> Any:
+    def counted(self: TableReader, group: readers.RowGroup) -> Any:
         decoded.append(1)
         return decode(self, group)
 

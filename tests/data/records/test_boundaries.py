@@ -10,11 +10,10 @@ import pytest
 
 from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.planning import Planner
-from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.encoding.preparation import Planner
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
-from mcore_qwen3vl.data.records.reading import PLAIN, Reading
+from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
 from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.generation.prompts import process
 from mcore_qwen3vl.tiny import read_vocabulary, tiny_config, write_processor

@@ -11,11 +11,10 @@ import pytest
 
 from mcore_qwen3vl.data import DataConfig
 from mcore_qwen3vl.data.check import check_data
-from mcore_qwen3vl.data.encoding.planning import Plan, Planner
-from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.encoding.preparation import Plan, Planner
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import FORMATS, format_of, parse_record
-from mcore_qwen3vl.data.records.reading import PLAIN, Reading, find_hook
+from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading, find_hook
 from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import Document, parse_record
+from mcore_qwen3vl.data.records.reading import BadSample
 from tests.data.conftest import chat, write_png
 
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation
-from mcore_qwen3vl.data.records.parse import parse_record
-from mcore_qwen3vl.data.records.preference import is_labelled, parse_labelled
-from mcore_qwen3vl.data.records.reading import PLAIN, Reading
+from mcore_qwen3vl.data.records.parse import is_labelled, parse_labelled, parse_record
+from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
 
 FOLDER = MediaFolder(Path("/data"), {})
 ASKED = {"role": "user", "content": "<image>Which?"}

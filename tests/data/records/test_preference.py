@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation
-from mcore_qwen3vl.data.records.parse import parse_record
-from mcore_qwen3vl.data.records.preference import parse_pair
-from mcore_qwen3vl.data.records.reading import Reading, preprocessed
+from mcore_qwen3vl.data.records.parse import parse_pair, parse_record
+from mcore_qwen3vl.data.records.reading import BadSample, Reading, preprocessed
 
 FOLDER = MediaFolder(Path("/data"), {})
 ASKED = {"role": "user", "content": "<image>Which?"}

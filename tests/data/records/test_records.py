@@ -18,7 +18,6 @@ from PIL import EpsImagePlugin, Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image as hf_load_image
 
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import (
     Media,
     MediaFolder,
@@ -28,6 +27,7 @@ from mcore_qwen3vl.data.records.media import (
 )
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import Document, join_parts, parse_record
+from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from tests.data.conftest import chat, write_png, write_video
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.reading import Reading
-from mcore_qwen3vl.data.records.tasks import parse_judgements
+from mcore_qwen3vl.data.records.parse import parse_judgements
+from mcore_qwen3vl.data.records.reading import BadSample, Reading
 
 FOLDER = MediaFolder(Path("/data"), {})
 

@@ -10,12 +10,10 @@ import pytest
 
 from mcore_qwen3vl.data import DataConfig, load_processor
 from mcore_qwen3vl.data.check import check_data
-from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation
-from mcore_qwen3vl.data.records.parse import parse_record
-from mcore_qwen3vl.data.records.reading import PLAIN, Reading
-from mcore_qwen3vl.data.records.tasks import parse_retrieval
+from mcore_qwen3vl.data.records.parse import parse_record, parse_retrieval
+from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
 
 FOLDER = MediaFolder(Path("/data"), {})
 TEXT = {"type": "text", "text": "Which?"}

@@ -13,7 +13,7 @@ import pytest
 
 from mcore_qwen3vl.data import DataConfig
 from mcore_qwen3vl.data.check import check_data
-from mcore_qwen3vl.data.records.flaws import BadSample, time_limit
+from mcore_qwen3vl.data.records.reading import BadSample, time_limit
 from tests.data.conftest import WriteJsonl, chat, question
 
 LIMIT = 1.0

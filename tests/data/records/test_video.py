@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mcore_qwen3vl.data.records import video
-from mcore_qwen3vl.data.records.flaws import BadSample, time_limit
 from mcore_qwen3vl.data.records.media import Media
+from mcore_qwen3vl.data.records.reading import BadSample, time_limit
 from mcore_qwen3vl.data.records.video import is_uneven, load_frames, probe_video
 
 

@@ -17,7 +17,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.legacy import files
 from mcore_qwen3vl.converters.legacy.files import check_run, saved_arguments
-from mcore_qwen3vl.converters.mcore.saved_state import load
+from mcore_qwen3vl.converters.storage.archive import load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from mcore_qwen3vl.config import read_config_file
-from mcore_qwen3vl.converters.adapters.files import convert_adapter
+from mcore_qwen3vl.converters.adapters.adapter import convert_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.generate import Request as Asked
