@@ -41,8 +41,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.pretended.preload import preloaded  # noqa: E402
-from mcore_qwen3vl.runtime.gpus import GPUS  # noqa: E402
+from mcore_qwen3vl.runtime.gpus import GPUS, find_gpu  # noqa: E402
 
 # Kernels take the published head sizes of 128 and 72, rows of whole 16 bytes and, in FP8, blocks of
 # 128. With other sizes a model is computed in other ways than those that train.
@@ -164,6 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--patience", type=float, default=1, help="multiplies all times, for a slow machine"
     )
     options = parser.parse_args(argv)
+    try:
+        options.gpu = options.gpu and find_gpu(options.gpu).name
+    except BadInput as error:
+        parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -691,7 +696,7 @@ class Conductor:
         except Mismatch as error:
             part.found = {**error.args[1], "why": error.args[0]}
             part.status = "differs" if part.status == "ok" else part.status
-        except (ValueError, KeyError, IndexError, OSError) as error:
+        except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
             part.found = {"why": f"its output cannot be read: {error!r}; see {output.stem}.log"}
             part.status = "unread" if part.status == "ok" else part.status
         self._running.remove(part)
@@ -874,7 +879,6 @@ def rates(file: str, kind: str, device: str = "cuda") -> int:
     import torch
     import torch.nn.functional as F
 
-    from mcore_qwen3vl.errors import BadInput
     from mcore_qwen3vl.rehearsal.step_time import Constants
 
     gpu, small = GPUS[kind], device == "cpu" or preloaded()

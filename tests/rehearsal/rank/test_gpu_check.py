@@ -113,14 +113,15 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
         return [
             gpu_check.Part(name, [sys.executable, "-c", code], 1, gpu_check.last_json)
             for name, code in programs.items()
-        ]
+        ] + [gpu_check.Part("zero", ["true"], 1, lambda printed: {"x": 1 / 0})]
 
     monkeypatch.setattr(gpu_check, "parts", parts)
     monkeypatch.setattr(gpu_check, "MARGIN", 0)
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
     found = {p["name"]: p for p in json.loads((tmp_path / "report.json").read_text())}
     statuses = {name: part["status"] for name, part in found.items()}
-    assert statuses == {"crash": "exit 3", "hang": "timeout", "nonsense": "unread", "good": "ok"}
+    others = {"nonsense": "unread", "good": "ok", "zero": "unread"}
+    assert statuses == {"crash": "exit 3", "hang": "timeout", **others}
     assert found["good"]["found"] == {"x": 1}
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
 
