@@ -103,7 +103,7 @@ bench-convert: $(ENVIRONMENT) ## conversion against a plain copy of the same byt
 	$(RUN)python benchmarks/convert.py $(ARGS)
 
 # No environment is made: a GPU machine brings its own, and may have no network.
-gpu-check: ## on a machine with GPUs: parity, generation, speed and memory into one report
+gpu-check: ## on a machine with GPUs: parity, speed and memory into one report (ARGS="--minutes 8")
 	$(firstword $(wildcard .venv/bin/python) python3) benchmarks/gpu_check.py $(ARGS)
 
 release: $(filter .uv/%,$(UV)) ## sdist and wheel in dist/, after their contents and two installations are checked

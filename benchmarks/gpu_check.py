@@ -1,16 +1,17 @@
 """Everything that a machine with GPUs can prove, in one command and one report, without a network.
 
-    make gpu-check                     # or: python3 benchmarks/gpu_check.py --out DIR
-    make gpu-check ARGS="--shape 4B"   # for the benchmark and the memory, another size
-    make gpu-check ARGS="--only kernels"   # only parts whose name holds this regular expression
+    make gpu-check                          # or: python3 benchmarks/gpu_check.py --out DIR
+    make gpu-check ARGS="--minutes 8"       # the worthiest parts that fit into 8 minutes
+    make gpu-check ARGS="--only kernels"    # only parts whose name holds this regular expression
+    make gpu-check ARGS="--shape 4B"        # measure this size alone
 
-The parts are: versions; parity of both specs with Hugging Face, on one rank and on several; the
-torch spec's attention kernels and experts in half precision, against float32; generation; the
-training-step benchmark; twenty iterations of the training loop with the scripts' flags, to compare
-losses of specs, layouts and FP8; the memory of a real run against its rehearsal. Each part is a
-process with a time limit. If one fails, that is reported and the next one starts. What the machine
-cannot run is reported as not applicable. ``report.md`` and ``report.json`` hold the results, and
-each part has a log. The exit code is 1 if any part failed.
+Each part is a process with a time limit. Checks run first and side by side: parity of both specs
+with Hugging Face, kernels against float32, generation, twenty iterations of the training loop, and
+the rehearsals of what is measured. Then each measurement has the machine to itself: the rates that
+the model of time assumes, training steps of both specs and of Hugging Face with a profile, and the
+training loop with published sizes. If one part fails, that is reported and the others go on. What
+the machine cannot run is not applicable. ``report.md`` and ``report.json`` are written anew
+whenever a part starts or ends. The exit code is 1 if any part failed.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from heapq import heappop, heappush
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,8 +41,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.pretended.preload import preloaded  # noqa: E402
-from mcore_qwen3vl.runtime.gpus import GPUS  # noqa: E402
+from mcore_qwen3vl.runtime.gpus import GPUS, find_gpu  # noqa: E402
 
 # Kernels take the published head sizes of 128 and 72, rows of whole 16 bytes and, in FP8, blocks of
 # 128. With other sizes a model is computed in other ways than those that train.
@@ -72,8 +75,27 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """The arguments of :func:`write_tiny_checkpoint` for each model."""
-NOT_APPLICABLE = "not applicable"
-TOTAL = 38 * 60  # seconds for all parts together
+NOT_APPLICABLE, LEFT_OUT, WAITING, RUNNING = "not applicable", "left out", "waiting", "running"
+WORTH = (
+    "^versions$",
+    "^parity, (torch spec, fp32|te spec, bf16), .*, one GPU$",
+    "kernels|^experts",
+    "^training loop, .*, dense$",
+    "^rates$",
+    "^training step, 2B",
+    "^training run, 2B, (torch|te)$",
+    "^training loop, .*, (MoE|dense, FP8|dense, LoRA)$",
+    "^parity, .*, one GPU$",
+    "^generate",
+    "^training step, 30B",
+    "^training run, (30B|2B, FP8)",
+    "^parity, .*compiled$",
+    "^parity, .*GPU",
+    "^training loop",
+)
+"""Regular expressions of parts' names, the worthiest first; what none of them finds comes last."""
+MARGIN = 60  # seconds for a part to start, beside three times what it is expected to take
+GIB_OF_A_CHECK = 4  # context, NCCL's buffers, and a tiny model
 COMMAND = [sys.executable, "-c", "from mcore_qwen3vl.cli import main; main()"]
 MEMORY_TOLERANCE = 0.05  # as a share of the rehearsed peak
 HF_FLOAT32_GIB = 100
@@ -94,79 +116,155 @@ print(json.dumps({**{name: version(name) for name in names}, "CUDA": torch.versi
 """
 
 
-@dataclass
+@dataclass(eq=False)
 class Part:
     """One process and its results."""
 
     name: str
     command: list[str]
-    limit: float
-    """Seconds."""
+    expected: float
+    """Seconds on one H100 with 16 cores: as measured there, of a check beside others."""
     read: Callable[[str], dict[str, Any]] = lambda printed: {}
     """Returns what the report shows, from standard output."""
-    writes: Path | None = None
-    """A folder for other parts. It runs before the first of them, whatever ``--only`` says."""
+    after: Sequence[Part] = ()
+    """Parts whose results it uses."""
+    serves: bool = False
+    """It runs if a part needs it, and only then, whatever ``--only`` says."""
+    measures: bool = False
+    """It has the machine to itself."""
     environment: dict[str, str] = field(default_factory=dict)
     appends_to: Path | None = None
     """A file of its results, deleted before it runs. Other parts may read an earlier run's."""
-    status: str = "not run"
+    status: str = WAITING
     seconds: float = 0.0
     found: dict[str, Any] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    mark: str = ""
+    """``NAME=VALUE``, in the environment of all its processes."""
+    started: float = 0.0
+    end: float = 0.0
+    """The time at which it is stopped."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all parts and return the exit code."""
+    """Run the parts and return the exit code."""
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="the report's folder")
-    parser.add_argument("--shape", default="2B", help="of benchmark and memory: tiny, 2B, 4B, …")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="end after N minutes; run the worthiest parts"
+    )
+    parser.add_argument("--shape", help="measure this size alone: tiny, 2B, 4B, …")
     parser.add_argument("--gpu", help="kind that the rehearsal is for; default: the machine's")
     parser.add_argument("--gpus", type=int, help="how many to use; default: all of the machine")
     parser.add_argument("--only", metavar="REGEX", help="run only parts whose name it is found in")
     parser.add_argument(
-        "--patience", type=float, default=1, help="multiplies all time limits, for a slow machine"
+        "--jobs", type=int, metavar="N", help="checks side by side; default: as cores and GPU allow"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=1, help="multiplies all times, for a slow machine"
     )
     options = parser.parse_args(argv)
+    try:
+        options.gpu = options.gpu and find_gpu(options.gpu).name
+    except BadInput as error:
+        parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile every module
     os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-    deadline = time.monotonic() + TOTAL * options.patience
-    done: list[Part] = []
-    writers: list[Part] = []
-    for part in parts(options):
-        if part.writes:
-            writers.append(part)
-            continue
-        if options.only and not re.search(options.only, part.name):
-            continue
-        wanted = [w for w in writers if any(str(w.writes) in word for word in part.command)]
-        for now in [*wanted, part]:
-            now.limit *= options.patience
-            if now.status != NOT_APPLICABLE:
-                run(now, options.out, deadline)
-            done.append(now)
-            print(f"{now.status:14} {now.seconds:6.0f} s  {now.name}", flush=True)
-            write(done, options.out)
-        writers = [w for w in writers if w not in wanted]
+    end = math.inf if options.minutes is None else began + 60 * options.minutes - 5  # for the end
+    stream = iter(parts(options))
+    first = next(stream)  # alone: it shows whether there is a GPU
+    conductor = Conductor(options.out, options.patience, end)
+    if not options.only or re.search(options.only, first.name):
+        conductor.run([first], 1)
+    everything = [first, *stream]
+    jobs = options.jobs or 1
+    seconds = (end - time.monotonic()) / options.patience
+    conductor.run(choose(everything, options.only, seconds, jobs), jobs)
+    conductor.write(finished=True)
     print(f"report: {options.out / 'report.md'}")
-    return int(any(part.status not in ("ok", NOT_APPLICABLE) for part in done))
+    fine = ("ok", NOT_APPLICABLE, LEFT_OUT)
+    return int(any(part.status not in fine for part in conductor.parts))
+
+
+def choose(everything: Sequence[Part], only: str | None, seconds: float, jobs: int) -> list[Part]:
+    """Return the parts to run in the order of their worth, each after those that it needs.
+
+    Those whose name `only` is not found in are dropped. Those that would not end within `seconds`
+    get the status `LEFT_OUT`.
+    """
+    asked = [p for p in everything if not p.serves and (not only or re.search(only, p.name))]
+    chosen: list[Part] = []
+    for part in sorted(asked, key=worth):
+        part.after = [p for p in part.after if p.serves or p in asked]
+        group = [p for p in dict.fromkeys([*needs(part), part]) if p not in chosen]
+        takes = expected([*chosen, *group], jobs)
+        missing = any(p.status == LEFT_OUT for p in part.after)
+        if part.status == WAITING and (missing or takes > seconds):
+            more = takes - expected(chosen, jobs)
+            part.status = LEFT_OUT
+            part.found = {"why": f"it would take {more:.0f} s more, with what it needs"}
+            chosen.append(part)
+        else:
+            chosen += group
+    return chosen
+
+
+def worth(part: Part) -> int:
+    """Return the place of a part in the order of worth: 0 is the first."""
+    places = (i for i, pattern in enumerate(WORTH) if re.search(pattern, part.name))
+    return next(places, len(WORTH))
+
+
+def needs(part: Part) -> Iterator[Part]:
+    """Yield all parts that must run before this one, the first ones first."""
+    for before in part.after:
+        yield from needs(before)
+        yield before
+
+
+def expected(chosen: Sequence[Part], jobs: int) -> float:
+    """Return the seconds that the parts would take: checks side by side, then measurements."""
+    todo = [part for part in chosen if part.status == WAITING]
+    free, ends = [0.0] * jobs, dict.fromkeys(chosen, 0.0)
+    for part in todo:
+        if not part.measures:
+            begins = max([heappop(free), *(ends.get(p, 0.0) for p in part.after)])
+            ends[part] = begins + part.expected
+            heappush(free, ends[part])
+    return max(free) + sum(part.expected for part in todo if part.measures)
 
 
 def parts(options: argparse.Namespace) -> Iterator[Part]:
-    """Yield one part after the other; later ones depend on what the machine has."""
-    yield Part("versions", [sys.executable, "-c", VERSIONS], 180, last_json)
-    models = options.out / "models"
-    if not (models / "data" / "train.jsonl").exists():
-        code = "import sys; from benchmarks.gpu_check import tiny; tiny(sys.argv[1])"
-        command = [sys.executable, "-c", code, str(models)]
-        yield Part("write tiny models and data", command, 180, writes=models)
+    """Yield one part after the other; later ones depend on what the machine has.
+
+    It sets `options.jobs` if that is None.
+    """
+    yield Part("versions", [sys.executable, "-c", VERSIONS], 8, last_json)
+    writers: dict[str, Part] = {}
+    measured = [options.shape] if options.shape else sorted({size.stand_in for size in RUNS})
+    for folder, function, names, seconds in (
+        (options.out / "models", "tiny", [], 12),
+        (options.out / "stand-ins", "stand_ins", measured, 20),
+    ):
+        files = [folder / name / "data" / "train.jsonl" for name in names or ["."]]
+        if not all(file.exists() for file in files):
+            code = f"import sys; from benchmarks.gpu_check import {function} as write; "
+            command = [sys.executable, "-c", f"{code}write(*sys.argv[1:])", str(folder), *names]
+            writers[str(folder)] = Part(f"write {folder.name}", command, seconds, serves=True)
+    yield from writers.values()
     machine = look()
-    gpus = options.gpus or machine.gpus
+    room = int(min(len(os.sched_getaffinity(0)), machine.memory_gib // GIB_OF_A_CHECK))
+    options.jobs = options.jobs or max(room, 1)
     specs = ["torch", *(["te"] if find_spec("transformer_engine") else [])]
     alone = leave_out_transformer_engine(options.out) if "te" in specs else {}
-    for part in parts_of(options, machine, gpus, specs):
-        if "torch spec" in part.name or "torch" in part.command:
+    for part in parts_of(options, machine, options.gpus or machine.gpus, specs):
+        text = " ".join(part.command)
+        part.after = [*(w for folder, w in writers.items() if folder in text), *part.after]
+        if re.search(r"\btorch\b", part.name):
             part.environment |= alone
         yield part
 
@@ -188,23 +286,19 @@ def parts_of(
             if spec == "torch":  # as training computes by default
                 yield check(f"{name}, compiled", ["--compile-pointwise"])
     kernels = [sys.executable, str(ROOT / "benchmarks" / "attention.py")]
-    yield Part("attention kernels, torch spec, bf16", kernels, 180, worst_kernels)
-    yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 120, last_json)
+    yield Part("attention kernels, torch spec, bf16", kernels, 12, worst_kernels)
+    yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 8, last_json)
+    answers: list[Part] = []
     for spec in specs:
         words = ["generate", str(models / "dense"), "--spec", spec, "--prompt", "What is it?"]
         flags = ["--max-new-tokens", "16", "--temperature", "0", "--json"]
         answer = options.out / f"answer-{spec}.json"
         read = partial(compare_tokens, answer, options.out / f"answer-{specs[0]}.json")
-        yield Part(f"generate, {spec} spec", [*COMMAND, *words, *flags], 180, read)
-    for side in [*specs, "hf"]:
-        words = [str(ROOT / "benchmarks" / "train_step.py"), "--shape", options.shape]
-        words += ["--seq-length", "256"] if options.shape == "tiny" else []
-        if side == "hf" and machine.memory_gib < HF_FLOAT32_GIB:
-            words += ["--hf-weights", "bf16"]
-        yield Part(f"training step, {side}", [*python(), *words, "--sides", side], 300, benchmark)
+        command = [*COMMAND, *words, *flags]
+        answers.append(Part(f"generate, {spec} spec", command, 22, read, answers[:1]))
+    yield from answers
     yield from training(options.out, specs, gpus, machine.capability)
-    # The peak is in the first rank's log, and the pretended device has one rank.
-    yield from memory(options, machine, 1 if preloaded() else gpus)
+    yield from measurements(options, machine, gpus, specs)
 
 
 def python(ranks: int = 1, tp: int = 1) -> list[str]:
@@ -223,7 +317,7 @@ def parity(
     """Return the part that compares a model with Hugging Face's on the host."""
     words = ["verify", "parity", str(model), "--device", "cuda", "--spec", spec, "--dtype", dtype]
     command = [*COMMAND, *words, *flags, "--timeout", f"{200 * patience:g}", "--json"]
-    return Part(f"parity, {spec} spec, {dtype}, {what}", command, 240, worst_finding)
+    return Part(f"parity, {spec} spec, {dtype}, {what}", command, 38, worst_finding)
 
 
 def even(gpus: int) -> int:
@@ -278,36 +372,39 @@ def training(out: Path, specs: Sequence[str], gpus: int, capability: int) -> Ite
     stages = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     stages += ["--pipeline-model-parallel-size", "2"]
     pairs, fours = gpus - gpus % 2, gpus - gpus % 4
-    dense = Way("dense", "wide", gpus)
     same = "MoE" if pairs == gpus else None  # EP changes no batch
     ways = (
-        dense,
+        Way("dense", "wide", gpus),
         Way("MoE", "wide-moe", gpus, moe),
         Way("dense, LoRA", "wide", gpus, ["--lora-rank", "8", "--lora-target", "language"]),
         Way("MoE, EP 2", "wide-moe", pairs, experts, like=same),
         Way("dense, TP 2, PP 2", "wide", fours, stages, tp=2),
     )
+    loops: dict[tuple[str, str], Part] = {}
     for way in ways:
         if not way.gpus:
             needed = 2 * way.tp
             yield absent(f"training loop, {way.name}", f"it needs {needed} GPUs, not {gpus}")
             continue
-        first = way.log(out, specs[0])
         for spec in specs:
-            other = first if spec != specs[0] else None
+            other = (way.name, specs[0]) if spec != specs[0] else None
             if way.like:
-                other = replace(way, name=way.like).log(out, spec)
-            yield loop(out, way, spec, other)
-    why = ""
-    if "te" not in specs:
-        why = "Transformer Engine is not installed"
-    elif capability < HOPPER:
-        why = f"it needs compute capability {HOPPER}.0; this GPU has {capability}.x"
-    if why:
+                other = (way.like, spec)
+            loops[way.name, spec] = loop(out, way, spec, loops[other] if other else None)
+            yield loops[way.name, spec]
+    if why := no_fp8(specs, capability):
         yield absent("training loop, dense, FP8", why)
     else:
-        way = Way("dense, FP8", "wide", gpus, FP8)
-        yield loop(out, way, "te", dense.log(out, "te"))
+        yield loop(out, Way("dense, FP8", "wide", gpus, FP8), "te", loops["dense", "te"])
+
+
+def no_fp8(specs: Sequence[str], capability: int) -> str:
+    """Return why the machine cannot train in FP8; empty: it can."""
+    if "te" not in specs:
+        return "Transformer Engine is not installed"
+    if capability < HOPPER:
+        return f"it needs compute capability {HOPPER}.0; this GPU has {capability}.x"
+    return ""
 
 
 def absent(name: str, why: str) -> Part:
@@ -315,15 +412,16 @@ def absent(name: str, why: str) -> Part:
     return Part(name, [], 0, status=NOT_APPLICABLE, found={"why": why})
 
 
-def loop(out: Path, way: Way, spec: str, other: Path | None) -> Part:
-    """Return the part that trains, and compares its losses with those in the file `other`."""
+def loop(out: Path, way: Way, spec: str, other: Part | None) -> Part:
+    """Return the part that trains, and compares its losses with those of another part."""
     log, models = way.log(out, spec), out / "models"
     files = ["--data-path", str(models / "data" / "train.jsonl"), "--log-json", str(log)]
     files += ["--hf-model", str(models / way.model), "--load-hf", str(models / way.model)]
     count = ["--train-iters", str(ITERATIONS), "--global-batch-size", str(2 * way.gpus)]
     command = [*trainer(way.gpus, way.tp), *TRAINING, *files, *count, "--spec", spec, *way.flags]
-    read = partial(compare_losses, log, other)
-    return Part(f"training loop, {spec} spec, {way.name}", command, 180, read, appends_to=log)
+    read = partial(compare_losses, log, other.appends_to if other else None)
+    after = [other] if other else []
+    return Part(f"training loop, {spec} spec, {way.name}", command, 40, read, after, appends_to=log)
 
 
 def trainer(gpus: int, tp: int = 1) -> list[str]:
@@ -360,94 +458,283 @@ def _losses(log: Path) -> list[float]:
     return [json.loads(line)["lm loss"] for line in log.read_text().splitlines()]
 
 
-def memory(options: argparse.Namespace, machine: Machine, gpus: int) -> Iterator[Part]:
-    """Yield a few real iterations, and their rehearsal with the same flags and made-up data.
+@dataclass(frozen=True)
+class Size:
+    """A model to measure."""
 
-    The peak is compared. The modelled seconds of a step are only reported beside the measured ones.
-    """
-    folder = options.out / "memory"
-    if not folder.exists():
-        code = "import sys; from benchmarks.gpu_check import stand_in; stand_in(*sys.argv[1:])"
-        command = [sys.executable, "-c", code, str(folder), options.shape]
-        yield Part("write a model to measure", command, 120, writes=folder)
-    length = 256 if options.shape == "tiny" else 8192
-    flags = [
-        *("--hf-model", str(folder / "model"), "--data-path", str(folder / "data" / "train.jsonl")),
-        *f"--spec torch --packing --seq-length {length} --bf16 --use-distributed-optimizer".split(),
-        *f"--global-batch-size {2 * gpus} --lr 1e-5 --train-iters 10 --log-interval 1".split(),
-        *("--num-workers", "0"),
-    ]
-    # --verbose: the peak is in Megatron's own log.
-    real = Part("memory, real", [*trainer(gpus), *flags, "--verbose"], 300, real_run)
-    yield real
+    name: str
+    shape: str
+    layers: int | None = None  # of each tower in a step, of the decoder in a run
+    gib: float = 0.0  # what it takes of a GPU
+    flags: Sequence[str] = ()
+
+    @property
+    def stand_in(self) -> str:
+        """The name of its folder, from which :func:`stand_ins` takes shape and layers."""
+        return f"{self.shape}_{self.layers}" if self.layers else self.shape
+
+
+STEPS = (
+    Size("2B", "2B", None, 60),
+    Size("30B-A3B with 4 layers", "30B-A3B", 4, 70),
+    Size("8B with 8 layers", "8B", 8, 67),
+)
+RUNS = (
+    Size("2B", "2B", None, 62),
+    Size("2B, FP8", "2B", None, 66, FP8),
+    Size("30B-A3B with 3 layers", "30B-A3B", 3, 76, ["--moe-z-loss-coeff", "1e-5"]),
+    Size("8B, LoRA", "8B", None, 47, ["--lora-rank", "16", "--lora-target", "language"]),
+)
+
+
+def measurements(
+    options: argparse.Namespace, machine: Machine, gpus: int, specs: Sequence[str]
+) -> Iterator[Part]:
+    """Yield what is measured, each after its simulation: rates, training steps, training runs."""
     kind = options.gpu or machine.kind
     if kind is None:
         why = f"the kind of {machine.name} is not known: give --gpu {', '.join(GPUS)}"
-        yield absent("memory against its rehearsal", why)
-        return
-    rehearse = ["rehearse", "--gpus", str(gpus), "--gpu", kind, "--no-suggest", "--json"]
+        yield absent("rates, and the simulation of what is measured", why)
+    else:
+        code = "import sys; from benchmarks.gpu_check import rates; sys.exit(rates(*sys.argv[1:]))"
+        words = [sys.executable, "-c", code, str(options.out / "constants.json"), kind]
+        yield Part("rates", words, 20, last_json, measures=True)
+    only = [Size(options.shape, options.shape)] if options.shape else []
+    for size, side in product(only or STEPS, ("torch", "te", "hf")):
+        name = f"training step, {size.name}, {side}"
+        if why := lacking(size, side, machine, specs):
+            yield absent(name, why)
+        else:
+            yield from step(name, size, side, options, machine, kind)
+    # The peak is in the first rank's log, and the pretended device has one rank.
+    ranks = 1 if preloaded() else gpus
+    for size, spec in product(only or RUNS, ("torch", "te")):
+        name = f"training run, {size.name}, {spec}"
+        if size.flags is FP8 and spec != "te":
+            continue
+        if why := lacking(size, spec, machine, specs):
+            yield absent(name, why)
+        else:
+            yield from training_run(name, size, spec, options.out / "stand-ins", ranks, kind)
 
-    def compare(printed: str) -> dict[str, Any]:
-        rehearsed = last_json(printed)
-        peak, step = rehearsed["roles"][0]["peak"], rehearsed["step"]["seconds"]
-        found = {"rehearsed GB": peak / 1e9, "modelled seconds": step}
-        measured = real.found.get("peak GB")
-        if measured is None:
-            raise Mismatch("the real run printed no peak", found)
-        found |= {"measured GB": measured, "measured / rehearsed": measured * 1e9 / peak}
-        found["measured / modelled seconds"] = real.found["seconds"] / step
-        if abs(measured * 1e9 - peak) > MEMORY_TOLERANCE * peak:
-            raise Mismatch(f"they differ by more than {MEMORY_TOLERANCE:.0%}", found)
-        return found
 
-    yield Part("memory against its rehearsal", [*COMMAND, *rehearse, *flags], 300, compare)
+def lacking(size: Size, spec: str, machine: Machine, specs: Sequence[str]) -> str:
+    """Return what the machine lacks for a measurement; empty: nothing."""
+    if size.flags is FP8 and (why := no_fp8(specs, machine.capability)):
+        return why
+    if spec == "te" and spec not in specs:
+        return "Transformer Engine is not installed"
+    small = 0 < machine.memory_gib < size.gib
+    return f"it takes {size.gib:.0f} GiB; the GPU has {machine.memory_gib:.0f}" if small else ""
+
+
+def step(
+    name: str,
+    size: Size,
+    side: str,
+    options: argparse.Namespace,
+    machine: Machine,
+    kind: str | None,
+) -> Iterator[Part]:
+    """Yield a training step with its profile, after the same step on the simulated GPU."""
+    words = [str(ROOT / "benchmarks" / "train_step.py"), "--shape", size.shape, "--sides", side]
+    words += ["--layers", str(size.layers)] if size.layers else []
+    words += ["--seq-length", "256"] if size.shape == "tiny" else []
+    if side == "hf" and machine.memory_gib < HF_FLOAT32_GIB:
+        words += ["--hf-weights", "bf16"]
+    after = []
+    if kind:
+        once = ["--warmup", "2", "--steps", "1", "--model-time-on", kind]
+        memory = ["--memory-gib", str(GPUS[kind].memory_gib)]
+        command = [sys.executable, "-m", "mcore_qwen3vl.pretended", *memory, *words, *once]
+        after = [Part(f"{name}, simulated", command, 40, benchmark, serves=True)]
+        yield after[0]
+    profile = ["--profile", str(options.out / f"{file_name(name)}.profile.txt")]
+    read = partial(beside, benchmark, after)
+    yield Part(name, [*python(), *words, *profile], 35, read, after, measures=True)
+
+
+def training_run(
+    name: str, size: Size, spec: str, folder: Path, gpus: int, kind: str | None
+) -> Iterator[Part]:
+    """Yield ten iterations of the training loop, after their rehearsal with the same flags."""
+    model, length = folder / size.stand_in, 256 if size.shape == "tiny" else 8192
+    # Workers hand batches over in shared memory, which a container may have little of.
+    roomy = shutil.disk_usage("/dev/shm").total > 8e9 and not preloaded()
+    flags = [
+        *("--hf-model", str(model / "model"), "--data-path", str(model / "data" / "train.jsonl")),
+        *f"--spec {spec} --packing --bf16 --seq-length {length} --train-iters 10".split(),
+        *f"--micro-batch-size 1 --global-batch-size {2 * gpus} --lr 1e-5 --log-interval 1".split(),
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+        *size.flags,
+    ]
+    after = []
+    if kind:
+        words = ["rehearse", "--gpus", str(gpus), "--gpu", kind, "--no-suggest", "--json"]
+        command = [*COMMAND, *words, *flags, "--num-workers", "0"]
+        after = [Part(f"{name}, rehearsed", command, 60, rehearsed, serves=True)]
+        yield after[0]
+    # --verbose: the peak is in Megatron's own log.
+    command = [*trainer(gpus), *flags, "--num-workers", "4" if roomy else "0", "--verbose"]
+    yield Part(name, command, 65, partial(beside, real_run, after), after, measures=True)
+
+
+def beside(
+    read: Callable[[str], dict[str, Any]], simulated: Sequence[Part], printed: str
+) -> dict[str, Any]:
+    """Return what was measured beside what was simulated, and the quotients of both.
+
+    Raises:
+        Mismatch: the peaks differ by more than `MEMORY_TOLERANCE`. A time may.
+    """
+    found = read(printed)
+    for part in simulated:
+        if "peak GB" not in part.found:
+            return found | {"simulated": f"{part.status}: see {part.name}"}
+        peak, seconds = part.found["peak GB"], part.found["modelled seconds"]
+        found |= {"rehearsed GB": peak, "measured / rehearsed": found["peak GB"] / peak}
+        found |= {"modelled seconds": seconds}
+        found |= {"measured / modelled seconds": found["seconds"] / seconds}
+        if abs(found["peak GB"] - peak) > MEMORY_TOLERANCE * peak:
+            raise Mismatch(f"the peaks differ by more than {MEMORY_TOLERANCE:.0%}", found)
+    return found
+
+
+def rehearsed(printed: str) -> dict[str, Any]:
+    """Read the first role's peak and the step's seconds from a rehearsal."""
+    report = last_json(printed)
+    step = report["step"]["seconds"]
+    return {"peak GB": report["roles"][0]["peak"] / 1e9, "modelled seconds": step}
 
 
 class Mismatch(Exception):
     """A part ran, but its results do not hold; its arguments are the reason and the results."""
 
 
-def run(part: Part, out: Path, deadline: float) -> None:
-    """Run the process, within its own limit and the time left for all parts."""
-    limit = min(part.limit, deadline - time.monotonic())
-    if limit <= 0:
-        part.status = "no time"
-        return
-    if part.appends_to:
-        part.appends_to.unlink(missing_ok=True)
-    log = out / f"{re.sub(r'[^a-z0-9]+', '-', part.name.lower())}.log"
-    started = time.monotonic()
-    mark = f"GPU_CHECK_PART={os.getpid()}-{started}"
-    name, _, value = mark.partition("=")
-    # Not a pipe, which does not end while any process that was started holds it.
-    with log.open("w") as errors, tempfile.TemporaryFile("w+") as output:
+class Conductor:
+    """Runs parts and writes the report."""
+
+    def __init__(self, out: Path, patience: float = 1.0, end: float = math.inf) -> None:
+        """`end` is the time, by :func:`time.monotonic`, at which what still runs is stopped."""
+        self.parts: list[Part] = []  # of the report
+        self._out, self._patience, self._end = out, patience, end
+        self._running: list[Part] = []
+        self._started = time.strftime("%Y-%m-%d %H:%M:%S")
+
+    def run(self, parts: Sequence[Part], jobs: int) -> None:
+        """Run checks, up to `jobs` side by side, then measurements one by one, each in order."""
+        self.parts += [part for part in parts if part not in self.parts]
+        waiting = [part for part in parts if part.status == WAITING]
+        waiting.sort(key=lambda part: part.measures)
+        for part in parts:
+            if part.status in (NOT_APPLICABLE, LEFT_OUT):
+                say(part)
+        self.write()
         try:
-            process = subprocess.Popen(
-                part.command,
-                stdout=output,
-                stderr=errors,
-                env={**os.environ, **part.environment, name: value},
-            )
-            code = process.wait(limit)
-            part.status = "ok" if code == 0 else f"exit {code}"
-        except subprocess.TimeoutExpired:
-            part.status = "timeout"
-        finally:  # Ctrl-C ends this program, but not every process of the part
-            kill_marked(mark)
+            while waiting or self._running:
+                now = time.monotonic()
+                for part in list(self._running):
+                    assert part.process is not None
+                    if part.process.poll() is not None or now > part.end:
+                        self._finish(part, part.process)
+                for part in list(waiting):
+                    missing = any(before.status == LEFT_OUT for before in part.after)
+                    if missing or now + part.expected * self._patience > self._end:
+                        part.status = LEFT_OUT
+                        part.found = {"why": f"{max(self._end - now, 0):.0f} s were left"}
+                        say(part)
+                    elif self._may_start(part, waiting, jobs):
+                        self._start(part, now)
+                    else:
+                        continue
+                    waiting.remove(part)
+                    self.write()
+                time.sleep(0.05)
+        finally:  # Ctrl-C and SIGTERM end this program, but not every process of a part
+            for part in self._running:
+                kill_marked(part.mark)
+                part.status = "cut off"
+            if self._running:
+                self.write()
+
+    def _may_start(self, part: Part, waiting: Sequence[Part], jobs: int) -> bool:
+        if any(before in waiting or before in self._running for before in part.after):
+            return False
+        if part.measures:
+            return not self._running
+        return len(self._running) < jobs and not any(p.measures for p in self._running)
+
+    def _start(self, part: Part, now: float) -> None:
+        if part.appends_to:
+            part.appends_to.unlink(missing_ok=True)
+        part.mark = f"GPU_CHECK_PART={os.getpid()}-{now}-{len(self._running)}"
+        environment = {**os.environ, **part.environment, **dict([part.mark.split("=")])}
+        name = self._out / file_name(part.name)
+        # No pipes, which do not end while any process that was started holds them.
+        with name.with_suffix(".log").open("wb") as log, name.with_suffix(".out").open("wb") as out:
+            part.process = subprocess.Popen(part.command, stdout=out, stderr=log, env=environment)
+        if part.measures and (smi := shutil.which("nvidia-smi")):
+            words = ["--query-gpu=clocks.sm,power.draw,memory.used", "--format=csv", "-l", "2"]
+            with name.with_suffix(".csv").open("wb") as table:
+                subprocess.Popen([smi, *words], stdout=table, stderr=table, env=environment)
+        part.started, part.status = now, RUNNING
+        part.end = min(now + self._patience * (MARGIN + 3 * part.expected), self._end)
+        self._running.append(part)
+
+    def _finish(self, part: Part, process: subprocess.Popen[bytes]) -> None:
+        code = process.poll()
+        part.seconds = time.monotonic() - part.started
+        kill_marked(part.mark)
         process.wait()
-        output.seek(0)
-        printed = output.read()
-    part.seconds = time.monotonic() - started
-    with log.open("a") as both:
-        both.write(f"\n--- standard output ---\n{printed}")
-    try:
-        part.found = part.read(printed)
-    except Mismatch as error:
-        part.found = {**error.args[1], "why": error.args[0]}
-        part.status = "differs" if part.status == "ok" else part.status
-    except (ValueError, KeyError, IndexError, OSError) as error:
-        part.found = {"why": f"its output cannot be read: {error!r}; see {log.name}"}
-        part.status = "unread" if part.status == "ok" else part.status
+        if code is None:
+            part.status = "no time" if part.end == self._end else "timeout"
+        else:
+            part.status = "ok" if code == 0 else f"exit {code}"
+        output = (self._out / file_name(part.name)).with_suffix(".out")
+        try:
+            part.found = part.read(output.read_text(errors="replace"))
+        except Mismatch as error:
+            part.found = {**error.args[1], "why": error.args[0]}
+            part.status = "differs" if part.status == "ok" else part.status
+        except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
+            part.found = {"why": f"its output cannot be read: {error!r}; see {output.stem}.log"}
+            part.status = "unread" if part.status == "ok" else part.status
+        self._running.remove(part)
+        say(part)
+        self.write()
+
+    def write(self, *, finished: bool = False) -> None:
+        """Replace both reports, so that they are whole whenever this program is killed."""
+        names = ("name", "status", "seconds", "expected", "found", "command")
+        listing = [{name: getattr(part, name) for name in names} for part in self.parts]
+        over = sum(part.status not in (WAITING, RUNNING) for part in self.parts)
+        state = f"Started {self._started}, written {time.strftime('%H:%M:%S')}: {over} parts of "
+        state += f"{len(self.parts)} are over. "
+        if not finished:
+            state += "**Not finished**: if the program runs no more, it was cut off."
+        lines = ["# GPU check", "", state, "", "| part | result | s | found |"]
+        lines.append("|---|---|---:|---|")
+        for part in self.parts:
+            found = ", ".join(f"{name}: {_short(value)}" for name, value in part.found.items())
+            lines.append(f"| {part.name} | {part.status} | {part.seconds:.0f} | {found} |")
+        for name, text in (
+            ("report.json", json.dumps(listing, indent=1, default=str)),
+            ("report.md", "\n".join(lines)),
+        ):
+            partial_file = self._out / f"{name}.partial"
+            partial_file.write_text(f"{text}\n")
+            partial_file.replace(self._out / name)
+
+
+def say(part: Part) -> None:
+    """Print a line about a part that is over."""
+    why = f" ({part.found['why']})" if "why" in part.found else ""
+    print(f"{part.status:14} {part.seconds:6.0f} s  {part.name}{why}", flush=True)
+
+
+def file_name(part: str) -> str:
+    """Return the name of a part's files, without what follows the dot."""
+    return re.sub(r"[^a-z0-9]+", "-", part.lower())
 
 
 def kill_marked(mark: str) -> None:
@@ -557,38 +844,149 @@ def worst_kernels(printed: str) -> dict[str, Any]:
 def benchmark(printed: str) -> dict[str, Any]:
     """Read one side's seconds per step, the figures derived from them, and its peak memory."""
     (result,) = last_json(printed)["results"].values()
-    names = ("seconds", "tokens/s", "MFU", "peak memory GB", "note")
-    return {name: result[name] for name in names if name in result}
+    names = (
+        "seconds", "tokens/s", "MFU", "reserved GB", "kernel ms", "launches", "note",
+        "modelled seconds", "profile",
+    )  # fmt: skip
+    shown = {name: result[name] for name in names if result.get(name) is not None}
+    return {"peak GB": result["peak memory GB"], **shown}
 
 
 def real_run(printed: str) -> dict[str, Any]:
-    """Read the fullest rank's peak and an iteration's seconds from Megatron's log.
+    """Read the fullest rank's peak and reserve and an iteration's seconds from Megatron's log.
 
     The peak is that after the second iteration, when Adam's moments are there; the seconds are the
     median from the fourth iteration on, when everything is compiled.
     """
-    peaks = re.findall(r"after 2 iterations\).*?max allocated: ([\d.]+)", printed)
+    pattern = r"after 2 iterations\).*?max allocated: ([\d.]+).*?max reserved: ([\d.]+)"
+    mib = zip(*re.findall(pattern, printed), strict=True)
+    peak, reserved = (max(map(float, ranks)) * 2**20 / 1e9 for ranks in mib)
     times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", printed)
     seconds = median(float(time) / 1e3 for time in times[3:] or times)
-    return {"peak GB": max(map(float, peaks)) * 2**20 / 1e9, "seconds": seconds}
+    return {"peak GB": peak, "seconds": seconds, "reserved GB": reserved}
 
 
-def stand_in(folder: str, shape: str) -> None:
-    """Write a model directory and data for the model called `shape`."""
+RATE_LIMIT = 0.02
+"""Of errors in bf16, as a share of float32's norm. On the H100 they were 0.003."""
+
+
+def rates(file: str, kind: str, device: str = "cuda") -> int:
+    """Measure what the model of time takes for constants of a GPU and its host.
+
+    The file is what ``rehearse --constants`` reads. Exit code 1: a result is not that of float32,
+    or a constant is none that can be; then there is no file.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from mcore_qwen3vl.rehearsal.step_time import Constants
+
+    gpu, small = GPUS[kind], device == "cpu" or preloaded()
+    errors: dict[str, float] = {}
+    shown: dict[str, float] = {}
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    def wait() -> None:
+        torch.cuda.synchronize() if device == "cuda" else None
+
+    def seconds(work: Callable[[], Any], repeats: int = 10) -> float:
+        """Return the median time of `work`, and of the wait for it."""
+        times = []
+        for _ in range(3 + repeats):
+            wait()
+            began = time.perf_counter()
+            work()
+            wait()
+            times.append(time.perf_counter() - began)
+        return median(times[3:])
+
+    def tflops(name: str, flops: float, function: Callable[..., Any], *inputs: Any) -> float:
+        """Return the rate of `function` with all gradients, after a comparison with float32."""
+        gradient = torch.randn_like(function(*inputs))
+
+        def both(*values: Any) -> list[torch.Tensor]:
+            output = function(*values)
+            gradients = torch.autograd.grad(output, values, gradient.to(output.dtype))
+            return [output.detach(), *gradients]
+
+        wide = both(*(value.detach().float().requires_grad_() for value in inputs))
+        pairs = zip(both(*inputs), wide, strict=True)
+        errors[name] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        shown[f"{name}, TFLOP/s"] = flops / seconds(lambda: both(*inputs)) / 1e12
+        return shown[f"{name}, TFLOP/s"] / gpu.tflops
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    torch.manual_seed(0)
+    tokens = 256 if small else 8192
+    shares = []
+    for k, n in ((128, 256),) if small else ((2048, 12288), (6144, 2048), (4096, 24576)):
+        name = f"product of {tokens} x {k} x {n}"
+        shares.append(tflops(name, 6 * tokens * k * n, F.linear, leaf(tokens, k), leaf(n, k)))
+    slowness = {}  # by the mean number of a query's keys
+    for length in (tokens // 16, tokens):
+        inputs = (leaf(tokens // length, 16, length, 128) for _ in range(3))
+        flops = 3.5 * 4 * 16 * 128 * tokens * length / 2
+        slowness[length / 2] = 1 / tflops(f"attention over {length}", flops, attend, *inputs)
+    (few, slow), (many, fast) = slowness.items()
+    per_key = max((slow - fast) / (1 / few - 1 / many), 0.0)  # 1 / rate = 1 / a + per_key / keys
+    best = max(fast - per_key / many, 1e-9)
+    a, b = (leaf(1 << 20 if small else 1 << 29).detach() for _ in range(2))
+    halves = a.view(-1, 2, 64)
+    plain = 2 * a.nbytes / seconds(lambda: b.copy_(a)) / 1e12
+    strided = 1.5 * a.nbytes / seconds(lambda: halves[:, 0] + halves[:, 1]) / 1e12
+    shown |= {"copy, TB/s": plain, "sum of halves of rows, TB/s": strided}
+    x, weight, gradient = leaf(16, 64), leaf(64, 64), leaf(16, 64).detach()
+    one = torch.zeros(1, device=device)
+
+    def launches() -> None:
+        for _ in range(100):
+            torch.autograd.grad(F.linear(x, weight), [x, weight], gradient)
+
+    constants = {
+        "gemm": sum(shares) / len(shares),
+        "attention": 1 / best,
+        "attention_keys": max(per_key / best, 1.0),
+        "memory": 2 / (1 / plain + 1 / strided) / gpu.memory_tb_per_s,
+        "launch_us": seconds(launches) / 300 * 1e6,
+        "wait_us": seconds(lambda: one.add_(1).item(), 100) * 1e6,
+    }
+    print(json.dumps({"worst error": max(errors.values()), **shown, **constants}), flush=True)
+    wrong = [name for name, error in errors.items() if not error <= RATE_LIMIT]
+    written = Path(file)
+    written.write_text(json.dumps(constants, indent=1) + "\n")
+    try:
+        Constants.read(written)
+    except BadInput as error:
+        wrong.append(str(error))
+    if wrong:
+        written.unlink()
+        print(f"not as it must be: {'; '.join(wrong)}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def stand_ins(folder: str, *names: str) -> None:
+    """Write a model directory and data for each name: a shape, or a shape and its layers."""
     from mcore_qwen3vl.shapes import SHAPES
     from mcore_qwen3vl.tiny import tiny_config
     from mcore_qwen3vl.tiny.records import write_half_images
     from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 
-    out = Path(folder)
-    out.mkdir(parents=True)
-    config, pixels = SHAPES / f"{shape.lower().replace('-', '_')}.json", 32
-    if shape == "tiny":
-        config, pixels = out / "tiny.json", 8
-        config.write_text(json.dumps(tiny_config()))
-    write_stand_in(config, out / "model")
-    tokens, side = (128, 6) if shape == "tiny" else (512, 16)
-    write_half_images(out / "data", tokens=tokens, image_side=side, token_pixels=pixels)
+    for name in names:
+        out = Path(folder, name)
+        shutil.rmtree(out, ignore_errors=True)  # what an interrupted run left
+        out.mkdir(parents=True)
+        shape, _, layers = name.partition("_")
+        config, pixels = SHAPES / f"{shape.lower().replace('-', '_')}.json", 32
+        if shape == "tiny":
+            config, pixels = out / "tiny.json", 8
+            config.write_text(json.dumps(tiny_config()))
+        write_stand_in(config, out / "model", layers=int(layers) if layers else None)
+        tokens, side = (128, 6) if shape == "tiny" else (512, 16)
+        write_half_images(out / "data", tokens=tokens, image_side=side, token_pixels=pixels)
 
 
 def tiny(folder: str) -> None:
@@ -601,18 +999,6 @@ def tiny(folder: str) -> None:
     for name, sizes in MODELS.items():
         write_tiny_checkpoint(out / name, **sizes)
     write_half_images(out / "data", tokens=128, image_side=6, token_pixels=8)
-
-
-def write(done: Sequence[Part], out: Path) -> None:
-    """Write the report so far, so that it is there even if the machine is taken away."""
-    hidden = ("read", "writes", "appends_to", "environment")
-    listing = [{k: v for k, v in asdict(part).items() if k not in hidden} for part in done]
-    (out / "report.json").write_text(json.dumps(listing, indent=1, default=str) + "\n")
-    lines = ["# GPU check", "", "| part | result | s | found |", "|---|---|---:|---|"]
-    for part in done:
-        found = ", ".join(f"{name}: {_short(value)}" for name, value in part.found.items())
-        lines.append(f"| {part.name} | {part.status} | {part.seconds:.0f} | {found} |")
-    (out / "report.md").write_text("\n".join(lines) + "\n")
 
 
 def _short(value: Any) -> str:

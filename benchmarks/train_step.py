@@ -70,6 +70,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--peak-tflops", type=float, default=None)
+    parser.add_argument("--profile", help="file for the kernels that take most of the GPU's time")
+    parser.add_argument(
+        "--model-time-on", metavar="KIND", help="on the simulated GPU: seconds on this kind of GPU"
+    )
     options = parser.parse_args()
     if options.seq_length % options.samples:
         parser.error(f"--seq-length must be a multiple of the {options.samples} samples")
@@ -123,7 +127,15 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
     patches = float(batch["grid"].prod(1).sum())
     operations = flops.language(architecture, options.seq_length, squares)
     operations += flops.vision(architecture, patches, frames)
-    peak = options.peak_tflops or device_peak_tflops()
+    tflops = options.peak_tflops or device_peak_tflops()
+    peak = peak_memory(options.device)  # without what a profile adds
+    more: dict[str, Any] = {}
+    if options.device == "cuda":
+        more["reserved GB"] = torch.cuda.max_memory_reserved() / 1e9
+    if options.profile:
+        more |= profile(step, options.profile)
+    if options.model_time_on:
+        more["modelled seconds"] = modelled(step, options.model_time_on)
     return {
         "seconds": median,
         "fastest": min(seconds),
@@ -135,10 +147,63 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
         "images": len(batch["grid"]),
         "tokens/s": batch["ids"].numel() / median,
         "TFLOP/s": operations / median / 1e12,
-        "MFU": operations / median / 1e12 / peak if peak else None,
-        "peak memory GB": peak_memory(options.device),
+        "MFU": operations / median / 1e12 / tflops if tflops else None,
+        "peak memory GB": peak,
         "note": note,
+        **more,
     }
+
+
+def profile(step: Callable[[], Any], file: str) -> dict[str, Any]:
+    """Write the 25 kernels that take most of the GPU's time in a step, and return the sums.
+
+    If the GPU cannot be profiled, say why instead: the measurement must not be lost.
+    """
+    from torch.profiler import ProfilerActivity
+
+    from mcore_qwen3vl.pretended.preload import preloaded
+
+    if preloaded():
+        return {"profile": "none: the simulated GPU has no clock"}
+    steps = 2
+    try:
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as taken:
+            for _ in range(steps):
+                step()
+            torch.cuda.synchronize()
+        kernels = [
+            event for event in taken.key_averages()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        ]  # fmt: skip
+    except (RuntimeError, AttributeError) as error:
+        return {"profile": f"none: {error}"}
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    rows = [(e.self_device_time_total / steps / 1e3, e.count / steps, e.key) for e in kernels]
+    sums = {"kernel ms": sum(row[0] for row in rows), "launches": sum(row[1] for row in rows)}
+    with open(file, "w") as out:
+        out.write("{kernel ms:.1f} ms of kernels, {launches:.0f} launches a step\n".format(**sums))
+        out.writelines(f"{ms:10.3f} ms {n:8.0f} x  {name[:140]}\n" for ms, n, name in rows[:25])
+    return {**sums, "profile": file}
+
+
+def modelled(step: Callable[[], Any], kind: str) -> float:
+    """Return a step's seconds by the model of ``rehearse``, from its work on the simulated GPU.
+
+    For the whole step that is the GPU's time, or the host's where it is longer.
+    """
+    from mcore_qwen3vl.pretended import rank
+    from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
+    from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork
+    from mcore_qwen3vl.runtime.gpus import find_gpu
+
+    if rank.current is None:
+        sys.exit("--model-time-on counts a step's work: run it under -m mcore_qwen3vl.pretended")
+    rank.current.end_interval("before")
+    step()
+    interval = rank.current.end_interval("step")
+    work = RankWork("step", 1, [{FORWARD: {}, BACKWARD: {}}], interval, 1, 1, 1)
+    return Model(find_gpu(kind), Constants(), ()).step([work], 1, 1, 1, 1).seconds
 
 
 def timed(step: Callable[[], Any], device: str) -> tuple[float, float]:

@@ -30,7 +30,7 @@ FOREIGN = {
     "srun": {"--kill-on-bad-exit"},
     "verify.curves": {"--resume"},
     "numerics": {"--quick"},
-    "gpu-check": {"--only", "--patience"},
+    "gpu-check": {"--minutes", "--only", "--patience"},
 }
 SOURCES = ("", "mcore_qwen3vl/", "mcore_qwen3vl/model/", "docs/")
 """Folders that a path on a page may be relative to."""

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.experts import _has_kernel
 from mcore_qwen3vl.pretended import Settings
+from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.batches import build_batch
 from mcore_qwen3vl.verify.parity.case import Case
@@ -43,7 +46,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, **Settings().environment(), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.slow  # three dozen processes that import everything
+@pytest.mark.slow  # forty processes that import everything
 def test_every_part_runs(tmp_path: Path) -> None:
     """With four GPUs there are pipelines; the shapes that their stages exchange must arrive."""
     out = tmp_path / "report"
@@ -68,24 +71,33 @@ def test_every_part_runs(tmp_path: Path) -> None:
     attention = "attention kernels, torch spec, bf16"
     assert parts[attention]["status"] == "exit 1", found[attention]
     assert parts[attention]["found"]["compared"] == 16, found[attention]
-    absent = "training loop, dense, FP8"
-    assert parts.pop(absent)["status"] == "not applicable"
+    rates = parts["rates"]
+    assert rates["status"] == "exit 1", found["rates"]
+    assert {"gemm", "attention", "memory", "launch_us", "wait_us"} <= set(rates["found"])
+    assert not (out / "constants.json").exists()
+    absent = {name for name, part in parts.items() if part["status"] == "not applicable"}
+    te = {"training step, tiny, te", "training run, tiny, te"}
+    assert absent == {"training loop, dense, FP8", *te}
     expert_parallel = "training loop, torch spec, MoE, EP 2"
     assert parts[expert_parallel]["status"] in ("ok", "differs"), found[expert_parallel]
     assert "worst difference" in parts[expert_parallel]["found"], found[expert_parallel]
-    nonsense = {*parity, experts, attention, expert_parallel}
+    nonsense = {*parity, experts, attention, "rates", expert_parallel, *absent}
     others = {n: part["status"] for n, part in parts.items() if n not in nonsense}
     assert set(others.values()) == {"ok"}, found
-    assert len(others) == 12
+    assert len(others) == 14
     loops = {name.split("spec, ")[1] for name in others if name.startswith("training loop")}
     assert loops == {"dense", "MoE", "dense, LoRA", "dense, TP 2, PP 2"}
     assert parts["versions"]["found"]["GPUs"] == ["Pretended GPU, 80.0 GiB"]
-    assert parts["training step, torch"]["found"]["peak memory GB"] > 0
-    # With the same loop, flags and data, memory is the same.
-    memory = parts["memory against its rehearsal"]["found"]
-    assert memory["measured / rehearsed"] == pytest.approx(1, abs=0.02)
-    assert memory["measured / modelled seconds"] > 0
-    assert (out / "report.md").read_text().count("\n| ") == len(parts) + 2
+    # With the same step or loop, flags and data, memory is the same.
+    for what in ("step, tiny, torch", "step, tiny, hf", "run, tiny, torch"):
+        name = f"training {what}"
+        measured = parts[name]["found"]
+        assert measured["measured / rehearsed"] == pytest.approx(1, abs=0.02), found[name]
+        assert measured["measured / modelled seconds"] > 0
+    report = (out / "report.md").read_text()
+    assert report.count("\n| ") == len(parts) + 1
+    assert f": {len(parts)} parts of {len(parts)} are over." in report
+    assert "Not finished" not in report
 
 
 def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
@@ -99,15 +111,17 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
             "good": "print('log\\n{\"x\": 1}')",
         }
         return [
-            gpu_check.Part(name, [sys.executable, "-c", code], 2, gpu_check.last_json)
+            gpu_check.Part(name, [sys.executable, "-c", code], 1, gpu_check.last_json)
             for name, code in programs.items()
-        ]
+        ] + [gpu_check.Part("zero", ["true"], 1, lambda printed: {"x": 1 / 0})]
 
     monkeypatch.setattr(gpu_check, "parts", parts)
+    monkeypatch.setattr(gpu_check, "MARGIN", 0)
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
     found = {p["name"]: p for p in json.loads((tmp_path / "report.json").read_text())}
     statuses = {name: part["status"] for name, part in found.items()}
-    assert statuses == {"crash": "exit 3", "hang": "timeout", "nonsense": "unread", "good": "ok"}
+    others = {"nonsense": "unread", "good": "ok", "zero": "unread"}
+    assert statuses == {"crash": "exit 3", "hang": "timeout", **others}
     assert found["good"]["found"] == {"x": 1}
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
 
@@ -206,21 +220,184 @@ def test_what_is_not_applicable_is_reported_and_is_no_failure(
     assert "other" not in report
 
 
-def test_a_writer_runs_before_the_first_part_that_reads_its_folder(
+def test_a_writer_runs_before_the_first_part_that_needs_it(
     gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And only if a part needs it, whatever ``--only`` says."""
+
     def parts(options: Any) -> Any:
+        yield gpu_check.Part("first", [sys.executable, "-c", ""], 60)
         for name in ("a", "b"):
             folder = options.out / name
             code = f"import pathlib; pathlib.Path({str(folder)!r}).mkdir()"
-            yield gpu_check.Part(f"write {name}", [sys.executable, "-c", code], 60, writes=folder)
-            code = f"import os; os.listdir({str(folder / '.')!r})"
-            yield gpu_check.Part(f"read {name}", [sys.executable, "-c", code], 60)
+            writer = gpu_check.Part(f"write {name}", [sys.executable, "-c", code], 60, serves=True)
+            yield writer
+            code = f"import os; os.listdir({str(folder)!r})"
+            command = [sys.executable, "-c", code]
+            yield gpu_check.Part(f"read {name}", command, 60, after=[writer])
 
     monkeypatch.setattr(gpu_check, "parts", parts)
-    assert gpu_check.main(["--out", str(tmp_path), "--only", "read b"]) == 0
+    assert gpu_check.main(["--out", str(tmp_path), "--only", "read b", "--jobs", "3"]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert [part["name"] for part in report] == ["write b", "read b"]
+
+
+def test_the_worthiest_parts_that_fit_are_chosen(gpu_check: Any) -> None:
+    """Two checks run at once, a part brings what it needs, and what is left out is named."""
+
+    def part(name: str, expected: float, **more: Any) -> Any:
+        return gpu_check.Part(name, ["true"], expected, **more)
+
+    writer = part("write models", 10, serves=True)
+    loop = part("training loop, torch spec, dense", 40, after=[writer])
+    other = part("training loop, te spec, dense", 40, after=[writer, loop])
+    rates = part("rates", 20, measures=True)
+    simulated = part("training step, 2B, te, simulated", 60, serves=True)
+    step = part("training step, 2B, te", 35, after=[simulated], measures=True)
+    late = part("generate, te spec", 20)
+    everything = [late, step, simulated, rates, loop, other, writer]
+    for seconds, chosen, left in (
+        (300, [writer, loop, other, rates, simulated, step, late], []),
+        (165, [writer, loop, other, rates, simulated, step, late], []),
+        (160, [writer, loop, other, rates, late], [step]),
+        (90, [writer, loop, other, late], [rates, step]),
+        (60, [writer, loop, late], [other, rates, step]),
+        (5, [], [loop, other, rates, step, late]),
+    ):
+        for p in everything:
+            p.status = gpu_check.WAITING
+        got = gpu_check.choose(everything, None, seconds, 2)
+        assert [p for p in got if p.status == gpu_check.WAITING] == chosen
+        assert [p for p in got if p.status == gpu_check.LEFT_OUT] == left
+        assert all(p.found["why"] for p in left)
+    assert gpu_check.choose(everything, "te spec, dense", math.inf, 2)[-1] is other
+    assert other.after == [writer], "what --only leaves out is read from an earlier run"
+
+
+SEEN = """
+import pathlib, sys, time
+folder, name, other, seconds = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+running = " ".join(p.name for p in folder.iterdir())
+(folder / name).touch()
+for _ in range(600):
+    if not other or (folder / other).exists() or (folder.parent / other).exists():
+        break
+    time.sleep(0.05)
+else:
+    sys.exit("it is alone")
+time.sleep(float(seconds))
+(folder / name).unlink()
+(folder.parent / name).write_text(running)
+"""
+
+
+def test_checks_run_side_by_side_and_measurements_alone(gpu_check: Any, tmp_path: Path) -> None:
+    """Two checks wait for each other. The others write down what runs when they start."""
+    running = tmp_path / "running"
+    running.mkdir()
+
+    def part(name: str, seconds: float, other: str = "", **more: Any) -> Any:
+        command = [sys.executable, "-c", SEEN, str(running), name, other, str(seconds)]
+        return gpu_check.Part(name, command, 60, **more)
+
+    first, second = (part(name, 0.5, measures=True) for name in ("first", "second"))
+    checks = [part("long", 1.5, "short"), part("short", 0, "long")]
+    third = part("third", 0, after=checks)
+    gpu_check.Conductor(tmp_path).run([first, second, *checks, third], 2)
+    assert [p.status for p in (first, second, *checks, third)] == ["ok"] * 5
+    assert [(tmp_path / p.name).read_text() for p in (first, second, third)] == [""] * 3
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [p["name"] for p in report] == ["first", "second", "long", "short", "third"]
+
+
+def test_what_outlasts_the_minutes_is_stopped_and_what_cannot_end_is_left_out(
+    gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = gpu_check.Part("slow", [sys.executable, "-c", "import time; time.sleep(60)"], 1)
+    late = gpu_check.Part("late", [sys.executable, "-c", ""], 2, measures=True)
+    monkeypatch.setattr(gpu_check, "parts", lambda options: iter([slow, late]))
+    assert gpu_check.main(["--out", str(tmp_path), "--minutes", str(8 / 60)]) == 1
+    assert (slow.status, late.status) == ("no time", "left out")
+    assert "| late | left out |" in (tmp_path / "report.md").read_text()
+
+
+KILLED = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[1])
+from benchmarks import gpu_check
+out = sys.argv[2]
+def parts(options):
+    python = [sys.executable, "-c"]
+    good = [*python, "import json; print(json.dumps(dict(x=1)))"]
+    yield gpu_check.Part("good", good, 60, gpu_check.last_json)
+    yield gpu_check.Part("hangs", [*python, "import time; time.sleep(60)"], 60)
+    yield gpu_check.Part("waits", [*python, ""], 60, measures=True)
+gpu_check.parts = parts
+gpu_check.signal.signal(gpu_check.signal.SIGTERM, lambda number, frame: sys.exit(143))
+gpu_check.main(["--out", out])
+"""
+
+
+@pytest.mark.parametrize("ending", ["SIGTERM", "SIGKILL"])
+def test_a_kill_leaves_what_ended(tmp_path: Path, ending: str) -> None:
+    """Both reports are whole, and say that they are not finished."""
+    command = [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path)]
+    process = subprocess.Popen(command, start_new_session=True)
+    report = tmp_path / "report.json"
+    while not report.exists() or '"running"' not in report.read_text().partition('"hangs"')[2]:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(getattr(signal, ending))
+    process.wait()
+    with suppress(ProcessLookupError):  # SIGKILL leaves the part that runs
+        os.killpg(process.pid, signal.SIGKILL)
+    parts = {p["name"]: p for p in json.loads(report.read_text())}
+    assert parts["good"]["found"] == {"x": 1}
+    hanging = "running" if ending == "SIGKILL" else "cut off"
+    statuses = {name: part["status"] for name, part in parts.items()}
+    assert statuses == {"good": "ok", "hangs": hanging, "waits": "waiting"}
+    text = (tmp_path / "report.md").read_text()
+    assert "**Not finished**" in text
+    assert "| good | ok |" in text
+
+
+def test_rates_are_the_constants_of_the_model_of_time(
+    gpu_check: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the host, where they are low but no nonsense; and no file if attention is wrong."""
+    file = tmp_path / "constants.json"
+    assert gpu_check.rates(str(file), "h100-80gb", "cpu") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert Constants.read(file) == replace(Constants(), **json.loads(file.read_text()))
+    assert shown["product of 256 x 128 x 256, TFLOP/s"] == pytest.approx(989 * shown["gemm"])
+    file.unlink()
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def wrong(q: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        return attend(q, *others, is_causal=q.dtype == torch.float32)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+    assert gpu_check.rates(str(file), "h100-80gb", "cpu") == 1
+    assert "attention over 256" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_what_is_predicted_stands_beside_what_is_measured(gpu_check: Any) -> None:
+    """A peak must be as predicted; a time need not."""
+    simulation = gpu_check.Part("simulated", [], 0)
+    measured = {"peak GB": 10.2, "seconds": 3.0}
+    shown = gpu_check.beside(lambda printed: measured, [simulation], "")
+    assert shown == {**measured, "simulated": "waiting: see simulated"}
+    simulation.found = {"peak GB": 10.0, "modelled seconds": 2.0}
+    shown = gpu_check.beside(lambda printed: measured, [simulation], "")
+    assert shown["measured / rehearsed"] == pytest.approx(1.02)
+    assert shown["measured / modelled seconds"] == 1.5
+    simulation.found["peak GB"] = 9.6
+    with pytest.raises(gpu_check.Mismatch):
+        gpu_check.beside(lambda printed: measured, [simulation], "")
 
 
 @pytest.mark.parametrize(
@@ -280,12 +457,13 @@ time.sleep(float(sys.argv[1]))
 
 @pytest.mark.parametrize("seconds", [60, 0])
 def test_processes_in_sessions_of_their_own_end_with_their_part(
-    gpu_check: Any, tmp_path: Path, seconds: int
+    gpu_check: Any, tmp_path: Path, seconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such are torchrun's workers, which would otherwise hold the GPUs in later parts."""
     command = [sys.executable, "-c", DETACHED, str(seconds)]
-    part = gpu_check.Part("detached", command, 3, lambda printed: {"child": int(printed)})
-    gpu_check.run(part, tmp_path, time.monotonic() + 60)
+    part = gpu_check.Part("detached", command, 1, lambda printed: {"child": int(printed)})
+    monkeypatch.setattr(gpu_check, "MARGIN", 0)
+    gpu_check.Conductor(tmp_path).run([part], 1)
     assert part.status == ("timeout" if seconds else "ok")
     process = Path("/proc", str(part.found["child"]))
     assert not process.exists() or "\nState:\tZ" in (process / "status").read_text()
