@@ -13,7 +13,7 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from mcore_qwen3vl.cli import main as command_line
-from mcore_qwen3vl.converters.adapters.targets import Preset
+from mcore_qwen3vl.converters.adapters.config import Preset
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import field_docs
 from mcore_qwen3vl.objectives.settings import (
