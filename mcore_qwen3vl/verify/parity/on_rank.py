@@ -40,6 +40,7 @@ from mcore_qwen3vl.model.lora.attach import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import tell
 from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.training.step.optimizer import use_multi_tensor
 from mcore_qwen3vl.verify.measurement import FROZEN, Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
 from mcore_qwen3vl.verify.parity.case import AdamW, Case
@@ -181,6 +182,7 @@ class Engine:
             ),
             self.model,
         )
+        use_multi_tensor()
         _constant_schedule(optimizer, adamw)
         _step_slice_by_slice(optimizer)
         _, norm, _ = optimizer.step()
