@@ -12,10 +12,10 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-muon test-te test-verl test-grpo test-vllm test-versions lint docs parity bench-convert gpu-check release clean
+.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-muon test-te test-verl test-grpo test-vllm test-versions lint docs parity parity-2b bench-convert gpu-check release clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(ENVIRONMENT) ## convert a tiny Qwen3-VL-MoE both ways and check it on four processes
 	@$(RUN)mcore-qwen3vl demo $(ARGS)
@@ -98,6 +98,10 @@ docs: .venv/.synced-docs ## the documentation as a site in build/site; a dead li
 
 parity: $(ENVIRONMENT) ## the layout x batch matrix against Hugging Face, written as a table
 	$(RUN)python -m mcore_qwen3vl.verify.parity $(ARGS)
+
+# Two processes of one thread each, and up to 22 GB of memory and 27 GB of temporary files.
+parity-2b: $(ENVIRONMENT) ## a whole 2B with random weights against Hugging Face, in four layouts
+	$(RUN)python benchmarks/parity.py 2b $(ARGS)
 
 bench-convert: $(ENVIRONMENT) ## conversion against a plain copy of the same bytes
 	$(RUN)python benchmarks/convert.py $(ARGS)

@@ -193,6 +193,7 @@ def verify_parity(
         compile_pointwise=compile_pointwise,
         timeout=timeout,
         progress=console.count_progress,
+        say=lambda line: console.messages.print(console.plain(line), soft_wrap=True),
     )
 
 

@@ -4,7 +4,13 @@ Everything is made locally: the demo, the tests and the benchmarks need no downl
 """
 
 from mcore_qwen3vl.tiny.processor import TINY, read_vocabulary, write_processor
-from mcore_qwen3vl.tiny.tiny_checkpoint import SERVABLE, YARN, tiny_config, write_tiny_checkpoint
+from mcore_qwen3vl.tiny.tiny_checkpoint import (
+    SERVABLE,
+    YARN,
+    tiny_config,
+    write_random_weights,
+    write_tiny_checkpoint,
+)
 
 __all__ = [
     "SERVABLE",
@@ -13,5 +19,6 @@ __all__ = [
     "read_vocabulary",
     "tiny_config",
     "write_processor",
+    "write_random_weights",
     "write_tiny_checkpoint",
 ]

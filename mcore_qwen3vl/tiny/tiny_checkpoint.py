@@ -160,7 +160,7 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     config_class = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))
     hf_config = config_class.from_dict(json.loads(json.dumps(config)))
     with torch.device("meta"):
-        model = getattr(transformers, name)(hf_config)
+        model = getattr(transformers, name)(hf_config).to(dtype)
     model = model.to_empty(device="cpu")
     if config["tie_word_embeddings"]:
         model.tie_weights()
@@ -171,7 +171,7 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
         eos_token_id=[text["eos_token_id"], text["bos_token_id"]],
         pad_token_id=text["bos_token_id"],
     )
-    return model.to(dtype)
+    return model
 
 
 @torch.no_grad()
@@ -204,6 +204,27 @@ def _save_published(model: Any, config: dict[str, Any], path: Path, max_shard_si
     save_torch_state_dict(tensors, path, max_shard_size=max_shard_size)
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     model.generation_config.save_pretrained(path)
+
+
+def write_random_weights(config: Path, out: Path, *, layers: int | None = None) -> Path:
+    """Write a checkpoint of a published size with random bfloat16 values in every tensor.
+
+    It has no tokenizer and no processor. The rows of the embedding have unit length, so that logits
+    of a tied head are about one: larger ones would leave gradients to the likeliest tokens alone.
+
+    Args:
+        config: a ``config.json`` in the published form.
+        layers: decoder layers, if not all of them.
+    """
+    fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
+    text = fields["text_config"]
+    text["num_hidden_layers"] = layers or text["num_hidden_layers"]
+    model = _random_model(deepcopy(fields), torch.bfloat16, seed=0)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(text["hidden_size"] ** -0.5)
+    out.mkdir(parents=True)
+    _save_published(model, fields, out, "5GB")
+    return out
 
 
 def write_stand_in(

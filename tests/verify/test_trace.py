@@ -22,7 +22,7 @@ from mcore_qwen3vl.cli.verify import verify_trace
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import qwen3vl
-from mcore_qwen3vl.model.decoder import attention, norm, rope
+from mcore_qwen3vl.model.decoder import attention, norm
 from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
 from mcore_qwen3vl.model.lora import attach
 from mcore_qwen3vl.model.lora.adapter import GroupedSite, Site
@@ -171,7 +171,7 @@ def doubled_gradient(features: Tensor) -> Tensor:
 
 patch = mock.patch.object
 everywhere = patch(attention, "F", SimpleNamespace(scaled_dot_product_attention=seeing_all))
-unrotated = patch(rope, "apply_rotary", lambda x, *_, **__: x)
+unrotated = patch(attention, "apply_rotary", lambda x, *_, **__: x)
 GRADIENT_OF_TP2 = {"layout": Layout(tp=2, sp=True), "gradients": True}
 IN_CODE: tuple[tuple[str, AbstractContextManager[Any], dict[str, Any]], ...] = (
     ("layers.0.self_attn.o_proj:input", everywhere, {}),

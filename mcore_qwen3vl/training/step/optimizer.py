@@ -163,9 +163,15 @@ def use_multi_tensor() -> None:
 def multi_tensor_l2_norm(
     chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """Return the (1,) float32 norm of all values, like Apex's ``multi_tensor_l2norm``."""
-    norms = torch._foreach_norm([tensor for group in tensors for tensor in group])
-    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+    """Return the (1,) float32 norm of all values, like Apex's ``multi_tensor_l2norm``.
+
+    On the CPU, torch adds up float32 squares one after another: of 1.6e8 normally distributed
+    values the norm is 2 % too small. So they are added in float64 there.
+    """
+    every = [tensor for group in tensors for tensor in group]
+    on_cpu = every[0].device.type == "cpu"
+    norms = torch._foreach_norm(every, dtype=torch.float64 if on_cpu else None)
+    return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
 
 
 def multi_tensor_scale(

@@ -55,6 +55,8 @@ class Case:
         freeze: parts and patterns to freeze, see :class:`mcore_qwen3vl.model.freeze.Freezing`.
         config: further ``TransformerConfig`` fields, such as recompute.
         compile_pointwise: see :mod:`mcore_qwen3vl.model.pointwise`.
+        weights_in_files: hold the weights of both models, on the CPU, in temporary files, so that
+            they leave memory where it is short and are read again when they are used.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -69,10 +71,16 @@ class Case:
     freeze: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     compile_pointwise: bool = False
+    weights_in_files: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def overlaps_gather(self) -> bool:
+        """Whether new parameters are gathered during the forward pass that follows a step."""
+        return self.overlap and self.distributed_optimizer
 
     @property
     def multiple(self) -> int:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+import psutil
+
 from mcore_qwen3vl.console import CountProgress, no_progress
 from mcore_qwen3vl.converters.adapters.config import Preset
+from mcore_qwen3vl.converters.mapping.parameters import by_part
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -19,7 +25,7 @@ from mcore_qwen3vl.runtime.launch import check_gpus, describe_device, run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verify.measurement import Measurements, findings, measure, merge, take_frozen
 from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
-from mcore_qwen3vl.verify.parity.batches import Batch, batches_of, build_batch
+from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, batches_of, build_batch
 from mcore_qwen3vl.verify.parity.case import AdamW, Case
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, Expected, ReferenceCheckpoint
 from mcore_qwen3vl.verify.report import Report
@@ -35,6 +41,19 @@ HALF_PRECISION_FACTOR = 2.0
 
 LARGEST_TOLERANCE = 0.5
 """With a tolerance of 1, gradients that are all zero would pass."""
+
+GRADIENT_BYTES = 1 << 30
+"""Most bytes of gradients of a run with several batches. With more, each batch runs by itself: its
+gradients then need no room beside those of another, and loading both models again takes less time
+than computing them."""
+
+GB = 1e9
+
+PROGRAM = 0.7 * GB
+"""Bytes of the imported libraries and of activations; the libraries' are shared by all ranks."""
+
+RANK = 0.4 * GB
+"""Bytes that each rank adds to them."""
 
 PARTS = ("logits", "loss", "gradients", "parameters", "gradient norm", AFTER_STEP)
 
@@ -53,6 +72,7 @@ def verify_parity(
     compile_pointwise: bool = False,
     timeout: float = 600.0,
     progress: CountProgress = no_progress,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Compare a checkpoint under a layout with Hugging Face's model on one process.
 
@@ -70,11 +90,12 @@ def verify_parity(
         checkpoint: Megatron-Core checkpoint that our model is loaded from; default: `hf_dir`.
         timeout: seconds for the ranks to finish.
         progress: shows how many passes over batches, of both models, are done.
+        say: called at the start with a line about the memory and the disk space that this takes.
 
     Raises:
         BadInput: the layout does not divide the model, a batch is not known or not for `spec`,
-            there are fewer GPUs than ranks, `checkpoint` holds another model, or rounding to bf16
-            changes too much to compare.
+            there are fewer GPUs than ranks, memory or disk space do not suffice, `checkpoint` holds
+            another model, or rounding to bf16 changes too much to compare.
     """
     if checkpoint is not None:
         identify(checkpoint).require_megatron(instead="compare it with `verify tensors`")
@@ -98,8 +119,94 @@ def verify_parity(
         case.layout.validate(reference.architecture)
         if device == "cuda":
             check_gpus()
+        case = _fit_memory(reference, case, names, say)
         source = None if checkpoint is None else Path(checkpoint)
-        return compare_case(reference, case, names, mcore=source, timeout=timeout, passed=passed)
+        return compare_case(
+            reference, case, names, mcore=source, in_files=True, timeout=timeout, passed=passed
+        )
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The most bytes that a comparison takes of this machine's memory, and of its disk."""
+
+    memory: float
+    disk: float
+
+
+def needs_of(reference: ReferenceCheckpoint, case: Case, batches: Sequence[str]) -> Needs:
+    """Calculate what a comparison with its results in files takes.
+
+    One model and its gradients are in memory at a time: first the reference, then the ranks of
+    ours together. To these come temporary copies of the largest tensor, by autograd and AdamW, and
+    Megatron's copy of the vision tower's gradients under sequence parallelism.
+    """
+    a, layout = reference.architecture, case.layout
+    tensors: Counter[str] = Counter()
+    for name, size in reference.value_counts().items():
+        tensors[name.partition("[")[0]] += size  # HF's experts are one tensor
+    trained = tensors
+    if reference.adapter is not None:
+        trained = Counter({n: t.numel() for n, t in reference.adapter.tensors().items()})
+    gradients = 4 * trained.total() if case.gradients else 0
+    largest = 4 * max(trained.values()) if case.gradients else 0
+    made = [build_batch(name, a, multiple=case.multiple) for name in batches]
+    tokens = [sum(m.input_ids.numel() for m in batch.micro_batches) for batch in made]
+    logits = 4 * a.vocab_size * (max(tokens) if case.gradients else sum(tokens))
+
+    reference_weights = 4 * tensors.total()  # to judge bf16, the reference runs in float32 too
+    first = max(gradients + 2 * largest, 5 * largest if case.adamw else 0)
+    second = RANK * layout.world_size
+    our_weights = 0.0
+    if case.device == "cpu":
+        cpu.install()
+        from mcore_qwen3vl.training.memory import rank_parameters
+
+        ranks = layout.world_size // layout.pp  # of each stage
+        for stage in range(layout.pp):
+            parameters = ranks * sum(rank_parameters(a, layout, stage))
+            our_weights += case.torch_dtype.itemsize * parameters
+            if case.gradients:
+                second += 4 * parameters if trained is tensors else ranks * gradients
+        second += 2 * largest / layout.tp * ranks
+        if case.gradients and trained is tensors and layout.sp:
+            second += 4 * by_part(a)["vision"] * ranks
+    disk = gradients * (1 + (case.adamw is not None) + (case.dtype == "bf16") / 2)
+    if case.weights_in_files:
+        disk += max(reference_weights, our_weights)
+        first, second = max(first, reference_weights), max(second, our_weights)  # while they load
+    else:
+        first, second = first + reference_weights, second + our_weights
+    return Needs(PROGRAM + logits + max(first, second), disk)
+
+
+def _fit_memory(
+    reference: ReferenceCheckpoint, case: Case, batches: Sequence[str], say: Callable[[str], None]
+) -> Case:
+    """Return the case with its weights in files if memory is short; say what it takes.
+
+    Raises:
+        BadInput: the machine has too little memory or disk space for that.
+    """
+    available = psutil.virtual_memory().available
+    needs = needs_of(reference, case, batches)
+    if needs.memory > available and case.gradients:
+        case = replace(case, weights_in_files=True)
+        needs = needs_of(reference, case, batches)
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    line = (
+        f"At {case.layout} this comparison takes up to {needs.memory / GB:.1f} GB of memory, of "
+        f"{available / GB:.1f} GB available, and {needs.disk / GB:.1f} GB of temporary files in "
+        f"{folder}, which has {free / GB:.1f} GB free."
+    )
+    smaller = " or pass --no-gradients" if case.gradients else ""
+    if needs.memory > available:
+        raise BadInput(f"{line} Use a machine with more memory{smaller}.")
+    if needs.disk > free:
+        raise BadInput(f"{line} Set TMPDIR to a folder with more room{smaller}.")
+    say(line)
+    return case
 
 
 def compare_case(
@@ -108,6 +215,7 @@ def compare_case(
     batches: Sequence[str],
     *,
     mcore: Path | None = None,
+    in_files: bool = False,
     timeout: float = 120.0,
     passed: Callable[[], None] = lambda: None,
 ) -> Report:
@@ -116,6 +224,8 @@ def compare_case(
     Args:
         batches: names from `RECIPES`; an optimizer step is taken on the last of each run.
         mcore: Megatron-Core checkpoint that our model is loaded from; default: the reference's.
+        in_files: keep the reference's results in temporary files, and let the reference leave
+            memory before our model is loaded. By default it stays, for the next case.
         passed: called after each pass of our model over a batch.
 
     Raises:
@@ -134,22 +244,22 @@ def compare_case(
     )
     made = tuple(build_batch(n, reference.architecture, multiple=case.multiple) for n in batches)
     case.validate(reference.architecture, made)
-    allowed = dict.fromkeys(PARTS, TOLERANCE)
-    if case.dtype == "bf16":
-        allowed = half_precision_tolerances(reference, case, batches)
-    for names in _runs(made, case):
-        expected = [reference.expected(name, case) for name in names]
-        stepped = None
-        if case.adamw is not None and not case.freeze:
-            stepped = reference.stepped(names[-1], case, case.adamw)
-        ranks = run_layout(
-            _measure_on_rank(case),
-            case.layout.world_size,
-            *(reference.path, case, expected, stepped, reference.adapter, mcore),
-            timeout=timeout,
-            device=case.device,
-            heard=lambda batch: passed(),
-        )
+    for names in _runs(made, case, _most_batches(reference, case) if in_files else len(made)):
+        with scratch_folder("mcore-qwen3vl-parity-") if in_files else nullcontext() as folder:
+            allowed = dict.fromkeys(PARTS, TOLERANCE)
+            if case.dtype == "bf16":
+                allowed = half_precision_tolerances(reference, case, names, folder)
+            expected, stepped = reference.results(names, case, folder)
+            ranks = run_layout(
+                _measure_on_rank(case),
+                case.layout.world_size,
+                *(reference.path, case, expected, stepped, reference.adapter, mcore),
+                timeout=timeout,
+                device=case.device,
+                heard=lambda batch: passed(),
+            )
+            if in_files:
+                reference.forget()
         for number, batch in enumerate(expected):
             measured = merge(rank[number] for rank in ranks)
             counts = _counts(reference, case, batch, take_frozen(measured))
@@ -157,11 +267,18 @@ def compare_case(
                 trained = {n: c for (part, n), c in counts.items() if part == "gradients"}
                 counts |= {("parameters", n): c for n, c in trained.items()}
                 counts["gradient norm", "all"] = 1
-                if case.overlap and case.distributed_optimizer:
+                if case.overlaps_gather:
                     counts[AFTER_STEP, "all"] = counts["logits", "all"]
             context = batch.batch.name
             report.findings += findings(measured, allowed, counts=counts, context=context)
     return report
+
+
+def _most_batches(reference: ReferenceCheckpoint, case: Case) -> int:
+    """Return how many batches run together: as many as have small gradients together."""
+    if not case.gradients:
+        return len(RECIPES)
+    return max(1, GRADIENT_BYTES // (4 * sum(reference.value_counts().values())))
 
 
 def _measure_on_rank(case: Case) -> Callable[..., list[Measurements]]:
@@ -173,8 +290,8 @@ def _measure_on_rank(case: Case) -> Callable[..., list[Measurements]]:
     return measure_on_rank
 
 
-def _runs(batches: Iterable[Batch], case: Case) -> list[list[str]]:
-    """Return the names of batches, grouped by what one run of the ranks can take.
+def _runs(batches: Iterable[Batch], case: Case, most: int) -> list[list[str]]:
+    """Return the names of batches, grouped by what one run of the ranks can take: `most` of them.
 
     A pipeline is told once whether micro-batches differ in shape. It must also work where it may
     assume equal shapes, so even and uneven batches run apart.
@@ -182,7 +299,7 @@ def _runs(batches: Iterable[Batch], case: Case) -> list[list[str]]:
     runs: tuple[list[str], list[str]] = ([], [])
     for batch in batches:
         runs[batch.uneven and case.layout.pp > 1].append(batch.name)
-    return list(filter(None, runs))
+    return [run[i : i + most] for run in runs for i in range(0, len(run), most)]
 
 
 def _counts(
@@ -197,7 +314,7 @@ def _counts(
 
 
 def half_precision_tolerances(
-    reference: ReferenceCheckpoint, case: Case, batches: Iterable[str]
+    reference: ReferenceCheckpoint, case: Case, batches: Sequence[str], folder: Path | None
 ) -> dict[str, float]:
     """Return by part `HALF_PRECISION_FACTOR` times the worst error of HF's own bf16 run.
 
@@ -205,10 +322,9 @@ def half_precision_tolerances(
         BadInput: HF's error is so large that the comparison would prove nothing.
     """
     worst = dict.fromkeys(("logits", "loss", "gradients"), 0.0)
-    for name in batches:
-        rounded, exact = (reference.expected(name, c) for c in (case, replace(case, dtype="fp32")))
-        measured = merge(_differences(rounded, exact))
-        for finding in findings(measured, worst):
+    both = [reference.results(batches, c, folder)[0] for c in (case, replace(case, dtype="fp32"))]
+    for rounded, exact in zip(*both, strict=True):
+        for finding in findings(merge(_differences(rounded, exact)), worst):
             worst[finding.part] = max(worst[finding.part], finding.error)
     for part, error in worst.items():
         if error * HALF_PRECISION_FACTOR > LARGEST_TOLERANCE:

@@ -6,8 +6,9 @@ slice of the reference, and sends back numbers only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,20 @@ from mcore_qwen3vl.model.lora.attach import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import tell
 from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.training.step.optimizer import use_multi_tensor
 from mcore_qwen3vl.verify.measurement import FROZEN, Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
 from mcore_qwen3vl.verify.parity.case import AdamW, Case
-from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, Expected, Stepped
+from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, Expected, Stepped, move_to_files
 
 IN_MEMORY: ExpertLayout = "v5"
 """The layout of experts in memory under transformers 5, whatever the checkpoint has."""
 
 BUCKET_VALUES = 20_000
 """DDP's bucket size: small, so that even a tiny model reduces its gradients in several buckets."""
+
+SLICE_VALUES = 1 << 24
+"""Values of a parameter that the optimizer has states of at a time: 128 MiB of states."""
 
 HEAD_CHUNK = 7
 """Tokens whose logits the head holds at a time: few, so that there are several chunks."""
@@ -130,6 +135,9 @@ class Engine:
         for chunk in self.chunks:
             chunk.config.overlap_moe_expert_parallel_comm = case.overlap_experts
         load_weights(self.chunks, identify(mcore or path))
+        if case.weights_in_files and case.device == "cpu":
+            for chunk in self.chunks:
+                move_to_files(chunk.parameters())
         freezing = Freezing(case.freeze) if adapter is None else adapt(self.chunks, adapter)
         for chunk in self.chunks:
             freezing.apply(chunk)
@@ -167,14 +175,16 @@ class Engine:
                 bf16=self.case.dtype == "bf16",
                 params_dtype=self.case.torch_dtype,
                 use_distributed_optimizer=self.case.distributed_optimizer,
-                overlap_param_gather=self._overlaps_gather,
+                overlap_param_gather=self.case.overlaps_gather,
             ),
             self.model,
         )
+        use_multi_tensor()
         _constant_schedule(optimizer, adamw)
+        _step_slice_by_slice(optimizer)
         _, norm, _ = optimizer.step()
         forward: list[Measurements] = []
-        if self._overlaps_gather:
+        if self.case.overlaps_gather:
             forward = [
                 {(AFTER_STEP, "all"): self._measure_logits(output, stepped.logits, expected)}
                 for output in self.run(expected)
@@ -264,7 +274,7 @@ class Engine:
         return measure(output.logits.cpu()[valid], logits[number][:, rows, vocabulary][valid])
 
     def _measure_parts(
-        self, kind: str, values: Values, expected: dict[str, Tensor]
+        self, kind: str, values: Values, expected: Mapping[str, Tensor]
     ) -> Measurements:
         """Compare every local parameter with its slices of Hugging Face tensors."""
         base = hf_parts(self.chunks, values, expert_layout=IN_MEMORY)
@@ -288,10 +298,6 @@ class Engine:
     def _keep_logits(self, head: Any, inputs: Any, kwargs: Any, outputs: Any) -> None:
         self._logits = logits_of(head, inputs, kwargs, outputs).transpose(0, 1)
 
-    @property
-    def _overlaps_gather(self) -> bool:
-        return self.case.overlap and self.case.distributed_optimizer
-
     def _wrap(self, chunk: Qwen3VLModel, number: int) -> DistributedDataParallel:
         return DistributedDataParallel(
             chunk.config,
@@ -299,7 +305,7 @@ class Engine:
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=self.case.overlap,
                 use_distributed_optimizer=self.case.distributed_optimizer,
-                overlap_param_gather=self._overlaps_gather,
+                overlap_param_gather=self.case.overlaps_gather,
                 bucket_size=BUCKET_VALUES,
             ),
             chunk,
@@ -376,6 +382,34 @@ def _gather_gradients(ddp: DistributedDataParallel) -> None:
         for bucket in buffer.buckets:
             mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+
+def _step_slice_by_slice(optimizer: Any) -> None:
+    """Let Megatron's optimizer have the states of a few rows at a time, and then drop them.
+
+    Adam's states of all parameters would take twice the memory of the model. Megatron groups and
+    clips as always. Only then it calls the optimizer within, of torch or Transformer Engine, which
+    computes each value of a parameter from the values at the same place.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None:
+            part.optimizer.step = partial(_step_slices, part.optimizer, part.optimizer.step)
+
+
+def _step_slices(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
+    groups = optimizer.param_groups
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            rows = max(1, SLICE_VALUES * len(parameter) // parameter.numel())
+            slices = zip(parameter.data.split(rows), parameter.grad.split(rows), strict=True)
+            for values, grad in slices:
+                values.grad = grad
+                optimizer.param_groups = [{**group, "params": [values]}]
+                step()
+                optimizer.state.clear()
+    optimizer.param_groups = groups
 
 
 def _constant_schedule(optimizer: Any, adamw: AdamW) -> None:

@@ -6,13 +6,15 @@ it. Padding, packing and micro-batches are what we have to get right, so the ref
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.offline.engine import nonfinite_notes
 from mcore_qwen3vl.converters.place import identify
+from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, build_batch, media
@@ -33,6 +36,62 @@ from mcore_qwen3vl.verify.parity.case import AdamW, Case
 
 AFTER_STEP = "logits after a step"
 """The report's part on the forward pass that overlaps the gathering of new parameters."""
+
+
+def return_memory() -> None:
+    """Return to the system what this process has freed.
+
+    glibc keeps freed tensors of up to 32 MiB, of which a 2B has gigabytes, while anything that was
+    allocated after them is still in use.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+    if trim is not None:
+        trim(0)
+
+
+def move_to_files(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Move the values of parameters into temporary files, which are mapped into memory.
+
+    The system writes what it lacks memory for, and reads it again when it is used. The files have
+    no names any more: they end with the last process that has them mapped.
+    """
+    for parameter in parameters:
+        with NamedTemporaryFile() as file:
+            file.write(as_bytes(parameter.data))
+            file.flush()
+            size, dtype = parameter.numel(), parameter.dtype
+            mapped = torch.from_file(file.name, True, size, dtype=dtype)
+        parameter.data = mapped.view(parameter.shape)
+
+
+class SavedTensors(Mapping[str, Tensor]):
+    """Tensors in files, each mapped into memory only while it is used.
+
+    Forked and started processes get names of files instead of values.
+
+    Args:
+        folder: made by this class; whoever removes it removes the tensors.
+        tensors: names and values, which are written one after another.
+    """
+
+    def __init__(self, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        folder.mkdir()
+        self._files: dict[str, tuple[Path, torch.dtype, torch.Size]] = {}
+        for name, tensor in tensors:
+            file = folder / str(len(self._files))
+            file.write_bytes(as_bytes(tensor))
+            self._files[name] = file, tensor.dtype, tensor.shape
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, dtype, shape = self._files[name]
+        return torch.from_file(str(file), False, prod(shape), dtype=dtype).view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 @dataclass(frozen=True)
@@ -43,24 +102,24 @@ class Expected:
         logits: for each micro-batch (B, S, V) float32; 0 at padding.
         losses: for each micro-batch (B, S) float32 cross-entropy of each token; 0 at padding.
         valid: for each micro-batch (B, S) bool: not padding.
-        gradients: gradients by HF name, of the loss summed over the tokens that count and divided
-            by their number in the whole batch; empty if not asked for.
+        gradients: gradients by HF name, in the model's dtype, of the loss summed over the tokens
+            that count and divided by their number in the whole batch; empty if not asked for.
     """
 
     batch: Batch
     logits: tuple[Tensor, ...]
     losses: tuple[Tensor, ...]
     valid: tuple[Tensor, ...]
-    gradients: dict[str, Tensor]
+    gradients: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Stepped:
     """Parameters after one optimizer step, by HF name, and the gradient norm before clipping."""
 
-    parameters: dict[str, Tensor]
+    parameters: Mapping[str, Tensor]
     grad_norm: float
-    logits: tuple[Tensor, ...]  # of the same batch, with the new parameters
+    logits: tuple[Tensor, ...]  # of the same batch, with the new parameters; empty: not compared
 
 
 class Reference:
@@ -111,38 +170,26 @@ class Reference:
         logits, losses, valid = zip(*micro, strict=True)
         return Expected(batch, logits, losses, valid, self._gradients() if gradients else {})
 
-    def step(self, expected: Expected, adamw: AdamW) -> Stepped:
-        """Take one ``torch.optim.AdamW`` step with `expected`'s gradients, which are clipped."""
-        parameters = {
-            name: torch.nn.Parameter(weight.detach().float().clone())
-            for name, weight in self.trained.items()
-        }
-        for name, parameter in parameters.items():
-            parameter.grad = expected.gradients[name].clone()
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), adamw.clip_grad)
-        torch.optim.AdamW(
-            decay_groups(parameters, adamw.weight_decay),
-            lr=adamw.lr,
-            betas=(adamw.adam_beta1, adamw.adam_beta2),
-            eps=adamw.adam_eps,
-        ).step()
-        stepped = {n: p.detach() for n, p in parameters.items()}
-        with self._weights(stepped):
-            logits = self.run(expected.batch, gradients=False).logits
-        return Stepped(stepped, float(norm), logits)
+    def step(self, gradients: Mapping[str, Tensor], adamw: AdamW) -> float:
+        """Take one ``torch.optim.AdamW`` step in place, and return the norm before clipping.
 
-    @contextmanager
-    def _weights(self, values: dict[str, Tensor]) -> Iterator[None]:
-        """Replace the trained parameters by `values` inside."""
-        trained = self.trained
-        own = {name: weight.detach().clone() for name, weight in trained.items()}
-        try:
-            for name, weight in trained.items():
-                weight.data.copy_(values[name])
-            yield
-        finally:
-            for name, weight in trained.items():
-                weight.data.copy_(own[name])
+        The states of one parameter are gone before those of the next are made: AdamW computes each
+        value of a parameter from the values at the same place.
+        """
+        # In float32, torch's norm of an embedding's gradient would be 2 % too small on the CPU.
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values()]
+        norm = torch.linalg.vector_norm(torch.stack(norms)).float()
+        for name, parameter in self.trained.items():
+            parameter.grad = gradients[name].clone()
+            torch.nn.utils.clip_grads_with_norm_([parameter], adamw.clip_grad, norm)
+            torch.optim.AdamW(
+                decay_groups({name: parameter}, adamw.weight_decay),
+                lr=adamw.lr,
+                betas=(adamw.adam_beta1, adamw.adam_beta2),
+                eps=adamw.adam_eps,
+            ).step()
+            parameter.grad = None
+        return float(norm)
 
     def _micro_batch(
         self, micro: MicroBatch, scale: float, gradients: bool
@@ -186,7 +233,7 @@ class Reference:
     def _gradients(self) -> dict[str, Tensor]:
         """Return all gradients, zero where the loss does not reach (vision in a batch of text)."""
         return {
-            name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float()
+            name: p.new_zeros(()).expand(p.shape) if p.grad is None else p.grad
             for name, p in self.trained.items()
         }
 
@@ -235,10 +282,10 @@ def decay_groups(
 
 
 class ReferenceCheckpoint:
-    """A Hugging Face checkpoint to compare with, loaded at most once in each dtype.
+    """A Hugging Face checkpoint to compare with.
 
-    The results for a batch are computed once too. With the directory `lora` of an adapter, PEFT's
-    model is the reference, and only it is trained. `passed` is called after each pass over a batch.
+    With the directory `lora` of an adapter, PEFT's model is the reference, and only it is trained.
+    `passed` is called after each pass over a batch.
     """
 
     def __init__(
@@ -263,28 +310,75 @@ class ReferenceCheckpoint:
         """The library whose model is the reference."""
         return "Hugging Face" if self.adapter is None else "PEFT"
 
-    def model(self, dtype: torch.dtype = torch.float32) -> Reference:
-        """Return the reference in this dtype."""
+    def load(self, dtype: torch.dtype) -> Reference:
+        """Load the reference in this dtype."""
+        return Reference(self.path, self.lora, dtype=dtype)
+
+    def model(
+        self, dtype: torch.dtype = torch.float32, *, weights_in_files: bool = False
+    ) -> Reference:
+        """Return the reference in this dtype, loaded once unless a step has changed it."""
         if dtype not in self._models:
-            self._models[dtype] = Reference(self.path, self.lora, dtype=dtype)
+            reference = self._models[dtype] = self.load(dtype)
+            if weights_in_files:
+                move_to_files(reference.model.parameters())
         return self._models[dtype]
 
-    def expected(self, batch: str, case: Case) -> Expected:
-        """Return the reference's results for a batch, with the case's dtype and lengths."""
+    def results(
+        self, batches: Sequence[str], case: Case, folder: Path | None = None
+    ) -> tuple[list[Expected], Stepped | None]:
+        """Return the reference's results for `batches`, and after a step on the last of them.
+
+        Results are computed once, until :meth:`forget`.
+
+        Args:
+            batches: names; the case decides on dtype, lengths, gradients and the step.
+            folder: where gradients and parameters are written, so that they take no memory, and
+                the model takes none after this call. By default all of them stay in memory.
+        """
+        expected = [self._results_of(name, case, folder) for name in batches]
+        stepped = None
+        if case.adamw is not None and not case.freeze:
+            stepped = self._step_on(expected[-1], case, case.adamw, folder)
+        if folder is not None:
+            self._models.clear()
+            return_memory()
+        return expected, stepped
+
+    def forget(self) -> None:
+        """Drop all results, whose files may then be removed."""
+        self._expected.clear()
+        self._stepped.clear()
+
+    def _results_of(self, batch: str, case: Case, folder: Path | None) -> Expected:
         key = (batch, case.multiple, case.dtype, case.gradients)
         if key not in self._expected:
             built = build_batch(batch, self.architecture, multiple=case.multiple)
-            model = self.model(case.torch_dtype)
-            self._expected[key] = model.run(built, gradients=case.gradients)
+            model = self.model(case.torch_dtype, weights_in_files=case.weights_in_files)
+            expected = model.run(built, gradients=case.gradients)
+            if folder is not None:
+                saved = SavedTensors(folder / f"{batch} {case.dtype}", expected.gradients.items())
+                expected = replace(expected, gradients=saved)
+                model.model.zero_grad(set_to_none=True)
+            self._expected[key] = expected
             self._passed()
         return self._expected[key]
 
-    def stepped(self, batch: str, case: Case, adamw: AdamW) -> Stepped:
-        """Return the reference's parameters after an optimizer step on this batch."""
-        key = (batch, case.multiple, case.dtype, adamw)
+    def _step_on(
+        self, expected: Expected, case: Case, adamw: AdamW, folder: Path | None
+    ) -> Stepped:
+        key = (expected.batch.name, case.multiple, case.dtype, adamw, case.overlaps_gather)
         if key not in self._stepped:
-            model = self.model(case.torch_dtype)
-            self._stepped[key] = model.step(self.expected(batch, case), adamw)
+            model = self.model(case.torch_dtype, weights_in_files=case.weights_in_files)
+            del self._models[case.torch_dtype]
+            norm = model.step(expected.gradients, adamw)
+            logits: tuple[Tensor, ...] = ()
+            if case.overlaps_gather:
+                logits = model.run(expected.batch, gradients=False).logits
+            parameters: Mapping[str, Tensor] = {n: p.detach() for n, p in model.trained.items()}
+            if folder is not None:
+                parameters = SavedTensors(folder / "step", parameters.items())
+            self._stepped[key] = Stepped(parameters, norm, logits)
         return self._stepped[key]
 
     def value_counts(self, frozen: Mapping[str, int] | None = None) -> dict[str, int]:

@@ -7,7 +7,7 @@ Probe points are in the order of the data.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -258,7 +258,7 @@ class TraceReference(ReferenceCheckpoint):
 
 def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
     """Return the rounding error of float32 itself at each probe point, times `MARGIN`."""
-    pairs: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]] = [
+    pairs: list[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]] = [
         (ACTIVATIONS, rounded.values, exact.values),
         (ACTIVATION_GRADIENTS, rounded.gradients, exact.gradients),
         (GRADIENTS, rounded.expected.gradients, exact.expected.gradients),
