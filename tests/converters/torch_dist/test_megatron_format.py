@@ -77,6 +77,7 @@ def test_archives_are_torchs_own(dtype: torch.dtype, shape: Shape) -> None:
 def test_isal_computes_the_checksums_where_it_is_installed(tmp_path: Path) -> None:
     """A stand-in for it notes what it is called with, as data is written and as it is checked."""
     (tmp_path / "isal").mkdir()
+    (tmp_path / "isal" / "__init__.py").touch()
     (tmp_path / "isal" / "isal_zlib.py").write_text(
         "import zlib\nsizes = []\n"
         "def crc32(data, value=0):\n    sizes.append(len(data))\n    return zlib.crc32(data, value)"

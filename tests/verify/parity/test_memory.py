@@ -134,13 +134,13 @@ def test_weights_in_files_and_a_step_in_slices_change_nothing(
 
 
 def test_one_norm_that_is_wrong_by_a_thousandth_is_seen(matrix: Matrix, monkeypatch: Any) -> None:
-    load, name = on_rank.load_hf, "decoder.layers.2.input_layernorm.weight"
+    load, name = on_rank.load_weights, "decoder.layers.2.input_layernorm.weight"
 
-    def load_wrongly(chunks: Any, path: Path) -> None:
-        load(chunks, path)
+    def load_wrongly(chunks: Any, place: Any) -> None:
+        load(chunks, place)
         dict(chunks[0].named_parameters())[name].data[0] += 1e-3
 
-    monkeypatch.setattr(on_rank, "load_hf", load_wrongly)
+    monkeypatch.setattr(on_rank, "load_weights", load_wrongly)
     report = verify_parity(matrix.reference("tied").path, Layout(tp=2, sp=True), ["mixed"])
     wrong = {failure.part for failure in report.failures}
     assert wrong >= {"logits", "gradients", "parameters"}
