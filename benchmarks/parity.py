@@ -66,16 +66,16 @@ def plant() -> None:
     """Let our model load one weight of one norm wrongly, by 1e-3."""
     from mcore_qwen3vl.verify.parity import on_rank
 
-    load = on_rank.load_hf
+    load = on_rank.load_weights
 
-    def load_wrongly(chunks: Any, path: Path) -> None:
-        load(chunks, path)
+    def load_wrongly(chunks: Any, place: Any) -> None:
+        load(chunks, place)
         for chunk in chunks:
             weights = dict(chunk.named_parameters())
             name = f"decoder.layers.{len(chunk.decoder.layers) // 2}.input_layernorm.weight"
             weights[name].data[0] += 1e-3
 
-    on_rank.load_hf = load_wrongly  # type: ignore[assignment]
+    on_rank.load_weights = load_wrongly  # type: ignore[assignment]
 
 
 def proportional_sizes(process: psutil.Process) -> tuple[int, int]:

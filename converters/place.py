@@ -6,6 +6,7 @@ torch. `RULES` is its order of precedence.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,6 +85,14 @@ class Rule(NamedTuple):
     maker: str | None = None
     refusal: str = ""
 
+    def __reduce__(self) -> tuple[Callable[[str], Rule], tuple[str]]:
+        # Ranks on GPUs are started with a pickled place, and a lambda has no pickle.
+        return _rule_named, (self.form,)
+
+
+def _rule_named(form: str) -> Rule:
+    return next(rule for rule in RULES if rule.form == form)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -114,7 +123,7 @@ class Place:
     @property
     def is_checkpoint(self) -> bool:
         """Whether it looks like a Megatron or a Hugging Face checkpoint."""
-        return self.kind in (Kind.MEGATRON, Kind.HUGGINGFACE)
+        return self.kind in (Kind.MEGATRON, Kind.HUGGINGFACE) and not self.flaw
 
     def config(self, *, flag: str = "--hf-config") -> Path:
         """Return the folder where config, tokenizer and processor are, or should be.
@@ -124,9 +133,9 @@ class Place:
                 names another.
         """
         if self.hf is None and self.kind is Kind.MEGATRON:
+            self.weights()  # if the tracker is wrong, that is the cause
             raise BadInput(
-                self.flaw
-                or f"{self.path} has no {HF_FOLDER}/{CONFIG}, so the model's shape is "
+                f"{self.path} has no {HF_FOLDER}/{CONFIG}, so the model's shape is "
                 "not known. Name a directory with the Hugging Face config and tokenizer: "
                 f"{flag} DIR."
             )
@@ -186,7 +195,8 @@ class Place:
             raise BadInput(self.rule.refusal.format(**places, maker=self.rule.maker))
         if self.is_checkpoint or (self.kind is Kind.CONFIG and or_config):
             return
-        if inside := [f for f in sorted(self.path.iterdir()) if identify(f).is_checkpoint]:
+        readable = (f for f in sorted(self.path.iterdir()) if os.access(f, os.R_OK | os.X_OK))
+        if inside := [f for f in readable if identify(f).is_checkpoint]:
             raise BadInput(
                 f"{self.path} holds no weights itself. Name a checkpoint in it, such as "
                 f"{inside[-1]}."

@@ -48,7 +48,6 @@ from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.hf.shards import FLOATS, SafetensorsFile
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, refuse_wrapped
 from mcore_qwen3vl.converters.offline import manifest
-from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, cast, dtype_name
@@ -476,7 +475,7 @@ def write_adapter(
         target,
         os.urandom(8).hex(),
         force=force,
-        replaceable=lambda there: identify(there).kind is Kind.ADAPTER,
+        replaceable=lambda there: (there / config_file.FILE).is_file(),
     ) as stage:
         try:
             save_file(tensors, stage.tree / WEIGHTS, metadata={"format": "pt"})

@@ -386,8 +386,9 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
             unknown maker, or holds an adapter alone.
     """
     folder, format = place.weights(), format_of(place)
-    place.require_base()
     stored = format.open(folder, architecture)
+    if EMBEDDING not in stored.index.tensors:
+        place.require_base()
     if format.plan is not None:
         require_own_keys(folder, stored.index.tensors)
         return stored

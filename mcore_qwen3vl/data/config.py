@@ -107,7 +107,7 @@ class DataConfig:
     micro_batches: int = 1
     """Micro-batches of a rank in a step; `balance` spreads large and small packs over steps."""
     shuffle: bool = True
-    """read the samples in their order; default: a new permutation in each epoch"""
+    """a new permutation of the samples in each epoch; --no-shuffle: their order"""
     shuffle_buffer: int = 100
     """of tars: number of samples among which the next is drawn"""
     max_bad_fraction: float = 0.05
@@ -126,7 +126,8 @@ class DataConfig:
     """run the Python code that an energon metadataset or a WebDataset names; default: such data
     sets are refused"""
     document_end: str | None = None
-    """token text that ends a pretraining document; default: the tokenizer's pad token"""
+    """token text that ends a pretraining document; default: the tokenizer's pad token, which is
+    <|endoftext|> in Qwen's tokenizers"""
     allow_dropped: bool = False
     """use samples although the chat template leaves some of their text out, and name what it leaves
     out; default: such samples are bad"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -169,6 +170,7 @@ def test_a_path_has_its_form(tmp_path: Path, name: str) -> None:
     hf = None if example.hf is None else root / example.hf
     assert (place.rule.form, place.folder, place.hf) == (example.form, root / folder, hf)
     assert (place.iteration, place.format, place.flaw) == (example.iteration, example.format, "")
+    assert pickle.loads(pickle.dumps(place)) == place  # ranks on GPUs are started with it
 
 
 def test_every_rule_has_an_example() -> None:
@@ -273,3 +275,14 @@ def test_it_imports_no_torch_and_opens_no_weights(tmp_path: Path) -> None:
     assert kinds == ["huggingface", "megatron", "megatron", "megatron"]
     assert {Path(file).name for file in opened if file.startswith(str(tmp_path))} == {TRACKER}
     assert not torch
+
+
+def test_what_a_forced_write_may_replace_is_no_run_with_a_wrong_tracker(tmp_path: Path) -> None:
+    made({**RUN, TRACKER: "garbage"}, tmp_path)
+    assert not identify(tmp_path).is_checkpoint
+
+
+def test_a_missing_iteration_is_told_before_a_missing_config(tmp_path: Path) -> None:
+    made({TRACKER: "7"}, tmp_path)
+    with pytest.raises(BadInput, match=r"names iter_0000007, but .* does not exist"):
+        identify(tmp_path).config()
