@@ -99,7 +99,7 @@ docs: .venv/.synced-docs ## the documentation as a site in build/site; a dead li
 parity: $(ENVIRONMENT) ## the layout x batch matrix against Hugging Face, written as a table
 	$(RUN)python -m mcore_qwen3vl.verify.parity $(ARGS)
 
-# Two processes of one thread each, and up to 22 GB of memory and 27 GB of temporary files.
+# By its formula up to 24 GB of memory and 34 GB of temporary files (CP 2), beside a model of 9 GB.
 parity-2b: $(ENVIRONMENT) ## a whole 2B with random weights against Hugging Face, in four layouts
 	$(RUN)python benchmarks/parity.py 2b $(ARGS)
 

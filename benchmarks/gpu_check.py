@@ -316,7 +316,8 @@ def parity(
 ) -> Part:
     """Return the part that compares a model with Hugging Face's on the host."""
     words = ["verify", "parity", str(model), "--device", "cuda", "--spec", spec, "--dtype", dtype]
-    command = [*COMMAND, *words, *flags, "--timeout", f"{200 * patience:g}", "--json"]
+    # Below the part's own limit, so that the stacks of hanging ranks are still written.
+    command = [*COMMAND, *words, *flags, "--timeout", f"{110 * patience:g}", "--json"]
     return Part(f"parity, {spec} spec, {dtype}, {what}", command, 38, worst_finding)
 
 
@@ -497,7 +498,8 @@ def measurements(
         yield absent("rates, and the simulation of what is measured", why)
     else:
         code = "import sys; from benchmarks.gpu_check import rates; sys.exit(rates(*sys.argv[1:]))"
-        words = [sys.executable, "-c", code, str(options.out / "constants.json"), kind]
+        file = str(options.out / "constants.json")
+        words = [sys.executable, "-c", code, file, machine.kind or kind]
         yield Part("rates", words, 20, last_json, measures=True)
     only = [Size(options.shape, options.shape)] if options.shape else []
     for size, side in product(only or STEPS, ("torch", "te", "hf")):
@@ -546,6 +548,7 @@ def step(
     if kind:
         once = ["--warmup", "2", "--steps", "1", "--model-time-on", kind]
         memory = ["--memory-gib", str(GPUS[kind].memory_gib)]
+        memory += ["--capability", str(GPUS[kind].capability)]
         command = [sys.executable, "-m", "mcore_qwen3vl.pretended", *memory, *words, *once]
         after = [Part(f"{name}, simulated", command, 40, benchmark, serves=True)]
         yield after[0]
@@ -685,7 +688,8 @@ class Conductor:
         code = process.poll()
         part.seconds = time.monotonic() - part.started
         kill_marked(part.mark)
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # it is stuck inside the driver
+            process.wait(5)
         if code is None:
             part.status = "no time" if part.end == self._end else "timeout"
         else:

@@ -193,6 +193,7 @@ def modelled(step: Callable[[], Any], kind: str) -> float:
     For the whole step that is the GPU's time, or the host's where it is longer.
     """
     from mcore_qwen3vl.pretended import rank
+    from mcore_qwen3vl.pretended.flops import count_transformer_engine
     from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
     from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork
     from mcore_qwen3vl.runtime.gpus import find_gpu
@@ -200,7 +201,8 @@ def modelled(step: Callable[[], Any], kind: str) -> float:
     if rank.current is None:
         sys.exit("--model-time-on counts a step's work: run it under -m mcore_qwen3vl.pretended")
     rank.current.end_interval("before")
-    step()
+    with count_transformer_engine(rank.current.work.counts):
+        step()
     interval = rank.current.end_interval("step")
     work = RankWork("step", 1, [{FORWARD: {}, BACKWARD: {}}], interval, 1, 1, 1)
     return Model(find_gpu(kind), Constants(), ()).step([work], 1, 1, 1, 1).seconds

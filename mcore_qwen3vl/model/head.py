@@ -524,7 +524,7 @@ class Head(ColumnParallelLinear):
                 `tokens`: (N, H) hidden states, which all TP ranks have.
             weight: (V / tp, H) weight of a tied head.
             runtime_gather_output: whether to gather the logits over TP.
-            reduce: a function with the arguments of :func:`.log_probs.token_log_probs`, its own
+            reduce: a function with the arguments of :func:`token_log_probs`, its own
                 ones bound: it gets `hidden`, `weight`, `columns` and `more`.
             tokens: token ids whose logits to return, without an adapter's product.
 

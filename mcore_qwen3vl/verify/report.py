@@ -6,7 +6,7 @@ The JSON of both ``--json`` and ``report.json`` has these keys::
     title        what was compared with what
     ok           the verdict: something was compared and all of it holds
     verdict      the verdict in words
-    notes        paragraphs by heading, such as the cause of a difference
+    notes        paragraphs by heading, such as where two models first differ
     parts        for each part and context: compared, failed, and the name of the worst
     findings     every comparison: Finding.to_dict
     environment  versions, and what else the numbers depend on, such as the layout

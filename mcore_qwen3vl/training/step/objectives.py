@@ -225,7 +225,7 @@ def _compare(
 
 
 def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the teacher's ids (B, s, k) and log-probabilities (B, s, k + 1) at positions `own`."""
+    """Return the teacher's ids (B, s, k) and log-probabilities (B, s, k + 1) at `positions`."""
     if batch.teacher is None:
         raise BadInput("The batch has no tokens of a teacher.")
     if batch.teacher.ids.ndim == 3:  # a live teacher's, at these positions

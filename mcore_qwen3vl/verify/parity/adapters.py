@@ -69,7 +69,7 @@ ADAPTERS: dict[str, AdapterConfig] = {
 
 
 def preset_config(name: str, hf_dir: str | Path) -> AdapterConfig:
-    """Return a config for one of the usual choices of targets, see ``targets.preset``."""
+    """Return a config for one of the usual choices of targets, see ``adapters.config.preset``."""
     modules, parameters = preset(name, Architecture.from_hf(hf_dir))
     return AdapterConfig(r=8, lora_alpha=16, target_modules=modules, target_parameters=parameters)
 

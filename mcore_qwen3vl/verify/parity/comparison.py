@@ -85,8 +85,8 @@ def verify_parity(
         gradients: also compare gradients and parameters.
         device: of our model; the reference runs on the CPU. On ``cuda``, ranks share the GPUs of a
             machine that has fewer, and the report says so.
-        lora: PEFT adapter directory, or one of ``targets.Preset`` for random factors. Only the
-            adapter is trained, and PEFT's model is the reference.
+        lora: PEFT adapter directory, or one of ``adapters.config.Preset`` for random factors. Only
+            the adapter is trained, and PEFT's model is the reference.
         checkpoint: Megatron-Core checkpoint that our model is loaded from; default: `hf_dir`.
         timeout: seconds for the ranks to finish.
         progress: shows how many passes over batches, of both models, are done.
