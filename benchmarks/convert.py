@@ -234,22 +234,14 @@ def result_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run(doc: str, compare: Callable[..., dict[str, Any]], *more: str) -> None:
-    """Measure each model of the command line, print a table and write the figures.
-
-    Args:
-        doc: docstring of the program.
-        compare: returns a model's figures from its checkpoint, a scratch folder and the flags.
-        more: further flags, which are numbers.
-    """
-    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+def main() -> None:
+    """Measure each model of the command line, print a table and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", default=["2B"], help="NAME or NAME:LAYERS")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path)
-    for flag in more:
-        parser.add_argument(flag, type=int, default=16)
     args = parser.parse_args()
     results = {}
     for model in args.models:
@@ -280,4 +272,4 @@ def compare(source: Path, scratch: Path, args: argparse.Namespace) -> dict[str, 
 
 
 if __name__ == "__main__":
-    run(__doc__, compare)
+    main()

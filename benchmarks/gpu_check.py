@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
+from mcore_qwen3vl.files import atomic_write  # noqa: E402
 from mcore_qwen3vl.pretended.preload import preloaded  # noqa: E402
 from mcore_qwen3vl.runtime.gpus import GPUS, find_gpu  # noqa: E402
 
@@ -725,9 +726,8 @@ class Conductor:
             ("report.json", json.dumps(listing, indent=1, default=str)),
             ("report.md", "\n".join(lines)),
         ):
-            partial_file = self._out / f"{name}.partial"
-            partial_file.write_text(f"{text}\n")
-            partial_file.replace(self._out / name)
+            with atomic_write(self._out / name) as partial_file:
+                partial_file.write_text(f"{text}\n")
 
 
 def say(part: Part) -> None:
@@ -883,6 +883,7 @@ def rates(file: str, kind: str, device: str = "cuda") -> int:
     import torch
     import torch.nn.functional as F
 
+    from benchmarks.train_step import timed
     from mcore_qwen3vl.rehearsal.step_time import Constants
 
     gpu, small = GPUS[kind], device == "cpu" or preloaded()
@@ -892,19 +893,9 @@ def rates(file: str, kind: str, device: str = "cuda") -> int:
     def leaf(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
 
-    def wait() -> None:
-        torch.cuda.synchronize() if device == "cuda" else None
-
     def seconds(work: Callable[[], Any], repeats: int = 10) -> float:
         """Return the median time of `work`, and of the wait for it."""
-        times = []
-        for _ in range(3 + repeats):
-            wait()
-            began = time.perf_counter()
-            work()
-            wait()
-            times.append(time.perf_counter() - began)
-        return median(times[3:])
+        return median([timed(work, device)[0] for _ in range(3 + repeats)][3:])
 
     def tflops(name: str, flops: float, function: Callable[..., Any], *inputs: Any) -> float:
         """Return the rate of `function` with all gradients, after a comparison with float32."""

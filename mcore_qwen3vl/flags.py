@@ -74,16 +74,6 @@ def add_flags(
             _add_flag(group, field.name, kinds[field.name], default, texts[field.name])
 
 
-def read_flags[T](owner: type[T], args: argparse.Namespace) -> T:
-    """Return an `owner` with the values of its flags, each list as a tuple.
-
-    Raises:
-        BadInput: its own checks refuse them.
-    """
-    values = {field.name: getattr(args, field.name) for field in fields(owner)}  # type: ignore[arg-type]
-    return owner(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
-
-
 @cache
 def field_docs(owner: type) -> dict[str, str]:
     """Return the docstring of each field of the dataclass `owner`, on one line, by its name."""

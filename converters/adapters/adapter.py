@@ -31,7 +31,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters.adapters import config as config_file
 from mcore_qwen3vl.converters.adapters.config import (
     PREFIX,
     AdapterConfig,
@@ -48,6 +47,7 @@ from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.hf.shards import FLOATS, SafetensorsFile
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, refuse_wrapped
 from mcore_qwen3vl.converters.offline import manifest
+from mcore_qwen3vl.converters.place import ADAPTER_CONFIG
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, cast, dtype_name
@@ -397,12 +397,12 @@ def _require_keys(file: Path, keys: set[str], saved: Mapping[str, str], applied:
         )
     if missing:
         raise BadInput(
-            f"{file} lacks {some(missing)} of the {len(wanted)} tensors that {config_file.FILE} "
+            f"{file} lacks {some(missing)} of the {len(wanted)} tensors that {ADAPTER_CONFIG} "
             "calls for. PEFT would leave them at random values; copy the adapter again."
         )
     if foreign := sorted(keys - set(wanted)):
         raise BadInput(
-            f"{file} holds {some(foreign)}, which {config_file.FILE} does not call for in this "
+            f"{file} holds {some(foreign)}, which {ADAPTER_CONFIG} does not call for in this "
             "model. PEFT would ignore it silently. Check that the adapter is for this model, "
             "and that its config was saved with it."
         )
@@ -475,13 +475,13 @@ def write_adapter(
         target,
         os.urandom(8).hex(),
         force=force,
-        replaceable=lambda there: (there / config_file.FILE).is_file(),
+        replaceable=lambda there: (there / ADAPTER_CONFIG).is_file(),
     ) as stage:
         try:
             save_file(tensors, stage.tree / WEIGHTS, metadata={"format": "pt"})
             with (stage.tree / WEIGHTS).open("rb+") as handle:
                 os.fsync(handle.fileno())
-            write_durably(stage.tree / config_file.FILE, config.to_json().encode())
+            write_durably(stage.tree / ADAPTER_CONFIG, config.to_json().encode())
             if config.has_score:  # PEFT's file does not name the labels
                 write_durably(stage.tree / "config.json", dumps(config_content(hf_config)))
             stage.publish()

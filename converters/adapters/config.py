@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.converters.place import ADAPTER_CONFIG
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.unused import Fields, Unused
-
-FILE = "adapter_config.json"
 
 REST = {
     "peft_type": "LORA",
@@ -57,7 +56,7 @@ UNSUPPORTED = {
 """Fields that must be absent or false, and the feature that each asks for."""
 
 _OTHERS = Fields(
-    FILE,
+    ADAPTER_CONFIG,
     used=("peft_type", "bias", "init_lora_weights", "base_model_name_or_path", *UNSUPPORTED),
     inert=(
         *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
@@ -119,11 +118,13 @@ class AdapterConfig:
                 for something that is not supported.
         """
         path = Path(path)
-        content = read_object(path, FILE, f"A PEFT adapter is a directory with {FILE} in it")
-        return cls.from_dict(content, str(path / FILE if path.is_dir() else path))
+        content = read_object(
+            path, ADAPTER_CONFIG, f"A PEFT adapter is a directory with {ADAPTER_CONFIG} in it"
+        )
+        return cls.from_dict(content, str(path / ADAPTER_CONFIG if path.is_dir() else path))
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any], where: str = FILE) -> AdapterConfig:
+    def from_dict(cls, content: Mapping[str, Any], where: str = ADAPTER_CONFIG) -> AdapterConfig:
         """Check the parsed content of an ``adapter_config.json``; see `from_file`."""
         if (kind := content.get("peft_type")) != "LORA":
             raise BadInput(f"{where} has peft_type {kind!r:.40}; only LORA adapters are handled.")
@@ -139,7 +140,7 @@ class AdapterConfig:
         config.require_supported(where)
         return config
 
-    def require_supported(self, where: str = FILE) -> None:
+    def require_supported(self, where: str = ADAPTER_CONFIG) -> None:
         """Raise BadInput if the config asks for something that is not supported."""
         for name, what in UNSUPPORTED.items():
             if self.raw.get(name) not in (None, False):

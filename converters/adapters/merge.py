@@ -27,7 +27,6 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     row_chunks,
     unused_of_adapter,
 )
-from mcore_qwen3vl.converters.adapters.config import FILE
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
@@ -42,7 +41,7 @@ from mcore_qwen3vl.converters.offline.to_hf import (
     stream_copy,
 )
 from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
-from mcore_qwen3vl.converters.place import Kind, identify
+from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.converters.storage.dtypes import cast, parse_dtype
 from mcore_qwen3vl.errors import BadInput
@@ -110,7 +109,7 @@ def plan_merge(
         merged.stream,
         origin=merged.origin,
         hf_config=base,
-        files=[*checkpoint.files, adapter / FILE, adapter / WEIGHTS],
+        files=[*checkpoint.files, adapter / ADAPTER_CONFIG, adapter / WEIGHTS],
         changes=Changes(
             None if choice == "source" or choice == architecture.expert_layout else choice,
             wanted,

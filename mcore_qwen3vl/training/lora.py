@@ -15,10 +15,10 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
-from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig, apply, resolve_targets
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, apply, resolve_targets
 from mcore_qwen3vl.converters.live.export import save_adapter
 from mcore_qwen3vl.converters.live.sharded import hf_parts, initialize_factors, load_factors
-from mcore_qwen3vl.converters.place import LORA_FOLDER, Kind, identify
+from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, LORA_FOLDER, Kind, identify
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing
@@ -157,7 +157,7 @@ class LoraRun:
             return
         folder = Path(self._args.save) / LORA_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(self.config.to_json() + "\n", encoding="utf-8")
+        (folder / ADAPTER_CONFIG).write_text(self.config.to_json() + "\n", encoding="utf-8")
         if identity is not None:
             (folder / BASE_FILE).write_text(json.dumps(identity, indent=2) + "\n", "utf-8")
 
@@ -178,7 +178,7 @@ def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
     """Raise BadInput for checkpoints of another kind of run, adapter or base; a collective."""
     if args.load is None or identify(args.load).kind is not Kind.MEGATRON:
         return
-    file = Path(args.load) / LORA_FOLDER / FILE
+    file = Path(args.load) / LORA_FOLDER / ADAPTER_CONFIG
     if lora is None:
         if file.exists():
             raise BadInput(

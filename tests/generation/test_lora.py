@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.converters.adapters.config import FILE
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.place import ADAPTER_CONFIG
 from mcore_qwen3vl.generation.generate import Request, run
 from mcore_qwen3vl.inference import adapter_for
 from mcore_qwen3vl.layout import Layout
@@ -50,8 +50,9 @@ def test_an_adapter_of_another_base_is_warned_of(
 ) -> None:
     """A Megatron-Core checkpoint that was converted from the base is no other base."""
     adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS["everything"], dense)
-    config = json.loads((adapter / FILE).read_text()) | {"base_model_name_or_path": str(dense)}
-    (adapter / FILE).write_text(json.dumps(config))
+    file = adapter / ADAPTER_CONFIG
+    config = json.loads(file.read_text()) | {"base_model_name_or_path": str(dense)}
+    file.write_text(json.dumps(config))
     other = shutil.copytree(dense, tmp_path / "other")
     hf_to_mcore(dense, tmp_path / "mcore")
     for checkpoint in (dense, tmp_path / "mcore"):

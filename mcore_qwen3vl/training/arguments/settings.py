@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
-from mcore_qwen3vl.flags import File, Flag, Folder, Name, add_flags, read_flags
+from mcore_qwen3vl.flags import File, Flag, Folder, Name, add_flags
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.losses import DistillationSettings, PreferenceSettings
 from mcore_qwen3vl.training.arguments.tasks import TaskSettings
@@ -134,4 +134,4 @@ def check_data_arguments(args: argparse.Namespace) -> None:
 
 def media_limits(args: argparse.Namespace) -> MediaLimits:
     """Return the budgets of the command line."""
-    return read_flags(MediaLimits, args)
+    return MediaLimits(**{field.name: getattr(args, field.name) for field in fields(MediaLimits)})

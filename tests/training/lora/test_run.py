@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import FILE
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.place import TRACKER
+from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, TRACKER
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import add_flags
@@ -200,8 +199,10 @@ def test_an_adapter_to_begin_from_that_has_another_base_is_warned_of(
 ) -> None:
     other = shutil.copytree(dense, tmp_path / "other")
     adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS["language"], dense)
-    config = json.loads((adapter / FILE).read_text()) | {"base_model_name_or_path": str(other)}
-    (adapter / FILE).write_text(json.dumps(config))
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text()) | {
+        "base_model_name_or_path": str(other)
+    }
+    (adapter / ADAPTER_CONFIG).write_text(json.dumps(config))
     said = f"The adapter was trained on {other}, and is used with {dense}."
     with pytest.warns(UserWarning, match=re.escape(said)):
         asked(dense, tmp_path, "--lora-init", str(adapter))
