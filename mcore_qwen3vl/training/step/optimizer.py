@@ -24,6 +24,9 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.model.freeze import PARTS, part_of
 
+PIECE_VALUES = 1 << 22
+"""Values of a gradient that are in memory in float64 at a time."""
+
 
 def chained_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers that mcore has chained, or the single one."""
@@ -166,11 +169,15 @@ def multi_tensor_l2_norm(
     """Return the (1,) float32 norm of all values, like Apex's ``multi_tensor_l2norm``.
 
     On the CPU, torch adds up float32 squares one after another: of 1.6e8 normally distributed
-    values the norm is 2 % too small. So they are added in float64 there.
+    values the norm is 2 % too small. So they are added in float64 there, piece by piece, because
+    torch copies what it converts.
     """
     every = [tensor for group in tensors for tensor in group]
-    on_cpu = every[0].device.type == "cpu"
-    norms = torch._foreach_norm(every, dtype=torch.float64 if on_cpu else None)
+    if every[0].device.type == "cpu":
+        pieces = [piece for tensor in every for piece in tensor.flatten().split(PIECE_VALUES)]
+        norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    else:
+        norms = torch._foreach_norm(every)
     return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
 
 

@@ -27,7 +27,12 @@ from mcore_qwen3vl.verify.measurement import Measurements, findings, measure, me
 from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, batches_of, build_batch
 from mcore_qwen3vl.verify.parity.case import AdamW, Case
-from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, Expected, ReferenceCheckpoint
+from mcore_qwen3vl.verify.parity.reference import (
+    AFTER_STEP,
+    Expected,
+    ReferenceCheckpoint,
+    return_when_freed,
+)
 from mcore_qwen3vl.verify.report import Report
 
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
@@ -119,6 +124,7 @@ def verify_parity(
         case.layout.validate(reference.architecture)
         if device == "cuda":
             check_gpus()
+        return_when_freed()
         case = _fit_memory(reference, case, names, say)
         source = None if checkpoint is None else Path(checkpoint)
         return compare_case(
@@ -155,7 +161,10 @@ def needs_of(reference: ReferenceCheckpoint, case: Case, batches: Sequence[str])
     logits = 4 * a.vocab_size * (max(tokens) if case.gradients else sum(tokens))
 
     reference_weights = 4 * tensors.total()  # to judge bf16, the reference runs in float32 too
-    first = max(gradients + 2 * largest, 5 * largest if case.adamw else 0)
+    # Of a tied embedding there are the head's gradient, the embedding's and their sum beside the
+    # one that they are added to.
+    copies = 3 if a.tie_word_embeddings else 2
+    first = max(gradients + copies * largest, 5 * largest if case.adamw else 0)
     second = RANK * layout.world_size
     our_weights = 0.0
     if case.device == "cpu":
@@ -168,7 +177,7 @@ def needs_of(reference: ReferenceCheckpoint, case: Case, batches: Sequence[str])
             our_weights += case.torch_dtype.itemsize * parameters
             if case.gradients:
                 second += 4 * parameters if trained is tensors else ranks * gradients
-        second += 2 * largest / layout.tp * ranks
+        second += copies * largest / layout.tp * ranks
         if case.gradients and trained is tensors and layout.sp:
             second += 4 * by_part(a)["vision"] * ranks
     disk = gradients * (1 + (case.adamw is not None) + (case.dtype == "bf16") / 2)
