@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     torch.manual_seed(0)
     if options.experts:
-        found, limit = experts(device), EXPERTS_LIMIT
+        errors_by_name, limit = experts(device), EXPERTS_LIMIT
     else:
-        found, limit = {**dict(decoder(device)), **dict(vision(device))}, LIMIT
-    print(json.dumps(found))
-    return int(not all(error <= limit for error in found.values()))
+        errors_by_name, limit = {**dict(decoder(device)), **dict(vision(device))}, LIMIT
+    print(json.dumps(errors_by_name))
+    return int(not all(error <= limit for error in errors_by_name.values()))
 
 
 def experts(device: torch.device) -> dict[str, float]:
@@ -58,11 +58,11 @@ def experts(device: torch.device) -> dict[str, float]:
 
     def each(rows: Tensor, matrices: Tensor) -> Tensor:
         pairs = zip(rows.split(counts), matrices, strict=True)
-        return torch.cat([run @ one.T for run, one in pairs])
+        return torch.cat([run @ matrix.T for run, matrix in pairs])
 
     shapes = [(sum(counts), 768), (len(counts), 512, 768)]
-    found = errors(ours, each, shapes, (sum(counts), 512), device)
-    return dict(zip(("output", "gradient of rows", "of matrices"), found, strict=True))
+    differences = errors(ours, each, shapes, (sum(counts), 512), device)
+    return dict(zip(("output", "gradient of rows", "of matrices"), differences, strict=True))
 
 
 def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
@@ -108,8 +108,8 @@ def worst(
     ours: Attend, reference: Attend, shapes: list[tuple[int, ...]], device: torch.device
 ) -> float:
     """Return the largest error of output and gradients."""
-    found = errors(ours, reference, shapes, shapes[0], device)
-    return max(found) if all(error == error for error in found) else float("inf")
+    differences = errors(ours, reference, shapes, shapes[0], device)
+    return max(differences) if all(error == error for error in differences) else float("inf")
 
 
 def errors(

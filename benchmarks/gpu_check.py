@@ -138,7 +138,7 @@ class Part:
     """A file of its results, deleted before it runs. Other parts may read an earlier run's."""
     status: str = WAITING
     seconds: float = 0.0
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     mark: str = ""
     """``NAME=VALUE``, in the environment of all its processes."""
@@ -207,7 +207,7 @@ def choose(everything: Sequence[Part], only: str | None, seconds: float, jobs: i
         if part.status == WAITING and (missing or takes > seconds):
             more = takes - expected(chosen, jobs)
             part.status = LEFT_OUT
-            part.found = {"why": f"it would take {more:.0f} s more, with what it needs"}
+            part.results = {"why": f"it would take {more:.0f} s more, with what it needs"}
             chosen.append(part)
         else:
             chosen += group
@@ -411,7 +411,7 @@ def no_fp8(specs: Sequence[str], capability: int) -> str:
 
 def absent(name: str, why: str) -> Part:
     """Return a part that this machine cannot run."""
-    return Part(name, [], 0, status=NOT_APPLICABLE, found={"why": why})
+    return Part(name, [], 0, status=NOT_APPLICABLE, results={"why": why})
 
 
 def loop(out: Path, way: Way, spec: str, other: Part | None) -> Part:
@@ -440,20 +440,20 @@ def compare_losses(log: Path, other: Path | None, printed: str) -> dict[str, Any
         Mismatch: a loss is missing or not finite, or differs by more than `LOSS_TOLERANCE`.
     """
     losses = _losses(log)
-    found: dict[str, Any] = {"first loss": losses[0], "last loss": losses[-1]}
+    results: dict[str, Any] = {"first loss": losses[0], "last loss": losses[-1]}
     if len(losses) != ITERATIONS or not all(map(math.isfinite, losses)):
-        raise Mismatch(f"{len(losses)} losses of {ITERATIONS}, or one is no number", found)
+        raise Mismatch(f"{len(losses)} losses of {ITERATIONS}, or one is no number", results)
     if other is None:
-        return found
+        return results
     expected = _losses(other) if other.exists() else []
     if len(expected) != ITERATIONS:
-        raise Mismatch(f"{other.name} has no {ITERATIONS} losses to compare with", found)
+        raise Mismatch(f"{other.name} has no {ITERATIONS} losses to compare with", results)
     pairs = zip(losses, expected, strict=True)
-    found["worst difference"] = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
-    found["from"] = other.stem
-    if not found["worst difference"] <= LOSS_TOLERANCE:
-        raise Mismatch(f"a loss differs by more than {LOSS_TOLERANCE:.0%}", found)
-    return found
+    results["worst difference"] = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
+    results["from"] = other.stem
+    if not results["worst difference"] <= LOSS_TOLERANCE:
+        raise Mismatch(f"a loss differs by more than {LOSS_TOLERANCE:.0%}", results)
+    return results
 
 
 def _losses(log: Path) -> list[float]:
@@ -591,17 +591,17 @@ def beside(
     Raises:
         Mismatch: the peaks differ by more than `MEMORY_TOLERANCE`. A time may.
     """
-    found = read(printed)
+    results = read(printed)
     for part in simulated:
-        if "peak GB" not in part.found:
-            return found | {"simulated": f"{part.status}: see {part.name}"}
-        peak, seconds = part.found["peak GB"], part.found["modelled seconds"]
-        found |= {"rehearsed GB": peak, "measured / rehearsed": found["peak GB"] / peak}
-        found |= {"modelled seconds": seconds}
-        found |= {"measured / modelled seconds": found["seconds"] / seconds}
-        if abs(found["peak GB"] - peak) > MEMORY_TOLERANCE * peak:
-            raise Mismatch(f"the peaks differ by more than {MEMORY_TOLERANCE:.0%}", found)
-    return found
+        if "peak GB" not in part.results:
+            return results | {"simulated": f"{part.status}: see {part.name}"}
+        peak, seconds = part.results["peak GB"], part.results["modelled seconds"]
+        results |= {"rehearsed GB": peak, "measured / rehearsed": results["peak GB"] / peak}
+        results |= {"modelled seconds": seconds}
+        results |= {"measured / modelled seconds": results["seconds"] / seconds}
+        if abs(results["peak GB"] - peak) > MEMORY_TOLERANCE * peak:
+            raise Mismatch(f"the peaks differ by more than {MEMORY_TOLERANCE:.0%}", results)
+    return results
 
 
 def rehearsed(printed: str) -> dict[str, Any]:
@@ -645,7 +645,7 @@ class Conductor:
                     missing = any(before.status == LEFT_OUT for before in part.after)
                     if missing or now + part.expected * self._patience > self._end:
                         part.status = LEFT_OUT
-                        part.found = {"why": f"{max(self._end - now, 0):.0f} s were left"}
+                        part.results = {"why": f"{max(self._end - now, 0):.0f} s were left"}
                         say(part)
                     elif self._may_start(part, waiting, jobs):
                         self._start(part, now)
@@ -697,12 +697,12 @@ class Conductor:
             part.status = "ok" if code == 0 else f"exit {code}"
         output = (self._out / file_name(part.name)).with_suffix(".out")
         try:
-            part.found = part.read(output.read_text(errors="replace"))
+            part.results = part.read(output.read_text(errors="replace"))
         except Mismatch as error:
-            part.found = {**error.args[1], "why": error.args[0]}
+            part.results = {**error.args[1], "why": error.args[0]}
             part.status = "differs" if part.status == "ok" else part.status
         except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
-            part.found = {"why": f"its output cannot be read: {error!r}; see {output.stem}.log"}
+            part.results = {"why": f"its output cannot be read: {error!r}; see {output.stem}.log"}
             part.status = "unread" if part.status == "ok" else part.status
         self._running.remove(part)
         say(part)
@@ -710,8 +710,11 @@ class Conductor:
 
     def write(self, *, finished: bool = False) -> None:
         """Replace both reports, so that they are whole whenever this program is killed."""
-        names = ("name", "status", "seconds", "expected", "found", "command")
-        listing = [{name: getattr(part, name) for name in names} for part in self.parts]
+        names = ("name", "status", "seconds", "expected", "command")
+        listing = [
+            {name: getattr(part, name) for name in names} | {"found": part.results}
+            for part in self.parts
+        ]
         over = sum(part.status not in (WAITING, RUNNING) for part in self.parts)
         state = f"Started {self._started}, written {time.strftime('%H:%M:%S')}: {over} parts of "
         state += f"{len(self.parts)} are over. "
@@ -720,8 +723,8 @@ class Conductor:
         lines = ["# GPU check", "", state, "", "| part | result | s | found |"]
         lines.append("|---|---|---:|---|")
         for part in self.parts:
-            found = ", ".join(f"{name}: {_short(value)}" for name, value in part.found.items())
-            lines.append(f"| {part.name} | {part.status} | {part.seconds:.0f} | {found} |")
+            results = ", ".join(f"{name}: {_short(value)}" for name, value in part.results.items())
+            lines.append(f"| {part.name} | {part.status} | {part.seconds:.0f} | {results} |")
         for name, text in (
             ("report.json", json.dumps(listing, indent=1, default=str)),
             ("report.md", "\n".join(lines)),
@@ -732,7 +735,7 @@ class Conductor:
 
 def say(part: Part) -> None:
     """Print a line about a part that is over."""
-    why = f" ({part.found['why']})" if "why" in part.found else ""
+    why = f" ({part.results['why']})" if "why" in part.results else ""
     print(f"{part.status:14} {part.seconds:6.0f} s  {part.name}{why}", flush=True)
 
 
@@ -747,13 +750,13 @@ def kill_marked(mark: str) -> None:
     torchrun gives its workers sessions of their own, so they outlive it if it is killed.
     """
     for _ in range(100):  # one that waits inside the driver may never end
-        found = 0
+        killed = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is not ours
                 if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
-                    found += 1
-        if not found:
+                    killed += 1
+        if not killed:
             return
         time.sleep(0.1)  # killed ones must end, and others may just have been started
 
@@ -810,8 +813,8 @@ def last_json(printed: str) -> dict[str, Any]:
     start = re.search(r"^\{", printed, re.MULTILINE)
     if start is None:
         raise ValueError("no JSON object")
-    found: dict[str, Any] = json.JSONDecoder().raw_decode(printed, start.start())[0]
-    return found
+    document: dict[str, Any] = json.JSONDecoder().raw_decode(printed, start.start())[0]
+    return document
 
 
 def worst_finding(printed: str) -> dict[str, Any]:
@@ -830,12 +833,12 @@ def compare_tokens(answer: Path, other: Path, printed: str) -> dict[str, Any]:
     Raises:
         Mismatch: they differ; greedy tokens of a tiny random model are far apart.
     """
-    found = last_json(printed)
-    tokens = [reply["token_ids"] for reply in found["answers"]]
+    answer_json = last_json(printed)
+    tokens = [reply["token_ids"] for reply in answer_json["answers"]]
     answer.write_text(json.dumps(tokens))
     if other.exists() and json.loads(other.read_text()) != tokens:
-        raise Mismatch(f"the tokens are not those of {other.name}", found)
-    return found
+        raise Mismatch(f"the tokens are not those of {other.name}", answer_json)
+    return answer_json
 
 
 def worst_kernels(printed: str) -> dict[str, Any]:
@@ -935,7 +938,7 @@ def rates(file: str, kind: str, device: str = "cuda") -> int:
     strided = 1.5 * a.nbytes / seconds(lambda: halves[:, 0] + halves[:, 1]) / 1e12
     shown |= {"copy, TB/s": plain, "sum of halves of rows, TB/s": strided}
     x, weight, gradient = leaf(16, 64), leaf(64, 64), leaf(16, 64).detach()
-    one = torch.zeros(1, device=device)
+    scalar = torch.zeros(1, device=device)
 
     def launches() -> None:
         for _ in range(100):
@@ -947,7 +950,7 @@ def rates(file: str, kind: str, device: str = "cuda") -> int:
         "attention_keys": max(per_key / best, 1.0),
         "memory": 2 / (1 / plain + 1 / strided) / gpu.memory_tb_per_s,
         "launch_us": seconds(launches) / 300 * 1e6,
-        "wait_us": seconds(lambda: one.add_(1).item(), 100) * 1e6,
+        "wait_us": seconds(lambda: scalar.add_(1).item(), 100) * 1e6,
     }
     print(json.dumps({"worst error": max(errors.values()), **shown, **constants}), flush=True)
     wrong = [name for name, error in errors.items() if not error <= RATE_LIMIT]

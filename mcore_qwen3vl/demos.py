@@ -90,8 +90,8 @@ def _convert(folder: Path, dense: bool, status: Callable[[str], object]) -> Demo
     def compare() -> tuple[str, bool]:
         inputs = prompt_inputs(hf)
         expected = hugging_face_logits(hf, inputs)
-        found = run_layout(_mcore_logits, layout.world_size, mcore, layout, inputs)
-        relative = max(measure(logits, expected).relative for logits in found)
+        outputs = run_layout(_mcore_logits, layout.world_size, mcore, layout, inputs)
+        relative = max(measure(logits, expected).relative for logits in outputs)
         text = (
             f"{expected.shape[1]} tokens, {int(inputs['image_grid_thw'].prod())} patches: "
             f"off by {relative:.1e} of max |logit| (limit {TOLERANCE:.0e})"

@@ -20,16 +20,18 @@ app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_h
 def scripts() -> dict[str, Path]:
     """Return the scripts for users and the configurations for VERL and clusters, by name."""
     kinds = ("sft_*.sh", "pretrain_*.sh", "lora_*.sh", "dpo_*.sh", "*.yaml")
-    found = (script for kind in kinds for script in sorted(_folder().glob(kind)))
-    return {script.stem: script for script in found}
+    files = (script for kind in kinds for script in sorted(_folder().glob(kind)))
+    return {script.stem: script for script in files}
 
 
 @app.command("list")
 def list_scripts(json: Json = False) -> None:
     """Name every script, and what it is for."""
-    found = [{"name": n, "file": s.name, "what": _title(s)} for n, s in scripts().items()]
-    rows = [(one["name"], console.plain(one["what"])) for one in found]
-    console.present(json, found, console.output.print, console.table("", "name", "what", rows=rows))
+    entries = [{"name": n, "file": s.name, "what": _title(s)} for n, s in scripts().items()]
+    rows = [(entry["name"], console.plain(entry["what"])) for entry in entries]
+    console.present(
+        json, entries, console.output.print, console.table("", "name", "what", rows=rows)
+    )
     if not json:
         console.say("launch show NAME prints one; launch copy DIR writes all of them to DIR.")
 

@@ -116,8 +116,8 @@ def rehearse(
     if fit:
         with console.progress("searching") as say, Rehearser(options, say) as rehearser:
             fits = search(rehearser, command, architecture)
-        console.present(json, [one.to_dict() for one in fits], show_fits, fits, command)
-        require(any(one.good for one in fits), "none of the rehearsed layouts fits.")
+        console.present(json, [fitting.to_dict() for fitting in fits], show_fits, fits, command)
+        require(any(fitting.good for fitting in fits), "none of the rehearsed layouts fits.")
         return
     with console.progress("rehearsing") as say, Rehearser(options, say) as rehearser:
         rehearsal = rehearser.rehearse(command)

@@ -58,7 +58,7 @@ def user_turns(
     media = {"image": list(images), "video": list(videos)}
     tags = [tag for text in texts for tag in TAG.findall(text)]
     if not tags:
-        first = [{"type": kind, kind: one} for kind, many in media.items() for one in many]
+        first = [{"type": kind, kind: medium} for kind, many in media.items() for medium in many]
         contents = [[*first, {"type": "text", "text": text}] for text in texts]
     else:
         for kind, many in media.items():

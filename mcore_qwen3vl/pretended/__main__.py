@@ -46,26 +46,28 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program and return its exit code."""
-    own = make_parser().parse_args(argv)
-    start_again(Settings(own.memory_gib, capability=own.capability, late_events=own.late_events))
+    options = make_parser().parse_args(argv)
+    start_again(
+        Settings(options.memory_gib, capability=options.capability, late_events=options.late_events)
+    )
     from mcore_qwen3vl.pretended import peak
     from mcore_qwen3vl.pretended.flops import count_compiled
     from mcore_qwen3vl.pretended.rank import one_rank
 
     count_compiled()
-    with one_rank(own.rank, own.world_size) as rank:
-        if own.peak:
+    with one_rank(options.rank, options.world_size) as rank:
+        if options.peak:
             peak.record()
-        if own.launches:
+        if options.launches:
             rank.device.watch_launches()
-        code = _run(own.program, own.arguments, own.module)
+        code = _run(options.program, options.arguments, options.module)
         rank.end_interval("end")
-        if own.peak:
-            held = peak.History(peak.line).peak().sizes
-            rank.report.facts["bytes at the peak, by line"] = held
+        if options.peak:
+            bytes_by_line = peak.History(peak.line).peak().sizes
+            rank.report.facts["bytes at the peak, by line"] = bytes_by_line
     print(table(rank.report), file=sys.stderr)
-    if own.json:
-        own.json.write_text(json.dumps(rank.report.to_json(), indent=1), "utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(rank.report.to_json(), indent=1), "utf-8")
     return code
 
 

@@ -86,9 +86,9 @@ class History:
         for i, name, change in self._changes():
             sizes[name] += change
             if i in wanted:
-                held = {n: s for n, s in sizes.most_common() if s}
+                by_holder = {n: s for n, s in sizes.most_common() if s}
                 seconds = (self._trace[i]["time_us"] - started) / 1e6
-                moments.append(Moment(seconds, sum(held.values()), held))
+                moments.append(Moment(seconds, sum(by_holder.values()), by_holder))
         return moments
 
     def _changes(self) -> Iterator[tuple[int, str, int]]:

@@ -77,12 +77,12 @@ def write_page(rehearsal: Rehearsal, file: Path) -> None:
 def plot(outcome: RoleOutcome) -> Plot:
     """Return stacked areas, the largest holder at the bottom; x is the order of allocations."""
     moments: list[dict[str, Any]] = outcome.measured["over time"]
-    largest: dict[str, int] = {}
+    maxima: dict[str, int] = {}
     for moment in moments:
         for name, size in moment["sizes"].items():
-            largest[name] = max(largest.get(name, 0), size)
-    names = sorted(largest, key=lambda name: -largest[name])
-    own, rest = names[:SERIES], names[SERIES:]
+            maxima[name] = max(maxima.get(name, 0), size)
+    names = sorted(maxima, key=lambda name: -maxima[name])
+    largest, rest = names[:SERIES], names[SERIES:]
     peak = max([m["allocated"] for m in moments] + [1])
     in_sight = outcome.usable < FAR * peak
     top = (max(peak, outcome.usable) if in_sight else peak) * 1.05
@@ -92,7 +92,7 @@ def plot(outcome: RoleOutcome) -> Plot:
         return HEIGHT - BOTTOM - size / top * (HEIGHT - BOTTOM - TOP)
 
     areas, below = [], [0.0] * len(moments)
-    for name, colour in zip([*own, "smaller ones"] if rest else own, COLOURS, strict=False):
+    for name, colour in zip([*largest, "smaller ones"] if rest else largest, COLOURS, strict=False):
         members = rest if name == "smaller ones" else [name]
         above = [
             b + sum(m["sizes"].get(member, 0) for member in members)

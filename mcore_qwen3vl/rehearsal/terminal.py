@@ -73,11 +73,11 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
         "modelled",
         *("layout", ">held", ">reserved", ">left", ">s a step", "", "append"),
     )
-    own = ", as given" if command.script is None else ", this script"
+    mark = ", as given" if command.script is None else ", this script"
     for fit in fits:
         fullest = fit.rehearsal.fullest
         table.add_row(
-            str(fit.candidate.command.layout) + own * fit.candidate.own,
+            str(fit.candidate.command.layout) + mark * fit.candidate.is_requested,
             gb(fullest.peak),
             gb(fullest.reserved),
             _left(fullest, 1e9),
@@ -126,13 +126,13 @@ def _memory(rehearsal: Rehearsal) -> None:
     small = max(outcome.reserved for outcome in rehearsal.outcomes) < 1e9
     unit, scale = ("MB", 1e6) if small else ("GB", 1e9)
     table = _table(f"{unit} on one GPU at the moment of the peak, by holder", "", *columns)
-    holders = {name: 0 for outcome in rehearsal.outcomes for name in outcome.held}
+    holders = {name: 0 for outcome in rehearsal.outcomes for name in outcome.by_holder}
     for outcome in rehearsal.outcomes:
-        for name, size in outcome.held.items():
+        for name, size in outcome.by_holder.items():
             holders[name] = max(holders[name], size)
     for name in sorted(holders, key=lambda name: -holders[name]):
         if holders[name] >= 0.05 * scale:
-            sizes = (o.held.get(name, 0) / scale for o in rehearsal.outcomes)
+            sizes = (o.by_holder.get(name, 0) / scale for o in rehearsal.outcomes)
             table.add_row(console.plain(name), *(f"{size:.1f}" if size else "" for size in sizes))
     table.add_section()
     table.add_row("peak of tensors", *(f"{o.peak / scale:.1f}" for o in rehearsal.outcomes))

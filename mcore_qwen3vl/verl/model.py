@@ -163,7 +163,7 @@ def pack(ids: Tensor, valid: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     """
     packed = ids.new_zeros(1, int(bounds[-1]))
     tokens = torch.zeros_like(packed, dtype=torch.bool)
-    for row, held, start in zip(ids, valid.sum(1).tolist(), bounds.tolist(), strict=False):
-        packed[0, start : start + held] = row[:held]
-        tokens[0, start : start + held] = True
+    for row, length, start in zip(ids, valid.sum(1).tolist(), bounds.tolist(), strict=False):
+        packed[0, start : start + length] = row[:length]
+        tokens[0, start : start + length] = True
     return packed, tokens

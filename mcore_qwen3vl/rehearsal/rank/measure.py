@@ -38,7 +38,7 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     """
     rank = this_rank.current
     assert rank is not None
-    held: list[tuple[list[nn.Module], Any, list[nn.Module]]] = []
+    models: list[tuple[list[nn.Module], Any, list[nn.Module]]] = []
     peak.record()
     end_interval = rank.end_interval
 
@@ -50,20 +50,20 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     rank.end_interval = tell  # type: ignore[method-assign]
     error = None
     try:
-        train.main(list(flags), lambda *built: held.append(built))
+        train.main(list(flags), lambda *built: models.append(built))
     except BadInput:
         raise
     except BaseException as caught:
         if not isinstance(caught, SystemExit) or caught.code:
             error = _described(caught)
-    history = peak.History(holders.holder, _owners(*held[0]) if held else {})
+    history = peak.History(holders.holder, _owners(*models[0]) if models else {})
     refused = history.refused() if error else None
     return {
         "peak": vars(history.peak()),
         "refused": None if refused is None else vars(refused),
         "over time": [vars(moment) for moment in history.over_time()],
         "error": error,
-        "parameters": by_part(held[0][0]) if held else {},
+        "parameters": by_part(models[0][0]) if models else {},
         "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         "host bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -87,19 +87,19 @@ def _owners(model: list[nn.Module], optimizer: Any, second: list[nn.Module]) -> 
     """Return the holder of each lasting storage, by its address."""
     owners: dict[int, str] = {}
 
-    def own(tensors: Iterable[Any], name: str) -> None:
+    def add(tensors: Iterable[Any], name: str) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 owners.setdefault(tensor.untyped_storage().data_ptr(), name)
 
     parameters = [p for chunk in model for p in chunk.parameters()]
-    own(parameters, holders.WEIGHTS)
-    own((p for chunk in second for p in chunk.parameters()), holders.FROZEN)
-    own((getattr(p, "main_grad", None) for p in parameters), holders.GRADIENTS)
-    own((p.grad for p in parameters), holders.GRADIENTS)
+    add(parameters, holders.WEIGHTS)
+    add((p for chunk in second for p in chunk.parameters()), holders.FROZEN)
+    add((getattr(p, "main_grad", None) for p in parameters), holders.GRADIENTS)
+    add((p.grad for p in parameters), holders.GRADIENTS)
     # Megatron's wrapper has an attribute named `buffers`.
-    own((b for chunk in model for b in nn.Module.buffers(chunk)), holders.BUFFERS)
-    own(_optimizer_tensors(optimizer), holders.OPTIMIZER)
+    add((b for chunk in model for b in nn.Module.buffers(chunk)), holders.BUFFERS)
+    add(_optimizer_tensors(optimizer), holders.OPTIMIZER)
     return owners
 
 
@@ -107,8 +107,8 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
     """Yield the main weights and states of the optimizers that Megatron chains."""
     from mcore_qwen3vl.training.step.optimizer import chained_optimizers
 
-    for one in chained_optimizers(optimizer):
-        inner = getattr(one, "optimizer", None)
+    for part in chained_optimizers(optimizer):
+        inner = getattr(part, "optimizer", None)
         for group in getattr(inner, "param_groups", []):
             yield from group["params"]
         for state in getattr(inner, "state", {}).values():

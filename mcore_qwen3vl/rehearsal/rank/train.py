@@ -249,8 +249,8 @@ class StageWork:
             result = original(*args, **kwargs)
             work = self._rank.tally() - before
             if backward is not None:
-                own = self._backward if forward is not None else work
-                self._work[_stage(backward), BACKWARD] += own
+                work_left = self._backward if forward is not None else work
+                self._work[_stage(backward), BACKWARD] += work_left
             if forward is not None:
                 self._work[_stage(forward), FORWARD] += work - self._backward
                 self._done[_stage(forward)] += 1

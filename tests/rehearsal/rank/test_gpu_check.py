@@ -205,7 +205,7 @@ def test_what_the_machine_cannot_run_is_not_applicable(gpu_check: Any, tmp_path:
         found = list(gpu_check.training(tmp_path, specs, gpus, capability))
         missing = [part for part in found if part.status == "not applicable"]
         assert [part.name for part in missing] == [f"training loop, {name}" for name in absent]
-        assert all(part.found["why"] and not part.command for part in missing)
+        assert all(part.results["why"] and not part.command for part in missing)
         run = [part.name for part in found if part not in missing]
         assert len(run) == (5 - len({*absent} & {*ways[:2]})) * len(specs) + (ways[2] not in absent)
 
@@ -273,7 +273,7 @@ def test_the_worthiest_parts_that_fit_are_chosen(gpu_check: Any) -> None:
         got = gpu_check.choose(everything, None, seconds, 2)
         assert [p for p in got if p.status == gpu_check.WAITING] == chosen
         assert [p for p in got if p.status == gpu_check.LEFT_OUT] == left
-        assert all(p.found["why"] for p in left)
+        assert all(p.results["why"] for p in left)
     assert gpu_check.choose(everything, "te spec, dense", math.inf, 2)[-1] is other
     assert other.after == [writer], "what --only leaves out is read from an earlier run"
 
@@ -395,11 +395,11 @@ def test_what_is_predicted_stands_beside_what_is_measured(gpu_check: Any) -> Non
     measured = {"peak GB": 10.2, "seconds": 3.0}
     shown = gpu_check.beside(lambda printed: measured, [simulation], "")
     assert shown == {**measured, "simulated": "waiting: see simulated"}
-    simulation.found = {"peak GB": 10.0, "modelled seconds": 2.0}
+    simulation.results = {"peak GB": 10.0, "modelled seconds": 2.0}
     shown = gpu_check.beside(lambda printed: measured, [simulation], "")
     assert shown["measured / rehearsed"] == pytest.approx(1.02)
     assert shown["measured / modelled seconds"] == 1.5
-    simulation.found["peak GB"] = 9.6
+    simulation.results["peak GB"] = 9.6
     with pytest.raises(gpu_check.Mismatch):
         gpu_check.beside(lambda printed: measured, [simulation], "")
 
@@ -469,7 +469,7 @@ def test_processes_in_sessions_of_their_own_end_with_their_part(
     monkeypatch.setattr(gpu_check, "MARGIN", 0)
     gpu_check.Conductor(tmp_path).run([part], 1)
     assert part.status == ("timeout" if seconds else "ok")
-    process = Path("/proc", str(part.found["child"]))
+    process = Path("/proc", str(part.results["child"]))
     assert not process.exists() or "\nState:\tZ" in (process / "status").read_text()
 
 
