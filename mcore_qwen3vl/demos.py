@@ -149,7 +149,7 @@ def hugging_face_logits(hf: Path, inputs: dict[str, torch.Tensor]) -> torch.Tens
 @torch.no_grad()
 def _mcore_logits(mcore: Path, layout: Layout, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the (1, S, V) logits of this rank's data-parallel replica, gathered over TP."""
-    from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+    from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
     from mcore_qwen3vl.inference import CheckedModel, ModelRequest
     from mcore_qwen3vl.model.inputs import visual_inputs
 

@@ -14,7 +14,7 @@ from transformers import image_utils
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rgb
 from mcore_qwen3vl.data.records.reading import BadSample

@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_qwen3vl.pretended.device import Interval, Report
 from mcore_qwen3vl.pretended.preload import Settings, Unavailable, start_again
-from mcore_qwen3vl.pretended.report import Interval, Report
 from mcore_qwen3vl.pretended.workbench import leave_at_once
 
 
@@ -50,20 +50,19 @@ def main(argv: Sequence[str]) -> int:
     start_again(
         Settings(options.memory_gib, capability=options.capability, late_events=options.late_events)
     )
-    from mcore_qwen3vl.pretended import peak
     from mcore_qwen3vl.pretended.flops import count_compiled
-    from mcore_qwen3vl.pretended.rank import one_rank
+    from mcore_qwen3vl.pretended.rank import History, line_of, one_rank, record_allocations
 
     count_compiled()
     with one_rank(options.rank, options.world_size) as rank:
         if options.peak:
-            peak.record()
+            record_allocations()
         if options.launches:
             rank.device.watch_launches()
         code = _run(options.program, options.arguments, options.module)
         rank.end_interval("end")
         if options.peak:
-            bytes_by_line = peak.History(peak.line).peak().sizes
+            bytes_by_line = History(line_of).peak().sizes
             rank.report.facts["bytes at the peak, by line"] = bytes_by_line
     print(table(rank.report), file=sys.stderr)
     if options.json:

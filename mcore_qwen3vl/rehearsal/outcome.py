@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.pretended.report import Interval, Report
+from mcore_qwen3vl.pretended.device import Interval, Report
 from mcore_qwen3vl.rehearsal.command import Command, Role
 from mcore_qwen3vl.rehearsal.rank import holders
 from mcore_qwen3vl.rehearsal.step_time import StepTime
@@ -37,7 +37,7 @@ class RoleOutcome:
     """The results of one role's two iterations.
 
     Attributes:
-        measured: the result of :func:`.rank.measure.measure`.
+        measured: the result of :func:`.rank.train.measure`.
         usable: bytes available to PyTorch's allocator.
     """
 

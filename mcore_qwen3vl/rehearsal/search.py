@@ -12,8 +12,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.pretended.device import Interval, Traffic
 from mcore_qwen3vl.pretended.flops import ONE_KEY
-from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.material import sample_of
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy

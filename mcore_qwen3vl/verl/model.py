@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.model.head import Head, ScoreHead, token_log_probs
