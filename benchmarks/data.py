@@ -93,11 +93,11 @@ def write_formats(folder: Path, jsonl: Path) -> dict[str, Path]:
         for record in records
     ]
     kinds["llava_json"].write_text(json.dumps(llava, indent=2), encoding="utf-8")
-    whole = [
+    with_bytes = [
         {**record, "images": [(folder / name).read_bytes() for name in record["images"]]}
         for record in records
     ]
-    pq.write_table(pa.Table.from_pylist(whole), kinds["parquet"], row_group_size=100)
+    pq.write_table(pa.Table.from_pylist(with_bytes), kinds["parquet"], row_group_size=100)
     turns = List({"role": Value("string"), "content": Value("string")})
     columns = {
         "messages": [record["messages"] for record in records],
@@ -108,7 +108,7 @@ def write_formats(folder: Path, jsonl: Path) -> dict[str, Path]:
     kinds["webdataset"] = folder / "tars"
     kinds["webdataset"].mkdir()
     with tarfile.open(kinds["webdataset"] / "0.tar", "w") as tar:
-        for index, record in enumerate(whole):
+        for index, record in enumerate(with_bytes):
             named = json.dumps({**record, "images": ["jpg"]}).encode()
             for suffix, content in (("json", named), ("jpg", record["images"][0])):
                 info = tarfile.TarInfo(f"{index:06}.{suffix}")
@@ -177,8 +177,8 @@ def measure(model: Path, jsonl: Path, path: Path, args: argparse.Namespace) -> d
         result[name] = {"samples_per_second": rate, "tokens_per_second": tokens_per_sample * rate}
     for name in ("ours", "ours_normalised"):
         ratios = [a / b for a, b in zip(costs["processor"], costs[name], strict=True)]
-        found = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-        result[f"{name}_over_processor_speed"] = found
+        summary = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+        result[f"{name}_over_processor_speed"] = summary
     return {**result, "packing_efficiency": total.tokens / total.capacity}
 
 

@@ -21,7 +21,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -119,32 +118,28 @@ print(json.dumps({**{name: version(name) for name in names}, "CUDA": torch.versi
 
 @dataclass(eq=False)
 class Part:
-    """One process and its results."""
+    """One process and its results.
+
+    A part that `measures` has the machine to itself. A part that `serves` runs if another needs it,
+    and only then, whatever ``--only`` says.
+    """
 
     name: str
     command: list[str]
-    expected: float
-    """Seconds on one H100 with 16 cores: as measured there, of a check beside others."""
-    read: Callable[[str], dict[str, Any]] = lambda printed: {}
-    """Returns what the report shows, from standard output."""
-    after: Sequence[Part] = ()
-    """Parts whose results it uses."""
+    expected: float  # seconds on one H100 with 16 cores, where checks ran beside others
+    read: Callable[[str], dict[str, Any]] = lambda printed: {}  # results from standard output
+    after: Sequence[Part] = ()  # parts whose results it uses
     serves: bool = False
-    """It runs if a part needs it, and only then, whatever ``--only`` says."""
     measures: bool = False
-    """It has the machine to itself."""
     environment: dict[str, str] = field(default_factory=dict)
-    appends_to: Path | None = None
-    """A file of its results, deleted before it runs. Other parts may read an earlier run's."""
+    appends_to: Path | None = None  # deleted before it runs; others may read an earlier run's
     status: str = WAITING
     seconds: float = 0.0
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
-    mark: str = ""
-    """``NAME=VALUE``, in the environment of all its processes."""
+    mark: str = ""  # NAME=VALUE, in the environment of all its processes
     started: float = 0.0
-    end: float = 0.0
-    """The time at which it is stopped."""
+    end: float = 0.0  # when it is stopped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,19 +147,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="the report's folder")
-    parser.add_argument(
-        "--minutes", type=float, metavar="N", help="end after N minutes; run the worthiest parts"
-    )
-    parser.add_argument("--shape", help="measure this size alone: tiny, 2B, 4B, …")
-    parser.add_argument("--gpu", help="kind that the rehearsal is for; default: the machine's")
-    parser.add_argument("--gpus", type=int, help="how many to use; default: all of the machine")
-    parser.add_argument("--only", metavar="REGEX", help="run only parts whose name it is found in")
-    parser.add_argument(
-        "--jobs", type=int, metavar="N", help="checks side by side; default: as cores and GPU allow"
-    )
-    parser.add_argument(
-        "--patience", type=float, default=1, help="multiplies all times, for a slow machine"
-    )
+    for flag, kind, default, text in (
+        ("--minutes", float, None, "end after this many minutes; run the worthiest parts"),
+        ("--shape", str, None, "measure this size alone: tiny, 2B, 4B, …"),
+        ("--gpu", str, None, "kind that the rehearsal is for; default: the machine's"),
+        ("--gpus", int, None, "how many to use; default: all of the machine"),
+        ("--only", str, None, "run only parts in whose name this regular expression is found"),
+        ("--jobs", int, None, "checks side by side; default: as cores and GPU allow"),
+        ("--patience", float, 1, "multiplies all times, for a slow machine"),
+    ):
+        parser.add_argument(flag, type=kind, default=default, help=text)
     options = parser.parse_args(argv)
     try:
         options.gpu = options.gpu and find_gpu(options.gpu).name
@@ -202,15 +194,14 @@ def choose(everything: Sequence[Part], only: str | None, seconds: float, jobs: i
     for part in sorted(asked, key=worth):
         part.after = [p for p in part.after if p.serves or p in asked]
         group = [p for p in dict.fromkeys([*needs(part), part]) if p not in chosen]
-        takes = expected([*chosen, *group], jobs)
+        takes = expect_seconds([*chosen, *group], jobs)
         missing = any(p.status == LEFT_OUT for p in part.after)
         if part.status == WAITING and (missing or takes > seconds):
-            more = takes - expected(chosen, jobs)
+            more = takes - expect_seconds(chosen, jobs)
             part.status = LEFT_OUT
-            part.found = {"why": f"it would take {more:.0f} s more, with what it needs"}
-            chosen.append(part)
-        else:
-            chosen += group
+            part.results = {"why": f"it would take {more:.0f} s more, with what it needs"}
+            group = [part]
+        chosen += group
     return chosen
 
 
@@ -227,16 +218,19 @@ def needs(part: Part) -> Iterator[Part]:
         yield before
 
 
-def expected(chosen: Sequence[Part], jobs: int) -> float:
+def expect_seconds(chosen: Sequence[Part], jobs: int) -> float:
     """Return the seconds that the parts would take: checks side by side, then measurements."""
-    todo = [part for part in chosen if part.status == WAITING]
-    free, ends = [0.0] * jobs, dict.fromkeys(chosen, 0.0)
-    for part in todo:
-        if not part.measures:
+    free, ends, alone = [0.0] * jobs, dict.fromkeys(chosen, 0.0), 0.0
+    for part in chosen:
+        if part.status != WAITING:
+            continue
+        if part.measures:
+            alone += part.expected
+        else:
             begins = max([heappop(free), *(ends.get(p, 0.0) for p in part.after)])
             ends[part] = begins + part.expected
             heappush(free, ends[part])
-    return max(free) + sum(part.expected for part in todo if part.measures)
+    return max(free) + alone
 
 
 def parts(options: argparse.Namespace) -> Iterator[Part]:
@@ -260,9 +254,14 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
     machine = look()
     room = int(min(len(os.sched_getaffinity(0)), machine.memory_gib // GIB_OF_A_CHECK))
     options.jobs = options.jobs or max(room, 1)
+    gpus = options.gpus or machine.gpus
     specs = ["torch", *(["te"] if find_spec("transformer_engine") else [])]
     alone = leave_out_transformer_engine(options.out) if "te" in specs else {}
-    for part in parts_of(options, machine, options.gpus or machine.gpus, specs):
+    for part in (
+        *checks(options.out, specs, gpus, options.patience),
+        *training(options.out, specs, gpus, machine.capability),
+        *measurements(options, machine, gpus, specs),
+    ):
         text = " ".join(part.command)
         part.after = [*(w for folder, w in writers.items() if folder in text), *part.after]
         if re.search(r"\btorch\b", part.name):
@@ -270,56 +269,35 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
         yield part
 
 
-def parts_of(
-    options: argparse.Namespace, machine: Machine, gpus: int, specs: Sequence[str]
-) -> Iterator[Part]:
-    """Yield the parts that use the machine's GPUs, with these layer specs."""
-    models = options.out / "models"
+def checks(out: Path, specs: Sequence[str], gpus: int, patience: float) -> Iterator[Part]:
+    """Yield the parts that compare models with Hugging Face's, kernels, and generated tokens."""
+    models, used = out / "models", even(max(gpus, 2))
+    where = f"{used} GPUs" if gpus > 1 else "2 ranks on one GPU"
     # The torch spec runs in float32 too. Transformer Engine's packed attention needs half
     # precision, as does the torch spec's variable-length kernel.
     for spec, dtype in [("torch", "fp32"), *((spec, "bf16") for spec in specs)]:
+        words = f"--device cuda --spec {spec} --dtype {dtype} --json".split()
+        # Below the part's own limit, so that the stacks of hanging ranks are still written.
+        words += ["--timeout", f"{110 * patience:g}"]
         for name in ("dense", "moe") if dtype == "fp32" else ("wide", "wide-moe-all"):
-            check = partial(parity, models / name, spec, dtype, options.patience)
-            yield check(f"{name}, one GPU", [])
-            used = even(max(gpus, 2))
-            where = f"{used} GPUs" if gpus > 1 else "2 ranks on one GPU"
-            yield check(f"{name}, {where}", layout(name, used))
-            if spec == "torch":  # as training computes by default
-                yield check(f"{name}, compiled", ["--compile-pointwise"])
-    kernels = [sys.executable, str(ROOT / "benchmarks" / "attention.py")]
+            for what, flags in (
+                ("one GPU", []),
+                (where, layout(name, used)),
+                *([("compiled", ["--compile-pointwise"])] if spec == "torch" else []),  # default
+            ):
+                command = [*COMMAND, "verify", "parity", str(models / name), *words, *flags]
+                title = f"parity, {spec} spec, {dtype}, {name}, {what}"
+                yield Part(title, command, 38, worst_finding)
+    kernels = [sys.executable, str(ROOT / "benchmarks" / "kernels.py")]
     yield Part("attention kernels, torch spec, bf16", kernels, 12, worst_kernels)
     yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 8, last_json)
     answers: list[Part] = []
     for spec in specs:
         words = ["generate", str(models / "dense"), "--spec", spec, "--prompt", "What is it?"]
-        flags = ["--max-new-tokens", "16", "--temperature", "0", "--json"]
-        answer = options.out / f"answer-{spec}.json"
-        read = partial(compare_tokens, answer, options.out / f"answer-{specs[0]}.json")
-        command = [*COMMAND, *words, *flags]
-        answers.append(Part(f"generate, {spec} spec", command, 22, read, answers[:1]))
+        words += ["--max-new-tokens", "16", "--temperature", "0", "--json"]
+        read = partial(compare_tokens, out / f"answer-{spec}.json", out / f"answer-{specs[0]}.json")
+        answers.append(Part(f"generate, {spec} spec", [*COMMAND, *words], 22, read, answers[:1]))
     yield from answers
-    yield from training(options.out, specs, gpus, machine.capability)
-    yield from measurements(options, machine, gpus, specs)
-
-
-def python(ranks: int = 1, tp: int = 1) -> list[str]:
-    """Return the Python for a program that starts its own process group.
-
-    On the pretended device it is one of `ranks` ranks: the first of the last TP group, because it
-    reads batches and writes the log.
-    """
-    place = ["--world-size", str(ranks), "--rank", str(ranks - tp)]
-    return [sys.executable, *(["-m", "mcore_qwen3vl.pretended", *place] if preloaded() else [])]
-
-
-def parity(
-    model: Path, spec: str, dtype: str, patience: float, what: str, flags: Sequence[str]
-) -> Part:
-    """Return the part that compares a model with Hugging Face's on the host."""
-    words = ["verify", "parity", str(model), "--device", "cuda", "--spec", spec, "--dtype", dtype]
-    # Below the part's own limit, so that the stacks of hanging ranks are still written.
-    command = [*COMMAND, *words, *flags, "--timeout", f"{110 * patience:g}", "--json"]
-    return Part(f"parity, {spec} spec, {dtype}, {what}", command, 38, worst_finding)
 
 
 def even(gpus: int) -> int:
@@ -338,92 +316,86 @@ ITERATIONS = 20
 LOSS_TOLERANCE = 0.02
 """Relative. On the CPU, float32 differs from bf16 by 0.15 % (MoE: 0.35 %), and products of values
 rounded as in FP8 by 0.8 %. Products whose weights get no gradient make 25 %."""
-FP8 = shlex.split("--fp8-format e4m3 --fp8-recipe blockwise")  # as FP8=1 for the scripts
+FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"  # as FP8=1 for the scripts
+MOE = "--moe-z-loss-coeff 1e-5"
 HOPPER = 9  # major compute capability
-TRAINING = shlex.split(
+TRAINING = (
     "--bf16 --packing --seq-length 256 --micro-batch-size 1 --use-distributed-optimizer "
     "--overlap-grad-reduce --overlap-param-gather --adam-beta1 0.9 --adam-beta2 0.95 "
     "--weight-decay 0.1 --clip-grad 1.0 --lr-decay-style cosine --lr-warmup-fraction 0.03 "
-    "--num-workers 2 --no-check-for-nan-in-loss-and-grad --lr 1e-3 --log-interval 1"
+    "--num-workers 2 --no-check-for-nan-in-loss-and-grad --lr 1e-3 --log-interval 1 "
+    f"--train-iters {ITERATIONS}"
 )
 """The launch scripts' flags, for a tiny model, whose loss falls by half in twenty iterations."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to train a tiny model."""
-
-    name: str
-    model: str
-    gpus: int
-    """As many of the machine's as it can use; 0: there are too few."""
-    flags: Sequence[str] = ()
-    tp: int = 1
-    like: str | None = None
-    """The way that has the same batches, and so the same losses with the same spec."""
-
-    def log(self, out: Path, spec: str) -> Path:
-        """Return the file of its losses."""
-        return out / f"losses-{re.sub('[^A-Za-z0-9]+', '-', self.name)}-{spec}.jsonl"
-
-
 def training(out: Path, specs: Sequence[str], gpus: int, capability: int) -> Iterator[Part]:
-    """Yield the parts that train tiny models as the scripts do, and compare their losses."""
-    moe = ["--moe-z-loss-coeff", "1e-5"]
-    experts = [*moe, "--expert-model-parallel-size", "2"]
-    stages = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    stages += ["--pipeline-model-parallel-size", "2"]
+    """Yield the parts that train tiny models as the scripts do, and compare their losses.
+
+    A loop is compared with that of the first spec, unless another one of its own spec has the same
+    batches, and so the same losses.
+    """
     pairs, fours = gpus - gpus % 2, gpus - gpus % 4
-    same = "MoE" if pairs == gpus else None  # EP changes no batch
-    ways = (
-        Way("dense", "wide", gpus),
-        Way("MoE", "wide-moe", gpus, moe),
-        Way("dense, LoRA", "wide", gpus, ["--lora-rank", "8", "--lora-target", "language"]),
-        Way("MoE, EP 2", "wide-moe", pairs, experts, like=same),
-        Way("dense, TP 2, PP 2", "wide", fours, stages, tp=2),
-    )
+    stages = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
     loops: dict[tuple[str, str], Part] = {}
-    for way in ways:
-        if not way.gpus:
-            needed = 2 * way.tp
-            yield absent(f"training loop, {way.name}", f"it needs {needed} GPUs, not {gpus}")
+    for name, model, used, flags, same in (
+        ("dense", "wide", gpus, "", None),
+        ("MoE", "wide-moe", gpus, MOE, None),
+        ("dense, LoRA", "wide", gpus, "--lora-rank 8 --lora-target language", None),
+        # EP changes no batch, unless a GPU is left over.
+        ("MoE, EP 2", "wide-moe", pairs, f"{MOE} --expert-model-parallel-size 2",
+         "MoE" if pairs == gpus else None),
+        ("dense, TP 2, PP 2", "wide", fours, stages, None),
+        ("dense, FP8", "wide", gpus, FP8, "dense"),
+    ):  # fmt: skip
+        tp = 2 if flags == stages else 1
+        missing = no_fp8(specs, capability) if flags == FP8 else ""
+        if missing or not used:
+            yield absent(f"training loop, {name}", missing or f"it needs {2 * tp} GPUs, not {gpus}")
             continue
-        for spec in specs:
-            other = (way.name, specs[0]) if spec != specs[0] else None
-            if way.like:
-                other = (way.like, spec)
-            loops[way.name, spec] = loop(out, way, spec, loops[other] if other else None)
-            yield loops[way.name, spec]
-    if why := no_fp8(specs, capability):
-        yield absent("training loop, dense, FP8", why)
-    else:
-        yield loop(out, Way("dense, FP8", "wide", gpus, FP8), "te", loops["dense", "te"])
+        for spec in ["te"] if flags == FP8 else specs:
+            # The first spec's loop is not yet listed when it is itself the one that is made.
+            other = loops[same, spec] if same else loops.get((name, specs[0]))
+            log = out / f"losses-{re.sub('[^A-Za-z0-9]+', '-', name)}-{spec}.jsonl"
+            command = [
+                *(*trainer(used, tp), *TRAINING.split(), *flags.split(), "--spec", spec),
+                *("--hf-model", str(out / "models" / model)),
+                *("--load-hf", str(out / "models" / model)),
+                *("--data-path", str(out / "models" / "data" / "train.jsonl")),
+                *("--global-batch-size", str(2 * used), "--log-json", str(log)),
+            ]
+            loops[name, spec] = Part(
+                f"training loop, {spec} spec, {name}",
+                command,
+                40,
+                partial(compare_losses, log, other and other.appends_to),
+                [other] if other else [],
+                appends_to=log,
+            )
+            yield loops[name, spec]
 
 
 def no_fp8(specs: Sequence[str], capability: int) -> str:
     """Return why the machine cannot train in FP8; empty: it can."""
     if "te" not in specs:
         return "Transformer Engine is not installed"
-    if capability < HOPPER:
-        return f"it needs compute capability {HOPPER}.0; this GPU has {capability}.x"
-    return ""
+    too_old = f"it needs compute capability {HOPPER}.0; this GPU has {capability}.x"
+    return too_old if capability < HOPPER else ""
 
 
 def absent(name: str, why: str) -> Part:
     """Return a part that this machine cannot run."""
-    return Part(name, [], 0, status=NOT_APPLICABLE, found={"why": why})
+    return Part(name, [], 0, status=NOT_APPLICABLE, results={"why": why})
 
 
-def loop(out: Path, way: Way, spec: str, other: Part | None) -> Part:
-    """Return the part that trains, and compares its losses with those of another part."""
-    log, models = way.log(out, spec), out / "models"
-    files = ["--data-path", str(models / "data" / "train.jsonl"), "--log-json", str(log)]
-    files += ["--hf-model", str(models / way.model), "--load-hf", str(models / way.model)]
-    count = ["--train-iters", str(ITERATIONS), "--global-batch-size", str(2 * way.gpus)]
-    command = [*trainer(way.gpus, way.tp), *TRAINING, *files, *count, "--spec", spec, *way.flags]
-    read = partial(compare_losses, log, other.appends_to if other else None)
-    after = [other] if other else []
-    return Part(f"training loop, {spec} spec, {way.name}", command, 40, read, after, appends_to=log)
+def python(ranks: int = 1, tp: int = 1) -> list[str]:
+    """Return the Python for a program that starts its own process group.
+
+    On the pretended device it is one of `ranks` ranks: the first of the last TP group, because it
+    reads batches and writes the log.
+    """
+    place = ["--world-size", str(ranks), "--rank", str(ranks - tp)]
+    return [sys.executable, *(["-m", "mcore_qwen3vl.pretended", *place] if preloaded() else [])]
 
 
 def trainer(gpus: int, tp: int = 1) -> list[str]:
@@ -440,20 +412,20 @@ def compare_losses(log: Path, other: Path | None, printed: str) -> dict[str, Any
         Mismatch: a loss is missing or not finite, or differs by more than `LOSS_TOLERANCE`.
     """
     losses = _losses(log)
-    found: dict[str, Any] = {"first loss": losses[0], "last loss": losses[-1]}
+    results: dict[str, Any] = {"first loss": losses[0], "last loss": losses[-1]}
     if len(losses) != ITERATIONS or not all(map(math.isfinite, losses)):
-        raise Mismatch(f"{len(losses)} losses of {ITERATIONS}, or one is no number", found)
+        raise Mismatch(f"{len(losses)} losses of {ITERATIONS}, or one is no number", results)
     if other is None:
-        return found
+        return results
     expected = _losses(other) if other.exists() else []
     if len(expected) != ITERATIONS:
-        raise Mismatch(f"{other.name} has no {ITERATIONS} losses to compare with", found)
+        raise Mismatch(f"{other.name} has no {ITERATIONS} losses to compare with", results)
     pairs = zip(losses, expected, strict=True)
-    found["worst difference"] = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
-    found["from"] = other.stem
-    if not found["worst difference"] <= LOSS_TOLERANCE:
-        raise Mismatch(f"a loss differs by more than {LOSS_TOLERANCE:.0%}", found)
-    return found
+    results["worst difference"] = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
+    results["from"] = other.stem
+    if not results["worst difference"] <= LOSS_TOLERANCE:
+        raise Mismatch(f"a loss differs by more than {LOSS_TOLERANCE:.0%}", results)
+    return results
 
 
 def _losses(log: Path) -> list[float]:
@@ -468,7 +440,7 @@ class Size:
     shape: str
     layers: int | None = None  # of each tower in a step, of the decoder in a run
     gib: float = 0.0  # what it takes of a GPU
-    flags: Sequence[str] = ()
+    flags: str = ""
 
     @property
     def stand_in(self) -> str:
@@ -484,8 +456,8 @@ STEPS = (
 RUNS = (
     Size("2B", "2B", None, 62),
     Size("2B, FP8", "2B", None, 66, FP8),
-    Size("30B-A3B with 3 layers", "30B-A3B", 3, 76, ["--moe-z-loss-coeff", "1e-5"]),
-    Size("8B, LoRA", "8B", None, 47, ["--lora-rank", "16", "--lora-target", "language"]),
+    Size("30B-A3B with 3 layers", "30B-A3B", 3, 76, MOE),
+    Size("8B, LoRA", "8B", None, 47, "--lora-rank 16 --lora-target language"),
 )
 
 
@@ -498,63 +470,51 @@ def measurements(
         why = f"the kind of {machine.name} is not known: give --gpu {', '.join(GPUS)}"
         yield absent("rates, and the simulation of what is measured", why)
     else:
-        code = "import sys; from benchmarks.gpu_check import rates; sys.exit(rates(*sys.argv[1:]))"
-        file = str(options.out / "constants.json")
-        words = [sys.executable, "-c", code, file, machine.kind or kind]
-        yield Part("rates", words, 20, last_json, measures=True)
+        words = [str(ROOT / "benchmarks" / "kernels.py"), "--gpu", machine.kind or kind]
+        words += ["--rates", str(options.out / "constants.json")]
+        yield Part("rates", [sys.executable, *words], 20, last_json, measures=True)
     only = [Size(options.shape, options.shape)] if options.shape else []
-    for size, side in product(only or STEPS, ("torch", "te", "hf")):
-        name = f"training step, {size.name}, {side}"
-        if why := lacking(size, side, machine, specs):
-            yield absent(name, why)
-        else:
-            yield from step(name, size, side, options, machine, kind)
-    # The peak is in the first rank's log, and the pretended device has one rank.
-    ranks = 1 if preloaded() else gpus
-    for size, spec in product(only or RUNS, ("torch", "te")):
-        name = f"training run, {size.name}, {spec}"
-        if size.flags is FP8 and spec != "te":
+    for what, size, side in (
+        *(("step", *both) for both in product(only or STEPS, ("torch", "te", "hf"))),
+        *(("run", *both) for both in product(only or RUNS, ("torch", "te"))),
+    ):
+        name = f"training {what}, {size.name}, {side}"
+        if size.flags == FP8 and side != "te":
             continue
-        if why := lacking(size, spec, machine, specs):
+        why = no_fp8(specs, machine.capability) if size.flags == FP8 else ""
+        if side == "te" and side not in specs:
+            why = "Transformer Engine is not installed"
+        elif not why and 0 < machine.memory_gib < size.gib:
+            why = f"it takes {size.gib:.0f} GiB; the GPU has {machine.memory_gib:.0f}"
+        if why:
             yield absent(name, why)
+        elif what == "step":
+            yield from step(name, size, side, options.out, machine.memory_gib, kind)
         else:
-            yield from training_run(name, size, spec, options.out / "stand-ins", ranks, kind)
-
-
-def lacking(size: Size, spec: str, machine: Machine, specs: Sequence[str]) -> str:
-    """Return what the machine lacks for a measurement; empty: nothing."""
-    if size.flags is FP8 and (why := no_fp8(specs, machine.capability)):
-        return why
-    if spec == "te" and spec not in specs:
-        return "Transformer Engine is not installed"
-    small = 0 < machine.memory_gib < size.gib
-    return f"it takes {size.gib:.0f} GiB; the GPU has {machine.memory_gib:.0f}" if small else ""
+            # The peak is in the first rank's log, and the pretended device has one rank.
+            ranks = 1 if preloaded() else gpus
+            yield from training_run(name, size, side, options.out / "stand-ins", ranks, kind)
 
 
 def step(
-    name: str,
-    size: Size,
-    side: str,
-    options: argparse.Namespace,
-    machine: Machine,
-    kind: str | None,
+    name: str, size: Size, side: str, out: Path, memory_gib: float, kind: str | None
 ) -> Iterator[Part]:
     """Yield a training step with its profile, after the same step on the simulated GPU."""
     words = [str(ROOT / "benchmarks" / "train_step.py"), "--shape", size.shape, "--sides", side]
     words += ["--layers", str(size.layers)] if size.layers else []
     words += ["--seq-length", "256"] if size.shape == "tiny" else []
-    if side == "hf" and machine.memory_gib < HF_FLOAT32_GIB:
+    if side == "hf" and memory_gib < HF_FLOAT32_GIB:
         words += ["--hf-weights", "bf16"]
     after = []
     if kind:
+        gpu = ["--memory-gib", str(GPUS[kind].memory_gib)]
+        gpu += ["--capability", str(GPUS[kind].capability)]
         once = ["--warmup", "2", "--steps", "1", "--model-time-on", kind]
-        memory = ["--memory-gib", str(GPUS[kind].memory_gib)]
-        memory += ["--capability", str(GPUS[kind].capability)]
-        command = [sys.executable, "-m", "mcore_qwen3vl.pretended", *memory, *words, *once]
-        after = [Part(f"{name}, simulated", command, 40, benchmark, serves=True)]
+        command = [sys.executable, "-m", "mcore_qwen3vl.pretended", *gpu, *words, *once]
+        after = [Part(f"{name}, simulated", command, 40, read_benchmark, serves=True)]
         yield after[0]
-    profile = ["--profile", str(options.out / f"{file_name(name)}.profile.txt")]
-    read = partial(beside, benchmark, after)
+    profile = ["--profile", str(out / f"{file_name(name)}.profile.txt")]
+    read = partial(compare_with_prediction, read_benchmark, after)
     yield Part(name, [*python(), *words, *profile], 35, read, after, measures=True)
 
 
@@ -563,27 +523,28 @@ def training_run(
 ) -> Iterator[Part]:
     """Yield ten iterations of the training loop, after their rehearsal with the same flags."""
     model, length = folder / size.stand_in, 256 if size.shape == "tiny" else 8192
-    # Workers hand batches over in shared memory, which a container may have little of.
-    roomy = shutil.disk_usage("/dev/shm").total > 8e9 and not preloaded()
     flags = [
         *("--hf-model", str(model / "model"), "--data-path", str(model / "data" / "train.jsonl")),
         *f"--spec {spec} --packing --bf16 --seq-length {length} --train-iters 10".split(),
         *f"--micro-batch-size 1 --global-batch-size {2 * gpus} --lr 1e-5 --log-interval 1".split(),
-        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-        *size.flags,
+        *["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+        *size.flags.split(),
     ]
     after = []
     if kind:
         words = ["rehearse", "--gpus", str(gpus), "--gpu", kind, "--no-suggest", "--json"]
         command = [*COMMAND, *words, *flags, "--num-workers", "0"]
-        after = [Part(f"{name}, rehearsed", command, 60, rehearsed, serves=True)]
+        after = [Part(f"{name}, rehearsed", command, 60, read_rehearsal, serves=True)]
         yield after[0]
+    # Workers hand batches over in shared memory, which a container may have little of.
+    roomy = shutil.disk_usage("/dev/shm").total > 8e9 and not preloaded()
     # --verbose: the peak is in Megatron's own log.
     command = [*trainer(gpus), *flags, "--num-workers", "4" if roomy else "0", "--verbose"]
-    yield Part(name, command, 65, partial(beside, real_run, after), after, measures=True)
+    read = partial(compare_with_prediction, read_log, after)
+    yield Part(name, command, 65, read, after, measures=True)
 
 
-def beside(
+def compare_with_prediction(
     read: Callable[[str], dict[str, Any]], simulated: Sequence[Part], printed: str
 ) -> dict[str, Any]:
     """Return what was measured beside what was simulated, and the quotients of both.
@@ -591,20 +552,20 @@ def beside(
     Raises:
         Mismatch: the peaks differ by more than `MEMORY_TOLERANCE`. A time may.
     """
-    found = read(printed)
+    results = read(printed)
     for part in simulated:
-        if "peak GB" not in part.found:
-            return found | {"simulated": f"{part.status}: see {part.name}"}
-        peak, seconds = part.found["peak GB"], part.found["modelled seconds"]
-        found |= {"rehearsed GB": peak, "measured / rehearsed": found["peak GB"] / peak}
-        found |= {"modelled seconds": seconds}
-        found |= {"measured / modelled seconds": found["seconds"] / seconds}
-        if abs(found["peak GB"] - peak) > MEMORY_TOLERANCE * peak:
-            raise Mismatch(f"the peaks differ by more than {MEMORY_TOLERANCE:.0%}", found)
-    return found
+        if "peak GB" not in part.results:
+            return results | {"simulated": f"{part.status}: see {part.name}"}
+        peak, seconds = part.results["peak GB"], part.results["modelled seconds"]
+        results |= {"rehearsed GB": peak, "measured / rehearsed": results["peak GB"] / peak}
+        results |= {"modelled seconds": seconds}
+        results |= {"measured / modelled seconds": results["seconds"] / seconds}
+        if abs(results["peak GB"] - peak) > MEMORY_TOLERANCE * peak:
+            raise Mismatch(f"the peaks differ by more than {MEMORY_TOLERANCE:.0%}", results)
+    return results
 
 
-def rehearsed(printed: str) -> dict[str, Any]:
+def read_rehearsal(printed: str) -> dict[str, Any]:
     """Read the first role's peak and the step's seconds from a rehearsal."""
     report = last_json(printed)
     step = report["step"]["seconds"]
@@ -645,7 +606,7 @@ class Conductor:
                     missing = any(before.status == LEFT_OUT for before in part.after)
                     if missing or now + part.expected * self._patience > self._end:
                         part.status = LEFT_OUT
-                        part.found = {"why": f"{max(self._end - now, 0):.0f} s were left"}
+                        part.results = {"why": f"{max(self._end - now, 0):.0f} s were left"}
                         say(part)
                     elif self._may_start(part, waiting, jobs):
                         self._start(part, now)
@@ -697,12 +658,12 @@ class Conductor:
             part.status = "ok" if code == 0 else f"exit {code}"
         output = (self._out / file_name(part.name)).with_suffix(".out")
         try:
-            part.found = part.read(output.read_text(errors="replace"))
+            part.results = part.read(output.read_text(errors="replace"))
         except Mismatch as error:
-            part.found = {**error.args[1], "why": error.args[0]}
+            part.results = {**error.args[1], "why": error.args[0]}
             part.status = "differs" if part.status == "ok" else part.status
         except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
-            part.found = {"why": f"its output cannot be read: {error!r}; see {output.stem}.log"}
+            part.results = {"why": f"its output cannot be read: {error!r}; see {output.stem}.log"}
             part.status = "unread" if part.status == "ok" else part.status
         self._running.remove(part)
         say(part)
@@ -710,8 +671,11 @@ class Conductor:
 
     def write(self, *, finished: bool = False) -> None:
         """Replace both reports, so that they are whole whenever this program is killed."""
-        names = ("name", "status", "seconds", "expected", "found", "command")
-        listing = [{name: getattr(part, name) for name in names} for part in self.parts]
+        listing = [
+            {"name": p.name, "status": p.status, "seconds": p.seconds, "expected": p.expected,
+             "found": p.results, "command": p.command}
+            for p in self.parts
+        ]  # fmt: skip
         over = sum(part.status not in (WAITING, RUNNING) for part in self.parts)
         state = f"Started {self._started}, written {time.strftime('%H:%M:%S')}: {over} parts of "
         state += f"{len(self.parts)} are over. "
@@ -720,19 +684,17 @@ class Conductor:
         lines = ["# GPU check", "", state, "", "| part | result | s | found |"]
         lines.append("|---|---|---:|---|")
         for part in self.parts:
-            found = ", ".join(f"{name}: {_short(value)}" for name, value in part.found.items())
-            lines.append(f"| {part.name} | {part.status} | {part.seconds:.0f} | {found} |")
-        for name, text in (
-            ("report.json", json.dumps(listing, indent=1, default=str)),
-            ("report.md", "\n".join(lines)),
-        ):
+            results = ", ".join(f"{name}: {_short(value)}" for name, value in part.results.items())
+            lines.append(f"| {part.name} | {part.status} | {part.seconds:.0f} | {results} |")
+        report = json.dumps(listing, indent=1, default=str)
+        for name, text in (("report.json", report), ("report.md", "\n".join(lines))):
             with atomic_write(self._out / name) as partial_file:
                 partial_file.write_text(f"{text}\n")
 
 
 def say(part: Part) -> None:
     """Print a line about a part that is over."""
-    why = f" ({part.found['why']})" if "why" in part.found else ""
+    why = f" ({part.results['why']})" if "why" in part.results else ""
     print(f"{part.status:14} {part.seconds:6.0f} s  {part.name}{why}", flush=True)
 
 
@@ -747,13 +709,13 @@ def kill_marked(mark: str) -> None:
     torchrun gives its workers sessions of their own, so they outlive it if it is killed.
     """
     for _ in range(100):  # one that waits inside the driver may never end
-        found = 0
+        killed = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is not ours
                 if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
-                    found += 1
-        if not found:
+                    killed += 1
+        if not killed:
             return
         time.sleep(0.1)  # killed ones must end, and others may just have been started
 
@@ -810,8 +772,8 @@ def last_json(printed: str) -> dict[str, Any]:
     start = re.search(r"^\{", printed, re.MULTILINE)
     if start is None:
         raise ValueError("no JSON object")
-    found: dict[str, Any] = json.JSONDecoder().raw_decode(printed, start.start())[0]
-    return found
+    document: dict[str, Any] = json.JSONDecoder().raw_decode(printed, start.start())[0]
+    return document
 
 
 def worst_finding(printed: str) -> dict[str, Any]:
@@ -830,12 +792,12 @@ def compare_tokens(answer: Path, other: Path, printed: str) -> dict[str, Any]:
     Raises:
         Mismatch: they differ; greedy tokens of a tiny random model are far apart.
     """
-    found = last_json(printed)
-    tokens = [reply["token_ids"] for reply in found["answers"]]
+    answer_json = last_json(printed)
+    tokens = [reply["token_ids"] for reply in answer_json["answers"]]
     answer.write_text(json.dumps(tokens))
     if other.exists() and json.loads(other.read_text()) != tokens:
-        raise Mismatch(f"the tokens are not those of {other.name}", found)
-    return found
+        raise Mismatch(f"the tokens are not those of {other.name}", answer_json)
+    return answer_json
 
 
 def worst_kernels(printed: str) -> dict[str, Any]:
@@ -845,7 +807,7 @@ def worst_kernels(printed: str) -> dict[str, Any]:
     return {"compared": len(errors), "worst": errors[name], "in": name}
 
 
-def benchmark(printed: str) -> dict[str, Any]:
+def read_benchmark(printed: str) -> dict[str, Any]:
     """Read one side's seconds per step, the figures derived from them, and its peak memory."""
     (result,) = last_json(printed)["results"].values()
     names = (
@@ -856,7 +818,7 @@ def benchmark(printed: str) -> dict[str, Any]:
     return {"peak GB": result["peak memory GB"], **shown}
 
 
-def real_run(printed: str) -> dict[str, Any]:
+def read_log(printed: str) -> dict[str, Any]:
     """Read the fullest rank's peak and reserve and an iteration's seconds from Megatron's log.
 
     The peak is that after the second iteration, when Adam's moments are there; the seconds are the
@@ -868,99 +830,6 @@ def real_run(printed: str) -> dict[str, Any]:
     times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", printed)
     seconds = median(float(time) / 1e3 for time in times[3:] or times)
     return {"peak GB": peak, "seconds": seconds, "reserved GB": reserved}
-
-
-RATE_LIMIT = 0.02
-"""Of errors in bf16, as a share of float32's norm. On the H100 they were 0.003."""
-
-
-def rates(file: str, kind: str, device: str = "cuda") -> int:
-    """Measure what the model of time takes for constants of a GPU and its host.
-
-    The file is what ``rehearse --constants`` reads. Exit code 1: a result is not that of float32,
-    or a constant is none that can be; then there is no file.
-    """
-    import torch
-    import torch.nn.functional as F
-
-    from benchmarks.train_step import timed
-    from mcore_qwen3vl.rehearsal.step_time import Constants
-
-    gpu, small = GPUS[kind], device == "cpu" or preloaded()
-    errors: dict[str, float] = {}
-    shown: dict[str, float] = {}
-
-    def leaf(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
-
-    def seconds(work: Callable[[], Any], repeats: int = 10) -> float:
-        """Return the median time of `work`, and of the wait for it."""
-        return median([timed(work, device)[0] for _ in range(3 + repeats)][3:])
-
-    def tflops(name: str, flops: float, function: Callable[..., Any], *inputs: Any) -> float:
-        """Return the rate of `function` with all gradients, after a comparison with float32."""
-        gradient = torch.randn_like(function(*inputs))
-
-        def both(*values: Any) -> list[torch.Tensor]:
-            output = function(*values)
-            gradients = torch.autograd.grad(output, values, gradient.to(output.dtype))
-            return [output.detach(), *gradients]
-
-        wide = both(*(value.detach().float().requires_grad_() for value in inputs))
-        pairs = zip(both(*inputs), wide, strict=True)
-        errors[name] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
-        shown[f"{name}, TFLOP/s"] = flops / seconds(lambda: both(*inputs)) / 1e12
-        return shown[f"{name}, TFLOP/s"] / gpu.tflops
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    torch.manual_seed(0)
-    tokens = 256 if small else 8192
-    shares = []
-    for k, n in ((128, 256),) if small else ((2048, 12288), (6144, 2048), (4096, 24576)):
-        name = f"product of {tokens} x {k} x {n}"
-        shares.append(tflops(name, 6 * tokens * k * n, F.linear, leaf(tokens, k), leaf(n, k)))
-    slowness = {}  # by the mean number of a query's keys
-    for length in (tokens // 16, tokens):
-        inputs = (leaf(tokens // length, 16, length, 128) for _ in range(3))
-        flops = 3.5 * 4 * 16 * 128 * tokens * length / 2
-        slowness[length / 2] = 1 / tflops(f"attention over {length}", flops, attend, *inputs)
-    (few, slow), (many, fast) = slowness.items()
-    per_key = max((slow - fast) / (1 / few - 1 / many), 0.0)  # 1 / rate = 1 / a + per_key / keys
-    best = max(fast - per_key / many, 1e-9)
-    a, b = (leaf(1 << 20 if small else 1 << 29).detach() for _ in range(2))
-    halves = a.view(-1, 2, 64)
-    plain = 2 * a.nbytes / seconds(lambda: b.copy_(a)) / 1e12
-    strided = 1.5 * a.nbytes / seconds(lambda: halves[:, 0] + halves[:, 1]) / 1e12
-    shown |= {"copy, TB/s": plain, "sum of halves of rows, TB/s": strided}
-    x, weight, gradient = leaf(16, 64), leaf(64, 64), leaf(16, 64).detach()
-    one = torch.zeros(1, device=device)
-
-    def launches() -> None:
-        for _ in range(100):
-            torch.autograd.grad(F.linear(x, weight), [x, weight], gradient)
-
-    constants = {
-        "gemm": sum(shares) / len(shares),
-        "attention": 1 / best,
-        "attention_keys": max(per_key / best, 1.0),
-        "memory": 2 / (1 / plain + 1 / strided) / gpu.memory_tb_per_s,
-        "launch_us": seconds(launches) / 300 * 1e6,
-        "wait_us": seconds(lambda: one.add_(1).item(), 100) * 1e6,
-    }
-    print(json.dumps({"worst error": max(errors.values()), **shown, **constants}), flush=True)
-    wrong = [name for name, error in errors.items() if not error <= RATE_LIMIT]
-    written = Path(file)
-    written.write_text(json.dumps(constants, indent=1) + "\n")
-    try:
-        Constants.read(written)
-    except BadInput as error:
-        wrong.append(str(error))
-    if wrong:
-        written.unlink()
-        print(f"not as it must be: {'; '.join(wrong)}", file=sys.stderr)
-    return int(bool(wrong))
 
 
 def stand_ins(folder: str, *names: str) -> None:

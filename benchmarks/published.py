@@ -91,11 +91,11 @@ def main(names: list[str]) -> int:
             recipe = RECIPES[name]
             model = ("--hf-model", str(SHAPES / f"{recipe.shape}.json"))
             command = read_command([*model, *f"{COMMON} {recipe.flags}".split()], recipe.gpus)
-            found = bench.rehearse(command)
-            fullest = max(found.outcomes, key=lambda outcome: outcome.reserved)
+            rehearsal = bench.rehearse(command)
+            fullest = max(rehearsal.outcomes, key=lambda outcome: outcome.reserved)
             total = fullest.reserved / GIB + options.device(command).allowance_gib
-            held = fullest.peak / GIB
-            table.add_row(name, recipe.source, recipe.gib, f"{total:.1f}", f"{held:.1f}")
+            peak_gib = fullest.peak / GIB
+            table.add_row(name, recipe.source, recipe.gib, f"{total:.1f}", f"{peak_gib:.1f}")
     console.output.print(table)
     return 0
 

@@ -285,7 +285,7 @@ def our_step(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
-    from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+    from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
     from mcore_qwen3vl.model.decoder.attention import PackedSequence
     from mcore_qwen3vl.model.inputs import visual_inputs
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -388,7 +388,7 @@ def hf_step(
 def hf_inputs(
     architecture: Any, batch: dict[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+    from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 
     positions, _ = mrope_position_ids(
         architecture, batch["ids"], batch["grid"], None, cu_seqlens=batch["bounds"]

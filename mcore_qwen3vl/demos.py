@@ -90,8 +90,8 @@ def _convert(folder: Path, dense: bool, status: Callable[[str], object]) -> Demo
     def compare() -> tuple[str, bool]:
         inputs = prompt_inputs(hf)
         expected = hugging_face_logits(hf, inputs)
-        found = run_layout(_mcore_logits, layout.world_size, mcore, layout, inputs)
-        relative = max(measure(logits, expected).relative for logits in found)
+        outputs = run_layout(_mcore_logits, layout.world_size, mcore, layout, inputs)
+        relative = max(measure(logits, expected).relative for logits in outputs)
         text = (
             f"{expected.shape[1]} tokens, {int(inputs['image_grid_thw'].prod())} patches: "
             f"off by {relative:.1e} of max |logit| (limit {TOLERANCE:.0e})"
@@ -149,7 +149,7 @@ def hugging_face_logits(hf: Path, inputs: dict[str, torch.Tensor]) -> torch.Tens
 @torch.no_grad()
 def _mcore_logits(mcore: Path, layout: Layout, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the (1, S, V) logits of this rank's data-parallel replica, gathered over TP."""
-    from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+    from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
     from mcore_qwen3vl.inference import CheckedModel, ModelRequest
     from mcore_qwen3vl.model.inputs import visual_inputs
 

@@ -84,8 +84,8 @@ class CheckedModel:
         chunks = build_chunks(
             self.architecture, request.layout, spec=request.spec, kind=kind, **overrides
         )
-        whole = () if self.adapter is None else self.adapter.saved
-        load_weights(chunks, self._place, spare_value_head=SCORE in whole)
+        full_modules = () if self.adapter is None else self.adapter.saved
+        load_weights(chunks, self._place, spare_value_head=SCORE in full_modules)
         if self.adapter is not None:
             adapt(chunks, self.adapter)
         return chunks
@@ -136,11 +136,11 @@ def adapter_for(
     adapter = read_adapter(lora, folder)
     if adapter.labels is not None:
         several = len(adapter.labels) > 1
-        own, model = ("classify", "classifier") if several else ("reward", "reward model")
-        if task != own:
+        used_by, model = ("classify", "classifier") if several else ("reward", "reward model")
+        if task != used_by:
             raise BadInput(
-                f"{lora} is the adapter of a {model}, whose head only `score --task {own}` uses: "
-                f"`score {checkpoint} DATA --lora {lora} --task {own}`."
+                f"{lora} is the adapter of a {model}, whose head only `score --task {used_by}` "
+                f"uses: `score {checkpoint} DATA --lora {lora} --task {used_by}`."
             )
     if os.environ.get("RANK", "0") == "0":
         for note in adapter.other_base(checkpoint):

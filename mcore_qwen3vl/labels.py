@@ -62,8 +62,8 @@ class Labels:
         if self.problem_type:
             wanted["problem_type"] = self.problem_type
         there = config.get("id2label") or {}
-        own = (tuple(there.values()), Labels.numbered(len(there)).names)
-        if len(there) == len(self) and self.names in own:
+        same_names = (tuple(there.values()), Labels.numbered(len(there)).names)
+        if len(there) == len(self) and self.names in same_names:
             return wanted
         family = "Qwen3VLMoe" if MODEL_TYPES[config["model_type"]] else "Qwen3VL"
         return wanted | {

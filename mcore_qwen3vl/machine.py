@@ -46,16 +46,16 @@ def outside() -> Iterator[str]:
         if requirement.name not in PACKAGES:
             continue
         try:
-            found = version(requirement.name)
+            installed = version(requirement.name)
         except PackageNotFoundError:  # some commands work without it
             continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            yield _sentence(requirement.name, found, requirement.specifier)
+        if not requirement.specifier.contains(installed, prereleases=True):
+            yield _sentence(requirement.name, installed, requirement.specifier)
 
 
-def _sentence(name: str, found: str, allowed: SpecifierSet) -> str:
+def _sentence(name: str, installed: str, allowed: SpecifierSet) -> str:
     return (
-        f"{name} {found} is installed, and this package is tested with {name} {allowed}: what "
+        f"{name} {installed} is installed, and this package is tested with {name} {allowed}: what "
         "follows may fail or be wrong. Install one of those."
     )
 

@@ -245,9 +245,9 @@ def _plain(value: Any) -> Any:
     from mcore_qwen3vl.data.records.media import to_rgb
 
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Image.Image):
         png = io.BytesIO()
         to_rgb(value).save(png, "PNG")

@@ -45,14 +45,14 @@ class Fields:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """For fields that are not used: what becomes of them, see :attr:`Unused.why`."""
 
-    def unused(self, given: Mapping[Any, Any]) -> list[Unused]:
+    def unused(self, values: Mapping[Any, Any]) -> list[Unused]:
         """Return the fields of `given` that are not used, in their order.
 
         A field whose value is null is left out by its author, and so is not named.
         """
         return [
             Unused(self.where, str(name), self.reasons.get(str(name), ""))
-            for name, value in given.items()
+            for name, value in values.items()
             if value is not None and not self._is_known(str(name), value)
         ]
 
@@ -61,7 +61,7 @@ class Fields:
             return True
         # 1 == True in Python, but they are two different values of a field; 1 and 1.0 are not.
         harmless = self.without_effect.get(name, NO_VALUES)
-        return any(value == one and _is_flag(value) == _is_flag(one) for one in harmless)
+        return any(value == known and _is_flag(value) == _is_flag(known) for known in harmless)
 
 
 def _is_flag(value: Any) -> bool:

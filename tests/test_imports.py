@@ -65,7 +65,6 @@ ORDER = (
     "verify.report",
     "verify.checkpoints",
     "verify.audit",
-    "verify.roundtrip",
     "verify.parity",
     "verify.trace",
     "verify.job",

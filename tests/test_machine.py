@@ -10,7 +10,7 @@ import pytest
 
 from mcore_qwen3vl.converters.storage import disk
 from mcore_qwen3vl.machine import usable_cores
-from mcore_qwen3vl.verify.roundtrip import roundtrip
+from mcore_qwen3vl.verify.checkpoints import roundtrip
 
 LINUX_ONLY = ("O_DIRECT", "sched_getaffinity", "posix_fadvise", "posix_fallocate")
 

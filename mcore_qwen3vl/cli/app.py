@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from mcore_qwen3vl import __version__, console, machine
-from mcore_qwen3vl.cli import convert, data, launch, options, verify
+from mcore_qwen3vl.cli import convert, data, options, training, verify
 from mcore_qwen3vl.cli.inference import generate, score
 from mcore_qwen3vl.cli.inspect import inspect
-from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.files import new_folder
 
@@ -34,13 +33,12 @@ app.add_typer(convert.app, name="convert")
 app.add_typer(convert.lora, name="lora")
 app.add_typer(verify.app, name="verify")
 app.add_typer(data.app, name="data")
-app.add_typer(launch.app, name="launch")
+app.add_typer(training.launch, name="launch")
 app.command("inspect")(inspect)
 app.command("generate")(generate)
 app.command("score")(score)
-app.command(
-    "rehearse", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(rehearse)
+_FORWARDS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("rehearse", context_settings=_FORWARDS)(training.rehearse)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -159,45 +157,8 @@ def demo(
     options.require(result.ok, "the demo failed: see its results above.")
 
 
-@app.command(
-    "train",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)
-def train(
-    context: typer.Context,
-    processes: Annotated[
-        int | None,
-        typer.Option(help="Number of ranks; default: one for each GPU, or one on the CPU."),
-    ] = None,
-) -> None:
-    """Train on this machine: forwards every other flag to Megatron's loop through torchrun."""
-    from mcore_qwen3vl.training.arguments.help import asked_words
-    from mcore_qwen3vl.training.local import show_help, train_locally
-
-    words = asked_words(context.args)
-    if words is None:
-        sys.exit(train_locally(context.args, processes))
-    show_help(words)
-
-
-@app.command("train-demo")
-def train_demo(
-    keep: Annotated[Path | None, typer.Option(help="Keep the files in this directory.")] = None,
-    lora: Annotated[
-        bool, typer.Option("--lora", help="Train an adapter, and generate with PEFT.")
-    ] = False,
-) -> None:
-    """Train a tiny model on image questions on the CPU, stop, resume, export, ask it."""
-    console.quiet_libraries()
-    from mcore_qwen3vl.demos import train_demo as run
-
-    result = run(keep=keep, say=console.output.print, lora=lora)
-    console.output.print(
-        f"loss {result.first_loss:.3f} to {result.last_loss:.4f}, resumed at step "
-        f"{result.resumed_at}, {result.answered} of {result.asked} questions answered, "
-        f"{result.seconds:.0f} s"
-    )
+app.command("train", context_settings=_FORWARDS, add_help_option=False)(training.train)
+app.command("train-demo")(training.train_demo)
 
 
 def _show_demo(demo: Demo) -> None:

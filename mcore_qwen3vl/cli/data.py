@@ -119,8 +119,8 @@ def check(
     if plot is not None:
         plot_report(report, plot)
     if json:
-        found = {"samples": report.samples, "summary": report.totals(), **asdict(report)}
-        console.emit_json(found)
+        facts = {"samples": report.samples, "summary": report.totals(), **asdict(report)}
+        console.emit_json(facts)
     else:
         show_report(report)
         if plot is not None:
@@ -186,16 +186,16 @@ def show_sample(
         path, number, processor, config, split=split, preprocess=preprocess, train_on=train_on
     )
     write_page(seen, out)
-    kinds = Counter(one.kind for one in seen.media)
+    kinds = Counter(item.kind for item in seen.media)
     counts = {"tokens": seen.tokens, "trained": seen.trained, "media": kinds}
-    found = {"sample": seen.name, "format": seen.format, **counts, "out": out}
-    found["unused"] = as_json(seen.unused)
+    facts = {"sample": seen.name, "format": seen.format, **counts, "out": out}
+    facts["unused"] = as_json(seen.unused)
     shown = ", ".join(console.counted(kinds[kind], kind) for kind in sorted(kinds)) or "no images"
     said = (
         f"{seen.name}: {seen.format}, {console.counted(seen.tokens, 'token')}, {seen.trained:,} of "
         f"them trained, {shown}: {out}"
     )
-    console.present(json, found, console.say, said)
+    console.present(json, facts, console.say, said)
     if not json:
         console.name_unused(seen.unused)
 

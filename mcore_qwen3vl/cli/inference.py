@@ -84,7 +84,7 @@ def generate(
     Unless --dp and --sp are given, there are as many replicas as the experts need, and SP is on
     wherever TP is.
     """
-    prompt = [console.as_utf8(one) for one in prompt]
+    prompt = [console.as_utf8(text) for text in prompt]
     videos = [str(path) for path in video or []]
     for kind, references in (("Image", image or []), ("Video", videos)):
         for reference in filter(_is_missing_file, references):
@@ -118,8 +118,8 @@ def generate(
     if int(os.environ.get("RANK", "0")):
         return
     if json:
-        found = [{"prompt": p, **asdict(a)} for p, a in zip(prompt, answers, strict=True)]
-        facts = {"layout": str(layout), "seconds": seconds, "answers": found}
+        entries = [{"prompt": p, **asdict(a)} for p, a in zip(prompt, answers, strict=True)]
+        facts = {"layout": str(layout), "seconds": seconds, "answers": entries}
         console.emit_json({**facts, "unused": as_json(unused)})
         return
     if streams:
@@ -225,13 +225,13 @@ def score(
         train_on=train_on, **reading,
     )  # fmt: skip
     unused = _name_unused(request, "score")
-    found = run(request, on_cpu=cpu)
-    if found is None:  # a rank of torchrun other than the first
+    tally = run(request, on_cpu=cpu)
+    if tally is None:  # a rank of torchrun other than the first
         return
     written = str(request.written)
-    facts = {"out": written, **asdict(found), "unused": as_json(unused)}
-    console.present(json, facts, _show_scores, found, written)
-    options.require(bool(found.scored), f"No record of {data} could be scored.")
+    facts = {"out": written, **asdict(tally), "unused": as_json(unused)}
+    console.present(json, facts, _show_scores, tally, written)
+    options.require(bool(tally.scored), f"No record of {data} could be scored.")
 
 
 def _name_unused(request: "ModelRequest", command: str) -> list[Unused]:
@@ -253,25 +253,25 @@ def _prepare(cpu: bool) -> None:
         backend.install()
 
 
-def _show_scores(found: "Tally", written: str) -> None:
+def _show_scores(tally: "Tally", written: str) -> None:
     """Print what a file of scores holds."""
     rows = [
-        ("records", f"{found.records:,}, of which {found.scored:,} scored"),
-        ("left out", f"{found.bad:,} bad, {found.overlong:,} over-long"),
-        ("embeddings", _count(found.embeddings)),
-        ("rewards", _count(found.rewards)),
-        ("labels", ", ".join(f"{name} {count:,}" for name, count in found.labels.items())),
-        ("documents", _count(found.documents)),
-        ("positive is first", _decimal(found.positive_first)),
-        ("trained tokens", _count(found.tokens)),
-        ("log-probability", _decimal(found.log_prob if found.tokens else None)),
-        ("perplexity", _decimal(found.perplexity)),
-        ("entropy of a token", _decimal(found.entropy)),
-        ("perplexity of chosen", _decimal(found.chosen_perplexity)),
-        ("perplexity of rejected", _decimal(found.rejected_perplexity)),
+        ("records", f"{tally.records:,}, of which {tally.scored:,} scored"),
+        ("left out", f"{tally.bad:,} bad, {tally.overlong:,} over-long"),
+        ("embeddings", _count(tally.embeddings)),
+        ("rewards", _count(tally.rewards)),
+        ("labels", ", ".join(f"{name} {count:,}" for name, count in tally.labels.items())),
+        ("documents", _count(tally.documents)),
+        ("positive is first", _decimal(tally.positive_first)),
+        ("trained tokens", _count(tally.tokens)),
+        ("log-probability", _decimal(tally.log_prob if tally.tokens else None)),
+        ("perplexity", _decimal(tally.perplexity)),
+        ("entropy of a token", _decimal(tally.entropy)),
+        ("perplexity of chosen", _decimal(tally.chosen_perplexity)),
+        ("perplexity of rejected", _decimal(tally.rejected_perplexity)),
         (
-            "chosen has the higher reward" if found.rewards else "chosen is likelier",
-            _decimal(found.chosen_preferred),
+            "chosen has the higher reward" if tally.rewards else "chosen is likelier",
+            _decimal(tally.chosen_preferred),
         ),
     ]
     console.output.print(console.table("", "what", ">", rows=[row for row in rows if row[1]]))

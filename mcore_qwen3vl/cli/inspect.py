@@ -72,8 +72,8 @@ def inspect(
     elif table:
         inspection = inspect_path(path, hf_config=hf_config)
         lines = mapping_lines(inspection.mapping())
-        found = {"path": inspection.path, "kind": inspection.kind}
-        mapping = {**found, "mapping": [asdict(line) for line in lines]}
+        named = {"path": inspection.path, "kind": inspection.kind}
+        mapping = {**named, "mapping": [asdict(line) for line in lines]}
         console.present(json, mapping, _show_mapping, lines)
     else:
         inspection = inspect_path(path, hf_config=hf_config)

@@ -104,7 +104,7 @@ def layout_flags(
     sp = _flag("sp", bool | None, "Sequence parallelism.", "--sp/--no-sp", rich_help_panel=_LAYOUT)
     return _with_flags(
         [flag for flag in [*flags, sp] if flag.name not in without],
-        lambda command, own, given: command(**own, layout=make(**given)),
+        lambda command, arguments, values: command(**arguments, layout=make(**values)),
         filled="layout",
     )
 
@@ -121,9 +121,9 @@ def data_flags(*names: str) -> Callable[[Any], Any]:
     flags = [_flag(name, kinds[name], help_of(name), default=defaults[name]) for name in names]
     flags += [_flag(name, kinds[name], help_of(name), **panel) for name in budgets]
 
-    def call(command: Callable[..., Any], own: dict[str, Any], given: dict[str, Any]) -> Any:
-        media = MediaLimits(**{name: given.pop(name) for name in budgets if name in given})
-        return command(**own, reading={**given, "media": media})
+    def call(command: Callable[..., Any], arguments: dict[str, Any], values: dict[str, Any]) -> Any:
+        media = MediaLimits(**{name: values.pop(name) for name in budgets if name in values})
+        return command(**arguments, reading={**values, "media": media})
 
     return _with_flags(flags, call, filled="reading")
 
@@ -135,7 +135,9 @@ def then(use: Callable[..., None]) -> Callable[[Any], Any]:
     call of the function, without arguments.
     """
     flags = list(signature(use).parameters.values())[1:]
-    return _with_flags(flags, lambda command, own, given: use(partial(command, **own), **given))
+    return _with_flags(
+        flags, lambda command, arguments, values: use(partial(command, **arguments), **values)
+    )
 
 
 def help_of(name: str) -> str:
@@ -163,10 +165,12 @@ def _with_flags(
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
-        def with_flags(**own: Any) -> Any:
-            given = {flag.name: own.pop(flag.name) for flag in flags}
+        def with_flags(**arguments: Any) -> Any:
+            values = {flag.name: arguments.pop(flag.name) for flag in flags}
             return call(
-                command, own, {name: value for name, value in given.items() if value is not None}
+                command,
+                arguments,
+                {name: value for name, value in values.items() if value is not None},
             )
 
         named = [p for p in signature(command).parameters.values() if p.name != filled]
@@ -178,7 +182,7 @@ def _with_flags(
     return decorate
 
 
-def require(held: bool, otherwise: str) -> None:
+def require(condition: bool, otherwise: str) -> None:
     """Exit with code 1 and a message unless a check held."""
-    if not held:
+    if not condition:
         raise CheckFailed(otherwise)

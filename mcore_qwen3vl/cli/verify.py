@@ -68,11 +68,11 @@ def verify_roundtrip(
 ) -> "Report":
     """Convert to Megatron-Core and back, and compare every tensor and file bitwise."""
     if lora is not None:
-        from mcore_qwen3vl.verify.roundtrip import adapter_roundtrip
+        from mcore_qwen3vl.verify.checkpoints import adapter_roundtrip
 
         console.quiet_libraries()
         return adapter_roundtrip(src, lora, work_dir)
-    from mcore_qwen3vl.verify.roundtrip import roundtrip
+    from mcore_qwen3vl.verify.checkpoints import roundtrip
 
     return roundtrip(src, work_dir, console.byte_progress, workers=workers, strict=strict)
 

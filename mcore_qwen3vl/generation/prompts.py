@@ -14,7 +14,7 @@ from transformers import image_utils
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rgb
 from mcore_qwen3vl.data.records.reading import BadSample
@@ -58,7 +58,7 @@ def user_turns(
     media = {"image": list(images), "video": list(videos)}
     tags = [tag for text in texts for tag in TAG.findall(text)]
     if not tags:
-        first = [{"type": kind, kind: one} for kind, many in media.items() for one in many]
+        first = [{"type": kind, kind: medium} for kind, many in media.items() for medium in many]
         contents = [[*first, {"type": "text", "text": text}] for text in texts]
     else:
         for kind, many in media.items():

@@ -19,8 +19,8 @@ device needs Linux with glibc and a C compiler.
 This package imports nothing else of ours and knows no model, so that it can be used alone.
 """
 
+from mcore_qwen3vl.pretended.device import HostSync, Interval, Report
 from mcore_qwen3vl.pretended.preload import Settings, Unavailable, preloaded, start_again
-from mcore_qwen3vl.pretended.report import HostSync, Interval, Report
 from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
 
 __all__ = [

@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_qwen3vl.pretended.device import Interval, Report
 from mcore_qwen3vl.pretended.preload import Settings, Unavailable, start_again
-from mcore_qwen3vl.pretended.report import Interval, Report
 from mcore_qwen3vl.pretended.workbench import leave_at_once
 
 
@@ -46,26 +46,27 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program and return its exit code."""
-    own = make_parser().parse_args(argv)
-    start_again(Settings(own.memory_gib, capability=own.capability, late_events=own.late_events))
-    from mcore_qwen3vl.pretended import peak
+    options = make_parser().parse_args(argv)
+    start_again(
+        Settings(options.memory_gib, capability=options.capability, late_events=options.late_events)
+    )
     from mcore_qwen3vl.pretended.flops import count_compiled
-    from mcore_qwen3vl.pretended.rank import one_rank
+    from mcore_qwen3vl.pretended.rank import History, line_of, one_rank, record_allocations
 
     count_compiled()
-    with one_rank(own.rank, own.world_size) as rank:
-        if own.peak:
-            peak.record()
-        if own.launches:
+    with one_rank(options.rank, options.world_size) as rank:
+        if options.peak:
+            record_allocations()
+        if options.launches:
             rank.device.watch_launches()
-        code = _run(own.program, own.arguments, own.module)
+        code = _run(options.program, options.arguments, options.module)
         rank.end_interval("end")
-        if own.peak:
-            held = peak.History(peak.line).peak().sizes
-            rank.report.facts["bytes at the peak, by line"] = held
+        if options.peak:
+            bytes_by_line = History(line_of).peak().sizes
+            rank.report.facts["bytes at the peak, by line"] = bytes_by_line
     print(table(rank.report), file=sys.stderr)
-    if own.json:
-        own.json.write_text(json.dumps(rank.report.to_json(), indent=1), "utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(rank.report.to_json(), indent=1), "utf-8")
     return code
 
 

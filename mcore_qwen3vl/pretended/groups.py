@@ -25,9 +25,9 @@ from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
+from mcore_qwen3vl.pretended.device import Traffic
 from mcore_qwen3vl.pretended.integers import host_view
 from mcore_qwen3vl.pretended.preload import Unavailable
-from mcore_qwen3vl.pretended.report import Traffic
 
 REPLACED = ("init_process_group", "new_group", "_store_based_barrier")
 """Functions of ``torch.distributed.distributed_c10d`` that :func:`install` replaces."""
@@ -215,9 +215,9 @@ class OneRankGroup(PythonGroup):
         _copy_to_all(outputs, inputs)
         return self._did("all_gather", outputs, outputs)
 
-    def _allgather_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Work:
-        if _has_values(own):
-            out.view(self._size, -1).copy_(own.reshape(1, -1).expand(self._size, -1))
+    def _allgather_base(self, out: Tensor, source: Tensor, opts: Any = None) -> Work:
+        if _has_values(source):
+            out.view(self._size, -1).copy_(source.reshape(1, -1).expand(self._size, -1))
         return self._did("all_gather", [out], [out])
 
     all_gather_single = _allgather_base
@@ -227,8 +227,8 @@ class OneRankGroup(PythonGroup):
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def _reduce_scatter_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Work:
-        return self._did("reduce_scatter", [own], [out])
+    def _reduce_scatter_base(self, out: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self._did("reduce_scatter", [source], [out])
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -241,13 +241,13 @@ class OneRankGroup(PythonGroup):
         return self._did("reduce_scatter", inputs, outputs)
 
     def alltoall_base(
-        self, out: Tensor, own: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
+        self, out: Tensor, source: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Work:
-        for name, splits, tensor in (("output", out_splits, out), ("input", in_splits, own)):
+        for name, splits, tensor in (("output", out_splits, out), ("input", in_splits, source)):
             sizes = [int(n) for n in splits] if splits is not None else []
             if sizes and sum(sizes) != tensor.shape[0]:
                 raise ValueError(f"all_to_all: {name} splits {sizes} of {tuple(tensor.shape)}")
-        return self._did("all_to_all", [own], [out])
+        return self._did("all_to_all", [source], [out])
 
     all_to_all_single = alltoall_base
 
@@ -304,9 +304,9 @@ class OneRankGroup(PythonGroup):
 
 
 def _copy_to_all(outputs: Any, inputs: Any) -> None:
-    for parts, own in zip(outputs, inputs, strict=False):  # only a gather's root has outputs
-        for part in parts if _has_values(own) else ():
-            part.copy_(own)
+    for parts, source in zip(outputs, inputs, strict=False):  # only a gather's root has outputs
+        for part in parts if _has_values(source) else ():
+            part.copy_(source)
 
 
 def _has_values(tensor: Tensor) -> bool:

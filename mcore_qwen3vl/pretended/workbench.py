@@ -24,8 +24,8 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 from unittest import mock
 
+from mcore_qwen3vl.pretended.device import Report
 from mcore_qwen3vl.pretended.preload import Routing, Settings
-from mcore_qwen3vl.pretended.report import Report
 
 
 class Failed(RuntimeError):

@@ -236,10 +236,10 @@ def _all(command: Command, a: Architecture) -> list[Role]:
     if layout.pp == 1:
         return [Role("every rank", 0, 0)]
     every_one = any(getattr(command.args, name) for name in OWN_SPLIT)
-    held = layout.virtual_stages(a.num_hidden_layers)
+    layers_of_stages = layout.virtual_stages(a.num_hidden_layers)
     middle: dict[object, list[int]] = {}
     for stage in range(1, layout.pp - 1):
-        alike = tuple(len(layers) for layers in held[stage :: layout.pp])
+        alike = tuple(len(layers) for layers in layers_of_stages[stage :: layout.pp])
         middle.setdefault(stage if every_one else alike, []).append(stage)
     virtual = f", {layout.vpp} virtual" if layout.vpp > 1 else ""
     roles = [Role(f"first stage{virtual}", _rank(command, 0), 0)]

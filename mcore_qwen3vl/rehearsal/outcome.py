@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.pretended.report import Interval, Report
+from mcore_qwen3vl.pretended.device import Interval, Report
 from mcore_qwen3vl.rehearsal.command import Command, Role
 from mcore_qwen3vl.rehearsal.rank import holders
 from mcore_qwen3vl.rehearsal.step_time import StepTime
@@ -37,7 +37,7 @@ class RoleOutcome:
     """The results of one role's two iterations.
 
     Attributes:
-        measured: the result of :func:`.rank.measure.measure`.
+        measured: the result of :func:`.rank.train.measure`.
         usable: bytes available to PyTorch's allocator.
     """
 
@@ -66,7 +66,7 @@ class RoleOutcome:
         return int((moment or self.measured["peak"])["allocated"])
 
     @property
-    def held(self) -> dict[str, int]:
+    def by_holder(self) -> dict[str, int]:
         """Bytes by holder at the moment of :attr:`peak`, largest first."""
         moment = self.measured["refused"] if self.out_of_memory else None
         return dict((moment or self.measured["peak"])["sizes"])
@@ -89,8 +89,8 @@ class RoleOutcome:
     @property
     def iteration(self) -> Interval | None:
         """The last whole iteration; None if there is none or the role failed."""
-        whole = [s for s in self.report.intervals if s.name.startswith("iteration")]
-        return whole[-1] if whole and self.ok else None
+        iterations = [s for s in self.report.intervals if s.name.startswith("iteration")]
+        return iterations[-1] if iterations and self.ok else None
 
     @property
     def work(self) -> list[dict[str, dict[str, float]]]:
@@ -108,8 +108,8 @@ class RoleOutcome:
     def host_syncs(self) -> int:
         """Host syncs of one iteration, without those of periodic logging."""
         iteration = self.iteration
-        found = iteration.host_syncs if iteration is not None else []
-        return sum(sync.count for sync in found if sync.phase != holders.LOG)
+        syncs = iteration.host_syncs if iteration is not None else []
+        return sum(sync.count for sync in syncs if sync.phase != holders.LOG)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the role's results for ``--json``; sizes in bytes."""
@@ -123,7 +123,7 @@ class RoleOutcome:
             "kind of numbers": "measured",
             "peak": self.peak,
             "max_memory_allocated": max((s.peak for s in self.report.intervals), default=0),
-            "held at the peak": self.held,
+            "held at the peak": self.by_holder,
             "reserved": self.reserved,
             "usable": self.usable,
             "spare": self.spare,
@@ -145,8 +145,8 @@ def memory_line(outcomes: Sequence[RoleOutcome]) -> str:
     """Return one line about the fullest role, as in the headers of the launch scripts."""
     fullest = max(outcomes, key=lambda outcome: outcome.reserved)
     parts = [holders.WEIGHTS, holders.GRADIENTS, holders.OPTIMIZER, holders.LOGITS]
-    parts += [holders.FROZEN] if holders.FROZEN in fullest.held else []
-    sizes = {name: fullest.held.get(name, 0) for name in parts}
+    parts += [holders.FROZEN] if holders.FROZEN in fullest.by_holder else []
+    sizes = {name: fullest.by_holder.get(name, 0) for name in parts}
     sizes["the rest"] = fullest.peak - sum(sizes.values())
     listing = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sizes.items())
     return (

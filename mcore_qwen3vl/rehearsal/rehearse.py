@@ -25,13 +25,13 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.schedule import Durations, Pipeline, model_pipeline
 
 IMPORTS = (
-    "mcore_qwen3vl.rehearsal.rank.measure",
+    "mcore_qwen3vl.rehearsal.rank.train",
     "mcore_qwen3vl.training.run",
     "mcore_qwen3vl.training.model",
     "mcore_qwen3vl.training.broadcast.provider",
     "megatron.training.training",
 )
-_ON_RANK = "mcore_qwen3vl.rehearsal.rank.measure:measure"
+_ON_RANK = "mcore_qwen3vl.rehearsal.rank.train:measure"
 _LOOK = 0.3  # seconds between two looks at what a rank is doing
 _LOG_LINES = 12
 

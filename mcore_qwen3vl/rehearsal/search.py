@@ -12,8 +12,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.pretended.device import Interval, Traffic
 from mcore_qwen3vl.pretended.flops import ONE_KEY
-from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.material import sample_of
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy
@@ -51,7 +51,7 @@ class Candidate:
     estimate: float
 
     @property
-    def own(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether it is the run's own layout."""
         return not self.flags
 
@@ -77,7 +77,7 @@ class Fit:
         """Return the row for ``--json``; sizes in bytes."""
         return {
             "layout": str(self.candidate.command.layout),
-            "own": self.candidate.own,
+            "own": self.candidate.is_requested,
             "flags": list(self.candidate.flags),
             "fits": self.good,
             "verdict": self.rehearsal.verdict,
@@ -107,11 +107,11 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
             f"No layout of this model fits on {command.gpus} GPUs; {len(ranked)} were "
             "estimated. Use more or larger GPUs, or a shorter --seq-length."
         )
-    possible = [c for c in ranked if c.own or c.estimate <= ESTIMATE_OFF * usable]
+    possible = [c for c in ranked if c.is_requested or c.estimate <= ESTIMATE_OFF * usable]
     tried: list[Fit] = []
     for number, candidate in enumerate(possible):
         done = number >= TRIED or sum(fit.good for fit in tried) >= WANTED
-        if done and not candidate.own:
+        if done and not candidate.is_requested:
             continue
         rehearsal = rehearser.rehearse(
             candidate.command, stop_at_failure=True, what=f"{candidate.command.layout}, "
@@ -244,12 +244,12 @@ def _exchanges(a: Architecture, layout: Layout, tokens: int) -> list[tuple[Traff
 def _reduced(a: Architecture, layout: Layout, stage: int) -> Iterator[Traffic]:
     """Yield the exchange of gradients and of weights between data-parallel ranks."""
     shared, experts = memory.rank_parameters(a, layout, stage)
-    held = layout.ep * layout.etp  # ranks between which a layer's experts are divided
-    copies = layout.tp * layout.cp * layout.dp // held
+    divisions = layout.ep * layout.etp  # ranks between which a layer's experts are divided
+    copies = layout.tp * layout.cp * layout.dp // divisions
     for operation, nbytes in (("reduce_scatter", 4), ("all_gather", 2)):
         ranks, size = layout.dp * layout.cp, nbytes * shared
         yield _traffic("DATA_PARALLEL", ranks, layout.tp, operation, size)
-        yield _traffic("EXPERT_DATA_PARALLEL", copies, held, operation, nbytes * experts)
+        yield _traffic("EXPERT_DATA_PARALLEL", copies, divisions, operation, nbytes * experts)
 
 
 def _traffic(

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.pretended.device import Interval, Traffic
 from mcore_qwen3vl.pretended.flops import BYTES, KINDS, ONE_KEY
-from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, COMBINE, DISPATCH, FORWARD
 from mcore_qwen3vl.runtime.gpus import Gpu
 from mcore_qwen3vl.schedule import Durations, order_of_work, simulate

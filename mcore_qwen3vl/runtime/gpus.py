@@ -61,13 +61,13 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         BadInput: no such GPU, or several.
     """
-    found = [gpu for key, gpu in GPUS.items() if key.startswith(name.lower())]
-    if len(found) != 1:
+    matches = [gpu for key, gpu in GPUS.items() if key.startswith(name.lower())]
+    if len(matches) != 1:
         raise BadInput(
-            f"--gpu {name} is {'more than one GPU' if found else 'not known'}: use one of "
+            f"--gpu {name} is {'more than one GPU' if matches else 'not known'}: use one of "
             f"{', '.join(GPUS)}, with --memory-gib for another size."
         )
-    return found[0]
+    return matches[0]
 
 
 def nccl_groups(layout: Layout, *, moe: bool) -> int:

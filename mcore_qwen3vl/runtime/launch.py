@@ -295,5 +295,5 @@ def _stack(r: _Rank) -> str:
     if not r.stacks.exists():
         return "it had not begun"
     lines = r.stacks.read_text("utf-8", errors="replace").splitlines()
-    own = next((i for i, line in enumerate(lines) if f'"{__file__}"' in line), len(lines))
-    return "\n".join(lines[:own])
+    first_of_ours = next((i for i, line in enumerate(lines) if f'"{__file__}"' in line), len(lines))
+    return "\n".join(lines[:first_of_ours])

@@ -87,26 +87,26 @@ class StagedGroup(PythonGroup):
         return _Exchange()
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        for parts, own in zip(outputs, inputs, strict=True):
-            for part, octets in zip(parts, self._gathered(own), strict=True):
+        for parts, source in zip(outputs, inputs, strict=True):
+            for part, octets in zip(parts, self._gathered(source), strict=True):
                 _write(part, octets)
         return _Exchange()
 
-    def _allgather_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Work:
-        _write(out, torch.cat(self._gathered(own)))
+    def _allgather_base(self, out: Tensor, source: Tensor, opts: Any = None) -> Work:
+        _write(out, torch.cat(self._gathered(source)))
         return _Exchange()
 
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        for out, own in zip(outputs, inputs, strict=True):
-            self._allgather_base(out, own)
+        for out, source in zip(outputs, inputs, strict=True):
+            self._allgather_base(out, source)
         return _Exchange()
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
-        received = [self._gathered(own) for own in inputs]
+        received = [self._gathered(source) for source in inputs]
         if self.rank() == opts.rootRank:
             for parts, all_octets in zip(outputs, received, strict=True):
                 for part, octets in zip(parts, all_octets, strict=True):
@@ -121,8 +121,8 @@ class StagedGroup(PythonGroup):
             _write(out, octets)
         return _Exchange()
 
-    def _reduce_scatter_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Work:
-        _write(out, self._reduced(own, opts).view(self._size, -1)[self.rank()])
+    def _reduce_scatter_base(self, out: Tensor, source: Tensor, opts: Any = None) -> Work:
+        _write(out, self._reduced(source, opts).view(self._size, -1)[self.rank()])
         return _Exchange()
 
     reduce_scatter_single = _reduce_scatter_base
@@ -133,16 +133,16 @@ class StagedGroup(PythonGroup):
         return _Exchange()
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        for out, own in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(out, own, opts)
+        for out, source in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(out, source, opts)
         return _Exchange()
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def alltoall_base(
-        self, out: Tensor, own: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
+        self, out: Tensor, source: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Work:
-        sent = list(_octets(own).split(self._sizes(own, in_splits)))
+        sent = list(_octets(source).split(self._sizes(source, in_splits)))
         received = list(_room(out).split(self._sizes(out, out_splits)))
         self._exchange(received, sent)
         _write(out, torch.cat(received))
@@ -152,7 +152,7 @@ class StagedGroup(PythonGroup):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         received = [_room(out) for out in outputs]
-        self._exchange(received, [_octets(own) for own in inputs])
+        self._exchange(received, [_octets(source) for source in inputs])
         for out, octets in zip(outputs, received, strict=True):
             _write(out, octets)
         return _Exchange()
@@ -184,8 +184,8 @@ class StagedGroup(PythonGroup):
         self._gloo.allreduce([on_host], options).wait()
         return on_host / self._size if mean else on_host
 
-    def _gathered(self, own: Tensor) -> list[Tensor]:
-        octets = _octets(own)
+    def _gathered(self, source: Tensor) -> list[Tensor]:
+        octets = _octets(source)
         parts = [torch.empty_like(octets) for _ in range(self._size)]
         self._gloo.allgather([parts], [octets]).wait()
         return parts

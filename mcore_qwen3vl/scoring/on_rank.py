@@ -78,22 +78,22 @@ class LogProbs(Readout):
         return torch.stack([log_probs] if entropies is None else [log_probs, entropies])
 
     def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
-        whole = output.new_zeros((len(output), *batch.input_ids.shape))
-        whole[..., to_device(local, whole.device)] = output
-        dist.all_reduce(whole, group=mpu.get_context_parallel_group())
-        return {name: self._of(*one) for name, *one in _trained(batch, whole.cpu())}
+        rows = output.new_zeros((len(output), *batch.input_ids.shape))
+        rows[..., to_device(local, rows.device)] = output
+        dist.all_reduce(rows, group=mpu.get_context_parallel_group())
+        return {name: self._of(*sequence) for name, *sequence in _trained(batch, rows.cpu())}
 
     def _of(self, labels: Tensor, values: Tensor) -> dict[str, Any]:
         """Return a sequence's results from its trained tokens (n,), and their values (rows, n)."""
-        found = {
+        result = {
             "log_prob": float(values[0].sum()),
             "tokens": len(labels),
             "token_ids": labels.tolist(),
             "token_log_probs": values[0].tolist(),
         }
         if len(values) > 1:
-            found |= {"entropy": float(values[1].mean()), "token_entropies": values[1].tolist()}
-        return found
+            result |= {"entropy": float(values[1].mean()), "token_entropies": values[1].tolist()}
+        return result
 
 
 class TopK(LogProbs):
@@ -103,11 +103,11 @@ class TopK(LogProbs):
         super().__init__(temperature=temperature)
         self._k, self._reduce = k, partial(likeliest, k=k, temperature=temperature)
 
-    def _processed(self, **given: Any) -> Tensor:
+    def _processed(self, **output: Any) -> Tensor:
         """Compute (2 k + 2, B, s): log-probabilities, k ids, theirs, and that of the rest."""
-        log_probs = super()._processed(**given)
-        ids, top = given["output_layer"](
-            given["hidden_states"], given["output_weight"], reduce=self._reduce
+        log_probs = super()._processed(**output)
+        ids, top = output["output_layer"](
+            output["hidden_states"], output["output_weight"], reduce=self._reduce
         )
         return torch.cat([log_probs, ids.float().movedim(-1, 0), top.movedim(-1, 0)])
 
@@ -179,7 +179,7 @@ class Classes(Readout):
         return {"label": label, "probabilities": chances}
 
 
-def _trained(batch: Batch, whole: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _trained(batch: Batch, rows: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield each sequence's name, its trained tokens (n,), and their (rows, n) of (rows, B, S)."""
     weights, labels = batch.loss_weights.cpu(), batch.labels.cpu()
     for number, name in enumerate(batch.names):
@@ -190,7 +190,7 @@ def _trained(batch: Batch, whole: Tensor) -> Iterator[tuple[str, Tensor, Tensor]
             start, end = batch.cu_seqlens[number : number + 2].tolist()
             row, place = 0, slice(start, end)
         trained = weights[row, place] > 0
-        yield name, labels[row, place][trained], whole[:, row, place][:, trained].double()
+        yield name, labels[row, place][trained], rows[:, row, place][:, trained].double()
 
 
 class Scorer:
@@ -219,18 +219,18 @@ class Scorer:
         count = self._agree(len(micros))
         read = None if self._records is None else self._records.batches(micros, count)
         outputs = self._forward(read, count)
-        found = BlockResults() if self._records is None else self._records.take_results()
+        results = BlockResults() if self._records is None else self._records.take_results()
         for batch, local, output in outputs:  # only the last stage has any
-            results = self._readout.results(batch, local, output)
+            scores = self._readout.results(batch, local, output)
             if mpu.get_tensor_and_context_parallel_rank() == 0:  # all of a TP x CP group are equal
-                found.scores |= results
+                results.scores |= scores
         everyone: list[Any] | None = [None] * dist.get_world_size() if not dist.get_rank() else None
-        dist.gather_object(found, everyone)
+        dist.gather_object(results, everyone)
         return None if everyone is None else reduce(or_, everyone)
 
-    def _agree(self, own: int) -> int:
+    def _agree(self, count: int) -> int:
         """Return how many micro-batches all replicas run: the most of any, rounded up for VPP."""
-        most = torch.tensor(own, device=self._device)
+        most = torch.tensor(count, device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         stages = mpu.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
         return math.ceil(int(most) / stages) * stages
@@ -267,4 +267,4 @@ class Scorer:
             micro_batch_size=1,
             forward_only=True,
         )
-        return [(*one, output) for one, output in zip(seen, outputs, strict=True)]
+        return [(*pair, output) for pair, output in zip(seen, outputs, strict=True)]

@@ -176,17 +176,17 @@ class Output:
 
     def finish(self) -> Tally:
         """Write the summary, give the files their final names, and return the summary."""
-        found = tally(self._partial)
-        facts = {"settings": self._settings, "summary": asdict(found)}
+        summary = tally(self._partial)
+        facts = {"settings": self._settings, "summary": asdict(summary)}
         self._partial_facts.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
-        whole = self._partial
+        finished = self._partial
         if write := _TABLES.get(self.path.suffix):
-            whole = self._partial.with_suffix(".table")
-            write(self._partial, whole)
+            finished = self._partial.with_suffix(".table")
+            write(self._partial, finished)
         os.replace(self._partial_facts, facts_of(self.path))
-        os.replace(whole, self.path)
+        os.replace(finished, self.path)
         self._partial.unlink(missing_ok=True)
-        return found
+        return summary
 
 
 def _is_entry(line: bytes) -> bool:
@@ -202,7 +202,7 @@ OVERLONG = "over-long: "
 
 def tally(scores: Path) -> Tally:
     """Summarise a file of scores."""
-    found = Tally()
+    total = Tally()
     totals = dict.fromkeys(("", *SIDES), (0, 0.0))
     entropies = 0.0
     preferred = 0
@@ -210,47 +210,47 @@ def tally(scores: Path) -> Tally:
     first: list[bool] = []  # of each query with negatives: whether the positive is
     with scores.open(encoding="utf-8") as lines:
         for entry in map(json.loads, lines):
-            found.records += 1
+            total.records += 1
             if "error" in entry:
                 overlong = entry["error"].startswith(OVERLONG)
-                found.overlong += overlong
-                found.bad += not overlong
+                total.overlong += overlong
+                total.bad += not overlong
                 continue
-            found.scored += 1
+            total.scored += 1
             if "probabilities" in entry:
-                given = entry["label"]
-                counted.update(given if isinstance(given, list) else [given])
+                label = entry["label"]
+                counted.update(label if isinstance(label, list) else [label])
                 continue
-            found.embeddings += len(values_in(entry, "embedding"))
+            total.embeddings += len(values_in(entry, "embedding"))
             if logits := values_in(entry, "logit"):
-                found.documents += len(logits)
+                total.documents += len(logits)
                 positive = logits.pop(POSITIVE, None)
                 if logits and positive is not None:
                     first.append(positive > max(logits.values()))
             rewards, log_probs = (values_in(entry, key) for key in ("reward", "log_prob"))
-            found.rewards += len(rewards)
+            total.rewards += len(rewards)
             compared = rewards or log_probs
             if SIDES[0] in compared:
-                found.pairs += 1
+                total.pairs += 1
                 preferred += compared[SIDES[0]] > compared[SIDES[1]]
             for name, log_prob in log_probs.items():
                 part = entry[name] if name else entry
                 totals[name] = totals[name][0] + part["tokens"], totals[name][1] + log_prob
                 entropies += part["tokens"] * part.get("entropy", math.nan)
-    found.tokens = sum(tokens for tokens, _ in totals.values())
-    found.log_prob = math.fsum(log_prob for _, log_prob in totals.values())
-    found.perplexity = _perplexity(found.tokens, found.log_prob)
-    found.chosen_perplexity, found.rejected_perplexity = (
+    total.tokens = sum(tokens for tokens, _ in totals.values())
+    total.log_prob = math.fsum(log_prob for _, log_prob in totals.values())
+    total.perplexity = _perplexity(total.tokens, total.log_prob)
+    total.chosen_perplexity, total.rejected_perplexity = (
         _perplexity(*totals[side]) for side in SIDES
     )
-    if found.tokens and not math.isnan(entropies):
-        found.entropy = entropies / found.tokens
-    found.labels = dict(counted.most_common())
+    if total.tokens and not math.isnan(entropies):
+        total.entropy = entropies / total.tokens
+    total.labels = dict(counted.most_common())
     if first:
-        found.positive_first = sum(first) / len(first)
-    if found.pairs:
-        found.chosen_preferred = preferred / found.pairs
-    return found
+        total.positive_first = sum(first) / len(first)
+    if total.pairs:
+        total.chosen_preferred = preferred / total.pairs
+    return total
 
 
 def _perplexity(tokens: int, log_prob: float) -> float | None:

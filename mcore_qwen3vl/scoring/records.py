@@ -102,10 +102,15 @@ class Records:
 
     def plan(self, records: Sequence[int]) -> list[list[Planned]]:
         """Choose which sequences of `records` share a micro-batch."""
-        planned = [one for record in records for one in self._plan(record)]
+        planned = [
+            planned_sequence for record in records for planned_sequence in self._plan(record)
+        ]
         if not self._config.packing:
-            return [[one] for one in planned]
-        lengths = [self._config.padded(len(one.plan.input_ids)) for one in planned]
+            return [[planned_sequence] for planned_sequence in planned]
+        lengths = [
+            self._config.padded(len(planned_sequence.plan.input_ids))
+            for planned_sequence in planned
+        ]
         packs = best_fit(lengths, self._config.seq_length)
         return [[planned[i] for i in pack] for pack in packs]
 
@@ -137,7 +142,11 @@ class Records:
         return [Planned(record, side, plan, raw.source) for side, plan in plans.items()]
 
     def _batch(self, micro: Sequence[Planned]) -> Batch:
-        named = {_name(one.record, one.side): plan for one in micro if (plan := self._decode(one))}
+        named = {
+            _name(sequence.record, sequence.side): plan
+            for sequence in micro
+            if (plan := self._decode(sequence))
+        }
         # A rank may have no records left while others have.
         named = named or {"": spare_plan(self._pad_id)}
         lengths = [self._config.padded(len(plan.input_ids)) for plan in named.values()]
@@ -151,9 +160,11 @@ class Records:
         assemble = batcher.pack if self._config.packing else batcher.pad
         return assemble(list(named.values()), list(named))
 
-    def _decode(self, one: Planned) -> Plan | None:
+    def _decode(self, sequence: Planned) -> Plan | None:
         try:
-            return replace(one.plan, pixels=self._preparation.pixels(one.plan, one.source))
+            return replace(
+                sequence.plan, pixels=self._preparation.pixels(sequence.plan, sequence.source)
+            )
         except Exception as error:
-            self._results.errors[one.record] = reason_of(error)
+            self._results.errors[sequence.record] = reason_of(error)
             return None

@@ -183,11 +183,11 @@ class _Job:
             unused: dict[Unused, None] = {}
             for start in range(begin, total, self._block):
                 records = range(start, min(start + self._block, total))
-                found = scorer.block(records)
-                if found is not None:
-                    self.output.append([_line(found, one, request.data) for one in records])
-                    bad = self._report(found, bad)
-                    unused |= found.unused
+                results = scorer.block(records)
+                if results is not None:
+                    self.output.append([_line(results, record, request.data) for record in records])
+                    bad = self._report(results, bad)
+                    unused |= results.unused
                 advance(records.stop)
         console.name_unused(unused)
 
@@ -219,10 +219,10 @@ class _Job:
             alone=self._request.top_k is not None,
         )
 
-    def _report(self, found: BlockResults, bad: int) -> int:
+    def _report(self, results: BlockResults, bad: int) -> int:
         """Print which records could not be scored; return how many are bad so far."""
-        for record, error in sorted(found.errors.items()):
-            say = console.plain(f"record {found.places[record]} left out: {error}")
+        for record, error in sorted(results.errors.items()):
+            say = console.plain(f"record {results.places[record]} left out: {error}")
             console.messages.print(f"warning: {say}", soft_wrap=True)
             bad += not error.startswith(OVERLONG)
         if bad > self._request.max_bad_fraction * self._total:
@@ -261,8 +261,8 @@ def _check_top_k(request: Request, architecture: Architecture) -> None:
 
 def _labels(model: CheckedModel) -> Labels:
     """Return a classifier's labels, which are the adapter's if it has a head."""
-    own = None if model.adapter is None else model.adapter.labels
-    labels = own or Labels.of_config(read_config_file(model.folder))
+    of_adapter = None if model.adapter is None else model.adapter.labels
+    labels = of_adapter or Labels.of_config(read_config_file(model.folder))
     if labels is None or len(labels) < 2:
         raise BadInput(
             f"{model.folder} names no labels (id2label in config.json), nor does an adapter: "
@@ -300,20 +300,12 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
 def _settings(
     request: Request, paths: Sequence[Path], config: DataConfig, block: int
 ) -> dict[str, Any]:
-    own = (
-        "split",
-        "preprocess",
-        "train_on",
-        "allow_dropped",
-        "spec",
-        "dtype",
-        "task",
-        "answers",
-        "temperature",
-        "entropy",
-    )
+    names = (
+        "split", "preprocess", "train_on", "allow_dropped", "spec", "dtype", "task", "answers",
+        "temperature", "entropy", "top_k",
+    )  # fmt: skip
     return {
-        **{name: getattr(request, name) for name in (*own, "top_k")},
+        **{name: getattr(request, name) for name in names},
         "data": _data_identity(request, paths),
         "checkpoint": _identity(request.checkpoint),
         "lora": None if request.lora is None else _identity(request.lora),
@@ -330,7 +322,10 @@ def _data_identity(request: Request, paths: Sequence[Path]) -> str:
     """Return a hash of a JSONL file's bytes, which training compares, or of other files' times."""
     if request.data.suffix == ".jsonl":
         return file_digest(request.data)
-    said = [(one.reading, one.media_root, one.limits, one.max_samples) for one in request.sources()]
+    said = [
+        (source.reading, source.media_root, source.limits, source.max_samples)
+        for source in request.sources()
+    ]
     files = [fingerprint(path) for path in paths]
     return hashlib.sha256(repr((said, files)).encode()).hexdigest()
 
@@ -343,10 +338,10 @@ def _identity(folder: Path) -> dict[str, Any]:
     return {"path": str(folder.absolute()), "bytes": size, "newest": newest}
 
 
-def _line(found: BlockResults, record: int, data: Path) -> dict[str, Any]:
+def _line(results: BlockResults, record: int, data: Path) -> dict[str, Any]:
     """Return what is written for a record: its number, its file if there are several, results."""
-    place = found.places[record]
-    line = {"line" if place.is_line else "record": place.number, **found.entry(record)}
+    place = results.places[record]
+    line = {"line" if place.is_line else "record": place.number, **results.entry(record)}
     if data.is_file() and data.suffix not in (".yaml", ".yml"):
         return line
     base = data if data.is_dir() else data.parent

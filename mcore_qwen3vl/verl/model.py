@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.model.head import Head, ScoreHead, token_log_probs
@@ -163,7 +163,7 @@ def pack(ids: Tensor, valid: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     """
     packed = ids.new_zeros(1, int(bounds[-1]))
     tokens = torch.zeros_like(packed, dtype=torch.bool)
-    for row, held, start in zip(ids, valid.sum(1).tolist(), bounds.tolist(), strict=False):
-        packed[0, start : start + held] = row[:held]
-        tokens[0, start : start + held] = True
+    for row, length, start in zip(ids, valid.sum(1).tolist(), bounds.tolist(), strict=False):
+        packed[0, start : start + length] = row[:length]
+        tokens[0, start : start + length] = True
     return packed, tokens

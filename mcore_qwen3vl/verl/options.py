@@ -41,13 +41,13 @@ class ModelOptions:
     head_chunk: int | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> ModelOptions:
+    def of(cls, settings: Mapping[str, Any]) -> ModelOptions:
         """Read the options, and VERL's own ``moe_config.freeze_moe_router``.
 
         Raises:
             BadInput: a key or the spec is not known.
         """
-        options = plain(given)
+        options = plain(settings)
         moe = plain(options.pop("moe_config", None) or {})
         frozen = _names(options.pop("freeze", ()))
         if moe.pop("freeze_moe_router", False):
@@ -69,9 +69,9 @@ class ModelOptions:
         return cls(spec, freeze=frozen, trainable=trainable, **options)
 
 
-def plain(given: Any) -> dict[str, Any]:
+def plain(settings: Any) -> dict[str, Any]:
     """Copy VERL's dictionary, without OmegaConf's containers."""
-    made = OmegaConf.to_container(given) if OmegaConf.is_config(given) else dict(given)
+    made = OmegaConf.to_container(settings) if OmegaConf.is_config(settings) else dict(settings)
     return {str(key): value for key, value in made.items()}
 
 
@@ -193,7 +193,7 @@ LORA_DEFAULTS: dict[str, Any] = {
 
 
 def lora_run(
-    given: Mapping[str, Any], architecture: Architecture, source: str | Path, seed: int
+    settings: Mapping[str, Any], architecture: Architecture, source: str | Path, seed: int
 ) -> LoraRun | None:
     """Return the adapter that ``model.lora`` asks for; None if it has no rank and no path.
 
@@ -203,16 +203,16 @@ def lora_run(
         BadInput: options are not supported, each of which the message names; or training would
             refuse the same values of ``--lora-*``.
     """
-    start = given.get("adapter_path")
-    if not given.get("rank") and not start:
+    start = settings.get("adapter_path")
+    if not settings.get("rank") and not start:
         return None
-    _check_lora(given)
-    names = [*given.get("target_modules", LORA_LINEARS)]
+    _check_lora(settings)
+    names = [*settings.get("target_modules", LORA_LINEARS)]
     args = argparse.Namespace(
-        lora_rank=None if start else given["rank"],
+        lora_rank=None if start else settings["rank"],
         lora_target=None if start else _targets(names, architecture),
-        lora_alpha=None if start else given.get("alpha", 32),
-        lora_dropout=None if start else given.get("dropout", 0.0),
+        lora_alpha=None if start else settings.get("alpha", 32),
+        lora_dropout=None if start else settings.get("dropout", 0.0),
         lora_init=start,
         task=None,
         lora_config=None,
@@ -226,16 +226,16 @@ def lora_run(
     return LoraRun(args, architecture)
 
 
-def _check_lora(given: Mapping[str, Any]) -> None:
+def _check_lora(settings: Mapping[str, Any]) -> None:
     wrong = [
         f"model.lora.{name}: an option of Megatron-Bridge, which is not used here; leave it at "
         f"{LORA_DEFAULTS.get(name)!r}."
-        for name, value in given.items()
+        for name, value in settings.items()
         if name not in LORA_TAKEN and value != LORA_DEFAULTS.get(name)
     ]
-    if given.get("type", "lora") != "lora":
+    if settings.get("type", "lora") != "lora":
         wrong.append("model.lora.type: use lora.")
-    if not given.get("merge"):
+    if not settings.get("merge"):
         wrong.append(
             "model.lora.merge: the rollout cannot take an adapter without its base; set it to "
             "True, which sends merged weights and does not change the weights that train."
@@ -255,4 +255,4 @@ def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
         "linear_fc2": [*([down] if dense else []), *([EXPERTS[1]] if moe else [])],
         "router": [ROUTER],
     }
-    return [name for given in names for name in meant.get(given, [given])]
+    return [peft for name in names for peft in meant.get(name, [name])]

@@ -31,7 +31,7 @@ cpu.install()
 assert Path(converters.__file__).is_relative_to(sys.argv[1]), converters.__file__
 modules = [m.name for m in pkgutil.walk_packages(converters.__path__, f"{converters.__name__}.")]
 modules += ["mcore_qwen3vl.training.checkpoints.resume", "mcore_qwen3vl.cli.app"]
-modules += ["mcore_qwen3vl.verify.checkpoints", "mcore_qwen3vl.verify.roundtrip"]
+modules += ["mcore_qwen3vl.verify.checkpoints"]
 for module in modules:
     importlib.import_module(module)
 assert not any(".legacy" in module for module in sys.modules if "converters" in module)

@@ -14,7 +14,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.command import Command, read_command, roles_of
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal
 from mcore_qwen3vl.rehearsal.rehearse import checked
-from mcore_qwen3vl.rehearsal.terminal import heading
+from mcore_qwen3vl.rehearsal.report import heading
 from mcore_qwen3vl.runtime.gpus import allowance_gib, find_gpu
 from mcore_qwen3vl.shapes import SHAPES
 

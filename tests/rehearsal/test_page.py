@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.pretended.report import Interval, Report
+from mcore_qwen3vl.pretended.device import Interval, Report
 from mcore_qwen3vl.rehearsal.command import Command, Role
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
-from mcore_qwen3vl.rehearsal.page import HEIGHT, LETTER, plot, write_page
+from mcore_qwen3vl.rehearsal.report import HEIGHT, LETTER, plot, write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
 
 INTERVALS = {"model and optimizer": 0.3, "iteration 1": 2.0, "iteration 2": 2.0, "end": 0.0}

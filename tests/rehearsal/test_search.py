@@ -92,10 +92,10 @@ def test_candidates_replace_the_layout_and_nothing_else() -> None:
     assert {"tp2xep8xdp8+sp", "tp4xpp4xep4+sp", "ep8xcp2xdp8"} <= layouts
     assert all(c.command.layout.world_size == 16 for c in found)
     assert all(c.command.layout.ep <= 8 and c.command.layout.tp <= 8 for c in found)
-    (own,) = (candidate for candidate in found if candidate.own)
-    assert own.command == command
+    (requested,) = (candidate for candidate in found if candidate.is_requested)
+    assert requested.command == command
     assert [c.command.layout for c in found].count(command.layout) == 2  # one recomputes
-    for candidate in set(found) - {own}:
+    for candidate in set(found) - {requested}:
         assert candidate.command.value("--global-batch-size") == "32"
         assert candidate.command.value("--expert-tensor-parallel-size") == "1"
         recomputes = candidate.command.value("--recompute-granularity") == "full"

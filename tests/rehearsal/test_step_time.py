@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.pretended.device import Interval, Traffic
 from mcore_qwen3vl.pretended.flops import ONE_KEY
-from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import find_gpu
 

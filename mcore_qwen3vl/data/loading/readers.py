@@ -319,7 +319,7 @@ class TableReader:
         if self._bounds[-1] == 0:
             raise BadInput(f"The data set {path} is empty.")
         self._batches: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._held = 0  # bytes of them
+        self._buffered_bytes = 0  # bytes of them
         self._tables: dict[Path, Any] = {}  # the Arrow files
         self._parquet_files: dict[Path, Any] = {}
         self._open: dict[int, tuple[int, Iterator[Any]]] = {}  # group: (next batch, the rest)
@@ -352,7 +352,7 @@ class TableReader:
             upcoming, rest = 0, self._decode(group)
         for batch in rest:
             if (place, upcoming) not in self._batches:
-                self._held += batch.nbytes
+                self._buffered_bytes += batch.nbytes
             self._batches[place, upcoming] = batch
             upcoming += 1
             self._forget()
@@ -366,13 +366,13 @@ class TableReader:
     def _forget(self) -> None:
         """Drop the least recently used batches beyond the limits, but never the last one."""
         while len(self._batches) > 1 and (
-            len(self._batches) > self._kept or self._held > _KEPT_BYTES
+            len(self._batches) > self._kept or self._buffered_bytes > _KEPT_BYTES
         ):
-            self._held -= self._batches.popitem(last=False)[1].nbytes
+            self._buffered_bytes -= self._batches.popitem(last=False)[1].nbytes
 
-    def held(self) -> int:
+    def buffered_bytes(self) -> int:
         """Return the bytes of the batches that are kept."""
-        return self._held
+        return self._buffered_bytes
 
     def _decode(self, group: RowGroup) -> Iterator[Any]:
         file = self._parquet_file(group.file)

@@ -296,7 +296,7 @@ class RecordMedia:
         self._folder = folder
         self._options = options_of_all(record)
         self._left = {kind: media_list(record, kind) for kind in KINDS}
-        self._given = {kind: len(left) for kind, left in self._left.items()}
+        self._totals = {kind: len(left) for kind, left in self._left.items()}
         self.media: list[Media] = []
         for key in ("audio", "audios"):
             if record.get(key):
@@ -314,7 +314,7 @@ class RecordMedia:
         if reference is None:
             if not self._left[kind]:
                 raise BadSample(
-                    f"there are more {kind} placeholders than the {self._given[kind]} given in "
+                    f"there are more {kind} placeholders than the {self._totals[kind]} given in "
                     f"{kind}s."
                 )
             reference = self._left[kind].pop(0)
@@ -337,8 +337,8 @@ class RecordMedia:
         for kind, left in self._left.items():
             if left:
                 said = (
-                    f"{self._given[kind]} {kind}s are given, but only "
-                    f"{self._given[kind] - len(left)} {kind} placeholders use them."
+                    f"{self._totals[kind]} {kind}s are given, but only "
+                    f"{self._totals[kind] - len(left)} {kind} placeholders use them."
                 )
                 if where := texts.get(f"<{kind}>"):
                     said += (

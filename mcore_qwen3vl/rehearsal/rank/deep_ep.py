@@ -40,9 +40,9 @@ def install() -> None:
     moe = "megatron.core.transformer.moe"
     dispatcher = importlib.import_module(f"{moe}.token_dispatcher")
     with mock.patch.dict(sys.modules, {"deep_ep": package, "deep_ep.utils": utils}):
-        found = importlib.reload(sys.modules[f"{moe}.fused_a2a"])
+        reloaded = importlib.reload(sys.modules[f"{moe}.fused_a2a"])
     for name in _FUNCTIONS:
-        setattr(dispatcher, name, getattr(found, name))
+        setattr(dispatcher, name, getattr(reloaded, name))
 
 
 class _Event:
@@ -52,9 +52,9 @@ class _Event:
 
 
 class _Sizes(NamedTuple):
-    """Tokens given, tokens received (each once), and rows for the experts of this rank."""
+    """Tokens of this rank, tokens received (each once), and rows for the experts of this rank."""
 
-    given: int
+    tokens: int
     received: int
     rows: int
 
@@ -120,28 +120,30 @@ class Buffer:
         assert topk_idx is not None
         assert topk_weights is not None
         assert num_tokens_per_expert is not None
-        held = len(num_tokens_per_expert) // self.group.size()
-        first = self.group.rank() * held
+        experts_per_rank = len(num_tokens_per_expert) // self.group.size()
+        first = self.group.rank() * experts_per_rank
         chosen, top = host_view(topk_idx), topk_idx.shape[1]
-        own = int(((chosen >= first) & (chosen < first + held)).sum())
-        sizes = _Sizes.of(own, len(x), top, self.group)
+        received = int(((chosen >= first) & (chosen < first + experts_per_rank)).sum())
+        sizes = _Sizes.of(received, len(x), top, self.group)
         torch.cuda.current_stream().synchronize()  # it waits for the counts in a loop
         self.group.count(DISPATCH, [x, topk_idx, topk_weights])
         indices = topk_idx.new_empty(sizes.received, top)
         choice, row = torch.arange(top), torch.arange(sizes.received)[:, None]
-        local = (row + choice) % held
+        local = (row + choice) % experts_per_rank
         host_view(indices).copy_(local.where(row + choice * sizes.received < sizes.rows, -1))
         _kernel()
-        counts = torch.bincount(host_view(indices).flatten() + 1, minlength=held + 1)[1:].tolist()
+        counts = torch.bincount(host_view(indices).flatten() + 1, minlength=experts_per_rank + 1)[
+            1:
+        ].tolist()
         weights = topk_weights.new_empty(sizes.received, top)
         return x.new_empty(sizes.received, x.shape[1]), indices, weights, counts, sizes, _Event()
 
     def combine(
         self, x: Tensor, handle: _Sizes, topk_weights: Tensor | None = None, **_: Any
     ) -> Any:
-        combined, weights = x.new_empty(handle.given, x.shape[1]), None
+        combined, weights = x.new_empty(handle.tokens, x.shape[1]), None
         if topk_weights is not None:
-            weights = topk_weights.new_empty(handle.given, topk_weights.shape[1])
+            weights = topk_weights.new_empty(handle.tokens, topk_weights.shape[1])
         self.group.count(COMBINE, [combined, weights])
         for _kernels in range(2):
             _kernel()
@@ -172,7 +174,7 @@ class HybridEPBuffer:
         handle: _Sizes | None = None,
         **_: Any,
     ) -> Any:
-        ranks, held, counts = self.group.size(), num_of_experts_per_rank, None
+        ranks, experts_per_rank, counts = self.group.size(), num_of_experts_per_rank, None
         if handle is None:
             assert routing_map is not None
             everywhere = routing_map.new_empty(ranks * len(routing_map), routing_map.shape[1])
@@ -180,11 +182,11 @@ class HybridEPBuffer:
             _kernel([everywhere])
             _kernel()  # it pads the counts
             torch.cuda.current_stream().synchronize()
-            chosen, first = host_view(routing_map), self.group.rank() * held
-            own = chosen[:, first : first + held].sum(0)
+            chosen, first = host_view(routing_map), self.group.rank() * experts_per_rank
+            received = chosen[:, first : first + experts_per_rank].sum(0)
             top = int(chosen.sum()) // max(len(chosen), 1)
-            handle = _Sizes.of(int(own.sum()), len(hidden), top, self.group)
-            counts = own * ranks
+            handle = _Sizes.of(int(received.sum()), len(hidden), top, self.group)
+            counts = received * ranks
         self.group.count(DISPATCH, [hidden, probs])
         for _kernels in range(1 if ranks <= _NODE else 3):  # over the network, two copies
             _kernel()
@@ -197,8 +199,8 @@ class HybridEPBuffer:
         self, *, hidden: Tensor, handle: _Sizes, probs: Tensor | None = None, **_: Any
     ) -> Any:
         _kernel([hidden], [hidden[: handle.received]])
-        combined = hidden.new_empty(handle.given, hidden.shape[1])
-        weights = None if probs is None else probs.new_empty(handle.given, self.experts)
+        combined = hidden.new_empty(handle.tokens, hidden.shape[1])
+        weights = None if probs is None else probs.new_empty(handle.tokens, self.experts)
         self.group.count(COMBINE, [combined, weights])
         _kernel()
         return combined, weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from mcore_qwen3vl.pretended.peak import Frames
+from mcore_qwen3vl.pretended.rank import Frames
 
 FORWARD, BACKWARD = "forward", "backward"
 """The two parts of a micro-batch's work."""

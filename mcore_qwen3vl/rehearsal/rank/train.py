@@ -3,28 +3,44 @@
 Run ``python -m mcore_qwen3vl.pretended --world-size 8 -m mcore_qwen3vl.rehearsal.rank.train``
 followed by the flags of ``launch/train.py``. The rank must be the first of its TP x CP group. On a
 later pipeline stage it reads the batches itself, because no first stage sends them.
+
+With variable-length transfers (``--pad-to-longest``, or DeepStack features that later stages need)
+a stage receives the shape of each tensor from its neighbour. On the simulated GPU that shape is all
+zeros and the tensor is empty. Here such a tensor gets the shape that a real neighbour would send.
 """
 
 from __future__ import annotations
 
+import resource
 import sys
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_qwen3vl.console import visible
+from mcore_qwen3vl.converters.mapping.parameters import part_of
 from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.model.flops import Trained
+from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.model.fusion import FusionPlan
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.pretended import rank as this_rank
-from mcore_qwen3vl.pretended.rank import Rank
-from mcore_qwen3vl.rehearsal.rank import deep_ep
+from mcore_qwen3vl.pretended.device import NOT_THE_CALLER, short_path
+from mcore_qwen3vl.pretended.rank import History, Rank, record_allocations
+from mcore_qwen3vl.rehearsal.rank import deep_ep, holders
 from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.logs import metrics
@@ -60,11 +76,6 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     from megatron.training import training, utils
 
     from mcore_qwen3vl.pretended.flops import count_transformer_engine
-    from mcore_qwen3vl.rehearsal.rank.other_stages import (
-        patterns_of_other_stages,
-        reads_itself,
-        shapes_from_neighbours,
-    )
     from mcore_qwen3vl.training import run, second_model
     from mcore_qwen3vl.training.arguments import checks
     from mcore_qwen3vl.training.broadcast import provider
@@ -249,8 +260,8 @@ class StageWork:
             result = original(*args, **kwargs)
             work = self._rank.tally() - before
             if backward is not None:
-                own = self._backward if forward is not None else work
-                self._work[_stage(backward), BACKWARD] += own
+                work_left = self._backward if forward is not None else work
+                self._work[_stage(backward), BACKWARD] += work_left
             if forward is not None:
                 self._work[_stage(forward), FORWARD] += work - self._backward
                 self._done[_stage(forward)] += 1
@@ -299,6 +310,216 @@ def _only(output: Any) -> Any:
 
 def _parameters(model: list[nn.Module]) -> dict[str, nn.Parameter]:
     return {f"{i}.{n}": p for i, chunk in enumerate(model) for n, p in chunk.named_parameters()}
+
+
+_PLACES = 3  # Python frames reported for an error
+
+
+def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
+    """Train on this rank, and report what held the memory.
+
+    Args:
+        progress: file to which the name of each interval is appended when it ends.
+
+    Returns:
+        ``peak``, ``refused`` (or None) and ``over time`` (a list): :class:`~.rank.Moment` as
+        dictionaries; ``error``: None, or what stopped the run; ``parameters``: their number by
+        part; ``retries`` of the allocator; ``host bytes``: peak memory of this process.
+
+    Raises:
+        BadInput: the flags or the data cannot be used.
+    """
+    rank = this_rank.current
+    assert rank is not None
+    models: list[tuple[list[nn.Module], Any, list[nn.Module]]] = []
+    record_allocations()
+    end_interval = rank.end_interval
+
+    def tell(name: str) -> Any:
+        with progress.open("a", encoding="utf-8") as file:
+            file.write(f"{name}\n")
+        return end_interval(name)
+
+    rank.end_interval = tell  # type: ignore[method-assign]
+    error = None
+    try:
+        main(list(flags), lambda *built: models.append(built))
+    except BadInput:
+        raise
+    except BaseException as caught:
+        if not isinstance(caught, SystemExit) or caught.code:
+            error = _described(caught)
+    history = History(holders.holder, _owners(*models[0]) if models else {})
+    refused = history.refused() if error else None
+    return {
+        "peak": vars(history.peak()),
+        "refused": None if refused is None else vars(refused),
+        "over time": [vars(moment) for moment in history.over_time()],
+        "error": error,
+        "parameters": by_part(models[0][0]) if models else {},
+        "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        "host bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    places = [
+        f"{short_path(frame.filename)}:{frame.lineno} {frame.name}"
+        for frame in reversed(traceback.extract_tb(error.__traceback__))
+        if not any(part in frame.filename for part in NOT_THE_CALLER)
+    ]
+    return {
+        "kind": type(error).__name__,
+        "message": str(error).strip() or repr(error),
+        "place": " < ".join(places[:_PLACES]),
+        "out of memory": isinstance(error, torch.OutOfMemoryError),
+    }
+
+
+def _owners(model: list[nn.Module], optimizer: Any, second: list[nn.Module]) -> dict[int, str]:
+    """Return the holder of each lasting storage, by its address."""
+    owners: dict[int, str] = {}
+
+    def add(tensors: Iterable[Any], name: str) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                owners.setdefault(tensor.untyped_storage().data_ptr(), name)
+
+    parameters = [p for chunk in model for p in chunk.parameters()]
+    add(parameters, holders.WEIGHTS)
+    add((p for chunk in second for p in chunk.parameters()), holders.FROZEN)
+    add((getattr(p, "main_grad", None) for p in parameters), holders.GRADIENTS)
+    add((p.grad for p in parameters), holders.GRADIENTS)
+    # Megatron's wrapper has an attribute named `buffers`.
+    add((b for chunk in model for b in nn.Module.buffers(chunk)), holders.BUFFERS)
+    add(_optimizer_tensors(optimizer), holders.OPTIMIZER)
+    return owners
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
+    """Yield the main weights and states of the optimizers that Megatron chains."""
+    from mcore_qwen3vl.training.step.optimizer import chained_optimizers
+
+    for part in chained_optimizers(optimizer):
+        inner = getattr(part, "optimizer", None)
+        for group in getattr(inner, "param_groups", []):
+            yield from group["params"]
+        for state in getattr(inner, "state", {}).values():
+            yield from state.values()
+
+
+def by_part(model: list[nn.Module]) -> dict[str, int]:
+    """Count the parameters of each part, as ``inspect`` names them; an adapter is one more."""
+    parts: Counter[str] = Counter()
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            part = "adapter" if "adapter." in name else part_of(name)
+            parts[part] += parameter.numel()
+    return dict(parts.most_common())
+
+
+@contextmanager
+def patterns_of_other_stages() -> Iterator[None]:
+    """Let ``--freeze`` name parts that this stage lacks, because an absent stage may have them."""
+    check = Freezing.check
+
+    def of_one_stage(self: Freezing) -> Trained:
+        self._used |= {*self._frozen, *self._trainable}
+        return check(self)
+
+    with mock.patch.object(Freezing, "check", of_one_stage):
+        yield
+
+
+@contextmanager
+def shapes_from_neighbours() -> Iterator[None]:
+    """Give the empty tensors that a stage receives their shape, when they are used."""
+    from megatron.core.pipeline_parallel import combined_1f1b, schedules
+    from megatron.training import get_args
+
+    sent = WeakTensorKeyDictionary()  # output -> shape that it had when it was sent; freed then
+    free, backward = schedules.deallocate_output_tensor, schedules.custom_backward
+    combined = combined_1f1b.combined_forward_backward_step
+    receive = Qwen3VLModel._receive
+
+    def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+        if isinstance(out, Tensor) and out not in sent:
+            sent[out] = out.shape
+        free(out, deallocate_pipeline_outputs)
+
+    def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
+        if grad_output is not None and not grad_output.numel():
+            grad_output = grad_output.new_empty(sent[output])
+        backward(output, grad_output)
+
+    def combined_forward_backward_step(*args: Any, **kwargs: Any) -> Any:
+        *before, output, gradient, config = args
+        if isinstance(gradient, Tensor) and not gradient.numel():
+            gradient = gradient.new_empty(sent.get(output, output.shape))
+        return combined(*before, output, gradient, config, **kwargs)
+
+    def _receive(self: Qwen3VLModel, seq_len: int, plan: FusionPlan) -> Tensor | None:
+        received = self.decoder.input_tensor
+        if received is not None and not received.numel():
+            batch = get_args().micro_batch_size
+            rows = self._deepstack_in * len(plan.destination)
+            # Changed in place: it is a leaf, whose gradient is sent back.
+            received.data = received.new_empty(
+                seq_len + -(-rows // batch), batch, self.config.hidden_size
+            )
+        return receive(self, seq_len, plan)
+
+    with (
+        mock.patch.object(schedules, "deallocate_output_tensor", deallocate_output_tensor),
+        mock.patch.object(schedules, "custom_backward", custom_backward),
+        mock.patch.object(
+            combined_1f1b, "combined_forward_backward_step", combined_forward_backward_step
+        ),
+        mock.patch.object(Qwen3VLModel, "_receive", _receive),
+    ):
+        yield
+
+
+def reads_itself(base: Any, on_batch: Callable[[Batch], None], made: Callable[[Any], None]) -> Any:
+    """Derive a data provider that reads batches itself on every pipeline stage."""
+    from megatron.core import parallel_state
+
+    from mcore_qwen3vl.data.encoding.batch import without_pixels
+
+    class OwnBatches:
+        """Replaces the first stage, and returns the batches that it would send."""
+
+        is_source = False
+
+        def __init__(self, loader: Loader) -> None:
+            self._loader = loader
+
+        def receive(self) -> Batch:
+            batch = next(self._loader)
+            if batch.visual is None:
+                return batch
+            return replace(batch, visual=without_pixels(batch.visual))
+
+    class OwnData(base):
+        def _reads(self) -> bool:
+            if parallel_state.get_tensor_and_context_parallel_rank() != 0:
+                raise BadInput(
+                    f"Rank {parallel_state.get_tensor_and_context_parallel_rank()} of a TP x CP "
+                    "group is sent its batches, which the simulated GPU cannot do: choose the "
+                    "first rank of the group, which does the same work."
+                )
+            return True
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made(self)
+
+        def _share(self, loader: Any, host_group: Any, feed: Any, *others: Any) -> Any:
+            later = parallel_state.get_pipeline_model_parallel_rank() > 0
+            loader, feed = (None, OwnBatches(loader)) if later else (loader, None)
+            return super()._share(loader, host_group, feed, on_batch, *others)
+
+    return OwnData
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
 

@@ -253,7 +253,7 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
     """
     if chunk.pre_process:
         yield from _tower(chunk, points)
-        yield _whole(chunk.embedding, f"{TEXT}.embed_tokens")
+        yield _hook_of(chunk.embedding, f"{TEXT}.embed_tokens")
     yield Hook(
         chunk.rotary_pos_emb,
         "tokens",
@@ -267,17 +267,17 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
         number = layer.layer_number - 1
         name = f"{TEXT}.layers.{number}"
         if number == 0:
-            yield _whole(layer, f"{TEXT}.inputs_embeds", side="input")
+            yield _hook_of(layer, f"{TEXT}.inputs_embeds", side="input")
         yield from _head_norms(chunk, layer.self_attention, f"{name}.self_attn")
         if chunk.architecture.moe_layers[number]:
-            yield _whole(layer.mlp.router, f"{name}.mlp.gate")
-            yield _whole(layer.mlp, f"{name}.mlp.experts")
-        yield _whole(layer, name)
+            yield _hook_of(layer.mlp.router, f"{name}.mlp.gate")
+            yield _hook_of(layer.mlp, f"{name}.mlp.experts")
+        yield _hook_of(layer, name)
     if chunk.post_process:
         yield _head(chunk)
 
 
-def _whole(module: nn.Module, point: str, side: str = "output") -> Hook:
+def _hook_of(module: nn.Module, point: str, side: str = "output") -> Hook:
     return Hook(module, "tokens", (ColumnMap(point),), side)
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3VLConfig, Qwen3VLModel
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 from tests.data.encoding.batches import Sample, grids, pad, random_segments, sample

@@ -220,7 +220,7 @@ def test_a_table_of_large_rows_is_held_in_part(
     assert [group.batch for group in reader.groups] == [5, 1]
     for index in [*range(42), 3, 17, 41, 0]:
         assert reader[index]["json"]["image"] == large[index]
-        assert 0 < reader.held() <= 3 << 20
+        assert 0 < reader.buffered_bytes() <= 3 << 20
     small = TableReader(tmp_path / "small.parquet")
     assert {group.batch for group in small.groups} == {32}
 

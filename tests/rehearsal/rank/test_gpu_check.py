@@ -135,14 +135,14 @@ def test_attention_is_compared_as_it_is_computed(
     gpu_check: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the host, half precision is within the limit, and a key too many is not."""
-    from benchmarks import attention
+    from benchmarks import kernels
     from mcore_qwen3vl.model.decoder import attention as ours
 
-    assert attention.main(["--device", "cpu"]) == 0
+    assert kernels.main(["--device", "cpu"]) == 0
     worst = gpu_check.worst_kernels(capsys.readouterr().out)
     assert worst["compared"] == 16
-    assert 0 < worst["worst"] < attention.LIMIT
-    run, causal = attention._run, ours._mask
+    assert 0 < worst["worst"] < kernels.LIMIT
+    run, causal = kernels._run, ours._mask
     monkeypatch.setattr(ours, "_mask", lambda q, k, valid: torch.ones(q, k, dtype=torch.bool))
 
     def right_on_the_host(*arguments: Any) -> Any:
@@ -151,8 +151,8 @@ def test_attention_is_compared_as_it_is_computed(
                 patched.setattr(ours, "_mask", causal)
             return run(*arguments)
 
-    monkeypatch.setattr(attention, "_run", right_on_the_host)
-    assert attention.main(["--device", "cpu"]) == 1
+    monkeypatch.setattr(kernels, "_run", right_on_the_host)
+    assert kernels.main(["--device", "cpu"]) == 1
 
 
 def test_losses_of_two_runs_are_compared(gpu_check: Any, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_the_machine_cannot_run_is_not_applicable(gpu_check: Any, tmp_path:
         found = list(gpu_check.training(tmp_path, specs, gpus, capability))
         missing = [part for part in found if part.status == "not applicable"]
         assert [part.name for part in missing] == [f"training loop, {name}" for name in absent]
-        assert all(part.found["why"] and not part.command for part in missing)
+        assert all(part.results["why"] and not part.command for part in missing)
         run = [part.name for part in found if part not in missing]
         assert len(run) == (5 - len({*absent} & {*ways[:2]})) * len(specs) + (ways[2] not in absent)
 
@@ -273,7 +273,7 @@ def test_the_worthiest_parts_that_fit_are_chosen(gpu_check: Any) -> None:
         got = gpu_check.choose(everything, None, seconds, 2)
         assert [p for p in got if p.status == gpu_check.WAITING] == chosen
         assert [p for p in got if p.status == gpu_check.LEFT_OUT] == left
-        assert all(p.found["why"] for p in left)
+        assert all(p.results["why"] for p in left)
     assert gpu_check.choose(everything, "te spec, dense", math.inf, 2)[-1] is other
     assert other.after == [writer], "what --only leaves out is read from an earlier run"
 
@@ -372,8 +372,11 @@ def test_rates_are_the_constants_of_the_model_of_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the host, where they are low but no nonsense; and no file if attention is wrong."""
+    from benchmarks import kernels
+
     file = tmp_path / "constants.json"
-    assert gpu_check.rates(str(file), "h100-80gb", "cpu") == 0
+    words = ["--rates", str(file), "--gpu", "h100-80gb", "--device", "cpu"]
+    assert kernels.main(words) == 0
     shown = json.loads(capsys.readouterr().out)
     assert Constants.read(file) == replace(Constants(), **json.loads(file.read_text()))
     assert shown["product of 256 x 128 x 256, TFLOP/s"] == pytest.approx(989 * shown["gemm"])
@@ -384,7 +387,7 @@ def test_rates_are_the_constants_of_the_model_of_time(
         return attend(q, *others, is_causal=q.dtype == torch.float32)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
-    assert gpu_check.rates(str(file), "h100-80gb", "cpu") == 1
+    assert kernels.main(words) == 1
     assert "attention over 256" in capsys.readouterr().err
     assert not file.exists()
 
@@ -393,15 +396,15 @@ def test_what_is_predicted_stands_beside_what_is_measured(gpu_check: Any) -> Non
     """A peak must be as predicted; a time need not."""
     simulation = gpu_check.Part("simulated", [], 0)
     measured = {"peak GB": 10.2, "seconds": 3.0}
-    shown = gpu_check.beside(lambda printed: measured, [simulation], "")
+    shown = gpu_check.compare_with_prediction(lambda printed: measured, [simulation], "")
     assert shown == {**measured, "simulated": "waiting: see simulated"}
-    simulation.found = {"peak GB": 10.0, "modelled seconds": 2.0}
-    shown = gpu_check.beside(lambda printed: measured, [simulation], "")
+    simulation.results = {"peak GB": 10.0, "modelled seconds": 2.0}
+    shown = gpu_check.compare_with_prediction(lambda printed: measured, [simulation], "")
     assert shown["measured / rehearsed"] == pytest.approx(1.02)
     assert shown["measured / modelled seconds"] == 1.5
-    simulation.found["peak GB"] = 9.6
+    simulation.results["peak GB"] = 9.6
     with pytest.raises(gpu_check.Mismatch):
-        gpu_check.beside(lambda printed: measured, [simulation], "")
+        gpu_check.compare_with_prediction(lambda printed: measured, [simulation], "")
 
 
 @pytest.mark.parametrize(
@@ -469,7 +472,7 @@ def test_processes_in_sessions_of_their_own_end_with_their_part(
     monkeypatch.setattr(gpu_check, "MARGIN", 0)
     gpu_check.Conductor(tmp_path).run([part], 1)
     assert part.status == ("timeout" if seconds else "ok")
-    process = Path("/proc", str(part.found["child"]))
+    process = Path("/proc", str(part.results["child"]))
     assert not process.exists() or "\nState:\tZ" in (process / "status").read_text()
 
 

@@ -1,7 +1,10 @@
-"""``mcore-qwen3vl rehearse``: find out without its GPUs whether a training run starts and fits."""
+"""``mcore-qwen3vl launch``, ``rehearse``, ``train`` and ``train-demo``: what starts training."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,6 +13,66 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli.options import Json, require
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import new_folder
+
+launch = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_help=True)
+
+
+def scripts() -> dict[str, Path]:
+    """Return the scripts for users and the configurations for VERL and clusters, by name."""
+    kinds = ("sft_*.sh", "pretrain_*.sh", "lora_*.sh", "dpo_*.sh", "*.yaml")
+    files = (script for kind in kinds for script in sorted(_folder().glob(kind)))
+    return {script.stem: script for script in files}
+
+
+@launch.command("list")
+def list_scripts(json: Json = False) -> None:
+    """Name every script, and what it is for."""
+    entries = [{"name": n, "file": s.name, "what": _title(s)} for n, s in scripts().items()]
+    rows = [(entry["name"], console.plain(entry["what"])) for entry in entries]
+    console.present(
+        json, entries, console.output.print, console.table("", "name", "what", rows=rows)
+    )
+    if not json:
+        console.say("launch show NAME prints one; launch copy DIR writes all of them to DIR.")
+
+
+@launch.command("show")
+def show(
+    name: Annotated[str, typer.Argument(help="A script's name, as `launch list` prints it.")],
+) -> None:
+    """Print a script."""
+    script = scripts().get(name.removesuffix(".sh").removesuffix(".yaml"))
+    if script is None:
+        raise BadInput(f"There is no script {name}. The scripts are {', '.join(scripts())}.")
+    print(script.read_text(encoding="utf-8"), end="")
+
+
+@launch.command("copy")
+def copy(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to make.")],
+    json: Json = False,
+) -> None:
+    """Write all scripts to a directory, to be changed and run there."""
+    with new_folder(path) as partial:
+        for file in sorted(_folder().iterdir()):
+            if file.suffix in (".sh", ".yaml") or file.name == "train.py":
+                shutil.copy(file, partial)
+    said = (
+        f"{len(scripts())} scripts in {path}; bash {path / 'sft_2b.sh'} --dry-run prints a command"
+    )
+    console.present(json, {"out": path, "scripts": list(scripts())}, console.say, said)
+
+
+def _folder() -> Path:
+    folder = files("mcore_qwen3vl.launch")
+    assert isinstance(folder, Path)  # not a zip archive
+    return folder
+
+
+def _title(script: Path) -> str:
+    lines = script.read_text(encoding="utf-8").splitlines()
+    return next(x for x in lines if x.startswith("# ")).removeprefix("# ")
 
 
 def rehearse(
@@ -98,11 +161,10 @@ def rehearse(
 
     command = read_command(context.args, gpus)  # before the imports below, which take seconds
     console.quiet_libraries()
-    from mcore_qwen3vl.rehearsal.page import write_page
     from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, checked
+    from mcore_qwen3vl.rehearsal.report import show, show_estimate, show_fits, write_page
     from mcore_qwen3vl.rehearsal.search import estimate_stages, search, suggest_remedies, trained_of
     from mcore_qwen3vl.rehearsal.step_time import Constants
-    from mcore_qwen3vl.rehearsal.terminal import show, show_estimate, show_fits
     from mcore_qwen3vl.runtime.gpus import find_gpu
 
     kinds = tuple(word.strip() for word in roles.split(","))
@@ -116,8 +178,8 @@ def rehearse(
     if fit:
         with console.progress("searching") as say, Rehearser(options, say) as rehearser:
             fits = search(rehearser, command, architecture)
-        console.present(json, [one.to_dict() for one in fits], show_fits, fits, command)
-        require(any(one.good for one in fits), "none of the rehearsed layouts fits.")
+        console.present(json, [fitting.to_dict() for fitting in fits], show_fits, fits, command)
+        require(any(fitting.good for fitting in fits), "none of the rehearsed layouts fits.")
         return
     with console.progress("rehearsing") as say, Rehearser(options, say) as rehearser:
         rehearsal = rehearser.rehearse(command)
@@ -127,3 +189,38 @@ def rehearse(
         write_page(rehearsal, report)
     console.present(json, rehearsal.to_dict(), show, rehearsal)
     require(rehearsal.fits, rehearsal.verdict)
+
+
+def train(
+    context: typer.Context,
+    processes: Annotated[
+        int | None,
+        typer.Option(help="Number of ranks; default: one for each GPU, or one on the CPU."),
+    ] = None,
+) -> None:
+    """Train on this machine: forwards every other flag to Megatron's loop through torchrun."""
+    from mcore_qwen3vl.training.arguments.help import asked_words
+    from mcore_qwen3vl.training.local import show_help, train_locally
+
+    words = asked_words(context.args)
+    if words is None:
+        sys.exit(train_locally(context.args, processes))
+    show_help(words)
+
+
+def train_demo(
+    keep: Annotated[Path | None, typer.Option(help="Keep the files in this directory.")] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train an adapter, and generate with PEFT.")
+    ] = False,
+) -> None:
+    """Train a tiny model on image questions on the CPU, stop, resume, export, ask it."""
+    console.quiet_libraries()
+    from mcore_qwen3vl.demos import train_demo as run
+
+    result = run(keep=keep, say=console.output.print, lora=lora)
+    console.output.print(
+        f"loss {result.first_loss:.3f} to {result.last_loss:.4f}, resumed at step "
+        f"{result.resumed_at}, {result.answered} of {result.asked} questions answered, "
+        f"{result.seconds:.0f} s"
+    )

@@ -1,0 +1,251 @@
+"""Kernels in half precision against float32, forward and backward, and their rates.
+
+    python benchmarks/kernels.py            # attention; --device cpu tries the comparison itself
+    python benchmarks/kernels.py --experts  # the experts' grouped matmuls instead
+    python benchmarks/kernels.py --rates FILE --gpu h100-80gb  # what the model of time assumes
+
+Parity of tiny models in float32 never calls the variable-length kernel, which needs half precision.
+This compares the head sizes of all models, grouped queries, context-parallel ranks with fewer
+queries than keys, and a video of five hundred tiny frames. It prints the worst errors as JSON,
+relative to the largest value. The exit code is 1 if one is above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.train_step import timed
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.pretended.preload import preloaded
+from mcore_qwen3vl.runtime.gpus import GPUS
+
+LIMIT = 2**-4
+"""On the host, rounding explains errors up to 0.025: probabilities, outputs and the gradients that
+are summed for a key (up to sixteen) are rounded to 8 bits. One key too many gives 0.11 or more."""
+EXPERTS_LIMIT = 2**-7
+RATE_LIMIT = 0.02
+"""Of errors in bf16, as a share of float32's norm. On the H100 they were 0.003."""
+Attend = Callable[..., Tensor]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare the kernels, print the errors and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="write rates of --gpu to FILE")
+    parser.add_argument("--gpu", choices=GPUS)
+    options = parser.parse_args(argv)
+    if options.rates:
+        return rates(
+            options.rates, options.gpu or parser.error("--rates needs --gpu"), options.device
+        )
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    if options.experts:
+        errors_by_name, limit = experts(device), EXPERTS_LIMIT
+    else:
+        errors_by_name, limit = {**dict(decoder(device)), **dict(vision(device))}, LIMIT
+    print(json.dumps(errors_by_name))
+    return int(not all(error <= limit for error in errors_by_name.values()))
+
+
+def experts(device: torch.device) -> dict[str, float]:
+    """Compare the grouped product of uneven experts, one of which has no row."""
+    from mcore_qwen3vl.model.decoder.experts import Groups, grouped_product
+
+    counts = [37, 0, 129, 5]
+
+    def ours(rows: Tensor, matrices: Tensor) -> Tensor:
+        return grouped_product(rows, matrices, Groups.of(counts, rows.device))
+
+    def each(rows: Tensor, matrices: Tensor) -> Tensor:
+        pairs = zip(rows.split(counts), matrices, strict=True)
+        return torch.cat([run @ matrix.T for run, matrix in pairs])
+
+    shapes = [(sum(counts), 768), (len(counts), 512, 768)]
+    differences = errors(ours, each, shapes, (sum(counts), 512), device)
+    return dict(zip(("output", "gradient of rows", "of matrices"), differences, strict=True))
+
+
+def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Compare causal attention of packs, whole and divided over CP ranks."""
+    from mcore_qwen3vl.model.decoder.attention import causal_segments
+
+    attention = _attention()
+    bounds = (0, 128, 132, 516, 584)
+    for size, heads, groups in ((128, 16, 8), (128, 32, 8), (128, 64, 4), (64, 8, 8)):
+        for cp, rank in ((1, 0), (2, 0), (2, 1)):
+            on_device = causal_segments(bounds, cp, rank, device)
+            on_host = causal_segments(bounds, cp, rank, torch.device("cpu"))
+            shapes = [(sum(on_host.query_lengths), heads, size)]
+            shapes += [(sum(on_host.key_lengths), groups, size)] * 2
+
+            def segmented(*qkv: Tensor, segments: Any = on_host) -> Tensor:
+                return attention._segmented(*(x[:, None] for x in qkv), segments, None)[:, 0]
+
+            def kernel(*qkv: Tensor, segments: Any = on_device) -> Tensor:
+                return attention._varlen(*qkv, segments)
+
+            ours = kernel if device.type == "cuda" else segmented
+            name = f"decoder {heads} x {size} over {groups}, CP {cp} rank {rank}"
+            yield name, worst(ours, segmented, shapes, device)
+
+
+def vision(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Compare full attention within each frame."""
+    from mcore_qwen3vl.model.vision import attend
+
+    for size in (64, 72):
+        for what, frames in (("500 frames of 4", (4,) * 500), ("uneven frames", (16, 4, 1024, 64))):
+            bounds = torch.tensor([0, *frames]).cumsum(0).int()
+
+            def ours(*qkv: Tensor, bounds: Tensor = bounds, frames: Any = frames) -> Tensor:
+                return attend(*qkv, bounds.to(qkv[0].device), frames)
+
+            shape = (sum(frames), 16, size)
+            yield f"vision 16 x {size}, {what}", worst(ours, ours, [shape] * 3, device)
+
+
+def worst(
+    ours: Attend, reference: Attend, shapes: list[tuple[int, ...]], device: torch.device
+) -> float:
+    """Return the largest error of output and gradients."""
+    differences = errors(ours, reference, shapes, shapes[0], device)
+    return max(differences) if all(error == error for error in differences) else float("inf")
+
+
+def errors(
+    ours: Attend,
+    reference: Attend,
+    shapes: list[tuple[int, ...]],
+    output: tuple[int, ...],
+    device: torch.device,
+) -> list[float]:
+    """Return the errors of output and gradients, each relative to its largest value."""
+    values = [torch.randn(shape).bfloat16() for shape in shapes]
+    gradient = torch.randn(output).bfloat16()
+    got = _run(ours, values, gradient, device, torch.bfloat16)
+    expected = _run(reference, values, gradient, torch.device("cpu"), torch.float32)
+    pairs = zip(got, expected, strict=True)
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
+
+
+def _run(
+    attend: Attend, values: list[Tensor], gradient: Tensor, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    inputs = [value.detach().to(device, dtype).requires_grad_() for value in values]
+    output = attend(*inputs)
+    output.backward(gradient.to(device, dtype))
+    return [x.detach().float().cpu() for x in (output, *(x.grad for x in inputs))]
+
+
+def _attention() -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from mcore_qwen3vl.model.decoder.attention import TorchAttention
+
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
+    groups: Any = SimpleNamespace(cp=None)  # nothing is gathered here
+    return TorchAttention(config, pg_collection=groups)
+
+
+def rates(file: Path, kind: str, device: str) -> int:
+    """Measure what the model of time takes for constants of a GPU and its host.
+
+    The file is what ``rehearse --constants`` reads. Exit code 1: a result is not that of float32,
+    or a constant is none that can be; then there is no file.
+    """
+    from mcore_qwen3vl.rehearsal.step_time import Constants
+
+    gpu, small = GPUS[kind], device == "cpu" or preloaded()
+    errors: dict[str, float] = {}
+    shown: dict[str, float] = {}
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    def seconds(work: Callable[[], Any], repeats: int = 10) -> float:
+        """Return the median time of `work`, and of the wait for it."""
+        return median([timed(work, device)[0] for _ in range(3 + repeats)][3:])
+
+    def tflops(name: str, flops: float, function: Callable[..., Any], *inputs: Any) -> float:
+        """Return the rate of `function` with all gradients, after a comparison with float32."""
+        gradient = torch.randn_like(function(*inputs))
+
+        def both(*values: Any) -> list[Tensor]:
+            output = function(*values)
+            gradients = torch.autograd.grad(output, values, gradient.to(output.dtype))
+            return [output.detach(), *gradients]
+
+        wide = both(*(value.detach().float().requires_grad_() for value in inputs))
+        pairs = zip(both(*inputs), wide, strict=True)
+        errors[name] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        shown[f"{name}, TFLOP/s"] = flops / seconds(lambda: both(*inputs)) / 1e12
+        return shown[f"{name}, TFLOP/s"] / gpu.tflops
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    torch.manual_seed(0)
+    tokens = 256 if small else 8192
+    shares = []
+    for k, n in ((128, 256),) if small else ((2048, 12288), (6144, 2048), (4096, 24576)):
+        name = f"product of {tokens} x {k} x {n}"
+        shares.append(tflops(name, 6 * tokens * k * n, F.linear, leaf(tokens, k), leaf(n, k)))
+    slowness = {}  # by the mean number of a query's keys
+    for length in (tokens // 16, tokens):
+        inputs = (leaf(tokens // length, 16, length, 128) for _ in range(3))
+        flops = 3.5 * 4 * 16 * 128 * tokens * length / 2
+        slowness[length / 2] = 1 / tflops(f"attention over {length}", flops, attend, *inputs)
+    (few, slow), (many, fast) = slowness.items()
+    per_key = max((slow - fast) / (1 / few - 1 / many), 0.0)  # 1 / rate = 1 / a + per_key / keys
+    best = max(fast - per_key / many, 1e-9)
+    a, b = (leaf(1 << 20 if small else 1 << 29).detach() for _ in range(2))
+    halves = a.view(-1, 2, 64)
+    plain = 2 * a.nbytes / seconds(lambda: b.copy_(a)) / 1e12
+    strided = 1.5 * a.nbytes / seconds(lambda: halves[:, 0] + halves[:, 1]) / 1e12
+    shown |= {"copy, TB/s": plain, "sum of halves of rows, TB/s": strided}
+    x, weight, gradient = leaf(16, 64), leaf(64, 64), leaf(16, 64).detach()
+    scalar = torch.zeros(1, device=device)
+
+    def launches() -> None:
+        for _ in range(100):
+            torch.autograd.grad(F.linear(x, weight), [x, weight], gradient)
+
+    constants = {
+        "gemm": sum(shares) / len(shares),
+        "attention": 1 / best,
+        "attention_keys": max(per_key / best, 1.0),
+        "memory": 2 / (1 / plain + 1 / strided) / gpu.memory_tb_per_s,
+        "launch_us": seconds(launches) / 300 * 1e6,
+        "wait_us": seconds(lambda: scalar.add_(1).item(), 100) * 1e6,
+    }
+    print(json.dumps({"worst error": max(errors.values()), **shown, **constants}), flush=True)
+    wrong = [name for name, error in errors.items() if not error <= RATE_LIMIT]
+    file.write_text(json.dumps(constants, indent=1) + "\n")
+    try:
+        Constants.read(file)
+    except BadInput as error:
+        wrong.append(str(error))
+    if wrong:
+        file.unlink()
+        print(f"not as it must be: {'; '.join(wrong)}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
