@@ -28,12 +28,15 @@ def slow_except(rows: Sequence[Any], *fast: Any) -> list[Any]:
     for row in fast:
         if row not in rows:
             raise ValueError(f"{row} is not one of the rows")
-    slow = pytest.mark.slow
+    return [row if row in fast else slow(row)[0] for row in rows]
 
-    def marked(row: Any) -> Any:
-        return pytest.param(*row if isinstance(row, tuple) else (row,), marks=slow)
 
-    return [row if row in fast else marked(row) for row in rows]
+def slow(*rows: Any) -> list[Any]:
+    """Mark these rows for ``parametrize`` slow; a tuple is several values."""
+    return [
+        pytest.param(*row if isinstance(row, tuple) else (row,), marks=pytest.mark.slow)
+        for row in rows
+    ]
 
 
 @dataclass(frozen=True)

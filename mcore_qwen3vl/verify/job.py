@@ -67,7 +67,7 @@ def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[d
     Returns:
         The entry of ``--log-json`` for each step.
     """
-    _import_for_ranks()
+    import_for_ranks()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.jsonl"
     log.unlink(missing_ok=True)
@@ -79,11 +79,13 @@ def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[d
     return [entry for entry in entries if loss_name(entry)]  # the others are validations
 
 
-def _import_for_ranks() -> None:
+def import_for_ranks() -> None:
     """Import here, once, what each forked rank would take seconds to import again."""
     from mcore_qwen3vl.runtime import cpu
 
     cpu.install(training=True)  # before megatron is imported
+    import megatron.core.models.mimo
+    import megatron.core.tokenizers.text  # noqa: F401
     import PIL.Image
 
     import mcore_qwen3vl.owners

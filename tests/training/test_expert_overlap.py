@@ -8,8 +8,9 @@ import pytest
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
+from tests.turns import slow
 
-STEPS, TIMEOUT = 4, 120.0
+STEPS, TIMEOUT = 2, 120.0
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
@@ -17,10 +18,10 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
     ("layout", "flags"),
     [
         ("ep2xdp2", DISTRIBUTED),
-        ("ep2xdp2", ("--keep-activations", "--recompute-granularity", "selective")),
-        pytest.param("tp2xpp2xvpp2xep2+sp", DISTRIBUTED, marks=pytest.mark.slow),
-        pytest.param(
-            "ep2xdp2", ("--lora-rank", "2", "--lora-target", "language"), marks=pytest.mark.slow
+        *slow(
+            ("ep2xdp2", ("--keep-activations", "--recompute-granularity", "selective")),
+            ("tp2xpp2xvpp2xep2+sp", DISTRIBUTED),
+            ("ep2xdp2", ("--lora-rank", "2", "--lora-target", "language")),
         ),
     ],
 )
@@ -28,7 +29,7 @@ def test_it_trains_the_same(
     layout: str, flags: tuple[str, ...], moe: Path, data: Path, tmp_path: Path
 ) -> None:
     job = Job(
-        moe, data, Layout.parse(layout), steps=STEPS, batch=8, packing=True, seq_length=256,
+        moe, data, Layout.parse(layout), steps=STEPS, batch=4, packing=True, seq_length=256,
         flags=(*flags, "--bf16"),
     )  # fmt: skip
     plain = train(job, tmp_path / "plain", timeout=TIMEOUT)

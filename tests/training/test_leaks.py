@@ -53,7 +53,7 @@ def test_memory_and_open_files_do_not_grow(dense: Path, tmp_path: Path) -> None:
         "--save", str(tmp_path / "save"), "--save-interval", str(WARM // 2),
     )  # fmt: skip
     job = Job(dense, data, steps=STEPS, batch=1, seq_length=256, packing=True, flags=flags)
-    jobs._import_for_ranks()
+    jobs.import_for_ranks()
     run_layout(measured_rank, 1, job.argv, tmp_path / "output.txt", timeout=900)
     entries = [json.loads(line) for line in log.read_text().splitlines()]
     early = [entry["held"] for entry in entries if WARM // 2 < entry["iteration"] <= WARM]

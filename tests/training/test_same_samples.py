@@ -17,7 +17,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.step.forward import ForwardStep
 from mcore_qwen3vl.verify.curves import encode
-from mcore_qwen3vl.verify.job import Job, _import_for_ranks, run_rank, train
+from mcore_qwen3vl.verify.job import Job, import_for_ranks, run_rank, train
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "indigo", "violet")
 RECORDS, HELD_OUT, BATCH = 10, 7, 4
@@ -166,7 +166,7 @@ def test_a_number_of_epochs_is_the_length_of_the_run_and_of_its_schedule(
     argv = [*job.argv[:at], *job.argv[at + 2 :], "--num-epochs", "3"]
     argv += ["--log-json", str(tmp_path / "log.jsonl"), "--eval-iters", "0", "--lr", "1e-3"]
     argv += ["--lr-decay-style", "linear", "--min-lr", "0"]
-    _import_for_ranks()
+    import_for_ranks()
     run_layout(run_rank, 2, argv, tmp_path / "output.txt", timeout=600)
     counts = Counter(line for _, names in seen()["train"] for line in names)
     assert counts == dict.fromkeys(range(1, RECORDS + 1), 3)

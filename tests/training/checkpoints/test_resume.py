@@ -32,7 +32,7 @@ LAST, BEFORE = f"iter_{STEPS:07d}", f"iter_{HALF:07d}"
 
 
 def job(checkpoint: Path, data: Path, layout: str, *flags: str) -> Job:
-    return Job(checkpoint, data, Layout.parse(layout), steps=STEPS, flags=flags)
+    return Job(checkpoint, data, Layout.parse(layout), steps=STEPS, batch=2, flags=flags)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_under_a_split_of_its_own_a_run_saves_and_exports_what_it_holds(
 def test_sigterm_saves_and_the_same_command_goes_on(
     dense: Path, data: Path, tmp_path: Path
 ) -> None:
-    run = replace(job(dense, data, "single", "--num-workers", "1"), steps=12)
+    run = replace(job(dense, data, "single", "--num-workers", "1"), steps=16)
     flags = ("--save", str(tmp_path / "save"), "--save-interval", "1000", "--exit-signal-handler")
     whole = train(run, tmp_path / "whole")
     stopper = threading.Thread(target=terminate_after_two_steps, args=(tmp_path / "first",))
@@ -210,7 +210,7 @@ def test_training_falls_back_to_the_checkpoint_before_or_stops(
     [
         (
             ("--train-iters", "9"),
-            r"is 4 iterations .16 samples., and 9 iterations .36 samples. .*--override-opt",
+            r"is 4 iterations .8 samples., and 9 iterations .18 samples. .*--override-opt",
         ),
         (("--lr", "7e-4"), "another learning rate: .*--load .* --finetune"),
         (("--ckpt-step", "1"), "saved without 'optimizer'. Add --no-load-optim"),

@@ -22,6 +22,7 @@ from mcore_qwen3vl.verify.curves import encode, sample_order, whole_and_half
 from mcore_qwen3vl.verify.job import Job, curve_of, train, worst_difference
 from tests.training.one_step import Plain, check_step, plain_model
 from tests.training.preference.test_run import preference_job, random_adapter
+from tests.turns import slow
 
 K = 7
 PACKED = ("--packing",)
@@ -103,23 +104,20 @@ def plain_step(job: Job, teacher: Path, settings: Distillation) -> tuple[Plain, 
 @pytest.mark.parametrize(
     ("student", "layout", "settings", "flags"),
     [
-        ("dense", "single", FORWARD, PACKED),
-        ("dense", "tp2+sp", FORWARD, PACKED),
         ("dense", "cp2", REVERSE, PACKED),
         ("dense", "pp2", JSD, TWO_ROWS),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("dense", "dp2", REVERSE, TWO_ROWS),
-                ("dense", "dp2", FORWARD, (*PACKED, "--no-balance", "--head-chunk", "50")),
-                ("dense", "tp2", JSD, ()),
-                ("dense", "tp2xpp2", REVERSE, PACKED),
-                ("dense", "pp2xvpp2", FORWARD, PACKED),
-                ("dense", "cp2xdp2", JSD, PACKED),
-                ("dense", "tp2xcp2+sp", FORWARD, TWO_ROWS),
-                ("moe", "ep2xdp2", JSD, PACKED),
-                ("moe", "tp2xetp2+sp", REVERSE, ()),
-            ]
+        *slow(
+            ("dense", "single", FORWARD, PACKED),
+            ("dense", "tp2+sp", FORWARD, PACKED),
+            ("dense", "dp2", REVERSE, TWO_ROWS),
+            ("dense", "dp2", FORWARD, (*PACKED, "--no-balance", "--head-chunk", "50")),
+            ("dense", "tp2", JSD, ()),
+            ("dense", "tp2xpp2", REVERSE, PACKED),
+            ("dense", "pp2xvpp2", FORWARD, PACKED),
+            ("dense", "cp2xdp2", JSD, PACKED),
+            ("dense", "tp2xcp2+sp", FORWARD, TWO_ROWS),
+            ("moe", "ep2xdp2", JSD, PACKED),
+            ("moe", "tp2xetp2+sp", REVERSE, ()),
         ),
     ],
 )
@@ -162,20 +160,17 @@ def large_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("student", "teacher", "layout", "settings", "flags"),
     [
         ("dense", "large", "tp2+sp", FORWARD, PACKED),
-        ("dense", "large", "cp2xdp2", REVERSE, PACKED),
         ("dense", "large", "pp2xvpp2", JSD, TWO_ROWS),
-        ("moe", "large_moe", "ep2xdp2", FORWARD, PACKED),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("dense", "large", "single", REVERSE, TWO_ROWS),
-                ("dense", "large", "pp2+first1+last3", FORWARD, PACKED),
-                ("dense", "large", "tp2xpp2", JSD, PACKED),
-                ("dense", "large", "tp2xcp2+sp", JSD, ()),
-                ("dense", "large_moe", "tp2", FORWARD, PACKED),
-                ("moe", "dense", "ep2xdp2", REVERSE, PACKED),
-                ("moe", "large_moe", "tp2xetp2+sp", JSD, ()),
-            ]
+        *slow(
+            ("dense", "large", "cp2xdp2", REVERSE, PACKED),
+            ("moe", "large_moe", "ep2xdp2", FORWARD, PACKED),
+            ("dense", "large", "single", REVERSE, TWO_ROWS),
+            ("dense", "large", "pp2+first1+last3", FORWARD, PACKED),
+            ("dense", "large", "tp2xpp2", JSD, PACKED),
+            ("dense", "large", "tp2xcp2+sp", JSD, ()),
+            ("dense", "large_moe", "tp2", FORWARD, PACKED),
+            ("moe", "dense", "ep2xdp2", REVERSE, PACKED),
+            ("moe", "large_moe", "tp2xetp2+sp", JSD, ()),
         ),
     ],
 )
@@ -202,7 +197,7 @@ def test_an_adapter_learns_from_a_teacher(
 ) -> None:
     data = scored(records, moe, tmp_path, 1.0)
     adapter = random_adapter(tmp_path, dense)
-    job = preference_job(dense, data, "dp2", *flags_of(REVERSE), *PACKED, lora=adapter)
+    job = preference_job(dense, data, "single", *flags_of(REVERSE), *PACKED, lora=adapter)
     check_step(job, plain_step(job, moe, REVERSE)[0], "distill loss", tmp_path)
 
 
@@ -213,7 +208,7 @@ def test_a_live_teacher_is_the_one_of_the_file_and_a_run_resumes(
     data = scored(records, large, tmp_path, FORWARD.temperature)
     evaluation = ("--valid-data-path", str(data), "--eval-iters", "1", "--eval-interval", "2")
     by_file = preference_job(
-        dense, data, "single", *flags_of(FORWARD), *evaluation, *PACKED, steps=4
+        dense, data, "single", *flags_of(FORWARD), *evaluation, *PACKED, steps=4, batch=2
     )
     live = replace(by_file, flags=(*by_file.flags, *live_flags(large)))
     whole, save = whole_and_half(live, tmp_path)

@@ -17,6 +17,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves import TOLERANCE, batch_names, encode
 from mcore_qwen3vl.verify.job import Job, train
+from tests.turns import slow
 
 NAMES = {"first/train.jsonl": "first/train.jsonl", "second/train.jsonl": "sums"}
 """The name in the log of each data set: by default its path."""
@@ -78,11 +79,13 @@ def of_data_sets(entry: dict[str, Any], prefix: str = "") -> dict[str, float]:
     ("layout", "flags"),
     [
         ("cp2", ("--packing",)),
-        pytest.param("single", TWO_ROWS, marks=pytest.mark.slow),
-        pytest.param("dp2", ("--packing", "--no-balance"), marks=pytest.mark.slow),
-        pytest.param("tp2+sp", ("--packing",), marks=pytest.mark.slow),
-        pytest.param("pp2xvpp2", ("--packing",), marks=pytest.mark.slow),
-        pytest.param("cp2xdp2", (), marks=pytest.mark.slow),
+        *slow(
+            ("single", TWO_ROWS),
+            ("dp2", ("--packing", "--no-balance")),
+            ("tp2+sp", ("--packing",)),
+            ("pp2xvpp2", ("--packing",)),
+            ("cp2xdp2", ()),
+        ),
     ],
 )
 def test_each_data_sets_loss_is_that_of_plain_hugging_face(
@@ -94,7 +97,10 @@ def test_each_data_sets_loss_is_that_of_plain_hugging_face(
     still = ("--lr", "0", "--weight-decay", "0", "--log-interval", "2")
     valid = ("--valid-data-path", str(mixture), "--eval-iters", "2", "--eval-interval", "4")
     logs = ("--tensorboard-dir", str(tmp_path / "events"))
-    job = Job(dense, mixture, Layout.parse(layout), steps=4, seq_length=256, flags=(*still, *flags))
+    job = Job(
+        dense, mixture, Layout.parse(layout), steps=4, batch=2, seq_length=256,
+        flags=(*still, *flags),
+    )  # fmt: skip
     train(job, tmp_path, *valid, *logs, timeout=300)
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     found = {entry["iteration"]: of_data_sets(entry) for entry in log if "lm loss" in entry}

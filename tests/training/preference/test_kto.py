@@ -11,6 +11,7 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.training.one_step import check_step
 from tests.training.preference.pairs import plain_kto_step, write_labelled
 from tests.training.preference.test_run import preference_job, random_adapter
+from tests.turns import slow
 
 KTO = ("--loss", "kto", "--reference", "adapter")
 WEIGHTS = ("--beta", "0.3", "--desirable-weight", "0.7", "--undesirable-weight", "1.6")
@@ -30,18 +31,15 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("dense", "dp2", PACKED),
         ("dense", "cp2", (*PACKED, *OTHER_SEED)),
-        ("dense", "tp2+sp", PACKED),
-        ("moe", "ep2xdp2", PACKED),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("dense", "single", PACKED),
-                ("dense", "dp2", (*TWO_ROWS, *OTHER_SEED)),
-                ("dense", "pp2", PACKED),
-                ("dense", "pp2xvpp2", TWO_ROWS),
-                ("dense", "cp2xdp2", PACKED),
-                ("moe", "tp2xetp2+sp", PACKED),
-            ]
+        *slow(
+            ("dense", "single", PACKED),
+            ("dense", "tp2+sp", PACKED),
+            ("moe", "ep2xdp2", PACKED),
+            ("dense", "dp2", (*TWO_ROWS, *OTHER_SEED)),
+            ("dense", "pp2", PACKED),
+            ("dense", "pp2xvpp2", TWO_ROWS),
+            ("dense", "cp2xdp2", PACKED),
+            ("moe", "tp2xetp2+sp", PACKED),
         ),
     ],
 )
@@ -73,16 +71,13 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "layout", "flags"),
     [
-        ("dense", "dp2", PACKED),
         ("dense", "pp2", TWO_ROWS),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("dense", "cp2", PACKED),
-                ("dense", "tp2+sp", PACKED),
-                ("dense", "pp2xvpp2", PACKED),
-                ("moe", "ep2xdp2", PACKED),
-            ]
+        *slow(
+            ("dense", "dp2", PACKED),
+            ("dense", "cp2", PACKED),
+            ("dense", "tp2+sp", PACKED),
+            ("dense", "pp2xvpp2", PACKED),
+            ("moe", "ep2xdp2", PACKED),
         ),
     ],
 )

@@ -17,7 +17,7 @@ from tests.training.tasks.whole_batch import class_of
 
 @pytest.fixture(scope="session")
 def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_retrieval(tmp_path_factory.mktemp("retrieval"), 16)
+    return write_retrieval(tmp_path_factory.mktemp("retrieval"), 9)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,6 @@ from mcore_qwen3vl.verify.job import Job, train
 from tests.training.one_step import TOLERANCE, Plain, check_step
 from tests.training.tasks.retrieval import image_and_text
 from tests.training.tasks.whole_batch import (
-    ADAPTED,
     LAYOUTS,
     PACKED,
     class_of,
@@ -41,6 +40,7 @@ from tests.training.tasks.whole_batch import (
     task_job,
     trained_adapter,
 )
+from tests.turns import slow, slow_except
 
 TASK = ("--task", "classify")
 MULTI = "multi_label_classification"
@@ -110,7 +110,10 @@ def plain_step(job: Job, **config: Any) -> Plain:
     return Plain.of(torch.stack(losses).mean(), trained)
 
 
-@pytest.mark.parametrize(("kind", "layout", "flags"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags"),
+    slow_except(LAYOUTS, ("dense", "cp2", PACKED), ("tied", "pp2", PACKED)),
+)
 def test_loss_and_every_gradient_are_those_of_one_process(
     kind: str,
     layout: str,
@@ -123,7 +126,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     check_step(job, plain_step(job), "classification loss", tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2xcp2+sp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["single", *slow("dp2", "tp2xcp2+sp")])
 def test_several_labels_may_be_right(
     layout: str, headed: Callable[..., Path], several: Path, tmp_path: Path
 ) -> None:
@@ -133,11 +136,12 @@ def test_several_labels_may_be_right(
     check_step(job, plain_step(job), "classification loss", tmp_path)
 
 
-@ADAPTED
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), [("dense", "cp2"), ("moe", "ep2xdp2")])
 def test_an_adapter_trains_with_its_head_and_scores(
     kind: str, layout: str, numbers: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The base is a language model: the adapter, and what is made of it, names the labels."""
+    """The fast test of an adapter with a head is that of a reward model."""
     checkpoint = request.getfixturevalue(kind)
     adapter = headed_adapter(tmp_path / "adapter", checkpoint, 3)
     job = task_job(checkpoint, numbers, layout, *TASK, *PACKED, lora=adapter)
@@ -146,12 +150,21 @@ def test_an_adapter_trains_with_its_head_and_scores(
     base = class_of(checkpoint).from_pretrained(checkpoint, dtype=torch.float32, num_labels=3)
     expected = logits_of_all(PeftModel.from_pretrained(base, exported), checkpoint, numbers)
     compare_scores(checkpoint, "tp2+sp", numbers, tmp_path, expected, NUMBERED, lora=exported)
-    merge(checkpoint, exported, tmp_path / "merged")
-    merged = class_of(checkpoint).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+
+
+def test_what_is_made_of_an_adapter_names_its_labels(
+    dense: Path, numbers: Path, tmp_path: Path
+) -> None:
+    """The base is a language model."""
+    adapter = headed_adapter(tmp_path / "adapter", dense, 3)
+    base = class_of(dense).from_pretrained(dense, dtype=torch.float32, num_labels=3)
+    expected = logits_of_all(PeftModel.from_pretrained(base, adapter), dense, numbers)
+    merge(dense, adapter, tmp_path / "merged")
+    merged = class_of(dense).from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(
         logits_of_all(merged, tmp_path / "merged", numbers), expected, rtol=0, atol=TOLERANCE
     )
-    convert_adapter(exported, tmp_path / "converted", checkpoint, roles="canonical")
+    convert_adapter(adapter, tmp_path / "converted", dense, roles="canonical")
     for config in (read_config_file(tmp_path / name) for name in ("merged", "converted")):
         assert Labels.of_config(config) == Labels(NUMBERED, "single_label_classification")
 
@@ -175,7 +188,7 @@ def test_a_language_model_becomes_a_classifier_with_the_datas_labels(
     assert model.config.id2label == dict(enumerate(NAMES))
     assert model.config.problem_type == "single_label_classification"
     expected = logits_of_all(model, exported, named)
-    for checkpoint, layout in ((exported, "dp2"), (save, "tp2xcp2+sp")):
+    for checkpoint, layout in ((exported, "single"), (save, "cp2")):
         compare_scores(checkpoint, layout, named, tmp_path, expected, NAMES)
     with pytest.raises(BadInput, match=r"trained with the labels .*amber.*go on with the same"):
         validate([*job.argv, "--num-labels", "3", "--load", str(save)], 2)

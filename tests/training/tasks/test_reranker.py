@@ -18,7 +18,7 @@ from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.job import Job, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from tests.training.one_step import TOLERANCE, Plain, check_step, plain_model
-from tests.training.tasks.retrieval import texts_of
+from tests.training.tasks.retrieval import texts_of, write_retrieval
 from tests.training.tasks.whole_batch import (
     LAYOUTS,
     PACKED,
@@ -26,6 +26,7 @@ from tests.training.tasks.whole_batch import (
     inputs_of,
     task_job,
 )
+from tests.turns import slow, slow_except
 
 ANSWERS = ("y", "n")  # the tiny tokenizer has no longer words
 TASK = ("--task", "reranker", "--answers", *ANSWERS)
@@ -78,10 +79,12 @@ def plain_step(job: Job) -> Plain:
 @pytest.mark.parametrize(
     ("kind", "layout", "flags"),
     [
-        *LAYOUTS,
+        *slow_except(LAYOUTS, ("dense", "cp2", PACKED), ("moe", "ep2xdp2", PACKED)),
         ("dense", "dp2", (*PACKED, *LISTWISE)),
-        pytest.param("tied", "tp2xpp2+sp", (*PACKED, *LISTWISE), marks=pytest.mark.slow),
-        pytest.param("dense", "cp2", LISTWISE, marks=pytest.mark.slow),
+        *slow(
+            ("tied", "tp2xpp2+sp", (*PACKED, *LISTWISE)),
+            ("dense", "cp2", LISTWISE),
+        ),
     ],
 )
 def test_loss_and_every_gradient_are_those_of_one_process(
@@ -92,13 +95,13 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    job = task_job(request.getfixturevalue(kind), retrieval, layout, *TASK, *flags)
+    job = task_job(request.getfixturevalue(kind), retrieval, layout, *TASK, *flags, seq_length=512)
     check_step(job, plain_step(job), "reranker loss", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("dense", "dp2"), pytest.param("moe", "ep2xdp2", marks=pytest.mark.slow)],
+    [("dense", "single"), *slow(("dense", "dp2"), ("moe", "ep2xdp2"))],
 )
 def test_an_adapter_trains(
     kind: str, layout: str, retrieval: Path, tmp_path: Path, request: pytest.FixtureRequest
@@ -106,17 +109,15 @@ def test_an_adapter_trains(
     checkpoint = request.getfixturevalue(kind)
     targets = "experts" if kind == "moe" else "whole"
     adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS[targets], checkpoint)
-    job = task_job(checkpoint, retrieval, layout, *TASK, *PACKED, lora=adapter)
+    job = task_job(checkpoint, retrieval, layout, *TASK, *PACKED, lora=adapter, seq_length=512)
     check_step(job, plain_step(job), "reranker loss", tmp_path)
 
 
-def test_a_reranker_is_trained_exported_and_scored(
-    tied: Path, retrieval: Path, tmp_path: Path
-) -> None:
+def test_a_reranker_is_trained_exported_and_scored(tied: Path, tmp_path: Path) -> None:
     """`score` gives what transformers' own class gives with the exported weights."""
-    export = tmp_path / "export"
+    retrieval, export = write_retrieval(tmp_path / "data", 5), tmp_path / "export"
     train(
-        task_job(tied, retrieval, "single", *TASK, *PACKED),
+        task_job(tied, retrieval, "single", *TASK, *PACKED, seq_length=512),
         tmp_path / "run",
         *("--save", str(tmp_path / "save"), "--save-hf", str(export)),
     )
@@ -130,7 +131,7 @@ def test_a_reranker_is_trained_exported_and_scored(
             for record in records
         ]
     first = [row[0] > max(row[1:]) for row in expected if len(row) > 1]
-    for checkpoint, layout in ((exported, "pp2"), (tmp_path / "save", "tp2xcp2+sp")):
+    for checkpoint, layout in ((exported, "pp2"), (tmp_path / "save", "cp2")):
         out = tmp_path / f"{layout}.jsonl"
         options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5, "answers": ANSWERS}
         request = Request(

@@ -23,7 +23,6 @@ from mcore_qwen3vl.verify.job import Job, train
 from tests.training.one_step import TOLERANCE, Plain, check_step
 from tests.training.preference.pairs import sides_of, write_pairs
 from tests.training.tasks.whole_batch import (
-    ADAPTED,
     LAYOUTS,
     PACKED,
     class_of,
@@ -34,6 +33,7 @@ from tests.training.tasks.whole_batch import (
     task_job,
     trained_adapter,
 )
+from tests.turns import slow, slow_except
 
 TASK = ("--task", "reward")
 
@@ -72,7 +72,9 @@ def plain_step(job: Job) -> Plain:
     return Plain.of(torch.stack(losses).mean(), named)
 
 
-@pytest.mark.parametrize(("kind", "layout", "flags"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags"), slow_except(LAYOUTS, ("dense", "tp2+sp", PACKED))
+)
 def test_loss_and_every_gradient_are_those_of_one_process(
     kind: str,
     layout: str,
@@ -85,7 +87,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     check_step(job, plain_step(job), "reward loss", tmp_path)
 
 
-@ADAPTED
+@pytest.mark.parametrize(("kind", "layout"), [("dense", "cp2"), *slow(("moe", "ep2xdp2"))])
 def test_an_adapter_trains_with_its_head_and_scores(
     kind: str, layout: str, pairs: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -107,15 +109,24 @@ def test_flags_alone_make_an_adapter_with_a_head(dense: Path) -> None:
     assert config.to_dict()["task_type"] == "SEQ_CLS"
 
 
+def test_a_new_head_is_the_same_under_every_layout(
+    dense: Path, pairs: Path, tmp_path: Path
+) -> None:
+    (first,), (other,) = (
+        train(task_job(dense, pairs, layout, *TASK, *PACKED), tmp_path / layout)
+        for layout in ("pp2", "tp2+sp")
+    )
+    assert other["reward loss"] == pytest.approx(first["reward loss"], rel=TOLERANCE)
+
+
+@pytest.mark.slow
 def test_a_language_model_gets_a_head_that_is_exported_scored_and_resumed(
     dense: Path, pairs: Path, tmp_path: Path
 ) -> None:
-    """The new head is the same under every layout, and transformers' own class loads the export."""
+    """Transformers' own class loads the export. A classifier has the fast test of this."""
     save, export = tmp_path / "save", tmp_path / "export"
     flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
     (first,) = train(task_job(dense, pairs, "pp2", *TASK, *PACKED), tmp_path / "run", *flags)
-    (other,) = train(task_job(dense, pairs, "tp2+sp", *TASK, *PACKED), tmp_path / "other")
-    assert other["reward loss"] == pytest.approx(first["reward loss"], rel=TOLERANCE)
     (second,) = train(
         task_job(dense, pairs, "pp2", *TASK, *PACKED),
         tmp_path / "rest",

@@ -14,7 +14,6 @@ from mcore_qwen3vl.verify.parity.matrix import LORA_MATRIX, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
 
 FAST = {
-    "dense tp2+sp LoRA: everything",
     "dense dp2 LoRA: mixed ranks distr. opt., overlap",
     "dense tp2xcp2+sp LoRA: whole vision",
     "few-kv tp4+sp LoRA: mixed ranks",
