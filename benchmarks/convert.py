@@ -30,7 +30,9 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint  # as all imports, not timed; `hf_to_mcore` imports it last
+from rich.table import Table
 
+from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.hf import shards
@@ -38,6 +40,10 @@ from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.shapes import SHAPES
 
 ORDERS = (0, 1, 2, 3, 4), (1, 0, 4, 3, 2)
+COPIES = {
+    "HF to mcore": "copy of HF", "mcore to HF": "copy of mcore", "trained to HF": "copy of mcore",
+}  # fmt: skip
+"""The step that each conversion is compared with."""
 
 
 def write_checkpoint(config: dict[str, Any], path: Path) -> Path:
@@ -180,58 +186,42 @@ def one_round(
     return results
 
 
-def summarise(
-    rounds: list[dict[str, dict[str, float]]],
-    memory: dict[str, dict[str, float]],
-    nbytes: int,
-    pairs: dict[str, str],
-) -> dict[str, Any]:
-    """Return medians; ratios are taken within a round, so that a busy machine slows both sides.
+def compare(source: Path, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Return medians of each step, by its name, and its ratios to a copy of the same files.
 
-    Args:
-        rounds: figures of each step, by its name.
-        memory: those of the round in which memory was measured.
-        nbytes: bytes of the checkpoint.
-        pairs: the step that each step is compared with.
+    Ratios are taken within a round, so that a busy machine slows both sides.
     """
+    rounds = [one_round(source, scratch, args.workers, number) for number in range(args.rounds)]
+    memory = one_round(source, scratch, args.workers, 0, look_at_memory=True)
+    nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     summary: dict[str, Any] = {"bytes": nbytes}
     for name in rounds[0]:
-        runs = [round_[name] for round_ in rounds]
-        seconds = statistics.median(run["seconds"] for run in runs)
+        seconds = statistics.median(figures[name]["seconds"] for figures in rounds)
         summary[name] = {
             "seconds": seconds,
             "gb_per_s": nbytes / 1e9 / seconds,
-            "cpu_seconds": statistics.median(run["cpu_seconds"] for run in runs),
-            "all_seconds": [round(run["seconds"], 2) for run in runs],
+            "cpu_seconds": statistics.median(figures[name]["cpu_seconds"] for figures in rounds),
+            "all_seconds": [round(figures[name]["seconds"], 2) for figures in rounds],
             **memory[name],
         }
-        if name in pairs:
-            ratios = [r[name]["seconds"] / r[pairs[name]]["seconds"] for r in rounds]
-            summary[name]["ratio"] = statistics.median(ratios)
-            summary[name]["all_ratios"] = [round(ratio, 2) for ratio in ratios]
-            cpu = [r[name]["cpu_seconds"] / r[pairs[name]]["cpu_seconds"] for r in rounds]
-            summary[name]["cpu_ratio"] = statistics.median(cpu)
-            summary[name]["all_cpu_ratios"] = [round(ratio, 2) for ratio in cpu]
+        copied = COPIES.get(name)
+        for key, ratio in (("seconds", "ratio"), ("cpu_seconds", "cpu_ratio")) if copied else ():
+            ratios = [figures[name][key] / figures[copied][key] for figures in rounds]
+            summary[name][ratio] = statistics.median(ratios)
+            summary[name][f"all_{ratio}s"] = [round(value, 2) for value in ratios]
     return summary
 
 
-def result_table(results: dict[str, Any]) -> str:
-    lines = [
-        f"{'':24}{'GB':>7}{'s':>8}{'GB/s':>7}{'ratio':>7}{'CPU s':>8}{'ratio':>7}{'peak GB':>9}"
-        f"{'RSS GB':>8}"
-    ]
-    for model, result in results.items():
-        for name, run in result.items():
-            if isinstance(run, dict):
-                ratio, cpu_ratio = (
-                    f"{run[key]:.2f}" if key in run else "" for key in ("ratio", "cpu_ratio")
-                )
-                lines.append(
-                    f"{model + ' ' + name:24.24}{result['bytes'] / 1e9:7.2f}{run['seconds']:8.1f}"
-                    f"{run['gb_per_s']:7.2f}{ratio:>7}{run['cpu_seconds']:8.1f}{cpu_ratio:>7}"
-                    f"{run['peak_gb']:9.2f}{run['peak_rss_gb']:8.2f}"
-                )
-    return "\n".join(lines)
+def result_table(results: dict[str, Any]) -> Table:
+    columns = ("", "GB", "s", "GB/s", "ratio", "CPU s", "ratio", "peak GB", "RSS GB")
+    keys = ("seconds", "gb_per_s", "ratio", "cpu_seconds", "cpu_ratio", "peak_gb", "peak_rss_gb")
+    rows = [
+        (f"{model} {step}", f"{result['bytes'] / 1e9:.2f}",
+         *(f"{figures[key]:.2f}" if key in figures else "" for key in keys))
+        for model, result in results.items()
+        for step, figures in result.items() if step != "bytes"
+    ]  # fmt: skip
+    return console.table("", columns[0], *(f">{name}" for name in columns[1:]), rows=rows)
 
 
 def main() -> None:
@@ -253,22 +243,9 @@ def main() -> None:
                 config["text_config"]["num_hidden_layers"] = int(layers)
             source = write_checkpoint(config, Path(folder) / "source")
             results[model] = compare(source, Path(folder), args)
-        print(result_table(results), flush=True)
+        console.output.print(result_table(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
-
-
-def bytes_of(folder: Path) -> int:
-    """Return the size of a checkpoint's weights."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def compare(source: Path, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
-    rounds = [one_round(source, scratch, args.workers, number) for number in range(args.rounds)]
-    memory = one_round(source, scratch, args.workers, 0, look_at_memory=True)
-    pairs = {"HF to mcore": "copy of HF", "mcore to HF": "copy of mcore"}
-    pairs["trained to HF"] = "copy of mcore"
-    return summarise(rounds, memory, bytes_of(source), pairs)
 
 
 if __name__ == "__main__":

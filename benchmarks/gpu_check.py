@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.files import atomic_write  # noqa: E402
-from mcore_qwen3vl.pretended.preload import preloaded  # noqa: E402
+from mcore_qwen3vl.pretended.preload import is_preloaded  # noqa: E402
 from mcore_qwen3vl.runtime.gpus import GPUS, find_gpu  # noqa: E402
 
 # Kernels take the published head sizes of 128 and 72, rows of whole 16 bytes and, in FP8, blocks of
@@ -172,11 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = next(stream)  # alone: it shows whether there is a GPU
     conductor = Conductor(options.out, options.patience, end)
     if not options.only or re.search(options.only, first.name):
-        conductor.run([first], 1)
+        conductor.run_parts([first], 1)
     everything = [first, *stream]
     jobs = options.jobs or 1
     seconds = (end - time.monotonic()) / options.patience
-    conductor.run(choose(everything, options.only, seconds, jobs), jobs)
+    conductor.run_parts(choose(everything, options.only, seconds, jobs), jobs)
     conductor.write(finished=True)
     print(f"report: {options.out / 'report.md'}")
     fine = ("ok", NOT_APPLICABLE, LEFT_OUT)
@@ -395,12 +395,12 @@ def python(ranks: int = 1, tp: int = 1) -> list[str]:
     reads batches and writes the log.
     """
     place = ["--world-size", str(ranks), "--rank", str(ranks - tp)]
-    return [sys.executable, *(["-m", "mcore_qwen3vl.pretended", *place] if preloaded() else [])]
+    return [sys.executable, *(["-m", "mcore_qwen3vl.pretended", *place] if is_preloaded() else [])]
 
 
 def trainer(gpus: int, tp: int = 1) -> list[str]:
     """Return the command that trains on all GPUs; on the pretended device, on its one rank."""
-    if preloaded():
+    if is_preloaded():
         return [*python(gpus, tp), "-m", "mcore_qwen3vl.rehearsal.rank.train"]
     return [*COMMAND, "train", "--processes", str(gpus)]
 
@@ -488,60 +488,55 @@ def measurements(
             why = f"it takes {size.gib:.0f} GiB; the GPU has {machine.memory_gib:.0f}"
         if why:
             yield absent(name, why)
-        elif what == "step":
-            yield from step(name, size, side, options.out, machine.memory_gib, kind)
+            continue
+        if what == "step":
+            words = step(size, side, machine.memory_gib)
+            profile = ["--profile", str(options.out / f"{file_name(name)}.profile.txt")]
+            command, seconds, read = [*python(), *words, *profile], 35, read_benchmark
+            prediction = Part(f"{name}, simulated", [], 40, read_benchmark, serves=True)
+            if kind:
+                gpu = f"--memory-gib {GPUS[kind].memory_gib} --capability {GPUS[kind].capability}"
+                once = f"--warmup 2 --steps 1 --model-time-on {kind}"
+                simulated = [sys.executable, "-m", "mcore_qwen3vl.pretended", *gpu.split()]
+                prediction.command = [*simulated, *words, *once.split()]
         else:
             # The peak is in the first rank's log, and the pretended device has one rank.
-            ranks = 1 if preloaded() else gpus
-            yield from training_run(name, size, side, options.out / "stand-ins", ranks, kind)
+            ranks = 1 if is_preloaded() else gpus
+            flags = training_run(size, side, options.out / "stand-ins", ranks)
+            # Workers hand batches over in shared memory, which a container may have little of.
+            roomy = shutil.disk_usage("/dev/shm").total > 8e9 and not is_preloaded()
+            # --verbose: the peak is in Megatron's own log.
+            more = ["--num-workers", "4" if roomy else "0", "--verbose"]
+            command, seconds, read = [*trainer(ranks), *flags, *more], 65, read_log
+            words = f"rehearse --gpus {ranks} --gpu {kind} --no-suggest --json".split()
+            rehearse = [*COMMAND, *words, *flags, "--num-workers", "0"]
+            prediction = Part(f"{name}, rehearsed", rehearse, 60, read_rehearsal, serves=True)
+        before = [prediction] if kind else []
+        yield from before
+        compare = partial(compare_with_prediction, read, before)
+        yield Part(name, command, seconds, compare, before, measures=True)
 
 
-def step(
-    name: str, size: Size, side: str, out: Path, memory_gib: float, kind: str | None
-) -> Iterator[Part]:
-    """Yield a training step with its profile, after the same step on the simulated GPU."""
+def step(size: Size, side: str, memory_gib: float) -> list[str]:
+    """Return the words after ``python`` for a training step."""
     words = [str(ROOT / "benchmarks" / "train_step.py"), "--shape", size.shape, "--sides", side]
     words += ["--layers", str(size.layers)] if size.layers else []
     words += ["--seq-length", "256"] if size.shape == "tiny" else []
-    if side == "hf" and memory_gib < HF_FLOAT32_GIB:
-        words += ["--hf-weights", "bf16"]
-    after = []
-    if kind:
-        gpu = ["--memory-gib", str(GPUS[kind].memory_gib)]
-        gpu += ["--capability", str(GPUS[kind].capability)]
-        once = ["--warmup", "2", "--steps", "1", "--model-time-on", kind]
-        command = [sys.executable, "-m", "mcore_qwen3vl.pretended", *gpu, *words, *once]
-        after = [Part(f"{name}, simulated", command, 40, read_benchmark, serves=True)]
-        yield after[0]
-    profile = ["--profile", str(out / f"{file_name(name)}.profile.txt")]
-    read = partial(compare_with_prediction, read_benchmark, after)
-    yield Part(name, [*python(), *words, *profile], 35, read, after, measures=True)
+    return words + (
+        ["--hf-weights", "bf16"] if side == "hf" and memory_gib < HF_FLOAT32_GIB else []
+    )
 
 
-def training_run(
-    name: str, size: Size, spec: str, folder: Path, gpus: int, kind: str | None
-) -> Iterator[Part]:
-    """Yield ten iterations of the training loop, after their rehearsal with the same flags."""
+def training_run(size: Size, spec: str, folder: Path, gpus: int) -> list[str]:
+    """Return the flags for ten iterations of the training loop."""
     model, length = folder / size.stand_in, 256 if size.shape == "tiny" else 8192
-    flags = [
+    return [
         *("--hf-model", str(model / "model"), "--data-path", str(model / "data" / "train.jsonl")),
         *f"--spec {spec} --packing --bf16 --seq-length {length} --train-iters 10".split(),
         *f"--micro-batch-size 1 --global-batch-size {2 * gpus} --lr 1e-5 --log-interval 1".split(),
-        *["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
         *size.flags.split(),
     ]
-    after = []
-    if kind:
-        words = ["rehearse", "--gpus", str(gpus), "--gpu", kind, "--no-suggest", "--json"]
-        command = [*COMMAND, *words, *flags, "--num-workers", "0"]
-        after = [Part(f"{name}, rehearsed", command, 60, read_rehearsal, serves=True)]
-        yield after[0]
-    # Workers hand batches over in shared memory, which a container may have little of.
-    roomy = shutil.disk_usage("/dev/shm").total > 8e9 and not preloaded()
-    # --verbose: the peak is in Megatron's own log.
-    command = [*trainer(gpus), *flags, "--num-workers", "4" if roomy else "0", "--verbose"]
-    read = partial(compare_with_prediction, read_log, after)
-    yield Part(name, command, 65, read, after, measures=True)
 
 
 def compare_with_prediction(
@@ -557,9 +552,9 @@ def compare_with_prediction(
         if "peak GB" not in part.results:
             return results | {"simulated": f"{part.status}: see {part.name}"}
         peak, seconds = part.results["peak GB"], part.results["modelled seconds"]
-        results |= {"rehearsed GB": peak, "measured / rehearsed": results["peak GB"] / peak}
-        results |= {"modelled seconds": seconds}
-        results |= {"measured / modelled seconds": results["seconds"] / seconds}
+        results |= {"rehearsed GB": peak, "measured / rehearsed": results["peak GB"] / peak,
+                    "modelled seconds": seconds,
+                    "measured / modelled seconds": results["seconds"] / seconds}  # fmt: skip
         if abs(results["peak GB"] - peak) > MEMORY_TOLERANCE * peak:
             raise Mismatch(f"the peaks differ by more than {MEMORY_TOLERANCE:.0%}", results)
     return results
@@ -586,7 +581,7 @@ class Conductor:
         self._running: list[Part] = []
         self._started = time.strftime("%Y-%m-%d %H:%M:%S")
 
-    def run(self, parts: Sequence[Part], jobs: int) -> None:
+    def run_parts(self, parts: Sequence[Part], jobs: int) -> None:
         """Run checks, up to `jobs` side by side, then measurements one by one, each in order."""
         self.parts += [part for part in parts if part not in self.parts]
         waiting = [part for part in parts if part.status == WAITING]
@@ -652,19 +647,18 @@ class Conductor:
         kill_marked(part.mark)
         with suppress(subprocess.TimeoutExpired):  # it is stuck inside the driver
             process.wait(5)
-        if code is None:
-            part.status = "no time" if part.end == self._end else "timeout"
-        else:
-            part.status = "ok" if code == 0 else f"exit {code}"
+        stopped = "no time" if part.end == self._end else "timeout"
+        part.status, verdict = stopped if code is None else f"exit {code}", "ok"
         output = (self._out / file_name(part.name)).with_suffix(".out")
         try:
             part.results = part.read(output.read_text(errors="replace"))
         except Mismatch as error:
-            part.results = {**error.args[1], "why": error.args[0]}
-            part.status = "differs" if part.status == "ok" else part.status
+            part.results, verdict = {**error.args[1], "why": error.args[0]}, "differs"
         except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
-            part.results = {"why": f"its output cannot be read: {error!r}; see {output.stem}.log"}
-            part.status = "unread" if part.status == "ok" else part.status
+            part.results, verdict = {"why": f"its output cannot be read: {error!r}"}, "unread"
+            part.results["why"] += f"; see {output.stem}.log"
+        if code == 0:
+            part.status = verdict
         self._running.remove(part)
         say(part)
         self.write()
@@ -772,8 +766,7 @@ def last_json(printed: str) -> dict[str, Any]:
     start = re.search(r"^\{", printed, re.MULTILINE)
     if start is None:
         raise ValueError("no JSON object")
-    document: dict[str, Any] = json.JSONDecoder().raw_decode(printed, start.start())[0]
-    return document
+    return json.JSONDecoder().raw_decode(printed, start.start())[0]
 
 
 def worst_finding(printed: str) -> dict[str, Any]:
@@ -781,9 +774,8 @@ def worst_finding(printed: str) -> dict[str, Any]:
     report = last_json(printed)
     findings = report["findings"]
     failed = [f"{f['part']} {f['name']} ({f['context']})" for f in findings if not f["ok"]]
-    names = {"failed first": ", ".join(failed[:3])} if failed else {}
     counts = {"compared": len(findings), "failed": len(failed), "verdict": report["verdict"]}
-    return {**counts, **names}
+    return counts | ({"failed first": ", ".join(failed[:3])} if failed else {})
 
 
 def compare_tokens(answer: Path, other: Path, printed: str) -> dict[str, Any]:
@@ -844,12 +836,12 @@ def stand_ins(folder: str, *names: str) -> None:
         shutil.rmtree(out, ignore_errors=True)  # what an interrupted run left
         out.mkdir(parents=True)
         shape, _, layers = name.partition("_")
-        config, pixels = SHAPES / f"{shape.lower().replace('-', '_')}.json", 32
+        tokens, side, pixels = (128, 6, 8) if shape == "tiny" else (512, 16, 32)
+        config = SHAPES / f"{shape.lower().replace('-', '_')}.json"
         if shape == "tiny":
-            config, pixels = out / "tiny.json", 8
+            config = out / "tiny.json"
             config.write_text(json.dumps(tiny_config()))
         write_stand_in(config, out / "model", layers=int(layers) if layers else None)
-        tokens, side = (128, 6) if shape == "tiny" else (512, 16)
         write_half_images(out / "data", tokens=tokens, image_side=side, token_pixels=pixels)
 
 
@@ -858,11 +850,10 @@ def tiny(folder: str) -> None:
     from mcore_qwen3vl.tiny import write_tiny_checkpoint
     from mcore_qwen3vl.tiny.records import write_half_images
 
-    out = Path(folder)
-    shutil.rmtree(out, ignore_errors=True)  # what an interrupted run left
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
     for name, sizes in MODELS.items():
-        write_tiny_checkpoint(out / name, **sizes)
-    write_half_images(out / "data", tokens=128, image_side=6, token_pixels=8)
+        write_tiny_checkpoint(Path(folder, name), **sizes)
+    write_half_images(Path(folder, "data"), tokens=128, image_side=6, token_pixels=8)
 
 
 def _short(value: Any) -> str:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.train_step import timed
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.pretended.preload import preloaded
+from mcore_qwen3vl.pretended.preload import is_preloaded
 from mcore_qwen3vl.runtime.gpus import GPUS
 
 LIMIT = 2**-4
@@ -171,7 +171,7 @@ def rates(file: Path, kind: str, device: str) -> int:
     """
     from mcore_qwen3vl.rehearsal.step_time import Constants
 
-    gpu, small = GPUS[kind], device == "cpu" or preloaded()
+    gpu, small = GPUS[kind], device == "cpu" or is_preloaded()
     errors: dict[str, float] = {}
     shown: dict[str, float] = {}
 
@@ -238,7 +238,7 @@ def rates(file: Path, kind: str, device: str) -> int:
     wrong = [name for name, error in errors.items() if not error <= RATE_LIMIT]
     file.write_text(json.dumps(constants, indent=1) + "\n")
     try:
-        Constants.read(file)
+        Constants.from_file(file)
     except BadInput as error:
         wrong.append(str(error))
     if wrong:

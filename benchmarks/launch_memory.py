@@ -5,7 +5,9 @@ The scripts' headers get their memory too.
     python benchmarks/launch_memory.py            # all: about a quarter of an hour on two cores
     python benchmarks/launch_memory.py sft_8b     # only its header and rows
     python benchmarks/launch_memory.py --spec te  # only rows; needs Transformer Engine
+    python benchmarks/launch_memory.py --published [NAME ...]  # also needs Transformer Engine
 
+With --published, recipes whose memory others publish are rehearsed instead, and a table is printed.
 A slow test holds the headers to 2 %. Run this after an intended change of memory.
 """
 
@@ -14,7 +16,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 
@@ -24,7 +27,8 @@ from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome, memory_line
 from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser
 from mcore_qwen3vl.rehearsal.search import estimate_stages, trained_of
 from mcore_qwen3vl.rehearsal.step_time import ATTENTION, GEMM, IDLE, MEMORY
-from mcore_qwen3vl.runtime.gpus import GPUS
+from mcore_qwen3vl.runtime.gpus import GIB, GPUS
+from mcore_qwen3vl.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rehearse.md"
@@ -34,13 +38,80 @@ SCRIPTS += ["dpo_8b"]
 STEPS, ROLES = "| script | s a step | TFLOP/s | MFU |", "| script | role |"
 WIDTH = 102
 
+COMMON = (
+    "--bf16 --use-distributed-optimizer --sequence-parallel --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1 --lr 1e-5 --train-iters 2"
+)
+FULL = "--packing --micro-batch-size 1 --freeze vision aligner"
+LORA = (
+    "--micro-batch-size 8 --seq-length 2048 --global-batch-size 16 --lora-rank 8 --lora-alpha 32 "
+    "--lora-target language"
+)
+MOE = "--expert-tensor-parallel-size 1 --moe-grouped-gemm --moe-permute-fusion"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe of ms-swift (Megatron-SWIFT) and the GiB of a GPU stated above its command.
+
+    It trains through megatron-core and Transformer Engine. Recipes of text models are rehearsed
+    with the Qwen3-VL of that size, whose language model has the same shape, and with a frozen
+    tower. Our rehearsals differ in the head, which works in chunks, and in the data, which are made
+    up and half images.
+    """
+
+    source: str  # in github.com/modelscope/ms-swift
+    gib: str
+    shape: str
+    gpus: int
+    flags: str
+
+
+RECIPES = {
+    "8B": Recipe(
+        "docs/source_en/Megatron-SWIFT/Mcore-Bridge.md (Qwen3-VL-8B)", "76", "8b", 2,
+        f"{FULL} --seq-length 2048 --global-batch-size 4 --tensor-model-parallel-size 2",
+    ),
+    "32B": Recipe(
+        "examples/megatron/dense/qwen3_32b.sh (Qwen3-32B)", "80, the GPU's", "32b", 8,
+        f"{FULL} --seq-length 8192 --global-batch-size 16 --tensor-model-parallel-size 8",
+    ),
+    "30B-A3B": Recipe(
+        "docs/source_en/Megatron-SWIFT/Mcore-Bridge.md (Qwen3-30B-A3B)", "76", "30b_a3b", 8,
+        f"{FULL} {MOE} --seq-length 8192 --global-batch-size 4 --tensor-model-parallel-size 4 "
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 25 "
+        "--expert-model-parallel-size 4",
+    ),
+    "30B-A3B, 16 GPUs": Recipe(
+        "examples/megatron/moe/qwen3_moe.sh (Qwen3-30B-A3B)", "60", "30b_a3b", 16,
+        f"{FULL} {MOE} --seq-length 8192 --global-batch-size 16 "
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 8",
+    ),
+    "30B-A3B, LoRA": Recipe(
+        "examples/megatron/lora/moe.sh (Qwen3-30B-A3B)", "62; 50 with a capacity factor of 2",
+        "30b_a3b", 2, f"{LORA} {MOE} --expert-model-parallel-size 2",
+    ),
+    "235B-A22B, LoRA": Recipe(
+        "examples/megatron/lora/qwen3_235b.sh (Qwen3-235B-A22B)", "80, the GPU's",
+        "235b_a22b", 8,
+        f"{LORA} {MOE} --tensor-model-parallel-size 4 --expert-model-parallel-size 8",
+    ),
+}  # fmt: skip
+
 
 def main() -> int:
-    """Rehearse the named scripts, or all."""
+    """Rehearse the named scripts or recipes, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("names", nargs="*", choices=[*SCRIPTS, []], metavar="SCRIPT")
+    parser.add_argument("names", nargs="*", metavar="SCRIPT")
     parser.add_argument("--spec", choices=("torch", "te"), default="torch")
+    parser.add_argument("--published", action="store_true", help="rehearse published recipes")
     options = parser.parse_args()
+    known = RECIPES if options.published else SCRIPTS
+    if unknown := sorted(set(options.names) - set(known)):
+        parser.error(f"{', '.join(unknown)}: not in {', '.join(known)}")
+    if options.published:
+        compare_with_published(options.names or known)
+        return 0
     with console.progress("rehearsing") as say, Rehearser(Options(GPUS["h100-80gb"]), say) as bench:
         for name in options.names or SCRIPTS:
             script = ROOT / "launch" / f"{name}.sh"
@@ -55,6 +126,25 @@ def main() -> int:
             label = name if options.spec == "torch" else f"{name}, {options.spec}"
             write_rows(ROLES, label, list(rows(label, command, rehearsal)))
     return 0
+
+
+def compare_with_published(names: Iterable[str]) -> None:
+    """Print a table of the memory that recipes are said to take, and that they take here."""
+    options = Options(GPUS["h200-141gb"])  # so that all of them fit
+    table = console.table(
+        "GiB of a GPU", "recipe", "source", "published", "rehearsed", "of it held"
+    )
+    with console.progress("rehearsing") as say, Rehearser(options, say) as bench:
+        for name in names:
+            recipe = RECIPES[name]
+            model = ("--hf-model", str(SHAPES / f"{recipe.shape}.json"))
+            command = read_command([*model, *f"{COMMON} {recipe.flags}".split()], recipe.gpus)
+            rehearsal = bench.rehearse(command)
+            fullest = max(rehearsal.outcomes, key=lambda outcome: outcome.reserved)
+            total = fullest.reserved / GIB + options.device(command).allowance_gib
+            cells = f"{total:.1f}", f"{fullest.peak / GIB:.1f}"
+            table.add_row(name, recipe.source, recipe.gib, *cells)
+    console.output.print(table)
 
 
 def write_header(script: Path, rehearsal: Rehearsal) -> None:

@@ -58,7 +58,7 @@ def compare(pipe: Connection, path: Path, layout: str, planted: bool, **options:
         return
     errors: dict[str, float] = {}
     for finding in report.findings:
-        errors[finding.part] = max(errors.get(finding.part, 0.0), finding.error)
+        errors[finding.part] = max(errors.get(finding.part, 0.0), finding.relative_error)
     pipe.send((errors, [str(failure) for failure in report.failures]))
 
 

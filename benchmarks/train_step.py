@@ -161,9 +161,9 @@ def profile(step: Callable[[], Any], file: str) -> dict[str, Any]:
     """
     from torch.profiler import ProfilerActivity
 
-    from mcore_qwen3vl.pretended.preload import preloaded
+    from mcore_qwen3vl.pretended.preload import is_preloaded
 
-    if preloaded():
+    if is_preloaded():
         return {"profile": "none: the simulated GPU has no clock"}
     steps = 2
     try:

@@ -23,7 +23,7 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
-from mcore_qwen3vl.verify.curves import located
+from mcore_qwen3vl.verify.curves import with_image_paths
 from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
 from mcore_qwen3vl.verify.measurement import measure
 
@@ -256,7 +256,7 @@ def answer(
     answers = []
     for messages in records:
         inputs = processor.apply_chat_template(
-            located(messages[:1], folder),
+            with_image_paths(messages[:1], folder),
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,

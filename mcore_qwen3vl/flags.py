@@ -93,7 +93,7 @@ def field_docs(owner: type) -> dict[str, str]:
 def _add_flag(
     group: argparse._ArgumentGroup, dest: str, kind: Any, default: Any, text: str
 ) -> None:
-    kind, extra = _unwrapped(kind)
+    kind, extra = _unwrap(kind)
     flag = f"--{dest.replace('_', '-')}"
     names = (flag, *extra.aliases)
     if kind is bool and default is None:
@@ -112,14 +112,14 @@ def _add_flag(
         group.add_argument(*names, dest=dest, default=default, help=text, **_shape(kind, extra))
 
 
-def _unwrapped(kind: Any) -> tuple[Any, Flag]:
+def _unwrap(kind: Any) -> tuple[Any, Flag]:
     """Return an annotation without ``| None`` and ``Annotated``, and what the latter adds."""
     options = [option for option in get_args(kind) if option is not type(None)]
     if type(None) in get_args(kind) and len(options) == 1:
-        return _unwrapped(options[0])
+        return _unwrap(options[0])
     if get_origin(kind) is Annotated:
         inner, flag = get_args(kind)
-        return _unwrapped(inner)[0], flag
+        return _unwrap(inner)[0], flag
     return kind, Flag()
 
 
@@ -129,7 +129,7 @@ def _shape(kind: Any, flag: Flag) -> dict[str, Any]:
         return {"choices": list(get_args(kind))}
     if get_origin(kind) is tuple:
         item, *rest = get_args(kind)
-        item, inner = _unwrapped(item)
+        item, inner = _unwrap(item)
         several = "+" if rest == [...] else 1 + len(rest)
         metavar = flag.metavar or inner.metavar or _METAVARS[item]
         return {"nargs": several, "type": item, "metavar": metavar}

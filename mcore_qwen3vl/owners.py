@@ -165,7 +165,7 @@ GENERATION = Fields(
     },
 )
 """The fields of transformers' ``GenerationConfig``, as :class:`.generation.decoding.Sampler` and
-:func:`.generation.generate.generate` use them."""
+:func:`.generation.decoding.generate` use them."""
 
 TEMPLATE = "chat_template.jinja"
 _OF_PROCESSOR = ("processor_config.json", "chat_template.json")
@@ -295,19 +295,7 @@ def _with(fields: Fields, values: Mapping[str, tuple[Any, ...]], why: str) -> Fi
     )
 
 
-def _of_config(source: Path) -> list[Unused]:
-    return unused_of_config(read_config_file(source))
-
-
-def _of_quantization(source: Path) -> list[Unused]:
-    return unused_of_quantization(read_config_file(source))
-
-
-def _of_generation(folder: Path) -> list[Unused]:
-    return GENERATION.unused(_content(folder / GENERATION.where))
-
-
-def _of_tokenizer(folder: Path) -> list[Unused]:
+def _unused_of_tokenizer(folder: Path) -> list[Unused]:
     template = folder / TEMPLATE
     # A processor takes the first of these, and a tokenizer alone the first of the last two.
     templates = {
@@ -328,20 +316,16 @@ def _of_tokenizer(folder: Path) -> list[Unused]:
     ]
 
 
-def _of_sentences(folder: Path) -> list[Unused]:
-    return SENTENCES.unused(_content(folder / SENTENCES.where))
-
-
 def _content(file: Path) -> dict[str, Any]:
     return read_object(file, file.name, "") if file.is_file() else {}
 
 
 OWNERS: tuple[Callable[[Path], list[Unused]], ...] = (
-    _of_config,
-    _of_quantization,
-    _of_tokenizer,
-    _of_generation,
-    _of_sentences,
+    lambda source: unused_of_config(read_config_file(source)),
+    lambda source: unused_of_quantization(read_config_file(source)),
+    _unused_of_tokenizer,
+    lambda folder: GENERATION.unused(_content(folder / GENERATION.where)),
+    lambda folder: SENTENCES.unused(_content(folder / SENTENCES.where)),
     unused_of_processor,
     unused_files,
 )

@@ -18,7 +18,7 @@ cpu.install(training=True)  # before any test module imports megatron
 
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.pretended import Workbench  # noqa: E402
-from mcore_qwen3vl.pretended.preload import cached_in  # noqa: E402
+from mcore_qwen3vl.pretended.preload import cache_folder  # noqa: E402
 from mcore_qwen3vl.runtime import launch  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Use a cache of the session's own, in which only compiled libraries are shared."""
-    folder, libraries = tmp_path_factory.mktemp("cache"), cached_in()
+    folder, libraries = tmp_path_factory.mktemp("cache"), cache_folder()
     libraries.mkdir(parents=True, exist_ok=True)
     for shared in libraries.parents[1].iterdir():
         if shared.name != "mcore-qwen3vl":
@@ -91,7 +91,7 @@ ON_WORKBENCH = (
     "mcore_qwen3vl.training.model",
     "mcore_qwen3vl.training.broadcast.provider",
     "mcore_qwen3vl.training.checkpoints.run_checkpoints",
-    "mcore_qwen3vl.generation.generate",
+    "mcore_qwen3vl.generation.decoding",
     "mcore_qwen3vl.model.vision",
     "megatron.training.training",
 )

@@ -59,7 +59,7 @@ def convert(
 
     unused: list[Unused] = []
 
-    def noted() -> "ConversionPlan":
+    def plan_and_name_unused() -> "ConversionPlan":
         planned = plan()
         unused.extend([*unused_of(planned.companion_files["config.json"].parent), *planned.unused])
         if not json:
@@ -67,7 +67,7 @@ def convert(
         return planned
 
     if dry_run:
-        planned = noted()
+        planned = plan_and_name_unused()
         steps = [asdict(tensor) for tensor in planned.planned]
         facts = {"direction": planned.direction, "bytes": planned.nbytes, "steps": steps}
         console.present(json, {**facts, "unused": as_json(unused)}, _show_plan, planned)
@@ -75,7 +75,12 @@ def convert(
     try:
         with console.byte_progress("converting", quiet=json) as report:
             summary = write(
-                noted, dst, force=force, workers=workers, progress=report, strict=strict
+                plan_and_name_unused,
+                dst,
+                force=force,
+                workers=workers,
+                progress=report,
+                strict=strict,
             )
     except KeyboardInterrupt:
         console.messages.print("interrupted: run the same command to continue")

@@ -91,7 +91,7 @@ def generate(
             raise BadInput(f"{kind} {reference!r}: no such file.")
     start = time.monotonic()  # a small model takes most of its time for the imports
     _prepare(cpu)
-    from mcore_qwen3vl.generation.generate import Request, run
+    from mcore_qwen3vl.generation.decoding import Request, generate_on_all_ranks
     from mcore_qwen3vl.generation.prompts import user_turns
 
     streams = len(prompt) == 1 and not json
@@ -113,7 +113,7 @@ def generate(
         },
     )
     unused = _name_unused(request, "generate")
-    answers = run(request, on_cpu=cpu)
+    answers = generate_on_all_ranks(request, on_cpu=cpu)
     seconds = time.monotonic() - start
     if int(os.environ.get("RANK", "0")):
         return
@@ -228,7 +228,7 @@ def score(
     tally = run(request, on_cpu=cpu)
     if tally is None:  # a rank of torchrun other than the first
         return
-    written = str(request.written)
+    written = str(request.out_file)
     facts = {"out": written, **asdict(tally), "unused": as_json(unused)}
     console.present(json, facts, _show_scores, tally, written)
     options.require(bool(tally.scored), f"No record of {data} could be scored.")

@@ -161,16 +161,16 @@ def rehearse(
 
     command = read_command(context.args, gpus)  # before the imports below, which take seconds
     console.quiet_libraries()
-    from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, checked
+    from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, check_command
     from mcore_qwen3vl.rehearsal.report import show, show_estimate, show_fits, write_page
     from mcore_qwen3vl.rehearsal.search import estimate_stages, search, suggest_remedies, trained_of
     from mcore_qwen3vl.rehearsal.step_time import Constants
     from mcore_qwen3vl.runtime.gpus import find_gpu
 
     kinds = tuple(word.strip() for word in roles.split(","))
-    assumed = Constants() if constants is None else Constants.read(constants)
+    assumed = Constants() if constants is None else Constants.from_file(constants)
     options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed)
-    architecture = checked(command) if not fit else command.line.architecture
+    architecture = check_command(command) if not fit else command.line.architecture
     if estimate:
         stages = estimate_stages(command, architecture, trained_of(command, architecture))
         show_estimate(command, architecture, stages, json=json)

@@ -67,13 +67,11 @@ def verify_roundtrip(
     strict: options.Strict = False,
 ) -> "Report":
     """Convert to Megatron-Core and back, and compare every tensor and file bitwise."""
-    if lora is not None:
-        from mcore_qwen3vl.verify.checkpoints import adapter_roundtrip
+    from mcore_qwen3vl.verify.checkpoints import adapter_roundtrip, roundtrip
 
+    if lora is not None:
         console.quiet_libraries()
         return adapter_roundtrip(src, lora, work_dir)
-    from mcore_qwen3vl.verify.checkpoints import roundtrip
-
     return roundtrip(src, work_dir, console.byte_progress, workers=workers, strict=strict)
 
 

@@ -125,7 +125,7 @@ class DataReport:
             ),
         ]
         rows += [(f"not used of {where}", self._left(where)) for where in self._places()]
-        for name, values in self._measured().items():
+        for name, values in self._numbers_by_name().items():
             low, median, high = np.percentile(values, [0, 50, 100]).astype(int)
             rows.append((f"{name} a sample", f"{low:,} to {high:,}, median {median:,}"))
         if self.packing_efficiency is not None:
@@ -136,7 +136,7 @@ class DataReport:
             rows.append((name, f"{balance.micro_batch_step:.3f}"))
         return rows
 
-    def _measured(self) -> dict[str, list[int]]:
+    def _numbers_by_name(self) -> dict[str, list[int]]:
         if not self.tokens:
             return {}
         tokens, trained = self.tokens, self.trained_tokens
@@ -163,7 +163,7 @@ class DataReport:
 
         Each is (counts (bins,), edges (bins + 1,)).
         """
-        measured = self._measured().items()
+        measured = self._numbers_by_name().items()
         return {name: np.histogram(v, min(20, max(v) - min(v) + 1)) for name, v in measured}
 
 
@@ -220,7 +220,7 @@ def check_data(
             check_length(config, plans)
             if teachers:
                 teacher = teachers[raw.source]
-                teacher.of(number_of(crude), plans[0].input_ids, plans[0].trained_tokens)
+                teacher.top_of(number_of(crude), plans[0].input_ids, plans[0].trained_tokens)
             if decode:
                 for plan in plans:
                     preparation.pixels(plan, raw.source)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +57,7 @@ from mcore_qwen3vl.data.loading.datasets import (
     load_sources,
     order_of,
     position_after,
+    states_of,
 )
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.errors import BadInput
@@ -192,9 +193,11 @@ def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
     state = copy.deepcopy(state)
     workers = state["loader"]["worker_states"] if state["loader"] else []
     if state.get("order") == PACKS:
-        state["start"] += state["world_size"] * sum(map(_taken, workers))
+        state["start"] += state["world_size"] * sum(map(_count_taken, workers))
         # All workers read the same stream: they go on from the state that lies furthest back.
-        known = [(packing, worker) for worker in workers for packing in _shared_packings(worker)]
+        known = [
+            (packing, worker) for worker in workers for packing in states_of(SharedPacking, worker)
+        ]
         if known:
             packing, worker = min(known, key=lambda each: each[0]["_place"])
             SharedPacking.go_on(packing, state["start"])
@@ -203,28 +206,19 @@ def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
         state["loader"] = {**state["loader"], "next_worker_id": 0} if known else None
         return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
     for worker in workers:
-        for packing in _shared_packings(worker):
-            SharedPacking.go_on(packing, packing["_base"] + _taken(worker) * state["world_size"])
+        for packing in states_of(SharedPacking, worker):
+            SharedPacking.go_on(
+                packing, packing["_base"] + _count_taken(worker) * state["world_size"]
+            )
         if "offset" in worker:  # a state without data workers has none
             worker["offset"] = 0
     return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
 
 
-def _taken(worker: dict[str, Any]) -> int:
+def _count_taken(worker: dict[str, Any]) -> int:
     """Return how many packs a worker has delivered since its ranks took turns anew."""
-    packing = next(_shared_packings(worker), {"_taken": 0, "_giving": False})
+    packing = next(states_of(SharedPacking, worker), {"_taken": 0, "_giving": False})
     return int(packing["_taken"] + packing["_giving"] + worker.get("offset", 0))
-
-
-def _shared_packings(plain: Any) -> Iterator[dict[str, Any]]:
-    """Yield the state of every :class:`SharedPacking` in plain data, at any depth."""
-    if isinstance(plain, dict):
-        if plain.get("__class__") == SharedPacking.__name__:
-            yield plain
-        plain = list(plain.values())
-    if isinstance(plain, list):
-        for value in plain:
-            yield from _shared_packings(value)
 
 
 def _loader_state(state: dict[str, Any], workers: int) -> dict[str, Any]:
@@ -302,21 +296,10 @@ class Loader(Iterator[Batch]):
         self._order, self._start = SHARDS, 0
         self._turns: Any = None  # what takes the positions of an order in turn, if they are kept
         self._rows: int | None = None  # of a micro-batch, if its records are read by number
-        encoder = _encoder(
-            sources,
-            architecture,
-            processor,
-            config,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            trained=trained,
-        )
-        workers = WorkerConfig(
-            rank=dp_rank,
-            world_size=dp_size,
-            num_workers=num_workers,
-            seed_offset=seed,
-            global_error_handler=encoder.guard.on_error,
+        balancing = {"dp_rank": dp_rank, "dp_size": dp_size, "trained": trained}
+        self._encoder = _encoder(sources, architecture, processor, config, **balancing)
+        self._workers = WorkerConfig(
+            **self._place, seed_offset=seed, global_error_handler=self._encoder.guard.on_error
         )
         load = partial(load_sources, sources, split=split, trust=config.trust_data)
         # Built as for a single worker: what each worker reads is decided by position.
@@ -324,11 +307,11 @@ class Loader(Iterator[Batch]):
         datasets, blend_mode = load(training=False, shuffle=False, workers=alone)
         seed_of_order = seed if config.shuffle else None
         if batches is not None:
-            dataset = self._validation(encoder, workers, datasets, batches)
+            dataset = self._validation(datasets, batches)
         elif are_numbered(datasets):
-            dataset = self._numbered(encoder, workers, datasets, blend_mode, seed_of_order)
+            dataset = self._number_parts(datasets, blend_mode, seed_of_order)
         else:
-            dataset = self._shards(encoder, load, seed)
+            dataset = self._shards(load)
         self._loader = get_savable_loader(
             dataset,
             checkpoint_every_sec=checkpoint_every_seconds,
@@ -344,37 +327,25 @@ class Loader(Iterator[Batch]):
             self._loader.worker_init_fn = partial(start_worker, start, temporary)
         self._iterator: Iterator[Batch] | None = None
 
-    def _validation(
-        self,
-        encoder: Any,
-        workers: WorkerConfig,
-        datasets: Sequence[LoadedDataset],
-        batches: int,
-    ) -> Any:
+    def _validation(self, datasets: Sequence[LoadedDataset], batches: int) -> Any:
         """Make the batches of a validation, again and again."""
-        parts = self._open_parts(encoder, workers, datasets)
-        period = batches * self._config.micro_batch_size * workers.world_size
-        records = min(period, sum(map(len, parts)))
-        return self._blocks(encoder, Order(parts), workers, end=records, period=period)
+        parts = self._open_parts(datasets)
+        period = batches * self._config.micro_batch_size * self._workers.world_size
+        return self._blocks(Order(parts), end=min(period, sum(map(len, parts))), period=period)
 
-    def _numbered(
-        self,
-        encoder: Any,
-        workers: WorkerConfig,
-        datasets: Sequence[LoadedDataset],
-        blend_mode: DatasetBlendMode,
-        seed: int | None,
+    def _number_parts(
+        self, datasets: Sequence[LoadedDataset], blend_mode: DatasetBlendMode, seed: int | None
     ) -> Any:
         """Make endless batches of records that are read by their number."""
-        config = self._config
+        config, encoder, workers = self._config, self._encoder, self._workers
         if config.balance:
-            datasets = encoder.measured(datasets, usable_cores())
-        parts = self._open_parts(encoder, workers, datasets)
+            datasets = encoder.measure_data_sets(datasets, usable_cores())
+        parts = self._open_parts(datasets)
         order = order_of(datasets, parts, blend_mode, seed)
         end = None if self._epochs is None else self._epochs * length_of_epoch(order)
         self.length = end
         if not config.packing:
-            return self._blocks(encoder, order, workers, end=end)
+            return self._blocks(order, end=end)
         buffer = config.packing_buffer * (workers.world_size if config.balance else 1)
         if end is not None:
             if not config.balance:
@@ -388,39 +359,33 @@ class Loader(Iterator[Batch]):
         self._order, self._turns = (PACKS, packs) if config.balance else (PARTS, None)
         return packs
 
-    def _open_parts(
-        self, encoder: Any, workers: WorkerConfig, datasets: Sequence[LoadedDataset]
-    ) -> list[Part]:
-        encoder.parts = parts = [Part(dataset.dataset) for dataset in datasets]
-        records, per_rank = sum(map(len, parts)), max(1, workers.num_workers)
-        encoder.guard.expect(records, -(-records // (workers.world_size * per_rank)))
+    def _open_parts(self, datasets: Sequence[LoadedDataset]) -> list[Part]:
+        self._encoder.parts = parts = [Part(dataset.dataset) for dataset in datasets]
+        records, per_rank = sum(map(len, parts)), max(1, self._workers.num_workers)
+        share = -(-records // (self._workers.world_size * per_rank))
+        self._encoder.guard.expect(records, share)
         return parts
 
-    def _blocks(self, encoder: Any, order: Order, workers: WorkerConfig, **ends: Any) -> Any:
-        rows = self._config.micro_batch_size
-        self._order, self._rows = RECORDS, rows
-        self._turns = blocks = Blocks(order, rows, workers, **ends)
-        return MapDataset(blocks, encoder.read_block, stateless_map_fn=True, worker_config=workers)
+    def _blocks(self, order: Order, **ends: Any) -> Any:
+        self._order, self._rows = RECORDS, self._config.micro_batch_size
+        self._turns = blocks = Blocks(order, self._rows, self._workers, **ends)
+        read = self._encoder.read_block
+        return MapDataset(blocks, read, stateless_map_fn=True, worker_config=self._workers)
 
-    def _shards(self, encoder: Any, load: Callable[..., Any], seed: int) -> Any:
+    def _shards(self, load: Callable[..., Any]) -> Any:
         """Make endless batches of tars, of which each worker reads a part."""
         if self._epochs is not None:
             raise BadInput(
                 f"--num-epochs: {self._paths[0]} is read shard by shard, and each data worker has "
                 "epochs of its own. Give --train-iters N, or convert it to JSONL or Parquet."
             )
-        config, ranks = self._config, self._place["world_size"]
-        workers = WorkerConfig(
-            # For balanced work, all ranks go through the same order of samples, each for its part.
-            rank=0 if config.balance else self._place["rank"],
-            world_size=1 if config.balance else ranks,
-            num_workers=self._place["num_workers"],
-            seed_offset=seed,
-            global_error_handler=encoder.guard.on_error,
-        )
+        config, encoder, ranks = self._config, self._encoder, self._place["world_size"]
+        workers = self._workers
+        if config.balance:  # all ranks go through the same order of samples, each for its part
+            workers = replace(workers, rank=0, world_size=1)
         datasets, blend_mode = load(training=True, shuffle=config.shuffle, workers=workers)
         if config.balance:
-            datasets = encoder.measured(datasets, usable_cores())
+            datasets = encoder.measure_data_sets(datasets, usable_cores())
         buffer = config.packing_buffer * (ranks if config.balance else 1)
         dataset = encoder.build_train_datasets(
             datasets=datasets,

@@ -80,7 +80,7 @@ class References:
         """
         self._data, self._scores = data, scores_of(data)
         how = f"mcore-qwen3vl score REFERENCE {data} --out {self._scores}"
-        checked_facts(self._scores, data, how, instead=" or --reference adapter")
+        check_facts(self._scores, data, how, instead=" or --reference adapter")
         log_probs: list[list[float]] = []
         digests: list[list[str]] = []
         self._errors: dict[int, str] = {}  # the reason, by the index of each record without scores
@@ -108,7 +108,7 @@ class References:
         self._log_probs = np.array(log_probs, np.float64).reshape(-1, 2)
         self._digests = np.array(digests, "U16").reshape(-1, 2)
 
-    def of(self, index: int, sides: Sequence[np.ndarray]) -> tuple[float, float]:
+    def log_probs_of(self, index: int, sides: Sequence[np.ndarray]) -> tuple[float, float]:
         """Return the log-probabilities of a record's chosen and rejected answer.
 
         `sides` are the tokens of both sequences, (T,) int64 each.
@@ -134,7 +134,7 @@ def _other_tokens(data: Path, index: int, scores: Path) -> BadInput:
     )
 
 
-def checked_facts(
+def check_facts(
     scores: Path, data: Path, how: str, temperature: float = 1.0, *, instead: str = ""
 ) -> dict[str, Any]:
     """Return the settings that scores were made with.
@@ -176,7 +176,7 @@ def checked_facts(
     return facts
 
 
-def encoded_top(ids: np.ndarray, log_probs: np.ndarray) -> dict[str, str]:
+def encode_top(ids: np.ndarray, log_probs: np.ndarray) -> dict[str, str]:
     """Return ids (n, k) and log-probabilities (n, k + 1) as values of a line of JSON."""
     values = zip(_ENCODED.items(), (ids, log_probs), strict=True)
     return {
@@ -217,12 +217,12 @@ class Top:
     ids: Tensor  # (n, k) int32
     log_probs: Tensor  # (n, k + 1) float32: the last one is that of all other tokens together
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Top:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Top:
         """Return the tokens with each tensor replaced by what `function` makes of it."""
         return Top(function(self.ids), function(self.log_probs))
 
 
-def joined(parts: Sequence[Top]) -> Top:
+def join_tops(parts: Sequence[Top]) -> Top:
     """Join the tokens of several samples, and add a row for positions that are not trained."""
     ids, log_probs = parts[0].ids, parts[0].log_probs
     nothing = ids.new_zeros(1, ids.shape[1]), log_probs.new_full((1, log_probs.shape[1]), -1.0)
@@ -255,7 +255,7 @@ class Teacher:
         self._data, self._file = data, teacher_of(data)
         how = f"mcore-qwen3vl score TEACHER {data} --top-k {TEACHER_TOP_K}"
         how += f" --temperature {temperature:g}" if temperature != 1 else ""
-        facts = checked_facts(self._file, data, how, temperature)
+        facts = check_facts(self._file, data, how, temperature)
         if facts.get("vocabulary") != vocabulary:
             raise BadInput(
                 f"{self._file} was made by {facts['checkpoint']['path']}, whose vocabulary is not "
@@ -273,7 +273,7 @@ class Teacher:
                 f"`{how}`."
             ) from error
 
-    def of(self, index: int, input_ids: np.ndarray, trained_tokens: int) -> Top:
+    def top_of(self, index: int, input_ids: np.ndarray, trained_tokens: int) -> Top:
         """Return the teacher's tokens for the trained tokens of a record of (T,) int64 tokens.
 
         Raises:

@@ -1,6 +1,5 @@
 """Generation of text from images, videos and prompts: prefill, then decode with a KV cache."""
 
-from mcore_qwen3vl.generation.decoding import load_generation_config
-from mcore_qwen3vl.generation.generate import Generation, generate
+from mcore_qwen3vl.generation.decoding import Generation, generate, load_generation_config
 
 __all__ = ["Generation", "generate", "load_generation_config"]

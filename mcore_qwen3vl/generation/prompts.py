@@ -69,11 +69,11 @@ def user_turns(
                     "the media before the text."
                 )
         left = {kind: iter(many) for kind, many in media.items()}
-        contents = [list(_tagged(text, left)) for text in texts]
+        contents = [list(_split_tags(text, left)) for text in texts]
     return [[{"role": "user", "content": content}] for content in contents]
 
 
-def _tagged(text: str, left: Mapping[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
+def _split_tags(text: str, left: Mapping[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
     for number, piece in enumerate(TAG.split(text)):
         if number % 2:
             yield {"type": piece, piece: next(left[piece])}

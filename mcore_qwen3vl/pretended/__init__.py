@@ -20,7 +20,7 @@ This package imports nothing else of ours and knows no model, so that it can be 
 """
 
 from mcore_qwen3vl.pretended.device import HostSync, Interval, Report
-from mcore_qwen3vl.pretended.preload import Settings, Unavailable, preloaded, start_again
+from mcore_qwen3vl.pretended.preload import Settings, Unavailable, is_preloaded, start_again
 from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
 
 __all__ = [
@@ -32,6 +32,6 @@ __all__ = [
     "SimulatedRank",
     "Unavailable",
     "Workbench",
-    "preloaded",
+    "is_preloaded",
     "start_again",
 ]

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_qwen3vl.pretended.device import Interval, Report
+from mcore_qwen3vl.pretended.device import Report
 from mcore_qwen3vl.pretended.preload import Settings, Unavailable, start_again
 from mcore_qwen3vl.pretended.workbench import leave_at_once
 
@@ -22,21 +22,19 @@ def make_parser() -> argparse.ArgumentParser:
         description="Run a program as one rank on a simulated CUDA device.",
         allow_abbrev=False,
     )
-    parser.add_argument("--world-size", type=int, default=1, help="ranks of the whole run")
-    parser.add_argument("--rank", type=int, default=0, help="rank of this process")
-    parser.add_argument("--memory-gib", type=float, default=80.0, help="memory of the device")
-    parser.add_argument("--capability", type=int, default=90, help="compute capability x 10")
-    parser.add_argument(
-        "--late-events",
-        action="store_true",
-        help="report an upper bound of the memory that several streams hold",
-    )
-    parser.add_argument(
-        "--peak", action="store_true", help="print what held the memory at its peak"
-    )
-    parser.add_argument(
-        "--launches", action="store_true", help="print which lines launch which kernels; slow"
-    )
+    for flag, kind, default, text in (
+        ("--world-size", int, 1, "ranks of the whole run"),
+        ("--rank", int, 0, "rank of this process"),
+        ("--memory-gib", float, 80.0, "memory of the device"),
+        ("--capability", int, 90, "compute capability x 10"),
+    ):
+        parser.add_argument(flag, type=kind, default=default, help=text)
+    for flag, text in (
+        ("--late-events", "report an upper bound of the memory that several streams hold"),
+        ("--peak", "print what held the memory at its peak"),
+        ("--launches", "print which lines launch which kernels; slow"),
+    ):
+        parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to FILE")
     parser.add_argument("-m", dest="module", action="store_true", help="run PROGRAM as a module")
     parser.add_argument("program")
@@ -59,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
             record_allocations()
         if options.launches:
             rank.device.watch_launches()
-        code = _run(options.program, options.arguments, options.module)
+        code = _run_program(options.program, options.arguments, options.module)
         rank.end_interval("end")
         if options.peak:
             bytes_by_line = History(line_of).peak().sizes
@@ -70,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _run(program: str, arguments: list[str], is_module: bool) -> int:
+def _run_program(program: str, arguments: list[str], is_module: bool) -> int:
     sys.argv = [program, *arguments]
     try:
         if is_module:
@@ -90,7 +88,11 @@ def table(report: Report) -> str:
     """Return the stages as text, with the details of the last interval before ``end``."""
     lines = [f"{'interval':24} {'s':>7} {'allocated':>10} {'peak':>7} {'reserved':>8} GB"]
     lines[0] += f"{'launches':>9} {'host syncs':>11}"
-    lines += [_row(interval) for interval in report.intervals]
+    lines += [
+        f"{s.name:24} {s.seconds:7.1f} {s.allocated / 1e9:10.2f} {s.peak / 1e9:7.2f} "
+        f"{s.reserved / 1e9:8.2f}    {s.counters['launches']:9} {s.counters['host_syncs']:11}"
+        for s in report.intervals
+    ]
     for interval in report.intervals[-2:-1]:
         lines += ["", f"host syncs in {interval.name}:"]
         lines += [f"{s.count:6} {s.phase}: {s.kind} at {s.place}" for s in interval.host_syncs]
@@ -102,20 +104,12 @@ def table(report: Report) -> str:
         if interval.launches:
             lines += ["", f"launches in {interval.name}:"]
         lines += [f"{n.count:6} {n.phase}: {n.kernel} at {n.place}" for n in interval.launches]
-    lines += ["", *(_fact(name, value) for name, value in report.facts.items())]
+    lines.append("")
+    for name, value in report.facts.items():
+        inner = value if isinstance(value, dict) else {}
+        lines.append(f"{name}:" if isinstance(value, dict) else f"{name}: {value}")
+        lines += [f"  {key}: {number}" for key, number in inner.items()]
     return "\n".join(lines)
-
-
-def _fact(name: str, value: object) -> str:
-    if not isinstance(value, dict):
-        return f"{name}: {value}"
-    return "\n".join([f"{name}:", *(f"  {key}: {inner}" for key, inner in value.items())])
-
-
-def _row(s: Interval) -> str:
-    sizes = f"{s.allocated / 1e9:10.2f} {s.peak / 1e9:7.2f} {s.reserved / 1e9:8.2f}   "
-    counts = f"{s.counters['launches']:9} {s.counters['host_syncs']:11}"
-    return f"{s.name:24} {s.seconds:7.1f} {sizes} {counts}"
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ class Device:
         self._launches: Counter[tuple[str, str, str]] = Counter()
         self._phase = "other"
         # The object must stay alive, because the library goes on calling it.
-        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._synced)
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._record_sync)
         self._library.pretended_on_host_sync(self._callback)
 
     def set_memory(self, gib: float, context_gib: float | None = None) -> None:
@@ -142,7 +142,7 @@ class Device:
         """Return the counts since the process began, by :data:`COUNTERS`; sizes in bytes."""
         return {name: int(self._counts[i]) for i, name in enumerate(COUNTERS)}
 
-    def launched(self) -> int:
+    def count_launches(self) -> int:
         """Return the number of kernels, copies on the device and memsets so far."""
         return sum(int(self._counts[i]) for i in _STARTED)
 
@@ -154,7 +154,7 @@ class Device:
         """Count kernels by name and place from now on; the program gets a few times slower."""
         # The object must stay alive, because the library goes on calling it.
         kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-        self._on_launch = kind(self._launched) if on else kind()
+        self._on_launch = kind(self._record_launch) if on else kind()
         self._library.pretended_on_launch(self._on_launch)
 
     def new_launches(self) -> list[Launch]:
@@ -171,11 +171,11 @@ class Device:
         finally:
             self._phase = before
 
-    def _synced(self, kind: int, size: int) -> None:
+    def _record_sync(self, kind: int, size: int) -> None:
         self._host_syncs[self._phase, HOST_SYNCS[kind], _place(sys._getframe(1))] += 1
 
-    def _launched(self, name: bytes | None) -> None:
-        kernel = _readable((name or b"").decode()) or "product"
+    def _record_launch(self, name: bytes | None) -> None:
+        kernel = _kernel_words((name or b"").decode()) or "product"
         self._launches[self._phase, kernel, _place(sys._getframe(1))] += 1
 
 
@@ -191,7 +191,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 @cache
-def _readable(mangled: str) -> str:
+def _kernel_words(mangled: str) -> str:
     """Return the words of a mangled C++ name that tell kernels apart."""
     words: list[str] = []
     at = 0

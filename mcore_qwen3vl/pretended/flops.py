@@ -80,11 +80,11 @@ class CountWork(TorchDispatchMode):
         packet = func._overloadpacket
         formula = flop_registry.get(packet)
         if func.namespace == "torch_attn":
-            self.counts.update(_varlen(packet.__name__, args))
+            self.counts.update(_varlen_work(packet.__name__, args))
         elif packet.__name__.startswith("_scaled_dot_product"):
-            self.counts.update(_dense(packet.__name__, args))
+            self.counts.update(_dense_work(packet.__name__, args))
         elif packet.__name__ == "_grouped_mm":
-            self.counts["gemm"] += _grouped(*args[:2])
+            self.counts["gemm"] += _grouped_flops(*args[:2])
         elif formula is not None and packet.__name__ in _GEMMS:
             # PyTorch's formulas do not take the output's dtype.
             operands = [a for a in args if isinstance(a, Tensor)]
@@ -93,11 +93,11 @@ class CountWork(TorchDispatchMode):
             kind = "convolution" if "conv" in packet.__name__ else "attention"
             self.counts[kind] += formula(*args, **(kwargs or {}), out_val=result)
         elif not self._within_one and self._launched() > before:  # unlike a view
-            self.counts[BYTES] += _moved(func, args, result)
+            self.counts[BYTES] += _bytes_moved(func, args, result)
         return result
 
 
-def _moved(func: Any, args: Any, result: Any) -> int:
+def _bytes_moved(func: Any, args: Any, result: Any) -> int:
     """Return the bytes of the tensors that an operator reads and of those that it writes."""
     pairs = zip(func._schema.arguments, args, strict=False)
     changed = [a for argument, a in pairs if argument.alias_info and argument.alias_info.is_write]
@@ -147,7 +147,7 @@ def flops_of(work: Mapping[str, float]) -> float:
     return sum(work.get(kind, 0) for kind in KINDS)
 
 
-def _grouped(a: Tensor, b: Tensor) -> int:
+def _grouped_flops(a: Tensor, b: Tensor) -> int:
     """Return the FLOPs of ``F.grouped_mm``.
 
     The operands are (T, K) and (E, K, N), or for weight gradients (M, T) and (T, N).
@@ -155,7 +155,7 @@ def _grouped(a: Tensor, b: Tensor) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
-def _dense(name: str, args: Any) -> dict[str, int]:
+def _dense_work(name: str, args: Any) -> dict[str, int]:
     """Return the work of ``scaled_dot_product_attention``.
 
     PyTorch's own counter refuses grouped heads before version 2.12.
@@ -165,25 +165,25 @@ def _dense(name: str, args: Any) -> dict[str, int]:
         tensor.shape for tensor in args[int(backward) :][:3]
     )
     one_key = 2 * b * heads * queries * (width + of_values)
-    return _attention(one_key * keys, one_key, backward=backward)
+    return _attention_work(one_key * keys, one_key, backward=backward)
 
 
-def _attention(flops: float, one_key: float, *, backward: bool) -> dict[str, int]:
+def _attention_work(flops: float, one_key: float, *, backward: bool) -> dict[str, int]:
     times = BACKWARD_OVER_FORWARD if backward else 1
     return {"attention": int(flops * times), ONE_KEY: int(one_key * times)}
 
 
-def _varlen(name: str, args: Any) -> dict[str, int]:
+def _varlen_work(name: str, args: Any) -> dict[str, int]:
     """Return the work of ``torch.nn.attention.varlen``."""
     backward = name.endswith("backward")
     query = args[1] if backward else args[0]  # (t, heads, D)
     bounds = [a for a in args if isinstance(a, Tensor) and a.dtype == torch.int32][:2]
     window = next((a for a in args if isinstance(a, list | tuple) and len(a) == 2), (-1, -1))
-    flops = segmented(query, bounds[0], bounds[-1], causal=window[1] == 0)
-    return _attention(*flops, backward=backward)
+    flops = segmented_flops(query, bounds[0], bounds[-1], causal=window[1] == 0)
+    return _attention_work(*flops, backward=backward)
 
 
-def segmented(
+def segmented_flops(
     query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: bool
 ) -> tuple[float, float]:
     """Return the FLOPs of attention's two matmuls, and what they would be with one key a query.
@@ -212,8 +212,8 @@ def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
     works: dict[str, Callable[..., dict[str, int]]] = {
         "generic_gemm": lambda *a: {"gemm": int(_te_product(*a))},
         "te_general_grouped_gemm": lambda *a: {"gemm": int(_te_products(*a))},
-        "fused_attn_fwd": lambda *a: _attention(*_te_attention(*a), backward=False),
-        "fused_attn_bwd": lambda *a: _attention(*_te_attention(*a), backward=True),
+        "fused_attn_fwd": lambda *a: _attention_work(*_te_attention(*a), backward=False),
+        "fused_attn_bwd": lambda *a: _attention_work(*_te_attention(*a), backward=True),
     }
 
     def counted(name: str, original: Any) -> Any:
@@ -256,4 +256,4 @@ def _te_attention(*args: Any) -> tuple[float, float]:
     first = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.int32)
     causal = any("CAUSAL" in str(a) for a in args[:first] if "Mask" in type(a).__name__)
     of_queries, of_keys, query = args[first : first + 3]
-    return segmented(query, of_queries, of_keys, causal=causal)
+    return segmented_flops(query, of_queries, of_keys, causal=causal)

@@ -42,10 +42,10 @@ def libraries() -> list[Path]:
             f"The simulated GPU needs Linux with glibc, and this is {sys.platform}: run it in a "
             "Linux container."
         )
-    return [_library(cached_in() / name, parts) for name, parts in _LIBRARIES.items()]
+    return [_library(cache_folder() / name, parts) for name, parts in _LIBRARIES.items()]
 
 
-def cached_in() -> Path:
+def cache_folder() -> Path:
     """Return the cache folder of this source's libraries; it need not exist."""
     content = hashlib.sha256(" ".join(_OPTIONS).encode())
     for file in sorted(SOURCES.glob("*.[ch]")):
@@ -134,7 +134,7 @@ class Settings:
         }
 
 
-def preloaded() -> bool:
+def is_preloaded() -> bool:
     """Return whether this process runs on the pretended device."""
     return "pretended-device" in os.environ.get("LD_PRELOAD", "") and hasattr(
         ctypes.CDLL(None), "pretended_counters"
@@ -149,6 +149,6 @@ def start_again(settings: Settings | None = None) -> None:
     Raises:
         Unavailable: see :func:`libraries`.
     """
-    if not preloaded():
+    if not is_preloaded():
         os.environ |= (settings or Settings()).environment()
         os.execv(sys.executable, sys.orig_argv)

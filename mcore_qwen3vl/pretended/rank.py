@@ -25,7 +25,7 @@ from mcore_qwen3vl.pretended.device import (
 )
 from mcore_qwen3vl.pretended.flops import BYTES, FUSED, KINDS, ONE_KEY, CountWork
 from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes
-from mcore_qwen3vl.pretended.preload import Routing, Unavailable, preloaded
+from mcore_qwen3vl.pretended.preload import Routing, Unavailable, is_preloaded
 
 _LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters of a level, not of events
 
@@ -39,7 +39,7 @@ class Rank:
     def __init__(self) -> None:
         self.device = Device()
         self.report = Report()
-        self.work = CountWork(self.device.launched)
+        self.work = CountWork(self.device.count_launches)
         self._started = time.monotonic()
         self._before = dict.fromkeys(COUNTERS, 0)
         self._host_syncs: Counter[HostSync] = Counter()
@@ -109,7 +109,7 @@ def one_rank(rank: int = 0, world_size: int = 1, routing: Routing = "uniform") -
         Unavailable: this process does not run on the pretended device.
     """
     global current
-    if not preloaded():
+    if not is_preloaded():
         raise Unavailable(
             "This process does not run on the simulated GPU: start it with python -m "
             "mcore_qwen3vl.pretended, or call pretended.start_again() first."
@@ -181,7 +181,7 @@ class History:
         """Return the moment when most was allocated; one of zero bytes if nothing was."""
         return next(iter(self.over_time(1)), Moment(0.0, 0, {}))
 
-    def refused(self) -> Moment | None:
+    def last_refused(self) -> Moment | None:
         """Return the moment when an allocation was last refused for good; None if none was."""
         last = max((i for i, e in enumerate(self._trace) if e["action"] == "oom"), default=None)
         return None if last is None else self._snapshots([last])[0]

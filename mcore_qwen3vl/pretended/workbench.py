@@ -144,7 +144,7 @@ def serve(parent: str, *imports: str) -> None:
             call = pickle.load(sys.stdin.buffer)
         except EOFError:
             leave_at_once()
-        _send(answers, _in_a_fork(partial(_run, *call)))
+        _send(answers, _in_a_fork(partial(_call_function, *call)))
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def _in_a_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
     return pickle.loads(answer)  # written by our own fork
 
 
-def _run(
+def _call_function(
     function: str,
     args: Sequence[Any],
     simulated: SimulatedRank,

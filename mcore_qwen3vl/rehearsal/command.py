@@ -1,7 +1,13 @@
-"""A training run as flags and a number of GPUs, and the kinds of ranks that it has."""
+"""A training run as flags and a number of GPUs, its kinds of ranks, and what is rehearsed of it.
+
+Of the made-up model, data and teacher of a rehearsal only the sizes matter.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 import os
 import shlex
 import subprocess
@@ -12,11 +18,18 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
 import mcore_qwen3vl
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.hub import resolve
+from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K as K
 from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.tiny.records import write_half_images
+from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 from mcore_qwen3vl.training.arguments.command_line import (
     OWN_SPLIT,
     CommandLine,
@@ -24,6 +37,8 @@ from mcore_qwen3vl.training.arguments.command_line import (
     take_back,
     without_flags,
 )
+from mcore_qwen3vl.training.arguments.losses import DISTILL, KTO, LOSSES, distillation_of
+from mcore_qwen3vl.training.second_model import source_of
 
 INSTALLED = Path(mcore_qwen3vl.__file__).parent / "launch"
 """The launch scripts that are installed with the package."""
@@ -61,7 +76,7 @@ class Command:
         """Return the same command with words appended, which override earlier ones."""
         return replace(self, flags=(*self.flags, *map(str, words)))
 
-    def noting(self, note: str) -> Command:
+    def with_note(self, note: str) -> Command:
         return replace(self, notes=(*self.notes, note))
 
     @property
@@ -125,7 +140,7 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
     if gpus is not None and gpus < 1:
         raise BadInput(f"--gpus is {gpus}; a run has at least one.")
     if words and not words[0].startswith("--"):
-        command = _of_script(Path(words[0]), words[1:], gpus)
+        command = _read_script(Path(words[0]), words[1:], gpus)
     elif gpus is None:
         raise BadInput("Say how many GPUs the run has: --gpus N, or name a script of launch/.")
     else:
@@ -133,10 +148,10 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
     command.line.checked_args()
     if command.value("--spec", "te") == "te" and find_spec("transformer_engine") is None:
         if command.script is not None:  # the script knows the flags that go with a spec
-            command = _of_script(Path(words[0]), [*words[1:], "--spec", "torch"], gpus)
+            command = _read_script(Path(words[0]), [*words[1:], "--spec", "torch"], gpus)
         else:
             command = command.plus("--spec", "torch")
-        command = command.noting(
+        command = command.with_note(
             "--spec torch, because Transformer Engine is not installed here: docs/rehearse.md has "
             "the memory and the launches of both specs"
         )
@@ -148,7 +163,7 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
     return command
 
 
-def _of_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
+def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
     script = name if name.is_file() else INSTALLED / name.with_suffix(".sh").name
     if not script.is_file():
         raise BadInput(
@@ -184,7 +199,7 @@ def _of_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
     shape = SHAPES / f"{size}.json"
     if command.value("--hf-model") or not shape.exists():
         return command
-    return command.plus("--hf-model", shape).noting(f"the published config of {size}")
+    return command.plus("--hf-model", shape).with_note(f"the published config of {size}")
 
 
 @dataclass(frozen=True)
@@ -220,7 +235,7 @@ def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)
         raise BadInput(
             f"--roles: {', '.join(sorted(unknown))} is not one of all, first, middle, last."
         )
-    every, last = _all(command, a), command.layout.pp - 1
+    every, last = _all_roles(command, a), command.layout.pp - 1
     if "all" in chosen:
         return every
     stages = {"first": {0}, "last": {last}, "middle": {*range(1, last)}}
@@ -231,7 +246,7 @@ def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)
     return kept
 
 
-def _all(command: Command, a: Architecture) -> list[Role]:
+def _all_roles(command: Command, a: Architecture) -> list[Role]:
     layout = command.layout
     if layout.pp == 1:
         return [Role("every rank", 0, 0)]
@@ -254,3 +269,160 @@ def _rank(command: Command, stage: int) -> int:
     layout = command.layout
     before = 1 if command.value("--use-tp-pp-dp-mapping") is not None else layout.dp
     return stage * layout.tp * layout.cp * before
+
+
+SAMPLES_OF_A_PACK = 16
+SHORTEST = 128  # tokens of a sample: below that there is no room for the chat template
+LARGEST_IMAGE = 16  # tokens along its side
+_FEWEST_SAMPLES = 64
+_RANDOM_START = (
+    *("--load", "--load-hf", "--pretrained-checkpoint", "--finetune"),
+    *("--save", "--save-interval", "--save-hf", "--save-hf-interval"),
+)
+_NOT_REHEARSED = (
+    *("--valid-data-path", "--eval-iters", "--eval-interval", "--full-validation"),
+    *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
+    *("--log-json", "--train-samples", "--rampup-batch-size"),
+    *("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples"),
+    *("--lr-decay-iters", "--lr-decay-samples"),
+)
+ITERATIONS = 2
+"""The first iteration allocates Adam's moments; the second is the one that counts."""
+
+
+def prepare(command: Command, folder: Path) -> Command:
+    """Return the command to rehearse: two short iterations, random weights, data from `folder`.
+
+    With ``--data-path`` the user's own data and processor are used. Otherwise both are made up:
+    conversations half of whose tokens are one or more images, sixteen to a pack, in a byte-level
+    vocabulary of our own. They go through the real encoding, packing and batching.
+
+    Raises:
+        BadInput: ``--data-path`` without a processor, sequences too short to make data for, or a
+            task without ``--data-path``.
+    """
+    model = command.line.model
+    data = command.value("--data-path") or command.value("--train-data-path")
+    task = command.value("--task")
+    if task is not None and data is None:
+        raise BadInput(
+            f"--task {task} is rehearsed on your own records: give --data-path. Or drop --task, to "
+            "rehearse the same layout with a language model's loss on made-up data."
+        )
+    prepared = command.without(*_RANDOM_START, *_NOT_REHEARSED)
+    if data is None:
+        prepared = _with_made_up_data(prepared, model, folder)
+    elif not (model / "tokenizer_config.json").exists():
+        raise BadInput(
+            f"{model} has no tokenizer, so {data} cannot be read: copy the tokenizer and processor "
+            "files beside the config, or leave --data-path out for made-up data."
+        )
+    elif source := source_of(command.args):  # no flag names what training starts from any more
+        prepared = prepared.plus(*source)
+    if command.args.moe_token_dispatcher_type == "flex":
+        prepared = prepared.with_note(
+            "DeepEP is a stub here, with its launches, host syncs and sizes, whether or not it is "
+            "installed"
+        )
+    count = command.rehearsed_micro_batches
+    batch = count * command.args.micro_batch_size * command.layout.dp
+    if count < command.micro_batches:
+        prepared = prepared.with_note(
+            f"only {count} of the {command.micro_batches} micro-batches of an iteration were run: "
+            "launches, host syncs, bytes and FLOPs count these alone"
+        )
+    return prepared.plus(
+        *("--train-iters", ITERATIONS, "--num-workers", 0, "--global-batch-size", batch),
+        "--no-balance",  # so that nothing is read twice
+    )
+
+
+def sample_size(command: Command) -> tuple[int, int]:
+    """Return the tokens of each made-up sample, and those along the side of its images."""
+    tokens = command.args.seq_length
+    if command.value("--packing") is not None:
+        tokens = max(tokens // SAMPLES_OF_A_PACK, SHORTEST)
+    return tokens, min(int((tokens / 2) ** 0.5), LARGEST_IMAGE)
+
+
+def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
+    seq_length = command.args.seq_length
+    if seq_length < SHORTEST:
+        raise BadInput(
+            f"--seq-length {seq_length}: made-up samples have at least {SHORTEST} tokens; raise "
+            "it, or give --data-path."
+        )
+    tokens, side = sample_size(command)
+    images = max(round(tokens / 2 / side**2), 1)
+    config = _config(model)
+    write_stand_in(config, folder / "model")
+    if source := source_of(command.args):
+        second = identify(resolve(source.path, weights=False)).config()
+        write_stand_in(_config(second), folder / "second")
+        command = command.plus(source.flag, folder / "second")
+    vision = Architecture.from_hf(config).vision
+    file = write_half_images(
+        folder / "data",
+        # A pack holds samples of one epoch, so each rank has enough of them for two.
+        samples=max(_FEWEST_SAMPLES, 2 * SAMPLES_OF_A_PACK * command.layout.dp),
+        tokens=tokens,
+        images=images,
+        image_side=side,
+        token_pixels=vision.patch_size * vision.spatial_merge_size,
+        pairs=command.value("--loss") in LOSSES,
+        labelled=command.value("--loss") == KTO,
+    )
+    if command.args.loss == DISTILL and not command.args.teacher:
+        write_made_up_teacher(file, folder / "model", command.args)
+    return command.plus("--hf-model", folder / "model", "--data-path", file).with_note(
+        f"made-up data: samples of {tokens} tokens, with {images} image{'s' * (images > 1)} of "
+        f"{side} x {side} tokens each"
+    )
+
+
+def _config(model: Path) -> Path:
+    return model / "config.json" if model.is_dir() else model
+
+
+def write_made_up_teacher(data: Path, model: Path, args: argparse.Namespace) -> None:
+    """Write the file of a teacher for whom K tokens and all others together are equally likely."""
+    # Imported here, because they take seconds.
+    from mcore_qwen3vl.data.config import DataConfig
+    from mcore_qwen3vl.data.loading.datasets import CrudeSamples
+    from mcore_qwen3vl.data.loading.sources import parse_sources
+    from mcore_qwen3vl.data.processor import load_processor
+    from mcore_qwen3vl.data.scores import (
+        digest,
+        encode_top,
+        facts_of,
+        file_digest,
+        teacher_of,
+        vocabulary_of,
+        write_teacher,
+    )
+    from mcore_qwen3vl.scoring.records import Records
+    from mcore_qwen3vl.training.arguments.settings import media_limits
+
+    processor, architecture = load_processor(model), Architecture.from_hf(model)
+    sources = parse_sources([str(data)])
+    samples = CrudeSamples(sources, split="train", trust=False)
+    config = DataConfig(args.seq_length, media=media_limits(args))
+    records = Records(samples, sources, architecture, processor, config, 1)
+    lines = []
+    for micro in records.plan(range(len(samples))):
+        plan = micro[0].plan
+        count = plan.trained_tokens
+        ids, scores = np.tile(np.arange(K), (count, 1)), np.full((count, K + 1), -math.log(K + 1))
+        entry = {"digest": digest(plan.input_ids), "tokens": count}
+        lines.append(json.dumps(entry | encode_top(ids, scores)))
+    partial = data.with_suffix(".partial")
+    partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    write_teacher(partial, teacher_of(data))
+    settings = {
+        "data": file_digest(data),
+        "temperature": distillation_of(args).temperature,
+        "top_k": K,
+        "checkpoint": {"path": "nobody"},
+        "vocabulary": vocabulary_of(processor.tokenizer, architecture.vocab_size),
+    }
+    facts_of(teacher_of(data)).write_text(json.dumps({"settings": settings}), encoding="utf-8")

@@ -15,8 +15,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pretended.flops import flops_of
 from mcore_qwen3vl.pretended.preload import Routing, Settings, Unavailable
 from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
-from mcore_qwen3vl.rehearsal.command import Command, Role, roles_of
-from mcore_qwen3vl.rehearsal.material import prepare
+from mcore_qwen3vl.rehearsal.command import Command, Role, prepare, roles_of
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
@@ -112,7 +111,7 @@ class Rehearser:
         Raises:
             BadInput: the command, its layout, its model or its data cannot be used.
         """
-        a = checked(command)
+        a = check_command(command)
         roles = roles_of(command, a, self.options.roles)
         self._made += 1
         folder = self._folder / str(self._made)
@@ -121,15 +120,15 @@ class Rehearser:
         rehearsal = Rehearsal(command, self.options.device(command), prepared.notes)
         for number, role in enumerate(roles):
             place = f"{what}{role.name} ({number + 1} of {len(roles)}), rank {role.rank}"
-            rehearsal.outcomes.append(self._role(prepared, role, place))
+            rehearsal.outcomes.append(self._rehearse_role(prepared, role, place))
             if stop_at_failure and not rehearsal.fits:
                 break
         if len(rehearsal.outcomes) == len(roles_of(command, a)) and rehearsal.fits:
             rehearsal.pipeline = _pipeline(rehearsal)
-            rehearsal.step = self._step(rehearsal)
+            rehearsal.step = self._model_step(rehearsal)
         return rehearsal
 
-    def _step(self, rehearsal: Rehearsal) -> StepTime:
+    def _model_step(self, rehearsal: Rehearsal) -> StepTime:
         command = rehearsal.command
         top = command.line.architecture.num_experts_per_tok
         model = Model(self.options.gpu, self.options.constants, command.flags, top)
@@ -149,7 +148,7 @@ class Rehearser:
         group, dp = command.micro_batch_group, command.layout.dp
         return model.step(ranks, command.micro_batches, group, command.gpus, dp)
 
-    def _role(self, prepared: Command, role: Role, what: str) -> RoleOutcome:
+    def _rehearse_role(self, prepared: Command, role: Role, what: str) -> RoleOutcome:
         device = self.options.device(prepared)
         started = time.monotonic()
         simulated = SimulatedRank(
@@ -158,7 +157,7 @@ class Rehearser:
         progress = self._folder / "progress"
         progress.write_text("starting\n", "utf-8")
         try:
-            with _watched(progress, lambda doing: self._say(f"{what}: {doing}")):
+            with _report_progress(progress, lambda doing: self._say(f"{what}: {doing}")):
                 measured, report = self._bench.call(
                     _ON_RANK, list(prepared.flags), progress, simulated=simulated
                 )
@@ -171,7 +170,7 @@ class Rehearser:
         return RoleOutcome(role, measured, report, time.monotonic() - started, device.usable)
 
 
-def checked(command: Command) -> Architecture:
+def check_command(command: Command) -> Architecture:
     """Return the model's shape, after checking that model and batch divide as the flags say.
 
     Raises:
@@ -204,7 +203,7 @@ def _pipeline(rehearsal: Rehearsal) -> Pipeline | None:
 
 
 @contextmanager
-def _watched(progress: Path, say: Say) -> Iterator[None]:
+def _report_progress(progress: Path, say: Say) -> Iterator[None]:
     """Call `say` with the last line of a file whenever it changes."""
     done = Event()
 

@@ -14,11 +14,10 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.pretended.device import Interval, Traffic
 from mcore_qwen3vl.pretended.flops import ONE_KEY
-from mcore_qwen3vl.rehearsal.command import Command
-from mcore_qwen3vl.rehearsal.material import sample_of
+from mcore_qwen3vl.rehearsal.command import Command, sample_size
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy
 from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
-from mcore_qwen3vl.rehearsal.rehearse import Rehearser, checked
+from mcore_qwen3vl.rehearsal.rehearse import Rehearser, check_command
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu, allowance_gib
 from mcore_qwen3vl.training import memory
@@ -136,7 +135,7 @@ def candidates(
         return Candidate(run, flags, step_seconds(run, a, gpu, constants), peak + extra)
 
     try:
-        checked(command)
+        check_command(command)
     except BadInput:
         pass
     else:
@@ -153,13 +152,13 @@ def candidates(
         if other.layout == command.layout and other.value(_RECOMPUTE) == command.value(_RECOMPUTE):
             continue
         try:
-            checked(other)
+            check_command(other)
         except BadInput:
             continue
-        yield candidate(other, (*flags, *_resets(command, flags)))
+        yield candidate(other, (*flags, *_reset_words(command, flags)))
 
 
-def _resets(command: Command, flags: Sequence[str]) -> Iterator[str]:
+def _reset_words(command: Command, flags: Sequence[str]) -> Iterator[str]:
     """Yield the words that take back layout flags of `command` that are not in `flags`."""
     for name in _REPLACED:
         if name not in flags and command.value(name) is not None:
@@ -198,7 +197,7 @@ def work_of(command: Command, a: Architecture) -> list[RankWork]:
 
     Other kernels, their launches, host syncs and the transfers between stages are left out.
     """
-    layout, args, (sample, side) = command.layout, command.args, sample_of(command)
+    layout, args, (sample, side) = command.layout, command.args, sample_size(command)
     again = args.recompute_granularity == "full"
     tokens, merge = args.seq_length * args.micro_batch_size, a.vision.spatial_merge_size**2
     patches = tokens / 2 * merge  # half of the tokens are visual
@@ -218,7 +217,7 @@ def work_of(command: Command, a: Architecture) -> list[RankWork]:
             backward = {name: (2 + again) * n for name, n in compute.items()}
             backward |= {_key(t): size + again * first for t, first, size in exchanges}
             chunks.append({FORWARD: forward, BACKWARD: backward})
-        traffic = [*(t for t, _, _ in exchanges), *_reduced(a, layout, stage)]
+        traffic = [*(t for t, _, _ in exchanges), *_gradient_traffic(a, layout, stage)]
         counters = {"launches": 0, "host_syncs": 0}
         interval = Interval("iteration", 0, 0, 0, 0, counters, [], traffic, {})
         ranks.append(RankWork(f"stage {stage}", 1, chunks, interval, 1, 0, 0))
@@ -241,7 +240,7 @@ def _exchanges(a: Architecture, layout: Layout, tokens: int) -> list[tuple[Traff
     ]
 
 
-def _reduced(a: Architecture, layout: Layout, stage: int) -> Iterator[Traffic]:
+def _gradient_traffic(a: Architecture, layout: Layout, stage: int) -> Iterator[Traffic]:
     """Yield the exchange of gradients and of weights between data-parallel ranks."""
     shared, experts = memory.rank_parameters(a, layout, stage)
     divisions = layout.ep * layout.etp  # ranks between which a layer's experts are divided
@@ -284,7 +283,7 @@ def suggest_remedies(rehearser: Rehearser, command: Command, rehearsal: Rehearsa
     if not any(outcome.out_of_memory for outcome in rehearsal.outcomes):
         return []
     single = list(neighbours(command))
-    tried = _try(rehearser, command, single)
+    tried = _rehearse_changes(rehearser, command, single)
     if any(remedy.fits for remedy in tried) or _recomputes(command):
         return tried
     pairs = [
@@ -292,7 +291,7 @@ def suggest_remedies(rehearser: Rehearser, command: Command, rehearsal: Rehearsa
         for change, flags, gpus in single
         if flags != FULL_RECOMPUTE
     ]
-    return tried + _try(rehearser, command, pairs)
+    return tried + _rehearse_changes(rehearser, command, pairs)
 
 
 def _recomputes(command: Command) -> bool:
@@ -316,12 +315,14 @@ def neighbours(command: Command) -> Iterator[Change]:
         yield f"{2 * gpus} GPUs (DP {2 * layout.dp})", (), 2 * gpus
 
 
-def _try(rehearser: Rehearser, command: Command, changes: Sequence[Change]) -> list[Remedy]:
+def _rehearse_changes(
+    rehearser: Rehearser, command: Command, changes: Sequence[Change]
+) -> list[Remedy]:
     remedies = []
     for change, flags, gpus in changes:
         neighbour = replace(command.plus(*flags), gpus=gpus)
         try:
-            checked(neighbour)
+            check_command(neighbour)
             tried = rehearser.rehearse(neighbour, stop_at_failure=True, what=f"with {change}, ")
         except BadInput:  # the model or the ranks do not divide that way
             continue

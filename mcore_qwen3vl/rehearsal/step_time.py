@@ -74,7 +74,7 @@ class Constants:
     ep_overlap: float = 0.9
 
     @classmethod
-    def read(cls, file: Path) -> Constants:
+    def from_file(cls, file: Path) -> Constants:
         """Read constants from a JSON file; those that it does not name keep their defaults.
 
         Raises:
@@ -205,7 +205,8 @@ class Model:
         """
         stages = [rank for rank in ranks for _ in range(rank.stages)]
         parts = [
-            self._of_rank(r, stages.index(r), len(stages), micro_batches, group) for r in ranks
+            self._seconds_of_rank(r, stages.index(r), len(stages), micro_batches, group)
+            for r in ranks
         ]
         order = [
             [Durations(*(sum(spent.values()) for spent in chunk)) for chunk in part.chunks]
@@ -217,13 +218,13 @@ class Model:
         scale = dp * micro_batches / ranks[0].micro_batches / seconds
         tflops = ranks[0].useful_flops * scale / gpus / 1e12
         roles = [
-            RoleTime(rank.name, _filled(part.total(micro_batches), seconds))
+            RoleTime(rank.name, _add_waiting(part.total(micro_batches), seconds))
             for rank, part in zip(ranks, parts, strict=True)
         ]
         tokens = ranks[0].tokens * scale
         return StepTime(seconds, tokens, tflops, tflops / self._gpu.tflops, roles, self._constants)
 
-    def _of_rank(
+    def _seconds_of_rank(
         self, rank: RankWork, stage: int, stages: int, micro_batches: int, group: int
     ) -> _Parts:
         spans = {f"{t.group}\n{t.operation}": t for t in rank.iteration.traffic}
@@ -240,7 +241,7 @@ class Model:
                 inside[key] += amount * rank.micro_batches
         left = {k: n - inside[k] for k, n in _totals(rank.iteration).items() if n > inside[k]}
         transfers = {k: left.pop(k) for k in list(left) if k.endswith(("\nsend", "\nrecv"))}
-        after = {ONCE: sum(self._with_host(self._busy(left, spans), left).values())}
+        after = {ONCE: sum(self._with_host(self._gpu_seconds(left, spans), left).values())}
         sent = sum(self._exchange(spans[k], n) for k, n in transfers.items() if k.endswith("send"))
         if len(rank.chunks) == 1:  # virtual stages overlap their transfers
             after[_link("PIPELINE_MODEL_PARALLEL")] = sent / rank.micro_batches * micro_batches
@@ -251,7 +252,7 @@ class Model:
         self, chunk: Mapping[str, Mapping[str, float]], spans: Mapping[str, Traffic], hidden: float
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the seconds of a forward and a backward pass; EP's exchange is partly hidden."""
-        forward, backward = (self._busy(chunk[name], spans) for name in (FORWARD, BACKWARD))
+        forward, backward = (self._gpu_seconds(chunk[name], spans) for name in (FORWARD, BACKWARD))
         computing = [
             sum(spent[n] for n in (GEMM, ATTENTION, MEMORY)) for spent in (backward, forward)
         ]
@@ -260,7 +261,9 @@ class Model:
                 spent[EXPERTS] -= hidden * min(spent[EXPERTS], other)
         return self._with_host(forward, chunk[FORWARD]), self._with_host(backward, chunk[BACKWARD])
 
-    def _busy(self, work: Mapping[str, float], spans: Mapping[str, Traffic]) -> dict[str, float]:
+    def _gpu_seconds(
+        self, work: Mapping[str, float], spans: Mapping[str, Traffic]
+    ) -> dict[str, float]:
         """Return the seconds that the GPU needs for a piece of work, by activity."""
         c, gpu = self._constants, self._gpu
         peak = gpu.tflops * 1e12
@@ -272,7 +275,7 @@ class Model:
             MEMORY: work.get(BYTES, 0) / (c.memory * gpu.memory_tb_per_s * 1e12),
         }
         for key, size in work.items():
-            if key in spans and not _overlapped(spans[key]):
+            if key in spans and not _is_overlapped(spans[key]):
                 name = _link(spans[key].group)
                 spent[name] = spent.get(name, 0.0) + self._exchange(spans[key], size)
         return spent
@@ -313,7 +316,7 @@ class Model:
     ) -> float:
         """Return the seconds of the data-parallel exchange that no micro-batch hides."""
         seconds = {True: 0.0, False: 0.0}
-        for t in filter(_overlapped, traffic):
+        for t in filter(_is_overlapped, traffic):
             seconds[t.operation == "all_gather"] += self._exchange(t, t.size)
         gather, scatter = seconds[True], seconds[False]
         forward, backward = (
@@ -326,7 +329,7 @@ class Model:
         return gather + scatter
 
 
-def _filled(spent: dict[str, float], seconds: float) -> dict[str, float]:
+def _add_waiting(spent: dict[str, float], seconds: float) -> dict[str, float]:
     """Add the time in which the rank waits for others, and drop activities without time."""
     spent = {**spent, IDLE: seconds - sum(spent.values())}
     return {name: value for name, value in spent.items() if value > 1e-6}
@@ -334,14 +337,16 @@ def _filled(spent: dict[str, float], seconds: float) -> dict[str, float]:
 
 def _totals(interval: Interval) -> dict[str, float]:
     """Return an iteration's work like :meth:`.rank.Rank.tally`, less the overlapped exchange."""
-    traffic = {f"{t.group}\n{t.operation}": t.size for t in interval.traffic if not _overlapped(t)}
+    traffic = {
+        f"{t.group}\n{t.operation}": t.size for t in interval.traffic if not _is_overlapped(t)
+    }
     counters = interval.counters
     host = {"launches": counters["launches"] - interval.fused, "host_syncs": counters["host_syncs"]}
     flops = {kind: interval.flops.get(kind, 0) for kind in KINDS}
     return {**flops, ONE_KEY: interval.one_key, BYTES: interval.moved, **host, **traffic}
 
 
-def _overlapped(t: Traffic) -> bool:
+def _is_overlapped(t: Traffic) -> bool:
     """Return whether `t` is the exchange of gradients and weights between data-parallel ranks."""
     return t.group.startswith(_DATA_PARALLEL) and t.size > 1 << 20
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.console import prepare_streams
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
-from mcore_qwen3vl.pretended.preload import preloaded
+from mcore_qwen3vl.pretended.preload import is_preloaded
 from mcore_qwen3vl.runtime import cpu, shared_gpu
 from mcore_qwen3vl.runtime.lifetime import death, end_with_parent, noting_ctrl_c, scratch_folder
 
@@ -61,7 +61,7 @@ class _Rank:
 
 def _gpus(world_size: int) -> int:
     """Return how many GPUs `world_size` ranks have; each has its own on the simulated GPU."""
-    return world_size if preloaded() else torch.cuda.device_count()
+    return world_size if is_preloaded() else torch.cuda.device_count()
 
 
 def check_gpus() -> None:
@@ -201,7 +201,7 @@ def _call(work: _Work) -> Any:
     if work.device == "cpu":
         # More threads would oversubscribe the machine, and OpenMP threads do not survive a fork.
         torch.set_num_threads(1)
-    elif preloaded():
+    elif is_preloaded():
         from mcore_qwen3vl.pretended.rank import one_rank
 
         around = one_rank(work.rank, work.world_size)  # messages of other ranks are made up

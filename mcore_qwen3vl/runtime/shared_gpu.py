@@ -67,14 +67,14 @@ class StagedGroup(PythonGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
-            _write(tensor, self._reduced(tensor, opts))
+            _write(tensor, self._reduce_on_host(tensor, opts))
         return _Exchange()
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any) -> Work:
         for tensor in tensors:
-            total = self._reduced(tensor, opts)
+            total = self._reduce_on_host(tensor, opts)
             if self.rank() == opts.rootRank:
                 _write(tensor, total)
         return _Exchange()
@@ -88,12 +88,12 @@ class StagedGroup(PythonGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         for parts, source in zip(outputs, inputs, strict=True):
-            for part, octets in zip(parts, self._gathered(source), strict=True):
+            for part, octets in zip(parts, self._gather_octets(source), strict=True):
                 _write(part, octets)
         return _Exchange()
 
     def _allgather_base(self, out: Tensor, source: Tensor, opts: Any = None) -> Work:
-        _write(out, torch.cat(self._gathered(source)))
+        _write(out, torch.cat(self._gather_octets(source)))
         return _Exchange()
 
     all_gather_single = _allgather_base
@@ -106,7 +106,7 @@ class StagedGroup(PythonGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
-        received = [self._gathered(source) for source in inputs]
+        received = [self._gather_octets(source) for source in inputs]
         if self.rank() == opts.rootRank:
             for parts, all_octets in zip(outputs, received, strict=True):
                 for part, octets in zip(parts, all_octets, strict=True):
@@ -122,7 +122,7 @@ class StagedGroup(PythonGroup):
         return _Exchange()
 
     def _reduce_scatter_base(self, out: Tensor, source: Tensor, opts: Any = None) -> Work:
-        _write(out, self._reduced(source, opts).view(self._size, -1)[self.rank()])
+        _write(out, self._reduce_on_host(source, opts).view(self._size, -1)[self.rank()])
         return _Exchange()
 
     reduce_scatter_single = _reduce_scatter_base
@@ -173,7 +173,7 @@ class StagedGroup(PythonGroup):
     def _end_coalescing(self, device: Any) -> Work:
         return _Exchange()
 
-    def _reduced(self, tensor: Tensor, opts: Any) -> Tensor:
+    def _reduce_on_host(self, tensor: Tensor, opts: Any) -> Tensor:
         """Reduce a copy on the host; gloo has no mean."""
         on_host = _on_host(tensor)
         on_host = on_host.float() if on_host.dtype in _HALF else on_host
@@ -184,7 +184,7 @@ class StagedGroup(PythonGroup):
         self._gloo.allreduce([on_host], options).wait()
         return on_host / self._size if mean else on_host
 
-    def _gathered(self, source: Tensor) -> list[Tensor]:
+    def _gather_octets(self, source: Tensor) -> list[Tensor]:
         octets = _octets(source)
         parts = [torch.empty_like(octets) for _ in range(self._size)]
         self._gloo.allgather([parts], [octets]).wait()

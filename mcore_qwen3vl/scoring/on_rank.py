@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.scores import encoded_top
+from mcore_qwen3vl.data.scores import encode_top
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.model.head import Head, likeliest, token_log_probs
 from mcore_qwen3vl.model.inputs import to_device
@@ -39,12 +39,12 @@ Results = dict[str, dict[str, Any]]
 class Readout:
     """One kind of results: of sequences, of which every rank of a TP x CP group has those of all.
 
-    `kind` is the class of model that they are read out of. `run` runs a micro-batch through a chunk
-    and returns its output and this rank's positions; `values` makes JSON values of an output.
+    `kind` is the class of model that they are read out of. `compute` runs a micro-batch through a
+    chunk and returns its output and this rank's positions; `values` makes JSON values of an output.
     """
 
     kind: type[Qwen3VLModel] = TaskModel
-    run: Callable[[Batch, Any], tuple[Tensor, Tensor]] = staticmethod(SCORES)
+    compute: Callable[[Batch, Any], tuple[Tensor, Tensor]] = staticmethod(SCORES)
     values: Callable[[Tensor], list[dict[str, Any]]]
 
     def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
@@ -60,10 +60,10 @@ class LogProbs(Readout):
     def __init__(self, *, temperature: float, entropy: bool = False) -> None:
         self._options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
 
-    def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
-        return forward(batch, model, output_processor=self._processed)
+    def compute(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
+        return forward(batch, model, output_processor=self._process)
 
-    def _processed(
+    def _process(
         self,
         *,
         hidden_states: Tensor,
@@ -81,9 +81,12 @@ class LogProbs(Readout):
         rows = output.new_zeros((len(output), *batch.input_ids.shape))
         rows[..., to_device(local, rows.device)] = output
         dist.all_reduce(rows, group=mpu.get_context_parallel_group())
-        return {name: self._of(*sequence) for name, *sequence in _trained(batch, rows.cpu())}
+        return {
+            name: self._result_of(*sequence)
+            for name, *sequence in _split_sequences(batch, rows.cpu())
+        }
 
-    def _of(self, labels: Tensor, values: Tensor) -> dict[str, Any]:
+    def _result_of(self, labels: Tensor, values: Tensor) -> dict[str, Any]:
         """Return a sequence's results from its trained tokens (n,), and their values (rows, n)."""
         result = {
             "log_prob": float(values[0].sum()),
@@ -103,23 +106,23 @@ class TopK(LogProbs):
         super().__init__(temperature=temperature)
         self._k, self._reduce = k, partial(likeliest, k=k, temperature=temperature)
 
-    def _processed(self, **output: Any) -> Tensor:
+    def _process(self, **output: Any) -> Tensor:
         """Compute (2 k + 2, B, s): log-probabilities, k ids, theirs, and that of the rest."""
-        log_probs = super()._processed(**output)
+        log_probs = super()._process(**output)
         ids, top = output["output_layer"](
             output["hidden_states"], output["output_weight"], reduce=self._reduce
         )
         return torch.cat([log_probs, ids.float().movedim(-1, 0), top.movedim(-1, 0)])
 
-    def _of(self, labels: Tensor, values: Tensor) -> dict[str, Any]:
+    def _result_of(self, labels: Tensor, values: Tensor) -> dict[str, Any]:
         ids, log_probs = values[1:].t().split([self._k, self._k + 1], 1)
-        return super()._of(labels, values[:1]) | encoded_top(ids.numpy(), log_probs.numpy())
+        return super()._result_of(labels, values[:1]) | encode_top(ids.numpy(), log_probs.numpy())
 
 
 class Embeddings(Readout):
     """Embeddings of length 1, as base64 of little-endian float32."""
 
-    run = staticmethod(EMBED)
+    compute = staticmethod(EMBED)
 
     def values(self, output: Tensor) -> list[dict[str, Any]]:
         rows = F.normalize(output.float(), dim=-1).cpu().numpy().astype("<f4")
@@ -138,7 +141,7 @@ class Relevance(Readout):
     kind = Qwen3VLModel
 
     def __init__(self, folder: Path, words: tuple[str, str]) -> None:
-        self.run = judge(folder, words)
+        self.compute = judge(folder, words)
 
     def values(self, output: Tensor) -> list[dict[str, Any]]:
         logits = relevance(output.double()).cpu()
@@ -168,9 +171,9 @@ class Classes(Readout):
     def values(self, output: Tensor) -> list[dict[str, Any]]:
         logits = output.double()
         chances = logits.softmax(-1) if self._labels.is_single else logits.sigmoid()
-        return [self._named(row) for row in chances.tolist()]
+        return [self._label_of(row) for row in chances.tolist()]
 
-    def _named(self, row: list[float]) -> dict[str, Any]:
+    def _label_of(self, row: list[float]) -> dict[str, Any]:
         chances = dict(zip(self._labels.names, row, strict=True))
         if self._labels.is_single:
             label: Any = max(chances, key=chances.__getitem__)
@@ -179,7 +182,7 @@ class Classes(Readout):
         return {"label": label, "probabilities": chances}
 
 
-def _trained(batch: Batch, rows: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _split_sequences(batch: Batch, rows: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield each sequence's name, its trained tokens (n,), and their (rows, n) of (rows, B, S)."""
     weights, labels = batch.loss_weights.cpu(), batch.labels.cpu()
     for number, name in enumerate(batch.names):
@@ -253,7 +256,7 @@ class Scorer:
 
         def step(batches: Iterator[Batch], model: Qwen3VLModel) -> tuple[Tensor, None]:
             batch = next(batches)
-            output, local = self._readout.run(batch, model)
+            output, local = self._readout.compute(batch, model)
             if model.post_process:
                 seen.append((batch, local))
             return output, None

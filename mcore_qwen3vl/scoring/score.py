@@ -84,7 +84,7 @@ class Request(ModelRequest):
         return None if self.task == "log-probabilities" else self.task
 
     @property
-    def usual(self) -> Path:
+    def default_out(self) -> Path:
         """The file that is written if none is named."""
         if self.top_k:
             return teacher_of(self.data)
@@ -92,9 +92,9 @@ class Request(ModelRequest):
         return scores_of(self.data, endings.get(self.task, f"{self.task}.jsonl"))
 
     @property
-    def written(self) -> Path:
+    def out_file(self) -> Path:
         """The file to write."""
-        return self.out or self.usual
+        return self.out or self.default_out
 
     def sources(self) -> list[Source]:
         """Return the data sets."""
@@ -116,7 +116,7 @@ def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
             begun with other settings, or is being written by another process; too many records
             are bad; or there is no GPU.
     """
-    job = _Job(request)
+    job = _ScoringJob(request)
     first = os.environ.get("RANK", "0") == "0"
     with only_writer(job.output.path) if first else nullcontext():
         if first:
@@ -125,7 +125,7 @@ def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
         return job.output.finish() if first else None
 
 
-class _Job:
+class _ScoringJob:
     """A request that has been checked; all ranks get the same one."""
 
     def __init__(self, request: Request) -> None:
@@ -146,7 +146,11 @@ class _Job:
         self._request = request
         self._model = CheckedModel(request, "score", task=request.data_task)
         architecture, layout = self._model.architecture, request.layout
-        _check_top_k(request, architecture)
+        if request.top_k is not None:
+            check_top_k("--top-k", request.top_k, architecture.vocab_size)
+            if request.entropy or request.data_task:
+                other = "--entropy" if request.entropy else f"--task {request.task}"
+                raise BadInput(f"--top-k with {other}: score twice, or drop one of them.")
         if request.task == "classify":
             _labels(self._model)
         if request.task == "embedding":
@@ -160,7 +164,7 @@ class _Job:
         if request.top_k:  # hashed only then: it takes seconds
             tokenizer = load_processor(self._model.folder).tokenizer
             settings["vocabulary"] = vocabulary_of(tokenizer, architecture.vocab_size)
-        self.output = Output(request.written, settings, self._block)
+        self.output = Output(request.out_file, settings, self._block)
 
     def on_rank(self) -> None:
         """Load this rank's part of the model and score; needs ``torch.distributed`` initialised."""
@@ -185,7 +189,9 @@ class _Job:
                 records = range(start, min(start + self._block, total))
                 results = scorer.block(records)
                 if results is not None:
-                    self.output.append([_line(results, record, request.data) for record in records])
+                    self.output.append(
+                        [_line_of(results, record, request.data) for record in records]
+                    )
                     bad = self._report(results, bad)
                     unused |= results.unused
                 advance(records.stop)
@@ -236,7 +242,7 @@ class _Job:
 
 def _check_out(request: Request) -> None:
     """Raise BadInput if the file to write is the data, or its suffix is that of another format."""
-    out, suffix = request.written, request.usual.suffix
+    out, suffix = request.out_file, request.default_out.suffix
     if facts_of(out) in (out, request.data) or out == request.data:
         raise BadInput(f"--out {out}: name a file that ends with {suffix} and is not the data.")
     endings = {suffix, ".npy"} if request.task == "embedding" else {suffix}
@@ -247,16 +253,6 @@ def _check_out(request: Request) -> None:
         )
     if out.suffix in (".parquet", ".arrow"):
         require_extra("pyarrow", str(out))
-
-
-def _check_top_k(request: Request, architecture: Architecture) -> None:
-    """Raise BadInput if the number is out of range, or something else is asked for too."""
-    if request.top_k is None:
-        return
-    check_top_k("--top-k", request.top_k, architecture.vocab_size)
-    if request.entropy or request.data_task:
-        other = "--entropy" if request.entropy else f"--task {request.task}"
-        raise BadInput(f"--top-k with {other}: score twice, or drop one of them.")
 
 
 def _labels(model: CheckedModel) -> Labels:
@@ -338,7 +334,7 @@ def _identity(folder: Path) -> dict[str, Any]:
     return {"path": str(folder.absolute()), "bytes": size, "newest": newest}
 
 
-def _line(results: BlockResults, record: int, data: Path) -> dict[str, Any]:
+def _line_of(results: BlockResults, record: int, data: Path) -> dict[str, Any]:
     """Return what is written for a record: its number, its file if there are several, results."""
     place = results.places[record]
     line = {"line" if place.is_line else "record": place.number, **results.entry(record)}

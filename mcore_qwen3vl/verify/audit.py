@@ -123,11 +123,12 @@ class Audit(Report):
             if finding.part == SETTINGS and not finding.ok:
                 lines.setdefault(SETTINGS, {})[finding.name] = [finding.flaw]
         return {
-            kind: "\n".join(_line(*line) for line in alike.items()) for kind, alike in lines.items()
+            kind: "\n".join(_describe_mistake(*line) for line in alike.items())
+            for kind, alike in lines.items()
         }
 
 
-def _line(name: str, sentences: list[str]) -> str:
+def _describe_mistake(name: str, sentences: list[str]) -> str:
     if len(sentences) == 1:
         return visible(f"{name} {sentences[0]}.")
     which = "each" if len(set(sentences)) == 1 else "the first"
@@ -156,7 +157,7 @@ def audit(examined: str | Path, hf: str | Path, *, progress: Progress | None = N
     identify(hf).require_huggingface(instead="name the one that the other checkpoint was made from")
     right = Side(hf, hf)
     left = Side(examined, hf if identify(examined).kind is Kind.MEGATRON else examined)
-    result = Audit(f"{examined} and {hf}", _facts(left))
+    result = Audit(f"{examined} and {hf}", _describe_side(left))
     for finding in compare_sides(left, right, progress, rounded=True):
         if finding.part == TENSORS and not finding.ok:
             kind, sentence = result.mistakes[finding.name] = _explain(finding, left, right)
@@ -169,7 +170,7 @@ def audit(examined: str | Path, hf: str | Path, *, progress: Progress | None = N
     return result
 
 
-def _facts(side: Side) -> dict[str, str]:
+def _describe_side(side: Side) -> dict[str, str]:
     """Return who wrote a checkpoint, and its dtypes."""
     names = (name for name, pieces in side.pieces.items() if pieces)
     dtypes = sorted({dtype_name(side.dtype_of(name)) for name in names})
@@ -236,7 +237,7 @@ def name_mistake(weights: _Weights, name: str, actual: Tensor) -> Verdict:
         _name_qkv_order(weights, name)
         or _first_equal(actual, _simple_mistakes(name, actual, right))
         or _name_scale(actual, right)
-        or _first_equal(actual, _rearrangements(name, right, a))
+        or _first_equal(actual, _layout_mistakes(name, right, a))
         or name_permutation(name, actual, right)
         or _name_other_tensor(weights, name, actual)
     )
@@ -273,11 +274,11 @@ def _name_scale(actual: Tensor, right: Tensor) -> Verdict | None:
     return "scaled weight", f"is multiplied by {scale:.6g}"
 
 
-def _rearrangements(name: str, right: Tensor, a: Architecture) -> Iterator[Candidate]:
+def _layout_mistakes(name: str, right: Tensor, a: Architecture) -> Iterator[Candidate]:
     if ".mlp.experts." in name:
-        yield from _experts(name, right, axis=2 if a.expert_layout == "published" else 1)
+        yield from _expert_mistakes(name, right, axis=2 if a.expert_layout == "published" else 1)
     elif name.startswith("model.visual.") and ".attn.qkv." in name:
-        yield from _vision_qkv(right, a.vision.num_heads)
+        yield from _vision_qkv_mistakes(right, a.vision.num_heads)
     elif "patch_embed" in name and right.ndim == 5:
         names = dict(enumerate(("colour channels", "frames", "rows", "columns"), 1))
         for axis, what in names.items():
@@ -291,7 +292,7 @@ def _rearrangements(name: str, right: Tensor, a: Architecture) -> Iterator[Candi
         yield "transposed weight", "holds the transposed values", transposed
 
 
-def _experts(name: str, right: Tensor, axis: int) -> Iterator[Candidate]:
+def _expert_mistakes(name: str, right: Tensor, axis: int) -> Iterator[Candidate]:
     """Yield rearrangements of `right`, (E, out, in) or (E, in, out); `axis` is that of out."""
     transposed = right.transpose(1, 2).reshape(right.shape)
     yield "transposed expert", "holds each expert's values transposed", transposed
@@ -305,7 +306,7 @@ def _experts(name: str, right: Tensor, axis: int) -> Iterator[Candidate]:
         yield kind, "was taken apart as if gate and up alternated", apart
 
 
-def _vision_qkv(right: Tensor, heads: int) -> Iterator[Candidate]:
+def _vision_qkv_mistakes(right: Tensor, heads: int) -> Iterator[Candidate]:
     """Yield rearrangements of the rows of `right`, (3 D) or (3 D, D): all q, all k, all v."""
     kind, parts = "permuted vision QKV", right.unflatten(0, (3, heads, -1))
     what = "is laid out head by head, each with q, k, v, instead of as all q, all k, all v"
@@ -356,7 +357,7 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
 def name_permutation(name: str, actual: Tensor, right: Tensor) -> Verdict | None:
     """Say whether slices of the first or second axis are complete, but in another order."""
     for axis in range(min(right.ndim, 2)):
-        order = _order(actual.transpose(0, axis), right.transpose(0, axis))
+        order = _row_order(actual.transpose(0, axis), right.transpose(0, axis))
         if order is not None:
             moved = [f"{at} at {i}" for i, at in enumerate(order) if i != at]
             more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
@@ -366,7 +367,7 @@ def name_permutation(name: str, actual: Tensor, right: Tensor) -> Verdict | None
     return None
 
 
-def _order(actual: Tensor, right: Tensor) -> list[int] | None:
+def _row_order(actual: Tensor, right: Tensor) -> list[int] | None:
     """Map each slice of `actual` to the slice of `right` that it equals; None if one has none."""
     places = {row: i for i, row in enumerate(_slices(right))}
     order = [places.get(row, -1) for row in _slices(actual)]

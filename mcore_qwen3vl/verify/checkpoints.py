@@ -400,13 +400,13 @@ def roundtrip(
         with phase("comparing") as progress:
             report = compare_checkpoints(src, back, progress=progress)
     report.title = f"{src} to Megatron-Core and back"
-    report.environment |= {"there": _outcome(forward), "back": _outcome(returned)}
+    report.environment |= {"there": _describe_result(forward), "back": _describe_result(returned)}
     if forward.notes:
         report.environment["notes"] = " ".join(forward.notes)
     return report
 
 
-def _outcome(result: ConversionResult) -> str:
+def _describe_result(result: ConversionResult) -> str:
     return f"{result.counted}, {result.nbytes:,} bytes in {result.seconds:.1f} s"
 
 
@@ -439,7 +439,9 @@ def adapter_roundtrip(
 
     with scratch_folder("roundtrip-", work_dir) as folder:
         back = folder / "adapter"
-        run_layout(_through, layout.world_size, hf, layout, adapter, back, timeout=timeout)
+        run_layout(
+            _write_adapter_of_model, layout.world_size, hf, layout, adapter, back, timeout=timeout
+        )
         returned = read_adapter(back, hf)
         report = Report(f"{lora} into {layout} and back", {"layout": str(layout)})
         there, here = ({**a.tensors(), **whole_tensors(a)} for a in (adapter, returned))
@@ -449,12 +451,12 @@ def adapter_roundtrip(
                 measurement = measure(here[name], tensor, bitwise=True)
                 finding = Finding(TENSORS, name, measurement, expected_count=tensor.numel())
             report.findings.append(finding)
-        kept = _meaning(adapter) == _meaning(returned)
+        kept = _sorted_fields(adapter) == _sorted_fields(returned)
         report.findings.append(Finding("config", "fields", flaw="" if kept else "they differ"))
     return report
 
 
-def _through(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
+def _write_adapter_of_model(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
     """Build the model, adapt it and save the adapter; every rank calls this."""
     from mcore_qwen3vl.converters.live.export import save_adapter
     from mcore_qwen3vl.model.lora.attach import adapt
@@ -471,7 +473,7 @@ def _through(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
     save_adapter(chunks, back, config=adapter.config, hf_config=hf)
 
 
-def _meaning(adapter: Adapter) -> dict[str, Any]:
+def _sorted_fields(adapter: Adapter) -> dict[str, Any]:
     """Return a config with its names sorted, because PEFT writes them in random order."""
     return {
         name: sorted(value) if isinstance(value, list) else value

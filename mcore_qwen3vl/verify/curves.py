@@ -158,7 +158,7 @@ def encode(
     Returns:
         The model's inputs, and labels (S,) that train the answer and its end-of-turn token.
     """
-    turns = located(messages, folder)
+    turns = with_image_paths(messages, folder)
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     prompt = processor.apply_chat_template(turns[:1], add_generation_prompt=True, **options)
     inputs = processor.apply_chat_template(turns, **options)
@@ -170,7 +170,7 @@ def encode(
     return dict(inputs), labels
 
 
-def located(messages: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def with_image_paths(messages: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Return the messages with contents as lists of parts and image paths below `folder`."""
     return [{**message, "content": _parts(message["content"], folder)} for message in messages]
 

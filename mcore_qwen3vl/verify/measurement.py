@@ -170,7 +170,7 @@ class Finding:
     flaw: str = ""
 
     @property
-    def error(self) -> float:
+    def relative_error(self) -> float:
         """The largest error relative to the largest expected magnitude."""
         return self.measured.relative
 
@@ -182,12 +182,12 @@ class Finding:
     @property
     def ok(self) -> bool:
         bits = self.tolerance == 0 and (self.measured.different or self.measured.copies_different)
-        return not (self.flaw or bits) and self.complete and self.error <= self.tolerance
+        return not (self.flaw or bits) and self.complete and self.relative_error <= self.tolerance
 
     @property
     def badness(self) -> tuple[bool, float]:
         """The sort key: failures, then error over tolerance, or float32's epsilon if bitwise."""
-        return not self.ok, self.error / (self.tolerance or EPSILON)
+        return not self.ok, self.relative_error / (self.tolerance or EPSILON)
 
     @property
     def detail(self) -> str:
@@ -212,7 +212,7 @@ class Finding:
             "context": self.context,
             "name": self.name,
             "ok": self.ok,
-            "relative_error": _finite(self.error),
+            "relative_error": _finite(self.relative_error),
             "absolute_error": _finite(m.absolute_error),
             "largest_expected": _finite(m.scale) if self.tolerance else None,
             "tolerance": self.tolerance,
@@ -222,7 +222,10 @@ class Finding:
 
     def __str__(self) -> str:
         where = f" ({self.context})" if self.context else ""
-        what = self.detail or f"relative error {self.error:.1e}, tolerance {self.tolerance:.0e}"
+        what = (
+            self.detail
+            or f"relative error {self.relative_error:.1e}, tolerance {self.tolerance:.0e}"
+        )
         return f"{self.part} {self.name}{where}: {what}"
 
 

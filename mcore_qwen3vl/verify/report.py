@@ -49,15 +49,6 @@ class PartSummary:
     failed: int
     worst: Finding
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "part": self.part,
-            "context": self.context,
-            "compared": self.count,
-            "failed": self.failed,
-            "worst": self.worst.name,
-        }
-
 
 @dataclass
 class Report:
@@ -140,11 +131,15 @@ class Report:
             "ok": self.ok,
             "verdict": self.verdict,
             "notes": self.notes,
-            "parts": [summary.to_dict() for summary in self.parts().values()],
+            "parts": [
+                {"part": part, "context": context, "compared": summary.count,
+                 "failed": summary.failed, "worst": summary.worst.name}
+                for (context, part), summary in self.parts().items()
+            ],
             "findings": [finding.to_dict() for finding in self.findings],
             "environment": {**environment(), **self.environment},
             "command": command_line(),
-        }
+        }  # fmt: skip
 
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
@@ -193,7 +188,7 @@ def by_part(report: Report) -> Table:
             f"{summary.failed:,}",
             number(worst),
             allowance(worst),
-            plain(worst.name) if worst.error or summary.failed else "",
+            plain(worst.name) if worst.relative_error or summary.failed else "",
             "[bold red]WRONG[/]" if summary.failed else "[green]ok[/]",
         ]
         shown.add_row(*cells[not contexts :])
@@ -204,9 +199,9 @@ def number(finding: Finding) -> str:
     """Return the relative error as text; blank if there are no numbers."""
     if finding.flaw or not finding.measured.count:
         return ""
-    if not math.isfinite(finding.error):
+    if not math.isfinite(finding.relative_error):
         return "not finite"
-    return f"{finding.error:.1e}" if finding.error else "0"
+    return f"{finding.relative_error:.1e}" if finding.relative_error else "0"
 
 
 def allowance(finding: Finding) -> str:
@@ -272,7 +267,9 @@ def html(report: Report) -> str:
         report=report,
         environment=content["environment"],
         command=content["command"],
-        worst=[finding for finding in report.worst() if finding.error or not finding.ok][:listed],
+        worst=[finding for finding in report.worst() if finding.relative_error or not finding.ok][
+            :listed
+        ],
         failures=failures,
         contexts=any(finding.context for finding in report.findings),
     )

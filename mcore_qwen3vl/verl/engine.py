@@ -84,7 +84,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         checkpoint_config: Any = None,
     ) -> None:
         check(Configs(model_config, engine_config, optimizer_config, checkpoint_config))
-        self.options = ModelOptions.of(engine_config.override_mcore_model_config)
+        self.options = ModelOptions.from_config(engine_config.override_mcore_model_config)
         self.architecture = Architecture.from_hf(model_config.local_path)
         self.layout = _layout(engine_config, self.architecture)
         self.layout.validate(self.architecture, training=not engine_config.forward_only)
@@ -118,7 +118,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
     def _build_megatron_module(self) -> Any:
         # VERL seeds the model-parallel random states only if it sees a device.
         tensor_parallel.model_parallel_cuda_manual_seed(self.engine_config.seed)
-        freezing = self._freezing()
+        freezing = self._read_freezing()
         modules = get_model(
             lambda **stage: self._build_chunk(freezing, **stage),
             wrap_with_ddp=not self.engine_config.forward_only,
@@ -129,7 +129,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         freezing.check()
         return modules
 
-    def _freezing(self) -> Freezing:
+    def _read_freezing(self) -> Freezing:
         if self.lora is None:
             return Freezing(self.options.freeze, self.options.trainable)
         if self.options.freeze or self.options.trainable:

@@ -41,7 +41,7 @@ class ModelOptions:
     head_chunk: int | None = None
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> ModelOptions:
+    def from_config(cls, settings: Mapping[str, Any]) -> ModelOptions:
         """Read the options, and VERL's own ``moe_config.freeze_moe_router``.
 
         Raises:

@@ -22,10 +22,10 @@ from mcore_qwen3vl.data.scores import (
     Teacher,
     Top,
     digest,
-    encoded_top,
+    encode_top,
     facts_of,
     file_digest,
-    joined,
+    join_tops,
     teacher_of,
     vocabulary_of,
     write_teacher,
@@ -59,7 +59,7 @@ def write(folder: Path) -> Path:
     for i in range(RECORDS):
         top = top_of(i)
         entry = {"digest": digest(plan_of(i).input_ids), "tokens": len(top.ids)}
-        entry |= encoded_top(top.ids.numpy(), top.log_probs.numpy())
+        entry |= encode_top(top.ids.numpy(), top.log_probs.numpy())
         lines.append({"line": i + 1, **({"error": "it is broken"} if i == 70 else entry)})
     partial = folder / "lines"
     partial.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -82,7 +82,7 @@ def opened(data: Path, **changes: Any) -> Teacher:
 
 
 def look_up(teacher: Teacher, index: int, plan: Plan) -> Top:
-    return teacher.of(index, plan.input_ids, plan.trained_tokens)
+    return teacher.top_of(index, plan.input_ids, plan.trained_tokens)
 
 
 def test_each_record_has_its_own_tokens(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_each_record_has_its_own_tokens(tmp_path: Path) -> None:
 
 def test_the_last_row_is_for_positions_that_are_not_trained() -> None:
     parts = [top_of(0), top_of(5)]
-    whole = joined(parts)
+    whole = join_tops(parts)
     assert torch.equal(whole.ids[:-1], torch.cat([one.ids for one in parts]))
     assert torch.equal(whole.log_probs[:-1], torch.cat([one.log_probs for one in parts]))
     assert whole.log_probs[-1].isfinite().all()

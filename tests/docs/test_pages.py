@@ -32,6 +32,7 @@ FOREIGN = {
     "numerics": {"--quick"},
     "parity-2b": {"--formula", "--layers", "--layouts", "--planted"},
     "gpu-check": {"--minutes", "--only", "--patience"},
+    "launch_memory": {"--published"},
 }
 SOURCES = ("", "mcore_qwen3vl/", "mcore_qwen3vl/model/", "docs/")
 """Folders that a path on a page may be relative to."""

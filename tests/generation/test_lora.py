@@ -11,7 +11,7 @@ import pytest
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG
-from mcore_qwen3vl.generation.generate import Request, run
+from mcore_qwen3vl.generation.decoding import Request, generate_on_all_ranks
 from mcore_qwen3vl.inference import adapter_for
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
@@ -37,7 +37,7 @@ def test_an_adapter_answers_like_the_merged_checkpoint(
         asked = Request(
             checkpoint, [prompt], layout=Layout.parse(layout), lora=lora, options=options
         )
-        (generation,) = run(asked, on_cpu=True)
+        (generation,) = generate_on_all_ranks(asked, on_cpu=True)
         return generation.token_ids
 
     expected = answer(tmp_path / "merged", "single")

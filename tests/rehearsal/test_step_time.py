@@ -144,7 +144,7 @@ def test_stages_wait_for_each_other() -> None:
 def test_constants_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "constants.json"
     file.write_text('{"gemm": 1.0}')
-    assert Constants.read(file) == Constants(gemm=1.0)
+    assert Constants.from_file(file) == Constants(gemm=1.0)
     for text, message in (
         ('{"gem": 1.0}', "gem is not one of gemm, "),
         ('{"gemm": 0}', "gemm is 0, not"),
@@ -155,4 +155,4 @@ def test_constants_of_a_file(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(BadInput, match=f"--constants .*{message}"):
-            Constants.read(file)
+            Constants.from_file(file)

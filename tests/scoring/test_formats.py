@@ -122,15 +122,15 @@ def test_a_bad_record_of_a_table_has_one_name(
 
 
 def test_what_was_begun_on_other_files_is_not_continued(dense: Path, tmp_path: Path) -> None:
-    from mcore_qwen3vl.scoring.score import _Job
+    from mcore_qwen3vl.scoring.score import _ScoringJob
 
     data, out = tmp_path / "data.parquet", tmp_path / "out.jsonl"
     good = chat(("user", "a"), ("assistant", "b"))
     pq.write_table(pa.Table.from_pylist([good]), data)
-    _Job(Request(dense, data, out)).output.open()
+    _ScoringJob(Request(dense, data, out)).output.open()
     scores(dense, data, out, seq_length=None, buffer=128, dtype="config")
     out.unlink()
-    _Job(Request(dense, data, out)).output.open()
+    _ScoringJob(Request(dense, data, out)).output.open()
     pq.write_table(pa.Table.from_pylist([good, good]), data)
     with pytest.raises(BadInput, match=r"begun with other settings \(data\)"):
         score(Request(dense, data, out), on_cpu=True)

@@ -224,10 +224,10 @@ def test_the_likeliest_tokens_and_the_rest_are_hugging_faces(
 
 
 def test_the_vocabulary_is_hashed_for_distillation_alone(dense: Path, folder: Path) -> None:
-    from mcore_qwen3vl.scoring.score import _Job
+    from mcore_qwen3vl.scoring.score import _ScoringJob
 
     def settings(**options: Any) -> dict[str, Any]:
-        return _Job(Request(dense, folder / "data.jsonl", **options)).output._settings
+        return _ScoringJob(Request(dense, folder / "data.jsonl", **options)).output._settings
 
     tokenizer, size = load_processor(dense).tokenizer, 352
     assert settings(top_k=2)["vocabulary"] == vocabulary_of(tokenizer, size)
@@ -409,9 +409,9 @@ def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) 
     assert "not a multiple of 4" in said(data, "--cp", 2, "--seq-length", 510, "--out", out,
                                          "--force")  # fmt: skip
     begun = Request(dense, data, tmp_path / "begun.jsonl", seq_length=512)
-    from mcore_qwen3vl.scoring.score import _Job
+    from mcore_qwen3vl.scoring.score import _ScoringJob
 
-    _Job(begun).output.open()
+    _ScoringJob(begun).output.open()
     message = said(data, "--out", tmp_path / "begun.jsonl", "--seq-length", 256)
     assert "begun with other settings (seq_length)" in message
     bad = tmp_path / "bad.jsonl"
@@ -438,9 +438,10 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     (crude,) = CrudeSamples([Source(data)], split="train", trust=False)
     plans = preparation.plan_each(preparation.raw(crude)).values()
     sides = [plan.input_ids for plan in plans]
-    assert found.of(0, sides) == (entry["chosen"]["log_prob"], entry["rejected"]["log_prob"])
+    scored = tuple(entry[side]["log_prob"] for side in ("chosen", "rejected"))
+    assert found.log_probs_of(0, sides) == scored
     with pytest.raises(BadInput, match=r"pairs\.jsonl:1 no longer has the tokens"):
-        found.of(0, sides[::-1])
+        found.log_probs_of(0, sides[::-1])
     data.write_text(data.read_text() + "\n")
     with pytest.raises(BadInput, match="was not made from the current content"):
         References(data)

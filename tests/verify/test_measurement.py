@@ -18,13 +18,13 @@ def finding(error: float, scale: float = 1.0, tolerance: float = 1e-3, **more) -
 def test_the_error_is_the_largest_and_relative_to_the_largest_expected():
     one = measure(torch.tensor([1.0, 2.5, -4.0]), torch.tensor([1.0, 2.0, -5.0]))
     assert one == Measurement(absolute_error=1.0, scale=5.0, count=3)
-    assert Finding("part", "name", one, 0.1).error == pytest.approx(0.2)
+    assert Finding("part", "name", one, 0.1).relative_error == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_value_that_is_not_finite_is_infinitely_wrong(value):
     one = measure(torch.tensor([0.0, value]), torch.zeros(2))
-    assert Finding("part", "name", one, 1e9).error == math.inf
+    assert Finding("part", "name", one, 1e9).relative_error == math.inf
 
 
 def test_half_precision_is_not_compared_in_half_precision():
@@ -93,7 +93,7 @@ def test_a_report_names_the_worst_and_fails():
     assert not report.ok
     with pytest.raises(CheckFailed, match=r"1 of 2 .*\n  gradients w \(image\): relative error 5"):
         report.require()
-    assert report.parts()["image", "gradients"].worst.error == pytest.approx(5e-2)
+    assert report.parts()["image", "gradients"].worst.relative_error == pytest.approx(5e-2)
     assert [finding.context for finding in report.worst()] == ["image", ""]
     assert [entry["ok"] for entry in report.to_dict()["findings"]] == [True, False]
     Report("fine", findings=[finding(1e-4)]).require()

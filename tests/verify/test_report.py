@@ -42,8 +42,8 @@ def test_passing_report() -> None:
 
 def test_failing_report_names_the_worst_first() -> None:
     failing = report(1e-6, 5e-3, 3e-4, 1e-6)
-    assert [finding.error for finding in failing.failures] == [5e-3, 3e-4]
-    assert [finding.error for finding in failing.worst()[:2]] == [5e-3, 3e-4]
+    assert [finding.relative_error for finding in failing.failures] == [5e-3, 3e-4]
+    assert [finding.relative_error for finding in failing.worst()[:2]] == [5e-3, 3e-4]
     text = read(failing)
     assert "FAILED" in text
     assert "2 of 4 comparisons failed." in text

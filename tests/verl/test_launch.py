@@ -99,7 +99,7 @@ def test_verl_accepts_it(name: str, case: Any) -> None:
     for role in (actor, ref):
         configs = Configs(model, role.engine, role.optim, role.checkpoint)
         assert [r.option for r in REFUSALS if r.asked(configs)] == []
-        ModelOptions.of(role.engine.override_mcore_model_config)
+        ModelOptions.from_config(role.engine.override_mcore_model_config)
 
 
 @pytest.mark.parametrize("name", ["grpo_30b_a3b", "grpo_8b"])

@@ -90,9 +90,9 @@ def test_delta_sharded_is_refused(case: Any, on_ranks: Any) -> None:
 
 
 def test_defaults_and_verls_spelling() -> None:
-    assert ModelOptions.of({}).freeze == ()
+    assert ModelOptions.from_config({}).freeze == ()
     given = {"freeze": "vision", "moe_config": {"freeze_moe_router": True}, "head_chunk": 7}
-    options = ModelOptions.of(given)
+    options = ModelOptions.from_config(given)
     assert options.freeze[0] == "vision"
     assert "router" in options.freeze[1]
     assert (options.spec, options.head_chunk) == ("torch", 7)

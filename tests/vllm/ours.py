@@ -9,8 +9,8 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import load_processor
-from mcore_qwen3vl.generation.generate import Generation, run
-from mcore_qwen3vl.generation.generate import Request as Asked
+from mcore_qwen3vl.generation.decoding import Generation, generate_on_all_ranks
+from mcore_qwen3vl.generation.decoding import Request as Asked
 from mcore_qwen3vl.generation.prompts import encode_prompts
 from mcore_qwen3vl.scoring.score import Request, score
 from tests.vllm.conftest import Prompt
@@ -50,7 +50,9 @@ def answered(checkpoint: Path, prompts: dict[str, Prompt], **options: Any) -> di
     """Return the greedy answers of ``generate``."""
     greedy = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS}
     conversations = [prompt.conversation for prompt in prompts.values()]
-    answers = run(Asked(checkpoint, conversations, options=greedy, **options), on_cpu=True)
+    answers = generate_on_all_ranks(
+        Asked(checkpoint, conversations, options=greedy, **options), on_cpu=True
+    )
     return dict(zip(prompts, answers, strict=True))
 
 

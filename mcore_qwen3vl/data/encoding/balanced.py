@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,14 +140,8 @@ class Sizes(Sequence[Size | Unusable]):
         return self._unusable.get(index) or Size(int(tokens), int(patches), float(squared_frames))
 
 
-@dataclass(frozen=True)
-class Measuring:
-    """What is done with each crude sample in the processes that measure."""
-
-    measure: Callable[[Any], tuple[Size | Unusable, int]]
-    """Return its size or flaw, and the stamp of its media."""
-    stamp: Callable[[Any], int]
-    """Return the stamp alone."""
+NOTHING = Unusable(EXCLUDED, "", "", 0)
+"""The size of a sample that stands in a pack without any."""
 
 
 def stamp_of(media: Iterable[Media]) -> int:
@@ -187,7 +182,7 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
         """Return the number of samples in the files, including those that are not used."""
         return len(self._readers[0])
 
-    def read(self, index: int) -> Any:
+    def read_sample(self, index: int) -> Any:
         """Return one of energon's crude samples, or None if the data set excludes it."""
         data = tuple(reader[index] for reader in self._readers)
         if data[0] is None:
@@ -241,51 +236,57 @@ class _Stubs:
         return {**stub, **known, "__subflavors__": factory.subflavors}
 
 
-def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, processes: int) -> None:
+def measure(
+    factory: MeasuredFactory,
+    size: Callable[[Any], tuple[Size | Unusable, int]],
+    stamp: Callable[[Any], int],
+    settings: str,
+    processes: int,
+) -> None:
     """Set the factory's sizes from the file of an earlier run, or by reading every sample once.
 
-    They depend on the data and on `settings`.
+    Args:
+        size: returns a crude sample's size or flaw, and the stamp of its media.
+        stamp: returns the stamp alone.
+        settings: what the sizes depend on besides the data.
+        processes: number of processes that measure.
     """
     data = origin(factory.path)
     said = f"with stamps {settings}{fingerprint(data)}"
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
     file = cache_of(data) / f"{data.name}.{key}.sizes"
-    everything = range(factory.count())
 
-    def known() -> Sizes | None:
+    def read_sizes() -> Sizes | None:
         if not file.exists():
             return None
         sizes = Sizes.load(file)
-        compared = sizes.doubtful()
-        title = f"comparing the media of {data} with their measurement"
-        now = _in_children(_stamp_one, factory, measuring, compared, processes, title)
+        compared, title = sizes.doubtful(), f"comparing the media of {data} with their measurement"
+        now = _in_children(partial(_stamp_one, factory, stamp), data, compared, processes, title)
         return sizes if now == sizes.stamps[compared].tolist() else None
 
-    def anew() -> Sizes:
-        title = f"measuring {data}, once, to balance work"
-        return Sizes(_in_children(_measure_one, factory, measuring, everything, processes, title))
+    def measure_all() -> Sizes:
+        work, title = (
+            partial(_measure_one, factory, size),
+            f"measuring {data}, once, to balance work",
+        )
+        return Sizes(_in_children(work, data, range(factory.count()), processes, title))
 
     try:
-        if (sizes := known()) is None:
+        if (sizes := read_sizes()) is None:
             file.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(file.with_name(f"{file.name}.lock"), timeout=PATIENCE):
-                if (sizes := known()) is None:  # another rank may have done it meanwhile
-                    anew().save(file)
+                if (sizes := read_sizes()) is None:  # another rank may have done it meanwhile
+                    measure_all().save(file)
                     sizes = Sizes.load(file)
         factory.file = file
     except OSError as error:
         log.warning("the sizes of %s cannot be kept in %s: %s", data, file.parent, error)
-        sizes = anew()
+        sizes = measure_all()
     factory.sizes = sizes
 
 
 def _in_children[R](
-    work: Callable[[MeasuredFactory, Measuring, int], R],
-    factory: MeasuredFactory,
-    measuring: Measuring,
-    indices: Sequence[int],
-    processes: int,
-    title: str,
+    work: Callable[[int], R], data: Path, indices: Sequence[int], processes: int, title: str
 ) -> list[R]:
     """Return what `work` makes of samples, always in child processes.
 
@@ -293,12 +294,8 @@ def _in_children[R](
     """
     step = max(_CHUNK, len(indices) // _CHUNKS)
     chunks = [indices[start : start + step] for start in range(0, len(indices), step)]
-    pool = ProcessPoolExecutor(
-        max(1, min(processes, len(chunks))),
-        multiprocessing.get_context("fork"),
-        _begin,
-        (work, factory, measuring),
-    )
+    fork = multiprocessing.get_context("fork")  # so that `work` needs no pickling
+    pool = ProcessPoolExecutor(max(1, min(processes, len(chunks))), fork, _begin, (work,))
     results: list[R] = []
     try:
         with pool, console.count_progress(title, len(indices), "samples") as show:
@@ -307,50 +304,44 @@ def _in_children[R](
                 show(len(results))
     except BrokenProcessPool:
         raise BadInput(
-            f"A process that measured the samples of {origin(factory.path)} was killed, by a "
-            "signal or because memory ran out. Start again, or skip the measuring with "
-            "--no-balance."
+            f"A process that measured the samples of {data} was killed, by a signal or because "
+            "memory ran out. Start again, or skip the measuring with --no-balance."
         ) from None
     return results
 
 
-_task: tuple[Callable[[MeasuredFactory, Measuring, int], Any], MeasuredFactory, Measuring]
+_work: Callable[[int], Any]
 
 
-def _begin(*task: Any) -> None:
-    global _task
+def _begin(work: Callable[[int], Any]) -> None:
+    global _work
     end_with_parent()
-    _task = task
+    _work = work
     for number in (signal.SIGTERM, signal.SIGINT):  # not the rank's handlers, which finish a step
         signal.signal(number, signal.SIG_DFL)
 
 
 def _each(indices: Sequence[int]) -> list[Any]:
-    work, factory, measuring = _task
-    return [work(factory, measuring, index) for index in indices]
+    return [_work(index) for index in indices]
 
 
 def _measure_one(
-    factory: MeasuredFactory, measuring: Measuring, index: int
+    factory: MeasuredFactory, size: Callable[[Any], tuple[Size | Unusable, int]], index: int
 ) -> tuple[Size | Unusable, int]:
     try:
-        sample = factory.read(index)
+        sample = factory.read_sample(index)
     except Exception as error:  # such as a broken line: any exception makes the sample bad
         reason = f"{type(error).__name__}: {error}"
         return Unusable(BAD, reason, factory.path.name, index), 0
-    return (Unusable(EXCLUDED, "", "", 0), 0) if sample is None else measuring.measure(sample)
+    return (NOTHING, 0) if sample is None else size(sample)
 
 
-def _stamp_one(factory: MeasuredFactory, measuring: Measuring, index: int) -> int:
+def _stamp_one(factory: MeasuredFactory, stamp: Callable[[Any], int], index: int) -> int:
     try:
-        sample = factory.read(index)
+        sample = factory.read_sample(index)
     except Exception:  # as above
         return 0
-    return 0 if sample is None else measuring.stamp(sample)
-
-
-NOTHING = Unusable(EXCLUDED, "", "", 0)
-"""The size of a sample that stands in a pack without any."""
+    return 0 if sample is None else stamp(sample)
 
 
 @edataclass
@@ -498,7 +489,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         dp_size: int,
         trained: Trained,
     ) -> None:
-        """Prepare an encoder; :meth:`measured` must be called before samples are read."""
+        """Prepare an encoder; :meth:`measure_data_sets` must be called before samples are read."""
         super().__init__(architecture, processor, config, sources)
         self._architecture, self._trained = architecture, trained
         self._rank, self._ranks = dp_rank, dp_size
@@ -506,14 +497,15 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         self._settings = _settings(processor, config)
         self._sources = sources
 
-    def measured(self, datasets: Sequence[LoadedDataset], processes: int) -> list[LoadedDataset]:
+    def measure_data_sets(
+        self, datasets: Sequence[LoadedDataset], processes: int
+    ) -> list[LoadedDataset]:
         """Return the data sets with stubs instead of samples; read all samples once if needed."""
         for number, dataset in enumerate(datasets):
             factory = MeasuredFactory(dataset.dataset, number)
             source = self._sources[factory.subflavors[SOURCE]]
             said = [self._settings, repr(source.reading), repr(source.limits)]
-            measuring = Measuring(self._measure, self._stamp)
-            measure(factory, measuring, json.dumps(said), processes)
+            measure(factory, self._measure, self._stamp, json.dumps(said), processes)
             self._data_sets.append(factory)
             dataset.dataset = factory
         return list(datasets)
@@ -547,29 +539,33 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         """Leave out samples that cannot be used; all ranks meet them, and one counts each."""
         if isinstance(sample.size, Unusable):
             owner = sample.index % self._ranks
-            with self.guard.skipping(sample, counted=owner == self._rank):
+            with self.guard.skip_bad_samples(sample, counted=owner == self._rank):
                 error = OverlongSample if sample.size.kind == OVERLONG else BadSample
                 raise error(sample.size.reason)
         return sample
 
-    def planned(self, part: Part, raw: RawSampleData) -> Any:
+    def read_and_plan(self, part: Part, raw: RawSampleData) -> Any:
         """Return the stub of a sample."""
         if not raw.data:
             empty = dict.fromkeys(("__key__", "__restore_key__"), "")
             return MeasuredSample(**empty, data_set=0, index=0, size=NOTHING)
-        return super().planned(part, raw)
+        return super().read_and_plan(part, raw)
 
     def build_batch(self, dataset: Any, **options: Any) -> Any:
         """Build the packing of tars, of which each worker reads shards of its own."""
         packing = super().build_batch(dataset, **options)
         workers = max(1, options["worker_config"].num_workers)
-        return self._shared(packing, lambda key: 0, 1, max(1, self.config.micro_batches // workers))
+        return self._share_packs(
+            packing, lambda key: 0, 1, max(1, self.config.micro_batches // workers)
+        )
 
     def _by_epoch(self, packing: Any, epoch_of: EpochOf) -> SharedPacking:
         workers = max(1, packing.worker_config.num_workers)
-        return self._shared(packing, epoch_of, workers, self.config.micro_batches)
+        return self._share_packs(packing, epoch_of, workers, self.config.micro_batches)
 
-    def _shared(self, packing: Any, epoch_of: EpochOf, workers: int, rows: int) -> SharedPacking:
+    def _share_packs(
+        self, packing: Any, epoch_of: EpochOf, workers: int, rows: int
+    ) -> SharedPacking:
         return SharedPacking(
             packing,
             epoch_of,
@@ -619,8 +615,8 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         if sample.size == NOTHING:
             raise SkipSample
         factory = self._data_sets[sample.data_set]
-        with self.guard.skipping(sample):
-            crude = factory.read(sample.index)
+        with self.guard.skip_bad_samples(sample):
+            crude = factory.read_sample(sample.index)
             raw = self.preparation.raw(crude)
             try:
                 plans = [self.preparation.plan(raw)]

@@ -96,7 +96,7 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Move the tensors, except those that :class:`VisualInputs` keeps on the host."""
-        return self._mapped(
+        return self._map_tensors(
             lambda tensor: tensor.to(device, non_blocking=non_blocking),
             self.visual and self.visual.to(device, non_blocking),
         )
@@ -111,7 +111,7 @@ class Batch:
 
     def pin_memory(self) -> Self:
         """Return a page-locked copy, so that ``to(device, non_blocking=True)`` overlaps compute."""
-        return self._mapped(Tensor.pin_memory, self.visual and self.visual.pin_memory())
+        return self._map_tensors(Tensor.pin_memory, self.visual and self.visual.pin_memory())
 
     def sequences(self) -> Tensor:
         """Return (B, S) int64 on the host: the number of the sequence of each position."""
@@ -121,7 +121,7 @@ class Batch:
         lengths = self.cu_seqlens.diff().long()
         return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
 
-    def exchanged(self) -> Batch:
+    def with_exchanged_answers(self) -> Batch:
         """Return `mismatched` with the pixels of this batch, which are the same."""
         assert self.mismatched is not None
         if self.visual is None or self.mismatched.visual is None:
@@ -129,14 +129,14 @@ class Batch:
         patches = {name: getattr(self.visual, name) for name in PER_PATCH}
         return replace(self.mismatched, visual=replace(self.mismatched.visual, **patches))
 
-    def _mapped(self, function, visual: VisualInputs | None) -> Self:  # type: ignore[no-untyped-def]
+    def _map_tensors(self, function, visual: VisualInputs | None) -> Self:  # type: ignore[no-untyped-def]
         tensors = {name: getattr(self, name) for name in _ON_DEVICE}
         moved = {name: function(t) for name, t in tensors.items() if t is not None}
         other = self.mismatched
         if other is not None:
-            on_device = replace(other, cu_seqlens=None)._mapped(function, other.visual)
+            on_device = replace(other, cu_seqlens=None)._map_tensors(function, other.visual)
             other = replace(on_device, cu_seqlens=other.cu_seqlens)
-        teacher = self.teacher and self.teacher.mapped(function)
+        teacher = self.teacher and self.teacher.map_tensors(function)
         return replace(self, **moved, visual=visual, mismatched=other, teacher=teacher)
 
 

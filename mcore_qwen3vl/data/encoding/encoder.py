@@ -48,7 +48,7 @@ from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import POSITIVE, QUERY, SIDES
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
-from mcore_qwen3vl.data.scores import References, Top, joined, teachers_of
+from mcore_qwen3vl.data.scores import References, Top, join_tops, teachers_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused import Unused, sentences
 
@@ -87,7 +87,7 @@ class BadSampleGuard:
         return taken
 
     @contextmanager
-    def skipping(self, sample: Any, *, counted: bool = True) -> Iterator[None]:
+    def skip_bad_samples(self, sample: Any, *, counted: bool = True) -> Iterator[None]:
         """Skip the sample if the code in the block raises anything but BadInput.
 
         Args:
@@ -128,7 +128,7 @@ class BadSampleGuard:
             log.warning("%s, the first in %s", sentence, name)
 
     def on_error(self, error: Exception, sample: Any, _: list[SourceInfo] | None) -> None:
-        """Handle energon's own errors, such as a broken JSON line, before :meth:`skipping`.
+        """Handle energon's own errors, such as a broken JSON line, before :meth:`skip_bad_samples`.
 
         Raises:
             BadInput: too many samples were bad.
@@ -205,19 +205,19 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
     @stateless
     def preencode_sample(self, sample: RawSample) -> Any:
         """Tokenise the sequences of a record and measure their media."""
-        with self.guard.skipping(sample):
-            planned = self._planned(sample)
+        with self.guard.skip_bad_samples(sample):
+            planned = self._plan_fields(sample)
             check_length(self.config, planned["plans"])  # an over-long pair may have no reference
             left = (item for plan in planned["plans"] for item in plan.unused)
             self.guard.name_unused(sample_id(sample), left)
             if self._references:
                 references = self._references[sample.source]
-                planned["reference"] = references.of(
+                planned["reference"] = references.log_probs_of(
                     number_of(sample), [plan.input_ids for plan in planned["plans"]]
                 )
         return Record.derive_from(sample, **planned, source=sample.source, name=sample_id(sample))
 
-    def _planned(self, sample: RawSample) -> dict[str, Any]:
+    def _plan_fields(self, sample: RawSample) -> dict[str, Any]:
         """Return the fields of the planned record that depend on its kind."""
         return {"plans": [self.preparation.plan(sample)]}
 
@@ -234,14 +234,14 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
     def postencode_sample(self, sample: Any) -> Any:
         """Decode the pixels, only once for neighbours that have the same media."""
         pixels: list[Pixels] = []
-        with self.guard.skipping(sample):
+        with self.guard.skip_bad_samples(sample):
             for number, plan in enumerate(sample.plans):
-                again = number and _shown(plan) == _shown(sample.plans[number - 1])
+                again = number and _media_of(plan) == _media_of(sample.plans[number - 1])
                 pixels.append(pixels[-1] if again else self.preparation.pixels(plan, sample.source))
             top = None
             if self._teachers:
                 plan, teacher = sample.plans[0], self._teachers[sample.source]
-                top = teacher.of(number_of(sample), plan.input_ids, plan.trained_tokens)
+                top = teacher.top_of(number_of(sample), plan.input_ids, plan.trained_tokens)
         decoded = zip(sample.plans, pixels, strict=True)
         plans = [replace(plan, media=[], pixels=patches) for plan, patches in decoded]
         return replace(sample, plans=plans, teacher=top)
@@ -265,10 +265,10 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
 
     def _record(self, part: int, number: int) -> Record:
         of = self.parts[part]
-        record: Record = self.postencode_sample(self.planned(of, of.raw(number)))
+        record: Record = self.postencode_sample(self.read_and_plan(of, of.raw(number)))
         return record
 
-    def planned(self, part: Part, raw: RawSampleData) -> Any:
+    def read_and_plan(self, part: Part, raw: RawSampleData) -> Any:
         """Parse and plan a sample of a data set."""
         try:
             sample = self.cook(part.crude(raw))
@@ -283,7 +283,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         """Build the packs of a stream of samples."""
 
         def read(raw: RawSampleData) -> Any:
-            sample = self.planned(stream.part_of(raw), raw)
+            sample = self.read_and_plan(stream.part_of(raw), raw)
             sample.__restore_key__ = raw.__restore_key__
             return sample
 
@@ -318,18 +318,18 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         if is_spare:
             records = [self._spare()]
             self.guard.take()  # what it skipped is counted where it is read
-        batch = self._assembled(assemble, records)
+        batch = self._assemble(assemble, records)
         if is_spare:
             batch = replace(batch, is_spare=True, counts=Counts(), names=(), data_sets=())
         return replace(batch, counts=replace(batch.counts, skipped=skipped, dropped=dropped))
 
-    def _assembled(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+    def _assemble(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
         owners = [record for record in records for _ in record.plans]
         plans = [plan for record in records for plan in record.plans]
         batch = assemble(plans, [record.name for record in owners])
         if self._teachers:
             tops = [record.teacher for record in records if record.teacher]
-            batch = replace(batch, teacher=joined(tops))
+            batch = replace(batch, teacher=join_tops(tops))
         if self._references:
             references = torch.tensor([record.reference for record in records])
             batch = replace(batch, references=references)
@@ -339,7 +339,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         return replace(batch, data_sets=names)
 
 
-def _shown(plan: Plan) -> list[Any]:
+def _media_of(plan: Plan) -> list[Any]:
     return [item.media for item in plan.media]
 
 
@@ -359,15 +359,15 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
     record; query, positive and negatives of a retrieval record.
     """
 
-    def _planned(self, sample: RawSample) -> dict[str, Any]:
+    def _plan_fields(self, sample: RawSample) -> dict[str, Any]:
         if self.config.pairs:
             return {"plans": list(self.preparation.plan_each(sample, task="pairs").values())}
         plans = self.preparation.plan_each(sample, task=self.config.task)
         _require(plans, self.config)
         return {"plans": list(plans.values()), "target": next(iter(plans.values())).target}
 
-    def _assembled(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
-        batch = super()._assembled(assemble, records)
+    def _assemble(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+        batch = super()._assemble(assemble, records)
         targets = [record.target for record in records]
         return replace(
             batch,
@@ -384,7 +384,7 @@ class LabelledTaskEncoder(GroupTaskEncoder):
     in the batches of a device.
     """
 
-    def _planned(self, sample: RawSample) -> dict[str, Any]:
+    def _plan_fields(self, sample: RawSample) -> dict[str, Any]:
         parsed = self.preparation.parse_each(sample).get("")
         if not isinstance(parsed, Conversation) or parsed.label is None:
             raise BadSample(
@@ -401,8 +401,8 @@ class LabelledTaskEncoder(GroupTaskEncoder):
         length = self.config.padded(len(sample.plans[0].input_ids) + more)
         return min(length, self.config.seq_length)
 
-    def _assembled(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
-        batch = super()._assembled(assemble, records)
+    def _assemble(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+        batch = super()._assemble(assemble, records)
         plans = [record.plans[0] for record in records]
         pairs = zip(plans, [plans[-1], *plans[:-1]], strict=True)
         exchanged = [_with_answer(plan, other, self.config.seq_length) for plan, other in pairs]

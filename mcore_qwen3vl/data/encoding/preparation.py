@@ -54,7 +54,7 @@ from mcore_qwen3vl.data.records.reading import (
     Observed,
     OverlongSample,
     find_hook,
-    preprocessed,
+    preprocess_record,
     time_limit,
 )
 from mcore_qwen3vl.data.records.template import Rendered, Renderer, Span
@@ -204,7 +204,11 @@ class Planner:
             [m.replacement for m in measured if m.media.kind == "video"],
         )
         moved = [
-            replace(span, start=_moved(span.start, replaced[0]), end=_moved(span.end, replaced[0]))
+            replace(
+                span,
+                start=_place_after(span.start, replaced[0]),
+                end=_place_after(span.end, replaced[0]),
+            )
             for span in rendered.spans
         ]
         # (t,) each, before placeholders are repeated
@@ -219,7 +223,7 @@ class Planner:
         bounds = np.concatenate([[0], np.cumsum(repeats)])  # (t + 1,) bounds of a token's repeats
         planned = []
         for item, place in zip(measured, replaced[0], strict=True):
-            inside = self._bracketed(texts[0], *place["new_span"])
+            inside = self._with_brackets(texts[0], *place["new_span"])
             within = np.flatnonzero((begins < inside[1]) & (ends > inside[0]))
             weights[within] = 0
             start, end = bounds[within[0]], bounds[within[-1] + 1]
@@ -285,7 +289,7 @@ class Planner:
             repeats[ids == token_id] = np.concatenate([[], *counts]).astype(np.int64)
         return repeats
 
-    def _bracketed(self, text: str, start: int, end: int) -> tuple[int, int]:
+    def _with_brackets(self, text: str, start: int, end: int) -> tuple[int, int]:
         """Return the characters of one placeholder with the vision tokens around it."""
         opening = self._processor.vision_start_token
         closing = self._processor.vision_end_token
@@ -326,7 +330,7 @@ def check_length(config: DataConfig, plans: Sequence[Plan]) -> None:
         )
 
 
-def _moved(position: int, replacements: list[dict[str, Any]]) -> int:
+def _place_after(position: int, replacements: list[dict[str, Any]]) -> int:
     """Return a character's place after the placeholders before it have been replaced."""
     return position + sum(
         len(r["replacement"]) - (r["span"][1] - r["span"][0])
@@ -363,7 +367,7 @@ class PixelLoader:
     def _load_images(self, items: list[PlannedMedia]) -> tuple[Tensor, Tensor]:
         images = [load_image(item.media) for item in items]
         out = self._images(images=images, **self._options_for(items))
-        return _checked(items, out["pixel_values"], out["image_grid_thw"])
+        return _require_expected_patches(items, out["pixel_values"], out["image_grid_thw"])
 
     def _load_videos(self, items: list[PlannedMedia]) -> tuple[Tensor, Tensor]:
         frames, metadata = [], []
@@ -379,7 +383,7 @@ class PixelLoader:
             input_data_format=ChannelDimension.FIRST,
             **self._options_for(items),
         )
-        return _checked(items, out["pixel_values_videos"], out["video_grid_thw"])
+        return _require_expected_patches(items, out["pixel_values_videos"], out["video_grid_thw"])
 
 
 def _in_runs(
@@ -412,7 +416,9 @@ def _common_scale(images: Any, videos: Any) -> PixelScale | None:
     )
 
 
-def _checked(items: list[PlannedMedia], values: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
+def _require_expected_patches(
+    items: list[PlannedMedia], values: Tensor, grid: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return pixels and grid if they agree with the sizes that placeholders were counted from."""
     for item, patches in zip(items, grid.prod(1).tolist(), strict=True):
         if patches != item.patches:
@@ -474,7 +480,7 @@ class Preparation:
         self._renderer = Renderer(
             processor, config.document_end, allow_dropped=config.allow_dropped
         )
-        processors = [_limited(processor, source.limits) for source in self._sources]
+        processors = [_with_limits(processor, source.limits) for source in self._sources]
         self._planners = [Planner(limited, config) for limited in processors]
         self._pixels = [PixelLoader(limited) for limited in processors]
         self.scale = self._pixels[0].scale  # see PixelLoader
@@ -522,7 +528,7 @@ class Preparation:
         """
         reading = self._sources[sample.source].reading
         with time_limit(self._max_seconds):
-            record = preprocessed(self._record(sample), reading)
+            record = preprocess_record(self._record(sample), reading)
         reading = replace(reading, preprocess=None)
         if task == "any":
             task = "classify" if is_classification(record) and not is_pair(record) else None
@@ -579,7 +585,7 @@ class Preparation:
             return self._pixels[source].load(plan.media)
 
 
-def _limited(processor: Any, limits: MediaLimits) -> Any:
+def _with_limits(processor: Any, limits: MediaLimits) -> Any:
     """Return a copy of the processor with other budgets, or the processor itself if none is set."""
     if limits == MediaLimits():
         return processor

@@ -37,7 +37,7 @@ from mcore_qwen3vl.data.loading.readers import (
 )
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.parse import labels_in
-from mcore_qwen3vl.data.records.reading import preprocessed
+from mcore_qwen3vl.data.records.reading import preprocess_record
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.labels import Labels
@@ -69,7 +69,7 @@ def load_sources(
     Raises:
         BadInput: a data set is missing, empty or malformed, or names code without `trust`.
     """
-    with code_refused(unless=trust):
+    with refuse_code(unless=trust):
         loaded = [
             _load(number, source, split, training, shuffle, workers)
             for number, source in enumerate(sources)
@@ -250,7 +250,7 @@ class CrudeSamples(ConcatDataset[Any]):
         return (self[number] for number in range(len(self)))
 
 
-def found_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
+def collect_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
     """Return the labels of all records: names in alphabetical order, or numbers up to the largest.
 
     Records that cannot be used are left out, as in training.
@@ -264,7 +264,7 @@ def found_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
         try:
             record = parse_json(record) if isinstance(record, bytes) else record
             source = sources[crude["__subflavors__"][SOURCE]]
-            labels.update(labels_in(preprocessed(record, source.reading)))
+            labels.update(labels_in(preprocess_record(record, source.reading)))
         except BadInput:  # the hook cannot be imported
             raise
         except Exception:  # as in the loader, any exception makes the record bad
@@ -288,7 +288,7 @@ def found_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
 
 
 @contextmanager
-def code_refused(*, unless: bool) -> Iterator[None]:
+def refuse_code(*, unless: bool) -> Iterator[None]:
     """Refuse metadatasets and WebDatasets that name code other than energon's classes.
 
     The check reads a file's content as energon's own parser returns it, before energon acts on it.
@@ -299,14 +299,14 @@ def code_refused(*, unless: bool) -> Iterator[None]:
     if unless:
         yield
         return
-    with mock.patch.object(dataset_config, "load_yaml", _load_checked):
+    with mock.patch.object(dataset_config, "load_yaml", _load_without_code):
         yield
 
 
-def _load_checked(stream: BinaryIO) -> Any:
+def _load_without_code(stream: BinaryIO) -> Any:
     text = stream.read()
     content = load_yaml(text)
-    for key, value in _named_code(content):
+    for key, value in _code_names(content):
         lines = text.decode("utf-8", errors="replace").splitlines()
         line = next(
             (n for n, written in enumerate(lines, 1) if key in written and value in written), 1
@@ -318,7 +318,7 @@ def _load_checked(stream: BinaryIO) -> Any:
     return content
 
 
-def _named_code(content: Any) -> Iterator[tuple[str, str]]:
+def _code_names(content: Any) -> Iterator[tuple[str, str]]:
     """Yield the keys and values that make energon import or run code that is not its own."""
     if isinstance(content, dict):
         for key, value in content.items():
@@ -328,10 +328,10 @@ def _named_code(content: Any) -> Iterator[tuple[str, str]]:
                 or (key in _PYTHON_FILES and isinstance(value, str))
             ):
                 yield key, str(value)
-            yield from _named_code(value)
+            yield from _code_names(value)
     elif isinstance(content, list):
         for value in content:
-            yield from _named_code(value)
+            yield from _code_names(value)
 
 
 _TURNS = 10_000  # draws of a blend by weights that are made at a time
@@ -402,16 +402,16 @@ class Order:
         else:
             # Packing goes back and forth between chunks when it resumes.
             for earlier in range(len(self._before) - 1, chunk):
-                drawn = np.bincount(self._drawn(earlier), minlength=count)
+                drawn = np.bincount(self._draw_turns(earlier), minlength=count)
                 self._before.append(self._before[earlier] + drawn)
-            self._turns = self._drawn(chunk)
+            self._turns = self._draw_turns(chunk)
         self._nth = np.zeros(len(self._turns), np.int32)
         for part in range(count):
             of_part = self._turns == part
             self._nth[of_part] = np.arange(of_part.sum())
         self._chunk = chunk
 
-    def _drawn(self, chunk: int) -> np.ndarray:
+    def _draw_turns(self, chunk: int) -> np.ndarray:
         shares = np.array(self._weights) / sum(self._weights or ())
         return self._random(chunk).choice(len(shares), _TURNS, p=shares)
 
@@ -423,10 +423,10 @@ class Order:
         if self._seed is None:
             epoch = 0
         if self._permutations.get(part, (-1,))[0] != epoch:
-            self._permutations[part] = epoch, self._permuted(part, epoch)
+            self._permutations[part] = epoch, self._permutation_of(part, epoch)
         return self._permutations[part][1]
 
-    def _permuted(self, part: int, epoch: int) -> Any:
+    def _permutation_of(self, part: int, epoch: int) -> Any:
         source = self._parts[part]
         if self._seed is None:
             return range(len(source))
@@ -614,19 +614,17 @@ def position_after(worker_states: Sequence[Mapping[str, Any]], start: int, rows:
     """
     blocks = 0
     for worker in worker_states:
-        state = _state_of(Blocks, worker)
-        start = state["_start"] if state else start
-        blocks += (state["_taken"] if state else 0) + worker.get("offset", 0)
+        state = next(states_of(Blocks, worker), {})
+        start = state.get("_start", start)
+        blocks += state.get("_taken", 0) + worker.get("offset", 0)
     return start + blocks * rows
 
 
-def _state_of(kind: type, plain: Any) -> Any:
-    """Return the state of a data set of this class in plain data, at any depth, or None."""
+def states_of(kind: type, plain: Any) -> Iterator[dict[str, Any]]:
+    """Yield the state of every data set of this class in plain data, at any depth."""
     if isinstance(plain, dict):
         if plain.get("__class__") == kind.__name__:
-            return plain
+            yield plain
         plain = list(plain.values())
-    if isinstance(plain, list):
-        states = (_state_of(kind, value) for value in plain)
-        return next((state for state in states if state is not None), None)
-    return None
+    for value in plain if isinstance(plain, list) else ():
+        yield from states_of(kind, value)

@@ -224,11 +224,11 @@ def _blanks(path: Path) -> np.ndarray:
         written = os.stat(_blanks_of(path)).st_mtime_ns
     except FileNotFoundError:
         return np.zeros(0, np.int64)
-    return _read(_blanks_of(path), written)
+    return _read_blanks(_blanks_of(path), written)
 
 
 @cache
-def _read(file: Path, written: int) -> np.ndarray:
+def _read_blanks(file: Path, written: int) -> np.ndarray:
     return np.fromfile(file, np.int64)
 
 

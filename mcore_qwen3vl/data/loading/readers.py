@@ -319,7 +319,7 @@ class TableReader:
         if self._bounds[-1] == 0:
             raise BadInput(f"The data set {path} is empty.")
         self._batches: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._buffered_bytes = 0  # bytes of them
+        self.buffered_bytes = 0  # of these batches
         self._tables: dict[Path, Any] = {}  # the Arrow files
         self._parquet_files: dict[Path, Any] = {}
         self._open: dict[int, tuple[int, Iterator[Any]]] = {}  # group: (next batch, the rest)
@@ -352,7 +352,7 @@ class TableReader:
             upcoming, rest = 0, self._decode(group)
         for batch in rest:
             if (place, upcoming) not in self._batches:
-                self._buffered_bytes += batch.nbytes
+                self.buffered_bytes += batch.nbytes
             self._batches[place, upcoming] = batch
             upcoming += 1
             self._forget()
@@ -366,31 +366,21 @@ class TableReader:
     def _forget(self) -> None:
         """Drop the least recently used batches beyond the limits, but never the last one."""
         while len(self._batches) > 1 and (
-            len(self._batches) > self._kept or self._buffered_bytes > _KEPT_BYTES
+            len(self._batches) > self._kept or self.buffered_bytes > _KEPT_BYTES
         ):
-            self._buffered_bytes -= self._batches.popitem(last=False)[1].nbytes
-
-    def buffered_bytes(self) -> int:
-        """Return the bytes of the batches that are kept."""
-        return self._buffered_bytes
+            self.buffered_bytes -= self._batches.popitem(last=False)[1].nbytes
 
     def _decode(self, group: RowGroup) -> Iterator[Any]:
-        file = self._parquet_file(group.file)
-        batches: Iterator[Any] = _rebatched(
-            file.iter_batches(group.batch, row_groups=[group.number], use_threads=False),
-            group.batch,
-        )
-        return batches
+        import pyarrow.parquet as pq
 
-    def _parquet_file(self, path: Path) -> Any:
-        if path not in self._parquet_files:
-            import pyarrow.parquet as pq
-
-            self._parquet_files[path] = pq.ParquetFile(path)
-        return self._parquet_files[path]
+        if group.file not in self._parquet_files:
+            self._parquet_files[group.file] = pq.ParquetFile(group.file)
+        file = self._parquet_files[group.file]
+        batches = file.iter_batches(group.batch, row_groups=[group.number], use_threads=False)
+        return _rebatch(batches, group.batch)
 
 
-def _rebatched(batches: Iterator[Any], size: int) -> Iterator[Any]:
+def _rebatch(batches: Iterator[Any], size: int) -> Iterator[Any]:
     """Yield tables of `size` rows, the last of fewer: pyarrow also splits at column chunks."""
     import pyarrow as pa
 
@@ -412,7 +402,7 @@ def _files(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
         return [path]
     if (path / _DICT).exists():
-        names = _listed(path / _DICT, "splits")
+        names = _read_list(path / _DICT, "splits")
         chosen = [name for name in names if name in _SPLITS[split]]
         if not chosen and split == "train":
             chosen = names if len(names) == 1 else []
@@ -420,9 +410,9 @@ def _files(path: Path, split: str) -> list[Path]:
             raise BadInput(f"{path} has the splits {', '.join(names)}, but none for {split}.")
         return _files(path / chosen[0], split)
     if (path / _STATE).exists():
-        return [path / entry["filename"] for entry in _listed(path / _STATE, "_data_files")]
+        return [path / entry["filename"] for entry in _read_list(path / _STATE, "_data_files")]
     files = sorted(path.rglob("*.parquet"))
-    named = {file: _split_named(file.relative_to(path)) for file in files}
+    named = {file: _split_in_path(file.relative_to(path)) for file in files}
     if not any(named.values()):
         return files
     chosen_files = [file for file in files if named[file] == split]
@@ -431,7 +421,7 @@ def _files(path: Path, split: str) -> list[Path]:
     return chosen_files
 
 
-def _listed(file: Path, key: str) -> list[Any]:
+def _read_list(file: Path, key: str) -> list[Any]:
     try:
         return list(parse_json(file.read_text(encoding="utf-8"))[key])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -440,7 +430,7 @@ def _listed(file: Path, key: str) -> list[Any]:
         ) from error
 
 
-def _split_named(file: Path) -> str | None:
+def _split_in_path(file: Path) -> str | None:
     """Return the split that a file's path names, as on the hub.
 
     Such paths are ``train-00000-of-00004.parquet`` and ``validation/0.parquet``.

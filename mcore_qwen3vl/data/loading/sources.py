@@ -71,7 +71,7 @@ def parse_sources(
     sources = [
         source
         for path, number in zip(paths, numbers, strict=True)
-        for source in _expanded(Path(path), number)
+        for source in _expand_mixture(Path(path), number)
     ]
     if len({source.epochs is None for source in sources}) > 1:
         raise BadInput(
@@ -79,7 +79,7 @@ def parse_sources(
             "of them weights."
         )
     return [
-        replace(source, reading=source.reading.completed(preprocess, train_on))
+        replace(source, reading=source.reading.with_defaults(preprocess, train_on))
         for source in sources
     ]
 
@@ -97,7 +97,7 @@ def require_data_set(path: Path) -> Path:
     return path
 
 
-def _expanded(path: Path, weight: float) -> list[Source]:
+def _expand_mixture(path: Path, weight: float) -> list[Source]:
     """Return the data sets of `path`, if it is a mixture file and not data or a metadataset."""
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return [Source(path, weight)]

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from mcore_qwen3vl.data.records.reading import BadSample, Observed, checked, number
+from mcore_qwen3vl.data.records.reading import BadSample, Observed, check_keys, number
 from mcore_qwen3vl.unused import Fields, Unused
 
 Kind = Literal["image", "video"]
@@ -148,7 +148,7 @@ def unused_of(kind: Kind, reference: Any) -> list[Unused]:
     place = next((key for key in keys if reference.get(key)), "")
     # The path beside an image's bytes is its name, as in the ``Image`` feature of ``datasets``.
     fields = Fields(f"an object of {kind}s", (place, *OPTION_NAMES[kind]), inert=("path",))
-    return checked(fields, reference)
+    return check_keys(fields, reference)
 
 
 def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
@@ -265,20 +265,20 @@ class MediaFolder:
             return Media(kind, self.parts[reference], reference)
         if reference.startswith("data:"):
             _, _, encoded = reference.partition("base64,")
-            return Media(kind, _decoded(kind, encoded), "data URI")
+            return Media(kind, _decode_base64(kind, encoded), "data URI")
         if reference.startswith(("http://", "https://")):
             raise BadSample(f"{kind} {reference!r:.80} is remote; download it beside the data.")
         if len(reference) > _LONGEST_PATH:
-            return Media(kind, _decoded(kind, reference), "base64")
+            return Media(kind, _decode_base64(kind, reference), "base64")
         path = self.root / reference.removeprefix("file://")
         may_be_base64 = len(reference) >= _SHORTEST_BASE64 and "." not in reference
         # Path.exists would raise for a name that is longer than file systems take.
         if may_be_base64 and not os.path.exists(path):
-            return Media(kind, _decoded(kind, reference), "base64")
+            return Media(kind, _decode_base64(kind, reference), "base64")
         return Media(kind, path, reference)
 
 
-def _decoded(kind: Kind, encoded: str) -> bytes:
+def _decode_base64(kind: Kind, encoded: str) -> bytes:
     try:
         # Lines may be broken, as base64(1) and mail do; other strange characters are errors.
         content = base64.b64decode("".join(encoded.split()), validate=True)

@@ -23,7 +23,7 @@ from mcore_qwen3vl.data.records.media import (
     unused_of,
     unused_of_lists,
 )
-from mcore_qwen3vl.data.records.reading import BadSample, checked, number, weight_of
+from mcore_qwen3vl.data.records.reading import BadSample, check_keys, number, weight_of
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.unused import Fields, Unused
 
@@ -35,7 +35,7 @@ _FIELDS = Fields("objects", ("ref", "bbox", "bbox_type", "image_id"))
 _TYPES = ("real", "norm1", "norm1000")
 
 
-def grounded(
+def ground_texts(
     texts: Sequence[str], objects: Any, images: Sequence[Media]
 ) -> tuple[list[str], list[Unused]]:
     """Return the texts of a record with its objects in place of the tags, and what is not used.
@@ -69,7 +69,7 @@ def grounded(
             )
     left = {kind: iter(values) for kind, values in written.items()}
     placed = [TAGS.sub(lambda tag: next(left[tag[1]]), text) for text in texts]
-    return placed, checked(_FIELDS, objects)
+    return placed, check_keys(_FIELDS, objects)
 
 
 def _names(objects: Mapping[str, Any]) -> list[str]:
@@ -247,13 +247,13 @@ def _cut(
 
 
 def _turns(record: Mapping[str, Any], key: str) -> list[Any]:
-    turns = unpacked(record[key], key)
+    turns = parse_nested(record[key], key)
     if not isinstance(turns, list) or not turns:
         raise BadSample(f"{key} must be a list of at least one message.")
     return turns
 
 
-def unpacked(value: Any, key: str) -> Any:
+def parse_nested(value: Any, key: str) -> Any:
     """Return the value of `key`, parsed if it is text: tables keep nested values as JSON text."""
     if not isinstance(value, str):
         return value
@@ -335,9 +335,9 @@ def _ground(
     if not texts:
         return []
     images = [medium for medium in media if medium.kind == "image"]
-    objects = unpacked(record.get("objects"), "objects")
+    objects = parse_nested(record.get("objects"), "objects")
     try:
-        placed, unused = grounded([holder[key] for _, holder, key in texts], objects, images)
+        placed, unused = ground_texts([holder[key] for _, holder, key in texts], objects, images)
     except BadSample as error:
         place = "" if isinstance(objects, Mapping) else f"message {texts[0][0]}: "
         raise BadSample(f"{place}{error}") from error
@@ -351,7 +351,7 @@ def _message(
 ) -> tuple[dict[str, Any], list[Unused]]:
     """Return a turn in the form that templates read, and what is not used of it."""
     kept = {name: value for name, value in turn.items() if name not in _OWN}
-    unused = checked(MESSAGE, turn)
+    unused = check_keys(MESSAGE, turn)
     unused += _tags(turn.get("reasoning_content"), "reasoning_content")
     if role == _CALL:
         calls = _calls(turn, index, unused)
@@ -388,12 +388,12 @@ def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[dict[str, Any]]:
     """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
-    said = unpacked(turn.get("content"), f"message {index}, a tool call,")
+    said = parse_nested(turn.get("content"), f"message {index}, a tool call,")
     calls = said if isinstance(said, list) else [said]
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise BadSample(f"message {index}, a tool call, has no name.")
-        unused += checked(_CALLED, call)
+        unused += check_keys(_CALLED, call)
     if not calls:
         raise BadSample(f"message {index}, a tool call, is empty.")
     return [
@@ -411,10 +411,10 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
         return [{"type": "function", "function": function} for function in record["functions"]]
     if value is None or value == "":
         return None
-    tools = unpacked(value, "tools")
+    tools = parse_nested(value, "tools")
     if not isinstance(tools, list):
         raise BadSample(f"tools is {type(tools).__name__}; a list is needed.")
-    return [unpacked(tool, "a tool") for tool in tools] or None
+    return [parse_nested(tool, "a tool") for tool in tools] or None
 
 
 def _content(content: Any, media: RecordMedia, unused: list[Unused]) -> str | list[dict[str, Any]]:
@@ -442,14 +442,14 @@ def _part(part: Any, media: RecordMedia, unused: list[Unused]) -> dict[str, Any]
             raise BadSample(
                 f"a part of type text has no text; its keys are {', '.join(map(str, part))}."
             )
-        unused += checked(Fields(where, ("type", "text")), part)
+        unused += check_keys(Fields(where, ("type", "text")), part)
         unused += _tags(part["text"], where)
         return {"type": "text", "text": part["text"]}
     kind = _kind_of(part)
     if kind is None:
         raise BadSample(f"a part must be text, image or video, not {declared!r}.")
     key = _place_of(kind, part)
-    unused += checked(Fields(where, ("type", key, *OPTION_NAMES[kind])), part)
+    unused += check_keys(Fields(where, ("type", key, *OPTION_NAMES[kind])), part)
     unused += unused_of(kind, part.get(key))
     media.take(kind, part.get(key), part)
     return {"type": kind}

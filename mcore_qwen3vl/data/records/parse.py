@@ -32,20 +32,20 @@ from mcore_qwen3vl.data.records.media import (
 from mcore_qwen3vl.data.records.messages import (
     TAGS,
     Conversation,
-    grounded,
+    ground_texts,
+    parse_nested,
     read_conversations,
     read_messages,
-    unpacked,
 )
 from mcore_qwen3vl.data.records.reading import (
     PLAIN,
     BadSample,
     Observed,
     Reading,
-    checked,
+    check_keys,
     number,
-    observed,
-    preprocessed,
+    preprocess_record,
+    read_observed,
     weight_of,
 )
 from mcore_qwen3vl.labels import Labels
@@ -124,7 +124,7 @@ def _document(parts: list[str | Media], record: Mapping[str, Any]) -> Document:
     unused = unused_of_lists(record)
     if any(map(TAGS.search, texts)) and record.get("objects") is not None:
         images = [part for part in parts if isinstance(part, Media) and part.kind == "image"]
-        texts, left = grounded(texts, unpacked(record["objects"], "objects"), images)
+        texts, left = ground_texts(texts, parse_nested(record["objects"], "objects"), images)
         unused += left
         rest = iter(texts)
         parts = [next(rest) if isinstance(part, str) else part for part in parts]
@@ -206,9 +206,9 @@ def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
 
 def parse_record(record: Any, folder: MediaFolder, reading: Reading = PLAIN) -> Parsed:
     """Read a JSON record of any of :data:`FORMATS`."""
-    record = preprocessed(record, reading)
+    record = preprocess_record(record, reading)
     form = format_of(record, reading.format)
-    parsed = observed(record, form.name, lambda seen: form.read(seen, folder))
+    parsed = read_observed(record, form.name, lambda seen: form.read(seen, folder))
     return _select_turns(parsed, reading) if isinstance(parsed, Conversation) else parsed
 
 
@@ -217,7 +217,7 @@ def _select_turns(parsed: Conversation, reading: Reading) -> Conversation:
     weights = _weights_of_turns(parsed, reading.train_on)
     if not any(weights):
         raise BadSample(f"train_on {reading.train_on!r} selects no assistant turn.")
-    messages = reading.instructed(parsed.messages)
+    messages = reading.add_system_prompt(parsed.messages)
     weights = [0.0] * (len(messages) - len(weights)) + weights
     return replace(parsed, messages=messages, weights=weights)
 
@@ -322,9 +322,9 @@ def parse_pair(
     pairs = zip(*sides, strict=False)
     unequal = (place for place, (a, b) in enumerate(pairs) if a != b)
     common = next(unequal, min(map(len, sides)))  # messages at the beginning that both share
-    common += len(reading.instructed(sides[0])) - len(sides[0])
+    common += len(reading.add_system_prompt(sides[0])) - len(sides[0])
     pair = {
-        side: _continued(rest, side, reading.instructed(messages), common, folder)
+        side: _read_compared_answer(rest, side, reading.add_system_prompt(messages), common, folder)
         for side, messages in zip(SIDES, sides, strict=True)
     }
     margin = 0.0 if record.get("margin") is None else number("margin", record["margin"])
@@ -338,10 +338,10 @@ def parse_labelled(
     if record.get("weight") is not None:
         raise BadSample("a labelled record has no weight: --desirable-weight weighs all alike.")
     prompt, answer = _prompt_and_answer(record)
-    messages = reading.instructed([*prompt, *answer])
+    messages = reading.add_system_prompt([*prompt, *answer])
     rest = {k: v for k, v in record.items() if k not in (_LABEL, _PROMPT, _ANSWER, "messages")}
     before = len(messages) - len(answer)
-    parsed = _continued(rest, _ANSWER, messages, before, folder)
+    parsed = _read_compared_answer(rest, _ANSWER, messages, before, folder)
     if any(map(_has_media, parsed.messages[before:])):
         raise BadSample("the answer has an image or a video; only the prompt may have them.")
     return replace(parsed, format="labelled", label=record[_LABEL])
@@ -370,7 +370,7 @@ def _messages(value: Any, name: str, role: str) -> list[Any]:
     return [{"role": role, "content": value} if isinstance(value, str) else value]
 
 
-def _continued(
+def _read_compared_answer(
     rest: Mapping[str, Any], side: str, messages: list[Any], common: int, folder: MediaFolder
 ) -> Conversation:
     """Read a conversation of which only the messages after the first `common` count in the loss."""
@@ -426,11 +426,11 @@ def parse_retrieval(
         if isinstance(text, str) and not text.strip() and not any(media.values()):
             raise BadSample(f"{name} is empty.")
         try:
-            messages = reading.instructed(messages_of(text))
+            messages = reading.add_system_prompt(messages_of(text))
             read = read_messages({**media, "messages": messages}, folder, prompt=True)
             plain = isinstance(text, Mapping) and "role" not in text
             prompts[name] = replace(
-                read, unused=(*read.unused, *(checked(_TEXT_FIELDS, text) if plain else ()))
+                read, unused=(*read.unused, *(check_keys(_TEXT_FIELDS, text) if plain else ()))
             )
         except BadSample as error:
             raise BadSample(f"{name}: {error}") from error
@@ -583,15 +583,15 @@ def parse_classification(
     messages = record.get("messages")
     if messages is None:
         messages = messages_of({key: record[key] for key in _INPUT if key in record})
-    messages = unpacked(messages, "messages")
+    messages = parse_nested(messages, "messages")
     if not isinstance(messages, list):
         raise BadSample("messages must be a list of messages.")
-    rest |= {"messages": reading.instructed(messages)}
+    rest |= {"messages": reading.add_system_prompt(messages)}
     prompt = not _is_answered(messages)
     read = partial(read_messages, folder=folder, prompt=prompt)
     named = labels_in(record)
     target = None if labels is None else _target(named, labels)
-    return replace(observed(rest, "classification", read), target=target)
+    return replace(read_observed(rest, "classification", read), target=target)
 
 
 def labels_in(record: Mapping[str, Any]) -> list[int | str]:

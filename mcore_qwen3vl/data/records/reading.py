@@ -91,7 +91,7 @@ class Reading:
                 f"({error})."
             ) from error
 
-    def completed(self, preprocess: str | None, train_on: str | None) -> Reading:
+    def with_defaults(self, preprocess: str | None, train_on: str | None) -> Reading:
         """Return this with the hook and the turns of the run, where the data set has none."""
         return replace(
             self,
@@ -99,7 +99,7 @@ class Reading:
             train_on=self.train_on or train_on,
         )
 
-    def instructed(self, messages: list[Any]) -> list[Any]:
+    def add_system_prompt(self, messages: list[Any]) -> list[Any]:
         """Add the data set's system prompt to messages that have none."""
         first = messages[0] if messages else None
         if self.system is None or (isinstance(first, Mapping) and first.get("role") == "system"):
@@ -111,7 +111,7 @@ PLAIN = Reading()
 """Records are read as they are."""
 
 
-def preprocessed(record: Any, reading: Reading) -> Mapping[str, Any]:
+def preprocess_record(record: Any, reading: Reading) -> Mapping[str, Any]:
     """Return the record as the data set's hook rewrites it.
 
     Raises:
@@ -165,9 +165,9 @@ class Observed(Mapping[str, Any]):
         """The keys that were not read; ``id`` only names the record.
 
         Raises:
-            BadSample: see :func:`checked`.
+            BadSample: see :func:`check_keys`.
         """
-        return checked(Fields(self._where, self._read, inert=("id",)), self._record)
+        return check_keys(Fields(self._where, self._read, inert=("id",)), self._record)
 
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
@@ -180,7 +180,7 @@ class Observed(Mapping[str, Any]):
         return len(self._record)
 
 
-def observed[P](
+def read_observed[P](
     record: Mapping[str, Any], format: str, read: Callable[[Mapping[str, Any]], P]
 ) -> P:
     """Return what `read` makes of a record, with the format's name and what is not used of it."""
@@ -199,7 +199,7 @@ _WITH_LOSS = re.compile(
 """The words of a key that means a part of the loss; at least one of them is of the loss itself."""
 
 
-def checked(fields: Fields, content: Mapping[Any, Any]) -> list[Unused]:
+def check_keys(fields: Fields, content: Mapping[Any, Any]) -> list[Unused]:
     """Return the keys that are not used.
 
     Raises:

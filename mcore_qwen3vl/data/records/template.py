@@ -248,7 +248,7 @@ class Renderer:
         for key, place, dropped in marks.left_out:
             if key in named:
                 continue
-            earlier = key == "reasoning_content" and place in self._untrained(record)
+            earlier = key == "reasoning_content" and place in self._places_without_weight(record)
             of_tool = place == "a tool"
             if earlier or (key == "name" and not of_tool) or self._allow_dropped:
                 why = "the chat template leaves it out" + (" of earlier turns" if earlier else "")
@@ -287,7 +287,7 @@ class Renderer:
                 )
         return marks
 
-    def _untrained(self, record: Conversation) -> set[str]:
+    def _places_without_weight(self, record: Conversation) -> set[str]:
         return {_place(index) for index, weight in enumerate(record.weights) if weight == 0}
 
     def _turn(self, record: Conversation, index: int, text: str) -> tuple[int, int]:
@@ -323,10 +323,10 @@ class Renderer:
             )
         # A template may raise any error of Jinja or Python, depending on the messages.
         except Exception as error:
-            place = self._refused(record, count)
+            place = self._name_refused_message(record, count)
             raise BadSample(f"the chat template refuses {place}: {error}.") from error
 
-    def _refused(self, record: Conversation, count: int) -> str:
+    def _name_refused_message(self, record: Conversation, count: int) -> str:
         """Name the first message that the template refuses, since its own error does not."""
         for index, message in enumerate(record.messages[: count - 1]):
             try:

@@ -57,7 +57,7 @@ def probe_video(media: Media) -> VideoMetadata:
         count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         fps = float(stream.average_rate)
         height, width = stream.height, stream.width
-        if _shown(stream).sideways:
+        if _read_display(stream).sideways:
             height, width = width, height
         return VideoMetadata(
             total_num_frames=count,
@@ -91,7 +91,7 @@ def is_uneven(media: Media) -> bool:
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _Display:
     """How a player shows frames: rows and columns swapped, then each in one direction."""
 
     sideways: bool = False
@@ -103,19 +103,19 @@ class _Shown:
         return upright[:: self.rows, :: self.columns]
 
 
-def _shown(stream: Any) -> _Shown:
+def _read_display(stream: Any) -> _Display:
     """Read the container's display matrix, by which phones say that a frame lies on its side.
 
     Other angles than multiples of 90 degrees are rounded to one, as by torchcodec.
     """
     matrix = stream.codec_context.coded_side_data.get("display_matrix")
     if matrix is None:
-        return _Shown()
+        return _Display()
     # FFmpeg's libavutil/display.h: x' = a x + c y and y' = b x + d y.
     a, b, _, c, d = np.frombuffer(matrix, np.int32, 5).tolist()
     sideways = abs(b) > abs(a)
     down, right = (b, c) if sideways else (d, a)
-    return _Shown(sideways, -1 if down < 0 else 1, -1 if right < 0 else 1)
+    return _Display(sideways, -1 if down < 0 else 1, -1 if right < 0 else 1)
 
 
 def _probe_frames(frames: tuple[Media, ...], options: MediaOptions) -> VideoMetadata:
@@ -147,7 +147,7 @@ def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.n
     """
     indices = metadata.frames_indices
     if indices is None:
-        indices = _sampled(media, metadata, processor)
+        indices = _sample_clip(media, metadata, processor)
     if len(indices) < (fewest := processor.temporal_patch_size):
         raise BadSample(
             f"video {media.name}: {counted(len(indices), 'frame')} of its "
@@ -157,7 +157,7 @@ def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.n
     return np.asarray(indices)
 
 
-def _sampled(media: Media, metadata: VideoMetadata, processor: Any) -> np.ndarray:
+def _sample_clip(media: Media, metadata: VideoMetadata, processor: Any) -> np.ndarray:
     options, most = media.options, metadata.total_num_frames - 1
     # A time that is a frame's own, but for rounding, is that frame.
     first = 0 if options.start is None else math.ceil(options.start * metadata.fps - 1e-6)
@@ -213,9 +213,9 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
     wanted = sorted(set(indices.tolist()))
     frames = None
     if wanted and wanted[-1] + 1 > _SPARSE * len(wanted):
-        frames = _sought(media, wanted)
+        frames = _decode_by_seeking(media, wanted)
     if frames is None:
-        frames = _in_order(media, wanted)
+        frames = _decode_in_order(media, wanted)
     if len(frames) < len(wanted):
         raise BadSample(
             f"video {media.name} holds {len(frames)} of the {len(wanted)} frames to sample; it is "
@@ -235,7 +235,7 @@ def _load_listed(frames: tuple[Media, ...], name: str) -> np.ndarray:
     return np.stack([np.asarray(load_image(frame)) for frame in frames])
 
 
-def _in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
+def _decode_in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
     frames: dict[int, np.ndarray] = {}
     left = set(wanted)
     with _video(media) as container:
@@ -250,7 +250,7 @@ def _in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
     return frames
 
 
-def _sought(media: Media, wanted: list[int]) -> dict[int, np.ndarray] | None:
+def _decode_by_seeking(media: Media, wanted: list[int]) -> dict[int, np.ndarray] | None:
     """Decode the wanted frames by seeking; None if the packets do not tell which frame is which."""
     with _video(media) as container:
         stream = container.streams.video[0]
@@ -309,5 +309,5 @@ def _rgb_converter(stream: Any) -> Callable[[Any], np.ndarray]:
     """
     from av.video.reformatter import VideoReformatter
 
-    reformat, upright = VideoReformatter().reformat, _shown(stream)
+    reformat, upright = VideoReformatter().reformat, _read_display(stream)
     return lambda frame: upright(reformat(frame, format="rgb24", threads=1).to_ndarray())

@@ -59,7 +59,7 @@ class _Sizes(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, choices: int, tokens: int, top: int, group: Any) -> _Sizes:
+    def estimate(cls, choices: int, tokens: int, top: int, group: Any) -> _Sizes:
         """Assume that all ranks route as this one, which has `choices` for its own experts."""
         missed = (1 - choices / max(tokens * top, 1)) ** top  # share of tokens with none
         received = min(round(tokens * group.size() * (1 - missed)), choices * group.size())
@@ -124,7 +124,7 @@ class Buffer:
         first = self.group.rank() * experts_per_rank
         chosen, top = host_view(topk_idx), topk_idx.shape[1]
         received = int(((chosen >= first) & (chosen < first + experts_per_rank)).sum())
-        sizes = _Sizes.of(received, len(x), top, self.group)
+        sizes = _Sizes.estimate(received, len(x), top, self.group)
         torch.cuda.current_stream().synchronize()  # it waits for the counts in a loop
         self.group.count(DISPATCH, [x, topk_idx, topk_weights])
         indices = topk_idx.new_empty(sizes.received, top)
@@ -185,7 +185,7 @@ class HybridEPBuffer:
             chosen, first = host_view(routing_map), self.group.rank() * experts_per_rank
             received = chosen[:, first : first + experts_per_rank].sum(0)
             top = int(chosen.sum()) // max(len(chosen), 1)
-            handle = _Sizes.of(int(received.sum()), len(hidden), top, self.group)
+            handle = _Sizes.estimate(int(received.sum()), len(hidden), top, self.group)
             counts = received * ranks
         self.group.count(DISPATCH, [hidden, probs])
         for _kernels in range(1 if ranks <= _NODE else 3):  # over the network, two copies

@@ -87,7 +87,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     watch = _Watch(rank, on_setup)
     work, log = watch.work, partial(watch.in_phase, LOG)
     wrapped: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-        (provider, "DataProvider", lambda base: reads_itself(base, watch.show, watch.use)),
+        (provider, "DataProvider", lambda base: read_on_every_stage(base, watch.show, watch.use)),
         (training, "setup_model_and_optimizer", watch.setup),
         (training, "train_step", watch.step),
         (run.Run, "_log", log),
@@ -150,7 +150,7 @@ class _Watch:
                 result = original(*before, config, passes, *rest, **kwargs)
             done += 1
             self._facts["work"] = self.work.of_iteration()
-            self._facts |= self._useful()
+            self._facts |= self._useful_flops()
             trained = {n for n, p in _parameters(model).items() if p.requires_grad}
             self._facts["without gradient"] = sorted(trained - self._reached)
             self._rank.end_interval(f"iteration {done}")
@@ -158,7 +158,7 @@ class _Watch:
 
         return train_step
 
-    def _useful(self) -> dict[str, float]:
+    def _useful_flops(self) -> dict[str, float]:
         done, self._samples = self._samples, metrics.Work()
         useful = flops.model(
             self._data._architecture,
@@ -233,7 +233,7 @@ class StageWork:
 
         def forward_step(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
             stage = vp_stage or 0
-            with self._counted(stage, FORWARD):
+            with self._count_work(stage, FORWARD):
                 result = original(*args, vp_stage=vp_stage, **kwargs)
             self._done[stage] += 1
             self._stage_of[_only(result[0])] = stage
@@ -245,7 +245,7 @@ class StageWork:
         """Wrap mcore's ``backward_step`` to count its work."""
 
         def backward_step(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
-            with self._counted(self._stage_of[_only(output_tensor)], BACKWARD):
+            with self._count_work(self._stage_of[_only(output_tensor)], BACKWARD):
                 return original(input_tensor, output_tensor, *args)
 
         return backward_step
@@ -281,7 +281,7 @@ class StageWork:
         return backward
 
     @contextmanager
-    def _counted(self, stage: int, direction: str) -> Iterator[None]:
+    def _count_work(self, stage: int, direction: str) -> Iterator[None]:
         before = self._rank.tally()
         yield
         self._work[stage, direction] += self._rank.tally() - before
@@ -348,9 +348,9 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
         raise
     except BaseException as caught:
         if not isinstance(caught, SystemExit) or caught.code:
-            error = _described(caught)
+            error = _describe_error(caught)
     history = History(holders.holder, _owners(*models[0]) if models else {})
-    refused = history.refused() if error else None
+    refused = history.last_refused() if error else None
     return {
         "peak": vars(history.peak()),
         "refused": None if refused is None else vars(refused),
@@ -362,7 +362,7 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     }
 
 
-def _described(error: BaseException) -> dict[str, Any]:
+def _describe_error(error: BaseException) -> dict[str, Any]:
     places = [
         f"{short_path(frame.filename)}:{frame.lineno} {frame.name}"
         for frame in reversed(traceback.extract_tb(error.__traceback__))
@@ -480,7 +480,9 @@ def shapes_from_neighbours() -> Iterator[None]:
         yield
 
 
-def reads_itself(base: Any, on_batch: Callable[[Batch], None], made: Callable[[Any], None]) -> Any:
+def read_on_every_stage(
+    base: Any, on_batch: Callable[[Batch], None], on_data: Callable[[Any], None]
+) -> Any:
     """Derive a data provider that reads batches itself on every pipeline stage."""
     from megatron.core import parallel_state
 
@@ -512,7 +514,7 @@ def reads_itself(base: Any, on_batch: Callable[[Batch], None], made: Callable[[A
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            made(self)
+            on_data(self)
 
         def _share(self, loader: Any, host_group: Any, feed: Any, *others: Any) -> Any:
             later = parallel_state.get_pipeline_model_parallel_rank() > 0

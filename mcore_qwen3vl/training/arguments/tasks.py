@@ -98,9 +98,9 @@ def _labels(
     elif count is not None:
         labels = Labels.numbered(count)
     else:
-        from mcore_qwen3vl.data.loading.datasets import found_labels
+        from mcore_qwen3vl.data.loading.datasets import collect_labels
 
-        labels = found_labels(parse_sources(data, preprocess), trust=trust)
+        labels = collect_labels(parse_sources(data, preprocess), trust=trust)
     if len(labels) < 2:
         raise BadInput(f"--task classify needs two labels or more; there is {len(labels)}.")
     return labels

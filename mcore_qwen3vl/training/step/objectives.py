@@ -359,7 +359,7 @@ def with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any
     first micro-batch is trained.
     """
     of_chunks = read_batches(arguments)
-    exchanged = [[batch.exchanged() for batch in batches] for batches in of_chunks]
+    exchanged = [[batch.with_exchanged_answers() for batch in batches] for batches in of_chunks]
     policy, of_reference, reference = (
         forward_pass(schedule, arguments, batches, first=ANSWERS_STEP, within=model)
         for batches, model in (

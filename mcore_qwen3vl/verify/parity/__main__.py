@@ -55,7 +55,7 @@ def main() -> int:
 def show(row: MatrixRow, report: Report) -> None:
     worst: dict[str, float] = {}
     for summary in report.parts().values():
-        worst[summary.part] = max(worst.get(summary.part, 0.0), summary.worst.error)
+        worst[summary.part] = max(worst.get(summary.part, 0.0), summary.worst.relative_error)
     errors = ", ".join(f"{part} {error:.1e}" for part, error in worst.items())
     print(f"{'ok' if report.ok else 'WRONG':6}{row!s:56}{errors}", flush=True)
     for failure in report.failures[:5]:

@@ -334,7 +334,7 @@ def half_precision_tolerances(
     both = [reference.results(batches, c, folder)[0] for c in (case, replace(case, dtype="fp32"))]
     for rounded, exact in zip(*both, strict=True):
         for finding in findings(merge(_differences(rounded, exact)), worst):
-            worst[finding.part] = max(worst[finding.part], finding.error)
+            worst[finding.part] = max(worst[finding.part], finding.relative_error)
     for part, error in worst.items():
         if error * HALF_PRECISION_FACTOR > LARGEST_TOLERANCE:
             raise BadInput(

@@ -326,14 +326,14 @@ def markdown(results: Sequence[tuple[MatrixRow, Report]]) -> str:
 def _cell(report: Report, batch: str) -> str:
     found = report.parts()
     parts = [found.get((batch, part)) for part in ("logits", "loss", "gradients")]
-    numbers = " / ".join(_micro(part.worst.error) for part in parts if part is not None)
+    numbers = " / ".join(_micro(part.worst.relative_error) for part in parts if part is not None)
     if None in parts:
         return ""
     return f"**{numbers}**" if any(part and part.failed for part in parts) else numbers
 
 
 def _step(report: Report) -> str:
-    errors = [s.worst.error for s in report.parts().values() if s.part == "parameters"]
+    errors = [s.worst.relative_error for s in report.parts().values() if s.part == "parameters"]
     return _micro(max(errors)) if errors else ""
 
 

@@ -70,10 +70,10 @@ def trace_on_rank(request: TraceRequest) -> Measurements:
     )
     hooks = _ComparisonHooks(engine.chunks, request)
     ends = engine.measure(request.recording.expected)
-    return merge([hooks.measure(), ends, _weights(engine.chunks, request)])
+    return merge([hooks.measure(), ends, _compare_weights(engine.chunks, request)])
 
 
-def _weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measurements:
+def _compare_weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measurements:
     """Compare the loaded weights with those of the Hugging Face checkpoint and the adapter."""
     checkpoint = HuggingFaceCheckpoint(request.hf)
     of_adapter: dict[str, Tensor] = {}
@@ -252,7 +252,7 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
     A norm that Transformer Engine fuses into the next linear layer has no output to compare.
     """
     if chunk.pre_process:
-        yield from _tower(chunk, points)
+        yield from _tower_hooks(chunk, points)
         yield _hook_of(chunk.embedding, f"{TEXT}.embed_tokens")
     yield Hook(
         chunk.rotary_pos_emb,
@@ -262,26 +262,26 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
             cosine_and_sine((angles.cos(), angles.sin())) * chunk.rotary_pos_emb.attention_scaling
         ),
     )
-    yield from _linears_and_norms(chunk)
+    yield from _linear_and_norm_hooks(chunk)
     for layer in chunk.decoder.layers:
         number = layer.layer_number - 1
         name = f"{TEXT}.layers.{number}"
         if number == 0:
             yield _hook_of(layer, f"{TEXT}.inputs_embeds", side="input")
-        yield from _head_norms(chunk, layer.self_attention, f"{name}.self_attn")
+        yield from _head_norm_hooks(chunk, layer.self_attention, f"{name}.self_attn")
         if chunk.architecture.moe_layers[number]:
             yield _hook_of(layer.mlp.router, f"{name}.mlp.gate")
             yield _hook_of(layer.mlp, f"{name}.mlp.experts")
         yield _hook_of(layer, name)
     if chunk.post_process:
-        yield _head(chunk)
+        yield _head_hook(chunk)
 
 
 def _hook_of(module: nn.Module, point: str, side: str = "output") -> Hook:
     return Hook(module, "tokens", (ColumnMap(point),), side)
 
 
-def _tower(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
+def _tower_hooks(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
     """Yield the hooks of the vision tower, which keeps its Hugging Face names."""
     for point in points:
         if not point.name.startswith(VISUAL):
@@ -291,7 +291,7 @@ def _tower(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
         yield Hook(module, point.rows, (ColumnMap(point.name),), pick=point.pick, wide=wide)
 
 
-def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Hook]:
+def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[Hook]:
     """Yield the hooks of the decoder's linear layers and norms, found by their weights."""
     modules = dict(chunk.named_modules())
     outputs: dict[str, list[ColumnMap]] = defaultdict(list)
@@ -318,7 +318,7 @@ def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Hook]:
         yield Hook(modules[owner], "tokens", tuple(maps))
 
 
-def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook]:
+def _head_norm_hooks(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook]:
     """Yield the hooks of the query and key norms, whose columns are this TP rank's heads."""
     a, size, rank = chunk.architecture, _tp_size(), mpu.get_tensor_model_parallel_rank()
     for module, point, heads in (
@@ -339,7 +339,7 @@ def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook
         )
 
 
-def _head(chunk: Qwen3VLModel) -> Hook:
+def _head_hook(chunk: Qwen3VLModel) -> Hook:
     """Return the head's hook, whose columns are this TP rank's vocabulary rows without padding."""
     size, rank = _tp_size(), mpu.get_tensor_model_parallel_rank()
     width = chunk.vocab_size // size

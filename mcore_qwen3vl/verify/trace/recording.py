@@ -58,7 +58,7 @@ class ProbePoint:
 
 def data_path(a: Architecture) -> list[ProbePoint]:
     """Return all probe points of a model, in the order of the data."""
-    return [*_vision(a), *_text(a)]
+    return [*_vision_points(a), *_text_points(a)]
 
 
 def cosine_and_sine(tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -71,7 +71,7 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _vision(a: Architecture) -> Iterator[ProbePoint]:
+def _vision_points(a: Architecture) -> Iterator[ProbePoint]:
     def visual(name: str, rows: Rows = "patches", **kwargs: Any) -> ProbePoint:
         return ProbePoint(f"{VISUAL}.{name}", rows, f"{VISUAL}.{name}", **kwargs)
 
@@ -88,7 +88,7 @@ def _vision(a: Architecture) -> Iterator[ProbePoint]:
     yield visual("merger", "features")
 
 
-def _text(a: Architecture) -> Iterator[ProbePoint]:
+def _text_points(a: Architecture) -> Iterator[ProbePoint]:
     def tokens(name: str, module: str = "", **kwargs: Any) -> ProbePoint:
         return ProbePoint(name, "tokens", module or name, **kwargs)
 
@@ -262,8 +262,8 @@ def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
         (ACTIVATIONS, rounded.values, exact.values),
         (ACTIVATION_GRADIENTS, rounded.gradients, exact.gradients),
         (GRADIENTS, rounded.expected.gradients, exact.expected.gradients),
-        ("logits", _ends(rounded.expected.logits), _ends(exact.expected.logits)),
-        ("loss", _ends(rounded.expected.losses), _ends(exact.expected.losses)),
+        ("logits", _first_values(rounded.expected.logits), _first_values(exact.expected.logits)),
+        ("loss", _first_values(rounded.expected.losses), _first_values(exact.expected.losses)),
     ]
     tolerances = Tolerances()
     for part, of_rounded, of_exact in pairs:
@@ -273,5 +273,5 @@ def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
     return tolerances
 
 
-def _ends(values: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def _first_values(values: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {"all": values[0]}

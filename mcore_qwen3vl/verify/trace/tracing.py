@@ -70,12 +70,13 @@ class Trace(Report):
             return {}
         notes = {
             "Where": (
-                f"{self.first.name}, {self.first.part}: relative error {self.first.error:.2e}, "
+                f"{self.first.name}, {self.first.part}: "
+                f"relative error {self.first.relative_error:.2e}, "
                 f"where rounding allows {self.first.tolerance:.1e}. Everything before it on the "
                 "data path agrees."
             )
         }
-        if around := self._around():
+        if around := self._points_around():
             notes["Around it"] = around
         if wrong := self.wrong_weights():
             more = f" and {len(wrong) - WEIGHTS_NAMED} more" if len(wrong) > WEIGHTS_NAMED else ""
@@ -98,7 +99,7 @@ class Trace(Report):
         failures = (f.name for f in self.findings if f.part == WEIGHTS and not f.ok)
         return [name for name in failures if module and name.startswith(module)]
 
-    def _around(self) -> str:
+    def _points_around(self) -> str:
         """Return text on the probe points before and after the first one, and their errors."""
         path = [f for f in self.findings if f.part == ACTIVATIONS]
         if self.first not in path:
@@ -106,7 +107,7 @@ class Trace(Report):
         at = path.index(self.first)
         near = path[max(at - AROUND, 0) : at + AROUND + 1]
         return "\n".join(
-            f"{f.name}: {f.error:.1e}{'' if f.ok else ', out of tolerance'}" for f in near
+            f"{f.name}: {f.relative_error:.1e}{'' if f.ok else ', out of tolerance'}" for f in near
         )
 
 
@@ -170,7 +171,7 @@ def trace(
             trace_on_rank, case.layout.world_size, request, timeout=timeout, device=case.device
         )
     )
-    counts = _counts(exact, case, reference, take_frozen(measured))
+    counts = _expected_counts(exact, case, reference, take_frozen(measured))
     examined = mcore.name if mcore else f"{hf.name} loaded directly"
     facts: dict[str, Any] = {
         "layout": str(case.layout),
@@ -180,12 +181,12 @@ def trace(
         "images and videos": 0 if micro.visual is None else len(micro.visual.grid_thw),
     }
     result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
-    for key in dict.fromkeys([*_order(exact.points), *counts, *measured]):
+    for key in dict.fromkeys([*_search_order(exact.points), *counts, *measured]):
         if key in counts or key in measured:
             measurement = measured.get(key, Measurement())
             tolerance = exact.tolerances[key]
             result.findings.append(Finding(*key, measurement, tolerance, counts.get(key)))
-    first = _first(measured, exact)
+    first = _first_out_of_tolerance(measured, exact)
     result.first = next((f for f in result.findings if (f.part, f.name) == first), None)
     result.settings = [f for f in compare_configs(examined_config, architecture) if not f.ok]
     return result
@@ -210,7 +211,7 @@ def _check_same_shape(reference: Architecture, examined: Architecture) -> None:
             )
 
 
-def _counts(
+def _expected_counts(
     exact: Recording, case: Case, reference: TraceReference, frozen: Mapping[str, int]
 ) -> dict[tuple[str, str], int]:
     """Return how many values each comparison must cover."""
@@ -239,17 +240,17 @@ def _counts(
     return counts
 
 
-def _order(points: list[ProbePoint]) -> list[tuple[str, str]]:
+def _search_order(points: list[ProbePoint]) -> list[tuple[str, str]]:
     """Return the order of the search: forward along the data path, then backward against it."""
     forward = [(ACTIVATIONS, point.name) for point in points]
     backward = [(ACTIVATION_GRADIENTS, point.name) for point in reversed(points)]
     return [*forward, ("logits", "all"), ("loss", "all"), *backward]
 
 
-def _first(measured: Measurements, exact: Recording) -> tuple[str, str] | None:
+def _first_out_of_tolerance(measured: Measurements, exact: Recording) -> tuple[str, str] | None:
     """Return the first comparison out of tolerance; weights, not on the data path, are left out."""
     gradients = [key for key in measured if key[0] == GRADIENTS]
-    for key in [*_order(exact.points), *gradients]:
+    for key in [*_search_order(exact.points), *gradients]:
         if key in measured and measured[key].relative > exact.tolerances[key]:
             return key
     return None

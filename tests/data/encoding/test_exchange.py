@@ -64,7 +64,7 @@ def test_each_prompt_gets_the_answer_of_the_record_before(
         batch = next(batches)
         assert batch.desirable is not None
         assert batch.desirable.tolist() == [labels[int(n.rsplit(":")[-1]) - 1] for n in batch.names]
-        own, other = parts_of(batch), batch.exchanged()
+        own, other = parts_of(batch), batch.with_exchanged_answers()
         answers = [answer for _, answer in own]
         expected = zip([prompt for prompt, _ in own], answers[-1:] + answers[:-1], strict=True)
         assert parts_of(other) == list(expected)
@@ -85,9 +85,9 @@ def test_an_exchanged_answer_that_does_not_fit_a_row_is_cut(dense: Path, tmp_pat
     settings = {"micro_batch_size": 2, "shuffle": False}
     whole = next(loader(dense, data, seq_length=512, **settings))
     length = max(whole.lengths)
-    assert max(whole.exchanged().lengths) > length
+    assert max(whole.with_exchanged_answers().lengths) > length
     batch = next(loader(dense, data, seq_length=length, **settings))
-    assert max(batch.exchanged().lengths) == length
+    assert max(batch.with_exchanged_answers().lengths) == length
 
 
 def test_other_records_are_bad(dense: Path, tmp_path: Path) -> None:

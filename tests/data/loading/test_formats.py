@@ -220,7 +220,7 @@ def test_a_table_of_large_rows_is_held_in_part(
     assert [group.batch for group in reader.groups] == [5, 1]
     for index in [*range(42), 3, 17, 41, 0]:
         assert reader[index]["json"]["image"] == large[index]
-        assert 0 < reader.buffered_bytes() <= 3 << 20
+        assert 0 < reader.buffered_bytes <= 3 << 20
     small = TableReader(tmp_path / "small.parquet")
     assert {group.batch for group in small.groups} == {32}
 
@@ -232,7 +232,7 @@ def test_batches_are_of_one_size_however_pyarrow_cuts_them(
     whole = pa.RecordBatch.from_pydict({"a": list(range(10))})
     starts = [sum(cuts[:i]) for i in range(len(cuts))]
     batches = [whole.slice(start, rows) for start, rows in zip(starts, cuts, strict=True)]
-    found = [b.column("a").to_pylist() for b in readers._rebatched(iter(batches), 4)]
+    found = [b.column("a").to_pylist() for b in readers._rebatch(iter(batches), 4)]
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 

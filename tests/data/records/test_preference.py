@@ -10,7 +10,7 @@ import pytest
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import parse_pair, parse_record
-from mcore_qwen3vl.data.records.reading import BadSample, Reading, preprocessed
+from mcore_qwen3vl.data.records.reading import BadSample, Reading, preprocess_record
 
 FOLDER = MediaFolder(Path("/data"), {})
 ASKED = {"role": "user", "content": "<image>Which?"}
@@ -60,7 +60,7 @@ def test_what_a_data_set_says_of_its_records() -> None:
     """A data set's hook makes the record, and its system prompt begins both sides."""
     record = {"asked": "Which?", "good": "This.", "bad": "That."}
     reading = Reading(preprocess=f"{__name__}:as_pair", system="Be brief.")
-    pair = parse_pair(preprocessed(record, reading), FOLDER, reading)
+    pair = parse_pair(preprocess_record(record, reading), FOLDER, reading)
     for side, text in ((pair["chosen"], "This."), (pair["rejected"], "That.")):
         assert [m["role"] for m in side.messages] == ["system", "user", "assistant"]
         assert side.messages[0]["content"] == "Be brief."

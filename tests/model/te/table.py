@@ -55,7 +55,10 @@ def summary(results: Sequence[tuple[MatrixRow, Report]]) -> Iterable[str]:
     yield "|---|---|---|---|---|---|"
     for kind, members in kinds.items():
         errors = [
-            max((f.error for _, r in members for f in r.findings if f.part == part), default=None)
+            max(
+                (f.relative_error for _, r in members for f in r.findings if f.part == part),
+                default=None,
+            )
             for part in PARTS
         ]
         cells = ["" if error is None else f"{error * 1e6:.3g}" for error in errors]

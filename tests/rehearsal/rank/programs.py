@@ -37,13 +37,13 @@ def verify_parity(checkpoint: Path) -> dict[str, int]:
 
 def generate(checkpoint: Path, under_torchrun: bool) -> list[int]:
     """Return how many tokens each answer has."""
-    from mcore_qwen3vl.generation.generate import Request, run
+    from mcore_qwen3vl.generation.decoding import Request, generate_on_all_ranks
     from mcore_qwen3vl.generation.prompts import user_turns
 
     if not under_torchrun:
         _without_torchrun()
     request = Request(checkpoint, user_turns(["What?"], [], []), options={"max_new_tokens": 3})
-    return [len(answer.token_ids) for answer in run(request)]
+    return [len(answer.token_ids) for answer in generate_on_all_ranks(request)]
 
 
 def built_without_cuda(checkpoint: Path) -> list[str]:

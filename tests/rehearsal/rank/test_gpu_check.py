@@ -307,7 +307,7 @@ def test_checks_run_side_by_side_and_measurements_alone(gpu_check: Any, tmp_path
     first, second = (part(name, 0.5, measures=True) for name in ("first", "second"))
     checks = [part("long", 1.5, "short"), part("short", 0, "long")]
     third = part("third", 0, after=checks)
-    gpu_check.Conductor(tmp_path).run([first, second, *checks, third], 2)
+    gpu_check.Conductor(tmp_path).run_parts([first, second, *checks, third], 2)
     assert [p.status for p in (first, second, *checks, third)] == ["ok"] * 5
     assert [(tmp_path / p.name).read_text() for p in (first, second, third)] == [""] * 3
     report = json.loads((tmp_path / "report.json").read_text())
@@ -378,7 +378,7 @@ def test_rates_are_the_constants_of_the_model_of_time(
     words = ["--rates", str(file), "--gpu", "h100-80gb", "--device", "cpu"]
     assert kernels.main(words) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert Constants.read(file) == replace(Constants(), **json.loads(file.read_text()))
+    assert Constants.from_file(file) == replace(Constants(), **json.loads(file.read_text()))
     assert shown["product of 256 x 128 x 256, TFLOP/s"] == pytest.approx(989 * shown["gemm"])
     file.unlink()
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -470,7 +470,7 @@ def test_processes_in_sessions_of_their_own_end_with_their_part(
     command = [sys.executable, "-c", DETACHED, str(seconds)]
     part = gpu_check.Part("detached", command, 1, lambda printed: {"child": int(printed)})
     monkeypatch.setattr(gpu_check, "MARGIN", 0)
-    gpu_check.Conductor(tmp_path).run([part], 1)
+    gpu_check.Conductor(tmp_path).run_parts([part], 1)
     assert part.status == ("timeout" if seconds else "ok")
     process = Path("/proc", str(part.results["child"]))
     assert not process.exists() or "\nState:\tZ" in (process / "status").read_text()

@@ -22,7 +22,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import Contrastive
-from mcore_qwen3vl.scoring.score import Request, _Job, score
+from mcore_qwen3vl.scoring.score import Request, _ScoringJob, score
 from mcore_qwen3vl.verify.job import Job, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from tests.training.one_step import TOLERANCE, check_step
@@ -261,6 +261,6 @@ def test_only_parquet_needs_pyarrow(
 ) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     request = Request(headless, retrieval, tmp_path / "out.npy", task="embedding")
-    _Job(request)
+    _ScoringJob(request)
     with pytest.raises(BadInput, match=r"out\.parquet needs the package pyarrow"):
-        _Job(replace(request, out=tmp_path / "out.parquet"))
+        _ScoringJob(replace(request, out=tmp_path / "out.parquet"))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.verify.curves import located
+from mcore_qwen3vl.verify.curves import with_image_paths
 from mcore_qwen3vl.verify.job import train
 from tests.docs.markdown import ROOT, blocks
 from tests.training.one_step import TOLERANCE
@@ -36,7 +36,7 @@ def test_an_export_embeds_texts_and_images(dense: Path, retrieval: Path, tmp_pat
     (example,) = blocks(ROOT / "docs/embedding.md", "python")
     exec(example.text.replace("export/iter_0000500", str(exported)), made)
     texts: list[Any] = [
-        located(text, retrieval.parent)
+        with_image_paths(text, retrieval.parent)
         for line in retrieval.read_text().splitlines()
         for text in texts_of(json.loads(line))
     ]

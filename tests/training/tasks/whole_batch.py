@@ -15,7 +15,7 @@ from peft import PeftModel
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves import located, sample_order
+from mcore_qwen3vl.verify.curves import sample_order, with_image_paths
 from mcore_qwen3vl.verify.job import Job
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.reference import trained_parameters
@@ -86,7 +86,7 @@ def inputs_of(
 ) -> Any:
     """Return the model's inputs for a conversation."""
     return processor.apply_chat_template(
-        located(messages, folder),
+        with_image_paths(messages, folder),
         add_generation_prompt=prompt,
         tokenize=True,
         return_dict=True,

@@ -29,7 +29,7 @@ HANGS = 5.0
 
 
 def worst(report: Report, part: str, name: str = "") -> float:
-    errors = [f.error for f in report.findings if f.part == part and name in f.name]
+    errors = [f.relative_error for f in report.findings if f.part == part and name in f.name]
     print(f"observed error in {part} {name}: {max(errors):.2e}")
     return max(errors)
 
