@@ -110,7 +110,7 @@ def test_loss_gradient_and_margins_are_those_of_a_plain_loop(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    job = dpo_job(tmp_path, request.getfixturevalue(kind), pairs, layout, *flags, steps=2)
+    job = dpo_job(tmp_path, request.getfixturevalue(kind), pairs, layout, *flags)
     check(job, tmp_path / "run", Preference(beta=BETA))
 
 
