@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -107,22 +108,28 @@ def workbench() -> Iterator[Workbench]:
 LONGEST = (
     "rehearsal/rank/test_training.py",
     "verify/parity/test_matrix.py",
-    "verify/parity/test_lora.py",
+    "training/distillation/test_run.py",
     "training/checkpoints/test_resume.py",
-    "rehearsal/rank/test_commands.py",
-    "data/loading/test_loader.py",
-    "generation/test_equal.py",
     "verify/test_trace.py",
-    "verify/test_curves.py",
-    "training/lora/test_run.py",
-    "converters/offline/test_resume.py",
-    "verify/parity/test_router_losses.py",
-    "docs/test_examples.py",
-    "training/logs/test_summary.py",
+    "data/loading/test_loader.py",
+    "training/tasks/test_run.py",
+    "verify/parity/test_memory.py",
+    "training/tasks/test_classify.py",
+    "training/preference/test_run.py",
+    "verify/parity/test_lora.py",
+    "generation/test_equal.py",
+    "training/tasks/test_reward.py",
+    "training/tasks/test_reranker.py",
+    "rehearsal/rank/test_commands.py",
 )
-"""Files of half a minute or more, which run first so that no worker ends late with one."""
+"""Files of 20 seconds or more, which run first so that no worker ends late with one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {Path(__file__).parent / name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported until now out of garbage collections, each of which visits it all."""
+    gc.freeze()

@@ -6,6 +6,7 @@ Imports inside functions and under ``TYPE_CHECKING`` count, because they tie pac
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -208,12 +209,26 @@ def test_a_planted_circle_is_found(modules: dict[str, str]) -> None:
     assert any({"model.inputs", "model.decoder.attention"} <= set(ring) for ring in cycles(planted))
 
 
-def test_only_videos_import_their_decoder() -> None:
-    """A machine without PyAV's libraries can train on images, and commands start sooner."""
+def test_training_imports_neither_the_videos_decoder_nor_transformer_engine(tmp_path: Path) -> None:
+    """A machine without PyAV's libraries can train on images. In a GPU container on a login node,
+    where the first commands are tried, Transformer Engine finds no driver; its kernels need a GPU.
+    """
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('it found no driver')\n")
     program = (
-        "import sys; sys.modules['av'] = None; "
-        "import mcore_qwen3vl.data.check, mcore_qwen3vl.data.loader, mcore_qwen3vl.generation"
+        "import sys; sys.modules['av'] = None\n"
+        "from mcore_qwen3vl.runtime import cpu; cpu.install()\n"
+        "import mcore_qwen3vl.data.check, mcore_qwen3vl.data.loader, mcore_qwen3vl.generation\n"
+        "import megatron.core.optimizer, megatron.core.transformer.moe.moe_utils\n"
+        "from megatron.core.extensions.transformer_engine import HAVE_TE; print(HAVE_TE)"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "False\n", done.stderr

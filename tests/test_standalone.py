@@ -24,6 +24,7 @@ from mcore_qwen3vl.standalone import (
     save_model,
 )
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from tests.turns import slow
 
 cpu.install()
 
@@ -194,14 +195,16 @@ KINDS = {"dense": {}, "tied": {"tie": True}, "moe": {"moe": True}}
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("dense", "single"),
-        ("dense", "tp2+sp"),
-        pytest.param("dense", "tp2", marks=pytest.mark.slow),
-        ("dense", "dp2"),
         ("dense", "cp2"),
         ("tied", "pp2"),
-        pytest.param("moe", "ep2xdp2", marks=pytest.mark.slow),
         ("moe", "tp2xep2+sp"),
+        *slow(
+            ("dense", "single"),
+            ("dense", "tp2+sp"),
+            ("dense", "tp2"),
+            ("dense", "dp2"),
+            ("moe", "ep2xdp2"),
+        ),
     ],
 )
 def test_three_steps_are_hugging_faces(trained, kind, layout, tmp_path):
@@ -217,7 +220,7 @@ def test_three_steps_are_hugging_faces(trained, kind, layout, tmp_path):
         assert (saved[name] - expected).abs().max() <= 5e-4 * moved, name
 
 
-@pytest.mark.parametrize("layout", ["tp2+sp", "dp2", "cp2"])
+@pytest.mark.parametrize("layout", ["dp2", *slow("tp2+sp", "cp2")])
 def test_without_reduced_gradients_nothing_is_saved(trained, layout, tmp_path):
     checkpoint, _, _ = trained("dense")
     layout = Layout.parse(layout)

@@ -37,7 +37,7 @@ from tests.turns import slow_except
 Tiny = Callable[[str], Path]
 
 
-FAST = ("dense-tied", "dense-v5", "moe", "moe-H=I", "moe-H=I-v5", "mixed-step-v5", "bf16-sharded")
+FAST = ("dense-tied", "moe-H=I-v5", "mixed-step-v5", "bf16-sharded")
 
 
 @pytest.mark.parametrize("case", slow_except(list(CASES), *FAST))

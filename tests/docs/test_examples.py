@@ -21,6 +21,7 @@ from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
 from tests.docs.markdown import README, ROOT, blocks, commands
+from tests.turns import slow
 
 DOCS = ROOT / "docs"
 ENVIRONMENT = {
@@ -88,7 +89,9 @@ def alone(tmp_path_factory):
     return _printed(Layout(), tmp_path_factory.mktemp("alone"))[0]
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, sp=True), *slow(Layout(cp=2), Layout(dp=2))], ids=str
+)
 def test_python_example_under_a_layout(layout, alone, tmp_path):
     """The losses are those of one process, and saving finds no copies that differ."""
     # With CP, all of the answer's tokens are on the first rank.

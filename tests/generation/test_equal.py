@@ -22,7 +22,7 @@ CLEAR_MARGIN = 1e-3
         ],
         ("dense", "tp2+sp"),
         ("yarn", "single"),
-        ("moe", "ep2xdp2"),
+        ("moe", "single"),
     ),
 )
 def test_greedy_answers_equal_hugging_face(model: str, layout: str) -> None:

@@ -15,13 +15,14 @@ from mcore_qwen3vl.generation.decoding import Request, generate_on_all_ranks
 from mcore_qwen3vl.inference import adapter_for
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from tests.turns import slow
 
 
 @pytest.mark.parametrize(
     ("model", "lora", "layout"),
     [
         pytest.param("dense", "everything", "tp2+sp"),
-        pytest.param("moe", "router", "tp2xep2+sp", marks=pytest.mark.slow),
+        *slow(("moe", "router", "tp2xep2+sp")),
     ],
 )
 def test_an_adapter_answers_like_the_merged_checkpoint(

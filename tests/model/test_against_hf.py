@@ -118,7 +118,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("given", CASES.values(), ids=CASES)
+QUICK = (
+    "features land on their tokens with two samples a micro-batch",
+    "each SP rank adds its DeepStack rows once",
+    "features gathered over CP, padding at a pack's tail",
+    "interleaved pipeline, tied",
+    "padding is routed to no expert",
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name, case in CASES.items()
+    ],
+)
 def test_equals_hugging_face(reference: References, given: Given) -> None:
     hf, layout = reference(**given.model), Layout.parse(given.layout)
     made, batches = given.batches(hf, layout.dp)

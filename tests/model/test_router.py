@@ -12,6 +12,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from tests.model.engine import TOLERANCE, Case, References, build, train_step, wrap
 from tests.model.reference import Expected
 from tests.model.samples import MicroBatch, packed, padded, sample
+from tests.turns import slow
 
 AUX, Z = {"moe_aux_loss_coeff": 0.1}, {"moe_z_loss_coeff": 0.05}
 
@@ -37,8 +38,7 @@ def gradients(
     # and padding unevenly, it therefore weighs tokens unevenly, in any model.
     [
         ("single", AUX | Z),
-        pytest.param("tp2xep2+sp", AUX, marks=pytest.mark.slow),
-        ("cp2xep2", AUX),
+        *slow(("tp2xep2+sp", AUX), ("cp2xep2", AUX)),
     ],
 )
 def test_padding_does_not_count(reference: References, layout: str, losses: dict[str, Any]) -> None:

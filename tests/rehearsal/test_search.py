@@ -19,6 +19,7 @@ from mcore_qwen3vl.training.memory import rank_parameters
 from tests.command import exit_code
 from tests.launch.test_scripts import final_command
 from tests.rehearsal.conftest import Command as RunCommand
+from tests.turns import slow
 
 H100 = GPUS["h100-80gb"]
 DENSE = Architecture.from_hf(SHAPES / "8b.json")
@@ -104,7 +105,7 @@ def test_candidates_replace_the_layout_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     ("name", "nodes"),
-    [("8b", 1), ("30b_a3b", 2), pytest.param("235b_a22b", 4, marks=pytest.mark.slow)],
+    [*slow(("8b", 1)), ("30b_a3b", 2), *slow(("235b_a22b", 4))],
 )
 def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
     """A row undoes what the script sets and the row does not have."""

@@ -63,7 +63,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(OTHERS, *QUICK, "parquet_of_bytes"))
+@pytest.mark.parametrize("name", slow_except(OTHERS, *QUICK))
 def test_the_same_scores_from_every_kind_of_file(
     name: str,
     dense: Path,

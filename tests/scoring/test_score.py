@@ -31,6 +31,7 @@ from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from tests.command import exit_code
 from tests.generation.cases import clip, frames, picture
 from tests.test_lock import held_elsewhere
+from tests.turns import slow
 
 TOLERANCE = 2e-5
 """The largest error in float32, relative to the largest log-probability."""
@@ -153,14 +154,16 @@ def check(found: list[dict[str, Any]], right: list[Any]) -> float:
         ("dense", "single", False),
         ("dense", "tp2xpp2+sp", True),
         ("dense", "cp2xdp2", True),
-        pytest.param("dense", "single", True, marks=pytest.mark.slow),
-        pytest.param("dense", "tp2+sp", False, marks=pytest.mark.slow),
-        pytest.param("dense", "pp2xvpp2", True, marks=pytest.mark.slow),
-        pytest.param("dense", "cp2", False, marks=pytest.mark.slow),
-        pytest.param("dense", "dp2", False, marks=pytest.mark.slow),
-        pytest.param("moe", "ep2xdp2", True, marks=pytest.mark.slow),
-        pytest.param("moe", "tp2xep2+sp", False, marks=pytest.mark.slow),
-        pytest.param("moe", "pp2xvpp2xdp2", False, marks=pytest.mark.slow),
+        *slow(
+            ("dense", "single", True),
+            ("dense", "tp2+sp", False),
+            ("dense", "pp2xvpp2", True),
+            ("dense", "cp2", False),
+            ("dense", "dp2", False),
+            ("moe", "ep2xdp2", True),
+            ("moe", "tp2xep2+sp", False),
+            ("moe", "pp2xvpp2xdp2", False),
+        ),
     ],
 )
 def test_scores_are_hugging_faces(
@@ -193,8 +196,10 @@ def test_scores_are_hugging_faces(
     ("layout", "packing"),
     [
         ("tp2xpp2+sp", True),
-        pytest.param("cp2xdp2", True, marks=pytest.mark.slow),
-        pytest.param("single", False, marks=pytest.mark.slow),
+        *slow(
+            ("cp2xdp2", True),
+            ("single", False),
+        ),
     ],
 )
 def test_the_likeliest_tokens_and_the_rest_are_hugging_faces(
@@ -335,7 +340,7 @@ def test_a_bad_record_has_its_line_in_every_command(
     assert read_sample(data, 5, load_processor(dense), DataConfig(512)).name == f"{data}:5"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", *slow("parquet")])
 def test_a_killed_run_goes_on_to_the_same_bytes(
     kind: str, dense: Path, folder: Path, tmp_path: Path
 ) -> None:

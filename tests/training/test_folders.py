@@ -14,12 +14,13 @@ from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 
 
-@pytest.fixture
-def runs(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the current folder, with a run of steps 2 and 4, a link to it, and ``hf``.
+@pytest.fixture(scope="module")
+def runs(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run of steps 2 and 4, a link to it, and ``hf``.
 
     In ``adapter`` are an adapter and the tracker of the run of ms-swift's that trained it.
     """
+    tmp_path = tmp_path_factory.mktemp("runs")
     for step in (2, 4):
         hf_to_mcore(dense, tmp_path / "converted")
         (tmp_path / "run").mkdir(exist_ok=True)
@@ -33,7 +34,6 @@ def runs(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "adapter").mkdir()
     for name, text in (("adapter_config.json", "{}"), (TRACKER, "4")):
         (tmp_path / "adapter" / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -73,8 +73,14 @@ INSIDE = "the checkpoint .*/{}, or inside it: name another folder with {}"
     ],
 )
 def test_a_run_overwrites_nothing_that_it_does_not_resume(
-    flags: str, message: str | None, dense: Path, data: Path, runs: Path
+    flags: str,
+    message: str | None,
+    dense: Path,
+    data: Path,
+    runs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(runs)
     words = flags.format(here=runs).split()
     length = ["--cpu", "--train-iters", "8", "--data-path", str(data)]
     command = CommandLine(["--hf-model", str(dense), *length, *words])

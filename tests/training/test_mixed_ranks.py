@@ -8,18 +8,18 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
 
-STEPS, TIMEOUT = 20, 60.0
+STEPS, TIMEOUT = 8, 60.0
 
 
 def test_text_beside_images_with_overlap(dense: Path, tmp_path: Path) -> None:
-    data = write_image_qa(tmp_path, 40, text_only_every=2)
+    data = write_image_qa(tmp_path, 2 * STEPS, text_only_every=2)
     lines = data.read_text().splitlines()
     # Without shuffling, the two ranks take records in turn.
     text = [line for line in lines if "image" not in line]
     images = [line for line in lines if "image" in line]
     turns = [line for pair in zip(text, images, strict=True) for line in pair]
     data.write_text("\n".join(turns) + "\n")
-    assert len(text) == len(images) == 20
+    assert len(text) == len(images) == STEPS
     job = Job(
         dense, data, Layout(dp=2), steps=STEPS, batch=2, flags=(*DISTRIBUTED, "--no-shuffle")
     )  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves import TOLERANCE, cases, hf_curve
 from mcore_qwen3vl.verify.job import curve_of, train, worst_difference
+from tests.turns import slow
 
 STEPS = 3
 ROWS = [
@@ -40,8 +41,8 @@ def test_loss_and_gradient_norm_are_those_of_a_plain_hf_loop(
     "name",
     [
         "cp2, packed",
-        pytest.param("pp2xvpp2", marks=pytest.mark.slow),  # it divides no sample and no batch
-        pytest.param("dp2", marks=pytest.mark.slow),
+        *slow("pp2xvpp2"),  # it divides no sample and no batch
+        *slow("dp2"),
     ],
 )
 def test_weights_are_normalised_over_the_global_batch(

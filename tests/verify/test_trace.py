@@ -39,6 +39,7 @@ from mcore_qwen3vl.verify.trace.recording import (
     data_path,
 )
 from mcore_qwen3vl.verify.trace.tracing import Trace, trace
+from tests.turns import slow, slow_except
 from tests.verify import faults
 from tests.verify.faults import TEXT, Fault, FaultInjector
 
@@ -55,15 +56,16 @@ def traced(
     ("layout", "moe", "batch"),
     [
         ("single", True, "mixed"),
-        pytest.param("tp2", False, "images", marks=pytest.mark.slow),
-        pytest.param("tp4+sp", True, "padded", marks=pytest.mark.slow),
+        *slow(
+            ("tp2", False, "images"),
+            ("tp4+sp", True, "padded"),
+        ),
         # There are more ranks than key/value heads here.
-        pytest.param("tp8+sp", False, "mixed", marks=pytest.mark.slow),
-        ("pp2xvpp2", False, "video"),
-        pytest.param("cp2", True, "packed", marks=pytest.mark.slow),
+        *slow(("tp8+sp", False, "mixed")),
+        *slow(("cp2", True, "packed"), ("pp2xvpp2", False, "video")),
         ("tp2xcp2+sp", False, "padded-left"),
         ("ep2xdp2", True, "mixed"),
-        ("tp2xpp2+sp", True, "text"),
+        *slow(("tp2xpp2+sp", True, "text")),
     ],
 )
 def test_equal_models(injector: FaultInjector, layout: str, moe: bool, batch: str) -> None:
@@ -114,7 +116,19 @@ def traced_fault(injector: FaultInjector, fault: Fault, layout: str = "single") 
     return trace(injector.reference(moe=fault.moe), examined, layout=Layout.parse(layout))
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+QUICK = (
+    "DeepStack from blocks 0, 2, 3",
+    "QKV not grouped",
+    "a vision block holds another's weights",
+    "attention output rounded to bfloat16",
+    "mrope_section [6, 3, 3]",
+    "rms_norm_eps 1e-5",
+    "top-2 router",
+    "two experts exchanged",
+)
+
+
+@pytest.mark.parametrize("name", slow_except([*BY_NAME], *QUICK))
 def test_a_planted_mistake(injector: FaultInjector, name: str) -> None:
     fault = BY_NAME[name]
     result = traced_fault(injector, fault)
@@ -136,10 +150,12 @@ def test_a_planted_mistake(injector: FaultInjector, name: str) -> None:
     ("name", "layout"),
     [
         ("QKV not grouped", "tp2xpp2+sp"),
-        pytest.param("rms_norm_eps 1e-5", "cp2", marks=pytest.mark.slow),
-        pytest.param("a vision block holds another's weights", "tp2xcp2", marks=pytest.mark.slow),
-        ("two experts exchanged", "tp2xep2+sp"),
-        ("head is the embedding", "pp2xvpp2"),
+        *slow(
+            ("rms_norm_eps 1e-5", "cp2"),
+            ("a vision block holds another's weights", "tp2xcp2"),
+            ("two experts exchanged", "tp2xep2+sp"),
+            ("head is the embedding", "pp2xvpp2"),
+        ),
     ],
 )
 def test_a_planted_mistake_in_shards(injector: FaultInjector, name: str, layout: str) -> None:
@@ -223,9 +239,9 @@ def adapted(injector: FaultInjector, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("name", "layout", "moe"),
     [
-        pytest.param("everything", "tp8+sp", False, marks=pytest.mark.slow),
+        *slow(("everything", "tp8+sp", False)),
         ("router", "tp2xep2+sp", True),
-        pytest.param("whole", "pp2", False, marks=pytest.mark.slow),
+        *slow(("whole", "pp2", False)),
     ],
 )
 def test_equal_adapted_models(adapted: Adapted, name: str, layout: str, moe: bool) -> None:
@@ -249,7 +265,10 @@ def test_an_adapted_converted_base(
 
 @pytest.mark.parametrize(
     ("name", "moe", "place"),
-    [("everything", False, "layers.2.mlp.down_proj"), ("router", True, "layers.1.mlp.experts")],
+    [
+        *slow(("everything", False, "layers.2.mlp.down_proj")),
+        ("router", True, "layers.1.mlp.experts"),
+    ],
 )
 def test_an_adapter_left_out(
     adapted: Adapted, name: str, moe: bool, place: str, monkeypatch: pytest.MonkeyPatch

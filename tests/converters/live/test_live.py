@@ -55,13 +55,7 @@ LAYOUTS = [
     ("mixed", "pp2xep2xdp2"),
     ("bf16", "tp2xpp2xep2+sp"),
 ]
-FAST = [
-    ("dense", "cp2xdp2"),
-    ("tied", "tp2xpp2"),
-    ("moe-v5", "tp2xetp2+sp"),
-    ("mixed", "pp2xep2xdp2"),
-    ("bf16", "tp2xpp2xep2+sp"),
-]
+FAST = [("tied", "tp2xpp2"), ("moe-v5", "tp2xetp2+sp"), ("mixed", "pp2xep2xdp2")]
 SMALL_BUCKETS = 40_000
 
 

@@ -21,10 +21,11 @@ from mcore_qwen3vl.converters.storage import staging
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from tests.converters.checkpoints import tree_digests
+from tests.turns import slow
 
 Tiny = Callable[[str], Path]
 Convert = Callable[..., object]
-KILLS = 12
+KILLS = 8
 KILLS_BY_THE_CLOCK = 150
 
 
@@ -60,7 +61,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(
     "direction",
-    ["hf-to-mcore", pytest.param("hf-to-legacy", marks=pytest.mark.slow), "mcore-to-hf"],
+    ["hf-to-mcore", *slow("hf-to-legacy"), "mcore-to-hf"],
 )
 def test_kill_at_any_point(
     directions: dict[str, tuple[Convert, Path]], tmp_path: Path, direction: str
@@ -129,7 +130,7 @@ def test_kill_at_any_moment(
 
 
 @pytest.mark.parametrize("step", ["finish", "publish", "between renames", "after renames"])
-@pytest.mark.parametrize("direction", ["hf-to-mcore", "mcore-to-hf"])
+@pytest.mark.parametrize("direction", ["hf-to-mcore", *slow("mcore-to-hf")])
 def test_kill_while_finishing(
     directions: dict[str, tuple[Convert, Path]],
     tmp_path: Path,

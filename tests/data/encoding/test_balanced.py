@@ -249,7 +249,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_packs(
             packs.extend(numbers(next(loader)) for loader in loaders)
 
     packs = expected = []
-    take(14 * new, several(ranks))
+    take(2 * new + 4 * new // ranks + 5, several(ranks))
     packs = []
     first = several(ranks)
     take(2 * new, first)

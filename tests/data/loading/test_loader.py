@@ -40,16 +40,12 @@ from mcore_qwen3vl.tiny.processor import TINY
 from tests.data.conftest import WriteJsonl, chat, question
 from tests.data.loading.conftest import PACKED, MakeLoader, lines, same
 from tests.data.loading.test_formats import WRITERS
+from tests.turns import slow
 
 PADDED = DataConfig(seq_length=256, micro_batch_size=2, pad_to_longest=True)
 
 
-def slow(*values: object) -> Any:
-    """Mark a case that starts many data workers, which takes half a minute or more."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("workers", [0, slow(2)])
+@pytest.mark.parametrize("workers", [0, *slow(2)])
 def test_without_shuffling_every_sample_comes_once_an_epoch_in_order(
     workers: int, make: MakeLoader, records: Path
 ) -> None:
@@ -70,9 +66,7 @@ def test_seed_changes_the_order(make: MakeLoader, records: Path) -> None:
     assert first[0] == first[1] != first[2]
 
 
-@pytest.mark.parametrize(
-    ("after", "workers"), [slow(0, 2), slow(1, 2), slow(5, 2), (1, 0), (12, 0)]
-)
+@pytest.mark.parametrize(("after", "workers"), [*slow((0, 2), (1, 2), (5, 2)), (1, 0), (12, 0)])
 @pytest.mark.parametrize("config", [PACKED, PADDED], ids=["packed", "padded"])
 def test_resume_continues_with_the_next_batch(
     after: int, config: DataConfig, workers: int, make: MakeLoader, records: Path, tmp_path: Path
@@ -89,7 +83,7 @@ def test_resume_continues_with_the_next_batch(
         assert same(next(resumed), batch)
 
 
-@pytest.mark.parametrize(("between", "workers"), [slow(0, 2), slow(1, 2), slow(3, 2), (1, 0)])
+@pytest.mark.parametrize(("between", "workers"), [*slow((0, 2), (1, 2), (3, 2)), (1, 0)])
 def test_resume_from_a_resumed_run(
     between: int, workers: int, make: MakeLoader, records: Path
 ) -> None:
@@ -110,6 +104,7 @@ def test_resume_from_a_resumed_run(
         assert same(next(third), every[index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_state_saved_before_a_worker_began(
     resumed: bool, make: MakeLoader, records: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,18 +148,16 @@ def test_state_does_not_depend_on_when_workers_noted_theirs(
     """If workers note their state every batch, not every minute, nothing is read again."""
     often = {"config": PACKED, "num_workers": 2, "checkpoint_every_seconds": 0.0}
     uninterrupted = make(records, **often)
-    for _ in range(11):
+    for _ in range(5):
         next(uninterrupted)
     state = uninterrupted.state_dict()
     resumed = make(records, **often)
     resumed.load_state_dict(state)
-    for _ in range(4):
+    for _ in range(3):
         assert same(next(resumed), next(uninterrupted))
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [slow((2, 2), (4, 1)), slow((2, 2), (1, 4)), slow((4, 1), (2, 2))]
-)
+@pytest.mark.parametrize(("old", "new"), slow(((2, 2), (4, 1)), ((2, 2), (1, 4)), ((4, 1), (2, 2))))
 def test_resume_on_another_number_of_ranks(
     old: tuple[int, int], new: tuple[int, int], make: MakeLoader, records: Path
 ) -> None:
@@ -289,7 +282,7 @@ def flawed(write_jsonl: WriteJsonl, media: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("workers", [0, slow(1)])
+@pytest.mark.parametrize("workers", [0, *slow(1)])
 def test_bad_samples_are_skipped_counted_and_named(
     workers: int,
     packing: bool,
@@ -317,7 +310,7 @@ def test_bad_samples_are_skipped_counted_and_named(
         assert "media/gone.png: No such file" in caplog.text
 
 
-@pytest.mark.parametrize("workers", [0, slow(1)])
+@pytest.mark.parametrize("workers", [0, *slow(1)])
 def test_too_many_bad_samples_stop_the_run(workers: int, make: MakeLoader, flawed: Path) -> None:
     config = DataConfig(seq_length=256, shuffle=False, max_bad_fraction=0.25, bad_fraction_floor=12)
     loader = make(flawed, config=config, num_workers=workers)

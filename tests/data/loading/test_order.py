@@ -24,7 +24,7 @@ from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, question
 from tests.data.loading.conftest import MakeLoader, lines
 from tests.data.loading.test_formats import WRITERS
-from tests.turns import slow_except
+from tests.turns import slow, slow_except
 
 COUNT = 23
 PADDED = DataConfig(seq_length=256, pad_to_longest=True, micro_batch_size=2)
@@ -95,7 +95,7 @@ def test_data_workers_change_nothing(ranks: Ranks, numbered: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "count"), [(PACKED, 1), (BALANCED, 1), (BALANCED, 2), (BALANCED, 5)]
+    ("config", "count"), [(PACKED, 1), (BALANCED, 2), *slow((BALANCED, 1), (BALANCED, 5))]
 )
 def test_packs_hold_no_record_again_before_all_others(
     config: DataConfig, count: int, ranks: Ranks, numbered: Path
@@ -145,7 +145,9 @@ def test_a_micro_batch_without_a_usable_record_counts_for_nothing(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "rows"), [(2, 1, 2), (1, 3, 2), (2, 2, 1)], ids=["fewer", "more", "other rows"]
+    ("old", "new", "rows"),
+    [*slow((2, 1, 2)), (1, 3, 2), *slow((2, 2, 1))],
+    ids=["fewer", "more", "other rows"],
 )
 def test_a_run_goes_on_at_its_place_with_other_ranks_and_rows(
     old: int, new: int, rows: int, ranks: Ranks, numbered: Path
@@ -212,7 +214,7 @@ def test_a_number_of_epochs_is_refused_where_it_is_not_known(
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(["jsonl", "array", "parquet_of_bytes", "saved", "tars"], "jsonl", "tars")
+    "name", slow_except(["jsonl", "array", "parquet_of_bytes", "saved", "tars"], "jsonl")
 )
 def test_every_validation_reads_the_same_in_order(
     name: str, ranks: Ranks, media: Path, tmp_path: Path

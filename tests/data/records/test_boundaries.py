@@ -57,14 +57,21 @@ def talk(*answers: str, **last: Any) -> list[dict[str, Any]]:
     return messages
 
 
-@pytest.mark.parametrize("template", [INSTRUCT, THINKING], ids=["instruct", "thinking"])
-@pytest.mark.parametrize("reasoning", [None, "", "Hm.", "\n\nHm.\n", " \n"])
+@pytest.mark.parametrize(
+    ("template", "reasoning"),
+    [
+        pytest.param(INSTRUCT, None, id="instruct"),
+        pytest.param(THINKING, "\n\nHm.\n", id="thinking"),
+        *(
+            pytest.param(THINKING, reasoning, id=f"thinking {reasoning!r}", marks=pytest.mark.slow)
+            for reasoning in (None, "", "Hm.", " \n")
+        ),
+    ],
+)
 def test_an_answer_is_trained_after_the_prompt_that_generation_has(
     qwen: Any, template: str, reasoning: str | None
 ) -> None:
     qwen.chat_template = template
-    if reasoning is not None and template == INSTRUCT:
-        pytest.skip("this template has no reasoning")
     extra = {} if reasoning is None else {"reasoning_content": reasoning}
     for answer in ANSWERS:
         messages = talk("\n\nBefore.", answer, **extra)

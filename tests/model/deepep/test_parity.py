@@ -20,7 +20,6 @@ FAST = (
     "moe tp2xetp2+sp deepep",
     "moe tp2xep2+sp deepep, overlapped experts",
     "moe-mixed tp2xep2+sp LoRA: experts and MLP deepep",
-    "moe tp2xep2+sp hybridep, recompute uniform 4",
     "moe-all tp2xep2+sp hybridep, bf16",
 )
 MIXED = MatrixRow("moe", "ep2xdp2", ("mixed",))

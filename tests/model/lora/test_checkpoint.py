@@ -23,6 +23,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.matrix import Matrix
 from mcore_qwen3vl.verify.parity.reference import ReferenceCheckpoint
+from tests.turns import slow
 
 
 def adapted(layout: Layout, reference: ReferenceCheckpoint) -> list[Qwen3VLModel]:
@@ -92,18 +93,15 @@ def round_trip(
 
 
 TRIPS = [
-    ("few-kv", "mixed ranks", "tp4", "tp2"),
     ("moe", "router", "tp2xetp2+sp", "ep2xdp2"),
-    *(
-        pytest.param(*trip, marks=pytest.mark.slow)
-        for trip in (
-            ("dense", "everything", "tp2+sp", "pp2xvpp2"),
-            ("dense", "everything", "single", "tp2xdp2"),
-            ("few-kv", "mixed ranks", "single", "tp4"),
-            ("tied", "whole tied", "tp2xpp2+sp", "single"),
-            ("moe", "router", "tp2xep2xetp2xdp2+sp", "ep4xdp4"),
-            ("moe-mixed", "experts and MLP", "pp2xep2xdp2", "tp2xetp2+sp"),
-        )
+    *slow(
+        ("few-kv", "mixed ranks", "tp4", "tp2"),
+        ("dense", "everything", "tp2+sp", "pp2xvpp2"),
+        ("dense", "everything", "single", "tp2xdp2"),
+        ("few-kv", "mixed ranks", "single", "tp4"),
+        ("tied", "whole tied", "tp2xpp2+sp", "single"),
+        ("moe", "router", "tp2xep2xetp2xdp2+sp", "ep4xdp4"),
+        ("moe-mixed", "experts and MLP", "pp2xep2xdp2", "tp2xetp2+sp"),
     ),
 ]
 

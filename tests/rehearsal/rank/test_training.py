@@ -1,7 +1,7 @@
 """The launch scripts' flags run through Megatron's real loop, as one rank of their layouts.
 
 Widths, tokens and pixels are real, because memory is only counted. Dense models have their real
-depth; the MoE model has 4 of 48 layers, because it would take minutes otherwise.
+depth in the slow tests; the MoE model has 4 of 48 layers, because it would take minutes otherwise.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ RECOMPUTE = (
 )
 PIPELINE = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 ROLES = {
+    "2B, 4 layers": Role(
+        "sft_2b",
+        ("--global-batch-size", "8"),
+        9.41e9,
+        667_543_552,
+        {"layers": 4, "vision_blocks": 4},
+    ),
     "2B": Role("sft_2b", ("--global-batch-size", "16"), 36.07e9, 2_127_532_032, {}),
     "8B, TP4": Role(
         "sft_8b",
@@ -102,7 +109,7 @@ ROLES |= {
 }
 
 
-FAST = ("2B",)
+FAST = ("2B, 4 layers",)
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:

@@ -105,8 +105,8 @@ def plain_step(job: Job, teacher: Path, settings: Distillation) -> tuple[Plain, 
     ("student", "layout", "settings", "flags"),
     [
         ("dense", "cp2", REVERSE, PACKED),
-        ("dense", "pp2", JSD, TWO_ROWS),
         *slow(
+            ("dense", "pp2", JSD, TWO_ROWS),
             ("dense", "single", FORWARD, PACKED),
             ("dense", "tp2+sp", FORWARD, PACKED),
             ("dense", "dp2", REVERSE, TWO_ROWS),

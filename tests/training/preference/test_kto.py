@@ -30,8 +30,8 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "layout", "flags"),
     [
         ("dense", "dp2", PACKED),
-        ("dense", "cp2", (*PACKED, *OTHER_SEED)),
         *slow(
+            ("dense", "cp2", (*PACKED, *OTHER_SEED)),
             ("dense", "single", PACKED),
             ("dense", "tp2+sp", PACKED),
             ("moe", "ep2xdp2", PACKED),

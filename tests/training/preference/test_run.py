@@ -87,16 +87,30 @@ def check(job: Job, folder: Path, preference: Preference, limit: float = TOLERAN
 
 
 @pytest.mark.parametrize(
-    ("layout", "flags"),
+    ("kind", "layout", "flags"),
     [
-        ("cp2", ("--packing", *BY_ADAPTER)),
-        *slow(("pp2xvpp2", BY_ADAPTER)),
+        ("dense", "cp2", ("--packing", *BY_ADAPTER)),
+        *slow(
+            ("dense", "single", BY_ADAPTER),
+            ("dense", "pp2xvpp2", BY_ADAPTER),
+            ("dense", "tp2+sp", ("--packing", *BY_ADAPTER)),
+            ("dense", "pp2", ("--packing", *BY_ADAPTER)),
+            ("dense", "cp2", BY_ADAPTER),
+            ("dense", "dp2", (*DISTRIBUTED, *BY_ADAPTER)),
+            ("moe", "ep2xdp2", (*DISTRIBUTED, "--packing", *BY_ADAPTER)),
+            ("moe", "tp2xetp2+sp", BY_ADAPTER),
+        ),
     ],
 )
 def test_loss_gradient_and_margins_are_those_of_a_plain_loop(
-    layout: str, flags: tuple[str, ...], dense: Path, pairs: Path, tmp_path: Path
+    kind: str,
+    layout: str,
+    flags: tuple[str, ...],
+    pairs: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    job = dpo_job(tmp_path, dense, pairs, layout, *flags, steps=2)
+    job = dpo_job(tmp_path, request.getfixturevalue(kind), pairs, layout, *flags)
     check(job, tmp_path / "run", Preference(beta=BETA))
 
 
@@ -126,32 +140,6 @@ def test_full_fine_tuning_with_a_frozen_reference(
     """
     checkpoint = request.getfixturevalue(kind)
     job = preference_job(checkpoint, pairs, layout, *DPO, *BY_MODEL, *flags, steps=3)
-    check(job, tmp_path / "run", Preference(beta=BETA))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "layout", "flags"),
-    [
-        ("dense", "single", BY_ADAPTER),
-        ("dense", "tp2+sp", ("--packing", *BY_ADAPTER)),
-        ("dense", "pp2", ("--packing", *BY_ADAPTER)),
-        ("dense", "cp2", BY_ADAPTER),
-        ("dense", "dp2", (*DISTRIBUTED, *BY_ADAPTER)),
-        ("moe", "ep2xdp2", (*DISTRIBUTED, "--packing", *BY_ADAPTER)),
-        ("moe", "tp2xetp2+sp", BY_ADAPTER),
-    ],
-)
-def test_thirty_steps_are_those_of_a_plain_loop(
-    kind: str,
-    layout: str,
-    flags: tuple[str, ...],
-    pairs: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
-    checkpoint = request.getfixturevalue(kind)
-    job = dpo_job(tmp_path, checkpoint, pairs, layout, *flags, steps=30)
     check(job, tmp_path / "run", Preference(beta=BETA))
 
 

@@ -15,6 +15,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.job import Job, train
 from tests.training.exact import numbers_of
+from tests.turns import slow
 
 
 def test_learning_rates_by_part_reach_the_optimizer(dense: Path) -> None:
@@ -68,7 +69,7 @@ def test_frozen_weights_stay_and_the_rest_learns_under_recompute(
 
 
 @pytest.mark.parametrize(
-    ("layout", "flags"), [("tp2+sp", ()), ("dp2", ("--use-distributed-optimizer",))]
+    ("layout", "flags"), [("tp2+sp", ()), *slow(("dp2", ("--use-distributed-optimizer",)))]
 )
 def test_norms_by_part_add_up_to_the_whole(
     layout: str, flags: tuple[str, ...], moe: Path, data: Path, tmp_path: Path

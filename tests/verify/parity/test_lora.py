@@ -15,7 +15,7 @@ from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
 
 FAST = {
     "dense dp2 LoRA: mixed ranks distr. opt., overlap",
-    "dense tp2xcp2+sp LoRA: whole vision",
+    "dense single LoRA: whole",
     "few-kv tp4+sp LoRA: mixed ranks",
     "tied tp2xpp2+sp LoRA: whole tied",
     "moe ep2xdp2 LoRA: experts",

@@ -25,7 +25,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "moe tp2xep2+sp": ("text", "image", "images", "padded"),
     "moe cp2xep2": ("video", "packed"),
     "moe tp2xetp2+sp": ("mixed",),
-    "moe pp2xvpp2xep2xdp2 overlapped experts": ("imageless", "ragged"),
+    "moe pp2xvpp2xep2xdp2 overlapped experts": ("ragged",),
     "moe-mixed ep2xdp2 overlapped experts": ("packed",),
     "dense pp2xvpp2 recompute uniform 1": ("packed",),
     "dense tp2xpp2+sp recompute block": ("packed",),

@@ -33,6 +33,7 @@ def test_features_that_no_layer_adds(matrix: Matrix, monkeypatch: Any) -> None:
     assert worst(report, "logits") > FAR_OFF
 
 
+@pytest.mark.slow
 def test_features_that_a_layer_adds_twice(matrix: Matrix, monkeypatch: Any) -> None:
     add = DeepStackLayer.add_features
 
@@ -44,6 +45,7 @@ def test_features_that_a_layer_adds_twice(matrix: Matrix, monkeypatch: Any) -> N
     assert worst(matrix.run(ROW), "logits") > FAR_OFF
 
 
+@pytest.mark.slow
 def test_features_whose_gradient_is_dropped(matrix: Matrix, monkeypatch: Any) -> None:
     def dropping(self: Any, outputs: Any, gradients: Any) -> Any:
         self.default_backward_func(outputs, gradients)
@@ -55,6 +57,7 @@ def test_features_whose_gradient_is_dropped(matrix: Matrix, monkeypatch: Any) ->
     assert worst(report, "gradients", "deepstack_merger_list") > FAR_OFF
 
 
+@pytest.mark.slow
 def test_features_whose_gradient_does_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
     """Megatron sends the gradient of the first layer's input alone, before the embedding's."""
 
@@ -72,6 +75,7 @@ def test_features_whose_gradient_does_not_travel(matrix: Matrix, monkeypatch: An
     assert worst(report, "gradients", "deepstack_merger_list") > FAR_OFF
 
 
+@pytest.mark.slow
 def test_positions_of_the_other_micro_batch(matrix: Matrix, monkeypatch: Any) -> None:
     run = TransformerModelChunkSchedulePlan.run
     held: list[Any] = []
@@ -93,6 +97,7 @@ def test_positions_of_the_other_micro_batch(matrix: Matrix, monkeypatch: Any) ->
     assert worst(matrix.run(ROW), "logits") > FAR_OFF
 
 
+@pytest.mark.slow
 def test_a_final_norm_before_the_features_or_never(matrix: Matrix, monkeypatch: Any) -> None:
     """Megatron's plan leaves the norm out after a dense last layer."""
     forward = schedule_plan.PostProcessNode.forward_impl

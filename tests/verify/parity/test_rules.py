@@ -20,6 +20,7 @@ from mcore_qwen3vl.model.decoder import attention, layer
 from mcore_qwen3vl.runtime.launch import RanksFailed
 from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Matrix, MatrixRow
 from mcore_qwen3vl.verify.report import Report
+from tests.turns import slow
 
 FAR_OFF = 1e-2
 """Far above the tolerance, because each of the mistakes is a gross one."""
@@ -34,6 +35,7 @@ def worst(report: Report, part: str, name: str = "") -> float:
     return max(errors)
 
 
+@pytest.mark.slow
 def test_vision_replicated_over_tp_without_a_sum(matrix: Matrix, monkeypatch: Any) -> None:
     """An SP rank's DeepStack rows give a part of the vision gradient, to be summed over TP."""
     build = vision.VisionTower.__init__
@@ -49,7 +51,7 @@ def test_vision_replicated_over_tp_without_a_sum(matrix: Matrix, monkeypatch: An
     assert worst(report, "logits") < 2e-5
 
 
-@pytest.mark.parametrize(("frequencies", "factor"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("frequencies", "factor"), [*slow((False, True)), (True, False)])
 def test_yarn_without_one_of_its_parts(
     matrix: Matrix, monkeypatch: Any, frequencies: bool, factor: bool
 ) -> None:
@@ -66,6 +68,7 @@ def test_yarn_without_one_of_its_parts(
     assert worst(matrix.run(MatrixRow("yarn", "tp2+sp", ("mixed",))), "logits") > FAR_OFF
 
 
+@pytest.mark.slow
 def test_deepstack_by_gathering_adding_and_scattering(matrix: Matrix, monkeypatch: Any) -> None:
     """TP ranks do the same work on gathered states, which a summing backward counts TP times."""
     add = fusion.add_features
@@ -80,6 +83,7 @@ def test_deepstack_by_gathering_adding_and_scattering(matrix: Matrix, monkeypatc
     assert worst(report, "logits") < 2e-5
 
 
+@pytest.mark.slow
 def test_features_gathered_without_reducing_backward(matrix: Matrix, monkeypatch: Any) -> None:
     """A rank's rows of a feature that another rank encoded would lose their gradient."""
     gather = mappings.gather_from_sequence_parallel_region
@@ -93,6 +97,7 @@ def test_features_gathered_without_reducing_backward(matrix: Matrix, monkeypatch
     assert worst(report, "logits") < 2e-5
 
 
+@pytest.mark.slow
 def test_features_placed_batch_first(matrix: Matrix, monkeypatch: Any) -> None:
     """Hidden states are sequence first: features land on wrong tokens, but only with B > 1."""
     plan = fusion.plan_fusion
