@@ -252,7 +252,7 @@ def main() -> None:
             if layers:
                 config["text_config"]["num_hidden_layers"] = int(layers)
             source = write_checkpoint(config, Path(folder) / "source")
-            results[model] = compare(source, Path(folder), args)
+            results[model] = compare(source, Path(folder), args.workers, args.rounds)
         print(result_table(results), flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
@@ -263,12 +263,12 @@ def bytes_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def compare(source: Path, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
-    rounds = [one_round(source, scratch, args.workers, number) for number in range(args.rounds)]
-    memory = one_round(source, scratch, args.workers, 0, look_at_memory=True)
+def compare(source: Path, scratch: Path, workers: int | None, rounds: int) -> dict[str, Any]:
+    measured = [one_round(source, scratch, workers, number) for number in range(rounds)]
+    memory = one_round(source, scratch, workers, 0, look_at_memory=True)
     pairs = {"HF to mcore": "copy of HF", "mcore to HF": "copy of mcore"}
     pairs["trained to HF"] = "copy of mcore"
-    return summarise(rounds, memory, bytes_of(source), pairs)
+    return summarise(measured, memory, bytes_of(source), pairs)
 
 
 if __name__ == "__main__":

@@ -508,7 +508,7 @@ def measurements(
         if why := lacking(size, side, machine, specs):
             yield absent(name, why)
         else:
-            yield from step(name, size, side, options, machine, kind)
+            yield from step(name, size, side, options.out, machine, kind)
     # The peak is in the first rank's log, and the pretended device has one rank.
     ranks = 1 if preloaded() else gpus
     for size, spec in product(only or RUNS, ("torch", "te")):
@@ -535,7 +535,7 @@ def step(
     name: str,
     size: Size,
     side: str,
-    options: argparse.Namespace,
+    out: Path,
     machine: Machine,
     kind: str | None,
 ) -> Iterator[Part]:
@@ -553,7 +553,7 @@ def step(
         command = [sys.executable, "-m", "mcore_qwen3vl.pretended", *memory, *words, *once]
         after = [Part(f"{name}, simulated", command, 40, benchmark, serves=True)]
         yield after[0]
-    profile = ["--profile", str(options.out / f"{file_name(name)}.profile.txt")]
+    profile = ["--profile", str(out / f"{file_name(name)}.profile.txt")]
     read = partial(beside, benchmark, after)
     yield Part(name, [*python(), *words, *profile], 35, read, after, measures=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,12 +17,12 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.training.arguments.command_line import (
-    OWN_SPLIT,
     CommandLine,
     StrictParser,
     take_back,
     without_flags,
 )
+from mcore_qwen3vl.training.arguments.settings import Settings
 
 INSTALLED = Path(mcore_qwen3vl.__file__).parent / "launch"
 """The launch scripts that are installed with the package."""
@@ -77,8 +76,9 @@ class Command:
         Raises:
             BadInput: a flag has an invalid value.
         """
-        moe = self.args.expert_model_parallel_size > 1
-        return Layout.from_flags(self.args, self.gpus, moe=moe)
+        parallel = self.settings.parallel
+        moe = parallel.expert_model_parallel_size > 1
+        return Layout.from_flags(parallel, self.gpus, moe=moe)
 
     @cached_property
     def line(self) -> CommandLine:
@@ -86,15 +86,15 @@ class Command:
         return CommandLine(self.flags)
 
     @property
-    def args(self) -> Namespace:
-        """The flags' values; see :attr:`CommandLine.args`."""
-        return self.line.args
+    def settings(self) -> Settings:
+        """What the flags say; see :attr:`CommandLine.settings`."""
+        return self.line.settings
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one rank in one iteration."""
-        rows = self.args.micro_batch_size * self.layout.dp
-        return max((self.args.global_batch_size or rows) // rows, 1)
+        rows = self.settings.data.micro_batch_size * self.layout.dp
+        return max((self.settings.loop.global_batch_size or rows) // rows, 1)
 
     @property
     def rehearsed_micro_batches(self) -> int:
@@ -106,7 +106,8 @@ class Command:
     @property
     def micro_batch_group(self) -> int:
         """Micro-batches that a rank runs through a virtual stage before it turns to the next."""
-        return self.args.microbatch_group_size_per_virtual_pipeline_stage or self.layout.pp
+        group = self.settings.parallel.microbatch_group_size_per_vp_stage
+        return group or self.layout.pp
 
 
 def read_command(words: Sequence[str], gpus: int | None) -> Command:
@@ -130,7 +131,8 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
         raise BadInput("Say how many GPUs the run has: --gpus N, or name a script of launch/.")
     else:
         command = Command(tuple(words), gpus)
-    command.line.checked_args()
+    command.line.check_names()
+    _ = command.settings
     if command.value("--spec", "te") == "te" and find_spec("transformer_engine") is None:
         if command.script is not None:  # the script knows the flags that go with a spec
             command = _of_script(Path(words[0]), [*words[1:], "--spec", "torch"], gpus)
@@ -235,7 +237,7 @@ def _all(command: Command, a: Architecture) -> list[Role]:
     layout = command.layout
     if layout.pp == 1:
         return [Role("every rank", 0, 0)]
-    every_one = any(getattr(command.args, name) for name in OWN_SPLIT)
+    every_one = command.settings.parallel.has_own_split
     held = layout.virtual_stages(a.num_hidden_layers)
     middle: dict[object, list[int]] = {}
     for stage in range(1, layout.pp - 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -17,7 +16,8 @@ from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K as K
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.tiny.records import write_half_images
 from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
-from mcore_qwen3vl.training.arguments.losses import DISTILL, KTO, LOSSES, distillation_of
+from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
+from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.second_model import source_of
 
 SAMPLES_OF_A_PACK = 16
@@ -66,15 +66,15 @@ def prepare(command: Command, folder: Path) -> Command:
             f"{model} has no tokenizer, so {data} cannot be read: copy the tokenizer and processor "
             "files beside the config, or leave --data-path out for made-up data."
         )
-    elif source := source_of(command.args):  # no flag names what training starts from any more
+    elif source := source_of(command.settings):  # no flag names what training starts from any more
         prepared = prepared.plus(*source)
-    if command.args.moe_token_dispatcher_type == "flex":
+    if command.settings.compute.moe_token_dispatcher_type == "flex":
         prepared = prepared.noting(
             "DeepEP is a stub here, with its launches, host syncs and sizes, whether or not it is "
             "installed"
         )
     count = command.rehearsed_micro_batches
-    batch = count * command.args.micro_batch_size * command.layout.dp
+    batch = count * command.settings.data.micro_batch_size * command.layout.dp
     if count < command.micro_batches:
         prepared = prepared.noting(
             f"only {count} of the {command.micro_batches} micro-batches of an iteration were run: "
@@ -88,14 +88,14 @@ def prepare(command: Command, folder: Path) -> Command:
 
 def sample_of(command: Command) -> tuple[int, int]:
     """Return the tokens of each made-up sample, and those along the side of its images."""
-    tokens = command.args.seq_length
+    tokens = command.settings.data.seq_length
     if command.value("--packing") is not None:
         tokens = max(tokens // SAMPLES_OF_A_PACK, SHORTEST)
     return tokens, min(int((tokens / 2) ** 0.5), LARGEST_IMAGE)
 
 
 def _made_up(command: Command, model: Path, folder: Path) -> Command:
-    seq_length = command.args.seq_length
+    settings, seq_length = command.settings, command.settings.data.seq_length
     if seq_length < SHORTEST:
         raise BadInput(
             f"--seq-length {seq_length}: made-up samples have at least {SHORTEST} tokens; raise "
@@ -105,7 +105,7 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
     images = max(round(tokens / 2 / side**2), 1)
     config = _config(model)
     write_stand_in(config, folder / "model")
-    if source := source_of(command.args):
+    if source := source_of(command.settings):
         second = identify(resolve(source.path, weights=False)).config()
         write_stand_in(_config(second), folder / "second")
         command = command.plus(source.flag, folder / "second")
@@ -121,8 +121,8 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
         pairs=command.value("--loss") in LOSSES,
         labelled=command.value("--loss") == KTO,
     )
-    if command.args.loss == DISTILL and not command.args.teacher:
-        write_made_up(file, folder / "model", command.args)
+    if settings.training.loss == DISTILL and not settings.distillation.teacher:
+        write_made_up(file, folder / "model", settings)
     return command.plus("--hf-model", folder / "model", "--data-path", file).noting(
         f"made-up data: samples of {tokens} tokens, with {images} image{'s' * (images > 1)} of "
         f"{side} x {side} tokens each"
@@ -133,7 +133,7 @@ def _config(model: Path) -> Path:
     return model / "config.json" if model.is_dir() else model
 
 
-def write_made_up(data: Path, model: Path, args: argparse.Namespace) -> None:
+def write_made_up(data: Path, model: Path, settings: Settings) -> None:
     """Write the file of a teacher for whom K tokens and all others together are equally likely."""
     # Imported here, because they take seconds.
     from mcore_qwen3vl.data.config import DataConfig
@@ -150,12 +150,11 @@ def write_made_up(data: Path, model: Path, args: argparse.Namespace) -> None:
         write_teacher,
     )
     from mcore_qwen3vl.scoring.records import Records
-    from mcore_qwen3vl.training.arguments.settings import media_limits
 
     processor, architecture = load_processor(model), Architecture.from_hf(model)
     sources = parse_sources([str(data)])
     samples = CrudeSamples(sources, split="train", trust=False)
-    config = DataConfig(args.seq_length, media=media_limits(args))
+    config = DataConfig(settings.data.seq_length, media=settings.data.media)
     records = Records(samples, sources, architecture, processor, config, 1)
     lines = []
     for micro in records.plan(range(len(samples))):
@@ -167,11 +166,11 @@ def write_made_up(data: Path, model: Path, args: argparse.Namespace) -> None:
     partial = data.with_suffix(".partial")
     partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     write_teacher(partial, teacher_of(data))
-    settings = {
+    facts = {
         "data": file_digest(data),
-        "temperature": distillation_of(args).temperature,
+        "temperature": settings.distillation.loss.temperature,
         "top_k": K,
         "checkpoint": {"path": "nobody"},
         "vocabulary": vocabulary_of(processor.tokenizer, architecture.vocab_size),
     }
-    facts_of(teacher_of(data)).write_text(json.dumps({"settings": settings}), encoding="utf-8")
+    facts_of(teacher_of(data)).write_text(json.dumps({"settings": facts}), encoding="utf-8")
