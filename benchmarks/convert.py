@@ -186,27 +186,27 @@ def one_round(
     return results
 
 
-def compare(source: Path, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
+def compare(source: Path, scratch: Path, workers: int | None, rounds: int) -> dict[str, Any]:
     """Return medians of each step, by its name, and its ratios to a copy of the same files.
 
     Ratios are taken within a round, so that a busy machine slows both sides.
     """
-    rounds = [one_round(source, scratch, args.workers, number) for number in range(args.rounds)]
-    memory = one_round(source, scratch, args.workers, 0, look_at_memory=True)
+    measured = [one_round(source, scratch, workers, number) for number in range(rounds)]
+    memory = one_round(source, scratch, workers, 0, look_at_memory=True)
     nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     summary: dict[str, Any] = {"bytes": nbytes}
-    for name in rounds[0]:
-        seconds = statistics.median(figures[name]["seconds"] for figures in rounds)
+    for name in measured[0]:
+        seconds = statistics.median(figures[name]["seconds"] for figures in measured)
         summary[name] = {
             "seconds": seconds,
             "gb_per_s": nbytes / 1e9 / seconds,
-            "cpu_seconds": statistics.median(figures[name]["cpu_seconds"] for figures in rounds),
-            "all_seconds": [round(figures[name]["seconds"], 2) for figures in rounds],
+            "cpu_seconds": statistics.median(figures[name]["cpu_seconds"] for figures in measured),
+            "all_seconds": [round(figures[name]["seconds"], 2) for figures in measured],
             **memory[name],
         }
         copied = COPIES.get(name)
         for key, ratio in (("seconds", "ratio"), ("cpu_seconds", "cpu_ratio")) if copied else ():
-            ratios = [figures[name][key] / figures[copied][key] for figures in rounds]
+            ratios = [figures[name][key] / figures[copied][key] for figures in measured]
             summary[name][ratio] = statistics.median(ratios)
             summary[name][f"all_{ratio}s"] = [round(value, 2) for value in ratios]
     return summary
@@ -242,7 +242,7 @@ def main() -> None:
             if layers:
                 config["text_config"]["num_hidden_layers"] = int(layers)
             source = write_checkpoint(config, Path(folder) / "source")
-            results[model] = compare(source, Path(folder), args)
+            results[model] = compare(source, Path(folder), args.workers, args.rounds)
         console.output.print(result_table(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -30,6 +30,7 @@ import statistics
 import tarfile
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,32 +147,36 @@ def run_ours(loader: Loader, samples: int) -> tuple[float, float, Counts]:
     return seconds, normalising, counts
 
 
-def measure(model: Path, jsonl: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    model: Path, jsonl: Path, path: Path, *, seq_length: int, samples: int, rounds: int
+) -> dict[str, Any]:
     """Run both in turns, and return medians over the rounds after one warm-up round.
 
     Args:
         model: checkpoint with config and processor.
         jsonl: the samples as the processor reads them.
         path: the same samples as we read them.
-        args: the flags.
+        seq_length: of a pack.
+        samples: number of them in a round.
+        rounds: number of them after the warm-up.
     """
     architecture = Architecture.from_hf(model)
-    config = DataConfig(seq_length=args.seq_length, packing=True, media=LIMITS)
+    config = DataConfig(seq_length=seq_length, packing=True, media=LIMITS)
     loader = Loader([Source(path)], architecture, load_processor(model), config, num_workers=0)
     processor = load_processor(model)
     LIMITS.apply(processor)
     costs: dict[str, list[float]] = {"processor": [], "ours": [], "ours_normalised": []}
     total = Counts()
-    for index in range(args.rounds + 1):
+    for index in range(rounds + 1):
         seconds, tokens = run_processor(processor, jsonl)
-        our_seconds, normalising, counts = run_ours(loader, args.samples)
+        our_seconds, normalising, counts = run_ours(loader, samples)
         if index > 0:
-            costs["processor"].append(seconds / args.samples)
+            costs["processor"].append(seconds / samples)
             costs["ours"].append(our_seconds / counts.samples)
             costs["ours_normalised"].append((our_seconds + normalising) / counts.samples)
             total += counts
-    tokens_per_sample = tokens / args.samples
-    result: dict[str, Any] = {"samples": args.samples, "tokens_per_sample": tokens_per_sample}
+    tokens_per_sample = tokens / samples
+    result: dict[str, Any] = {"samples": samples, "tokens_per_sample": tokens_per_sample}
     for name, values in costs.items():
         rate = 1 / statistics.median(values)
         result[name] = {"samples_per_second": rate, "tokens_per_second": tokens_per_sample * rate}
@@ -206,9 +211,12 @@ def main() -> None:
         model = args.hf_model or tiny_model(folder / "model")
         text = write_samples(folder, args.samples, "text")
         images = write_samples(folder, args.samples, "image")
-        results = {"text": measure(model, text, text, args)}
+        measured = partial(
+            measure, model, seq_length=args.seq_length, samples=args.samples, rounds=args.rounds
+        )
+        results = {"text": measured(text, text)}
         for name, path in {"jsonl": images, **write_formats(folder, images)}.items():
-            results[name] = measure(model, images, path, args)
+            results[name] = measured(images, path)
     shown = json.dumps({"threads": 1, "seq_length": args.seq_length, **results}, indent=2)
     print(shown)
     if args.output:

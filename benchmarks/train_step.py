@@ -41,7 +41,11 @@ def main() -> None:
     if len(options.sides) > 1:
         results = {side: in_process_of_its_own(side) for side in options.sides}
     else:
-        results = {options.sides[0]: measure(options.sides[0], shape(options), options)}
+        results = {
+            options.sides[0]: measure(
+                options.sides[0], shape(options.shape, options.layers), options
+            )
+        }
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     report = {"options": vars(options), "device": device, "results": results}
     print(json.dumps(report, indent=2))
@@ -80,20 +84,20 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def shape(options: argparse.Namespace) -> dict[str, Any]:
-    """Return a parsed ``config.json``, cut to the requested number of layers."""
+def shape(name: str, layers: int | None) -> dict[str, Any]:
+    """Return a parsed ``config.json``, cut to `layers` of each tower."""
     from mcore_qwen3vl.tiny import tiny_config
 
-    if options.shape == "tiny":
+    if name == "tiny":
         config: dict[str, Any] = tiny_config()
     else:
-        name = options.shape.lower().replace("-", "_")
-        config = json.loads((SHAPES / f"{name}.json").read_text(encoding="utf-8"))
-    if options.layers:
+        file = SHAPES / f"{name.lower().replace('-', '_')}.json"
+        config = json.loads(file.read_text(encoding="utf-8"))
+    if layers:
         vision = config["vision_config"]
-        config["text_config"]["num_hidden_layers"] = vision["depth"] = options.layers
+        config["text_config"]["num_hidden_layers"] = vision["depth"] = layers
         taps = len(vision["deepstack_visual_indexes"])
-        vision["deepstack_visual_indexes"] = list(range(min(taps, options.layers)))
+        vision["deepstack_visual_indexes"] = list(range(min(taps, layers)))
     return config
 
 
@@ -113,7 +117,7 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
 
     architecture = Architecture.from_hf(config)
     torch.manual_seed(0)
-    batch = make_batch(architecture, options)
+    batch = make_batch(architecture, options.seq_length, options.samples)
     step, note = (hf_step if side == "hf" else our_step)(side, architecture, config, batch, options)
     losses = [step() for _ in range(options.warmup)]
     if options.device == "cuda":
@@ -231,10 +235,10 @@ def peak_memory(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def make_batch(architecture: Any, options: argparse.Namespace) -> dict[str, Tensor]:
+def make_batch(architecture: Any, seq_length: int, samples: int) -> dict[str, Tensor]:
     """Make one pack on the host: samples of equal length, each half text and half images."""
     vision = architecture.vision
-    length = options.seq_length // options.samples
+    length = seq_length // samples
     share = int(length * IMAGE_SHARE)  # tokens of a sample
     side = min(IMAGE_SIDE, int((share - 2) ** 0.5))  # merged patches, between two brackets
     grid = torch.tensor([1, *[side * vision.spatial_merge_size] * 2])
@@ -247,10 +251,10 @@ def make_batch(architecture: Any, options: argparse.Namespace) -> dict[str, Tens
         start = 1 + image * (features + 2)
         sample[start] = architecture.vision_start_token_id
         sample[start + 1 : start + 1 + features] = architecture.image_token_id
-    grids = grid.repeat(images * options.samples, 1)  # (images, 3)
-    lengths = torch.full((options.samples,), length)
+    grids = grid.repeat(images * samples, 1)  # (images, 3)
+    lengths = torch.full((samples,), length)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    ids = sample.repeat(options.samples)[None]  # (1, S)
+    ids = sample.repeat(samples)[None]  # (1, S)
     return {
         "ids": ids,
         "labels": ids.roll(-1, 1),

@@ -39,10 +39,14 @@ class Flag:
     Attributes:
         metavar: stands for the value in ``--help``; a tuple for as many values.
         aliases: further names, such as ``--dpo-beta``.
+        name: the flag, if it is not called as the field is.
+        nargs: argparse's number of values, if a list may be empty.
     """
 
     metavar: str | tuple[str, ...] | None = None
     aliases: tuple[str, ...] = ()
+    name: str | None = None
+    nargs: str | None = None
 
 
 Folder = Annotated[str, Flag("DIR")]
@@ -71,7 +75,18 @@ def add_flags(
     for field in fields(owner):
         if field.name not in leave_out:
             default = None if field.name in undecided else field.default
-            _add_flag(group, field.name, kinds[field.name], default, texts[field.name])
+            text = texts.get(field.name, "")
+            _add_flag(group, field.name, kinds[field.name], default, text)
+
+
+def fill[T](owner: type[T], flags: argparse.Namespace, **others: Any) -> T:
+    """Make a dataclass of the parsed `flags` of its fields, and of `others`; lists become tuples.
+
+    A field that is neither a flag nor in `others` has its default.
+    """
+    values = {f.name: getattr(flags, f.name) for f in fields(owner) if hasattr(flags, f.name)}  # type: ignore[arg-type]
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return owner(**{**values, **others})
 
 
 @cache
@@ -94,7 +109,7 @@ def _add_flag(
     group: argparse._ArgumentGroup, dest: str, kind: Any, default: Any, text: str
 ) -> None:
     kind, extra = _unwrap(kind)
-    flag = f"--{dest.replace('_', '-')}"
+    flag = extra.name or f"--{dest.replace('_', '-')}"
     names = (flag, *extra.aliases)
     if kind is bool and default is None:
         action = argparse.BooleanOptionalAction
@@ -130,7 +145,7 @@ def _shape(kind: Any, flag: Flag) -> dict[str, Any]:
     if get_origin(kind) is tuple:
         item, *rest = get_args(kind)
         item, inner = _unwrap(item)
-        several = "+" if rest == [...] else 1 + len(rest)
+        several = flag.nargs or ("+" if rest == [...] else 1 + len(rest))
         metavar = flag.metavar or inner.metavar or _METAVARS[item]
         return {"nargs": several, "type": item, "metavar": metavar}
     return {"type": kind, "metavar": flag.metavar or _METAVARS[kind]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from mcore_qwen3vl.owners import (
 )
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny import YARN, tiny_config
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.unused import Fields, Unused, as_json, sentences
@@ -262,12 +262,9 @@ def test_the_start_of_training_names_it(
     model = shutil.copytree(dense, tmp_path / "model")
     write(model, config=merged(tiny_config(), NEW))
     adapter = write(tmp_path, adapter_config={"peft_type": "LORA", "r": 2, **NEW})
-    words = {"hf_model": str(model), "lora_init": None, "lora_config": adapter}
-    data = {"data_path": ["a.jsonl"], "train_data_path": None, "valid_data_path": None}
-    more = {"teacher": None, "loss": "sft", "load_hf": None, "pretrained_checkpoint": None}
-    args = Namespace(**words, **data, **more)
+    words = ["--hf-model", str(model), "--lora-config", str(adapter), "--data-path", "a.jsonl"]
     run = object.__new__(Run)
-    run.args = args
+    run.settings = CommandLine(words).settings
     assert sentences(run._unused()) == [
         "not used of config.json: frobnicate",
         "not used of adapter_config.json: frobnicate",

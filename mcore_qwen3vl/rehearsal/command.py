@@ -5,13 +5,11 @@ Of the made-up model, data and teacher of a rehearsal only the sizes matter.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import shlex
 import subprocess
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,13 +29,13 @@ from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny.records import write_half_images
 from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 from mcore_qwen3vl.training.arguments.command_line import (
-    OWN_SPLIT,
     CommandLine,
     StrictParser,
     take_back,
     without_flags,
 )
-from mcore_qwen3vl.training.arguments.losses import DISTILL, KTO, LOSSES, distillation_of
+from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
+from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.second_model import source_of
 
 INSTALLED = Path(mcore_qwen3vl.__file__).parent / "launch"
@@ -92,8 +90,9 @@ class Command:
         Raises:
             BadInput: a flag has an invalid value.
         """
-        moe = self.args.expert_model_parallel_size > 1
-        return Layout.from_flags(self.args, self.gpus, moe=moe)
+        parallel = self.settings.parallel
+        moe = parallel.expert_model_parallel_size > 1
+        return Layout.from_flags(parallel, self.gpus, moe=moe)
 
     @cached_property
     def line(self) -> CommandLine:
@@ -101,15 +100,15 @@ class Command:
         return CommandLine(self.flags)
 
     @property
-    def args(self) -> Namespace:
-        """The flags' values; see :attr:`CommandLine.args`."""
-        return self.line.args
+    def settings(self) -> Settings:
+        """What the flags say; see :attr:`CommandLine.settings`."""
+        return self.line.settings
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one rank in one iteration."""
-        rows = self.args.micro_batch_size * self.layout.dp
-        return max((self.args.global_batch_size or rows) // rows, 1)
+        rows = self.settings.data.micro_batch_size * self.layout.dp
+        return max((self.settings.loop.global_batch_size or rows) // rows, 1)
 
     @property
     def rehearsed_micro_batches(self) -> int:
@@ -121,7 +120,8 @@ class Command:
     @property
     def micro_batch_group(self) -> int:
         """Micro-batches that a rank runs through a virtual stage before it turns to the next."""
-        return self.args.microbatch_group_size_per_virtual_pipeline_stage or self.layout.pp
+        group = self.settings.parallel.microbatch_group_size_per_vp_stage
+        return group or self.layout.pp
 
 
 def read_command(words: Sequence[str], gpus: int | None) -> Command:
@@ -145,7 +145,8 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
         raise BadInput("Say how many GPUs the run has: --gpus N, or name a script of launch/.")
     else:
         command = Command(tuple(words), gpus)
-    command.line.checked_args()
+    command.line.check_names()
+    _ = command.settings
     if command.value("--spec", "te") == "te" and find_spec("transformer_engine") is None:
         if command.script is not None:  # the script knows the flags that go with a spec
             command = _read_script(Path(words[0]), [*words[1:], "--spec", "torch"], gpus)
@@ -250,7 +251,7 @@ def _all_roles(command: Command, a: Architecture) -> list[Role]:
     layout = command.layout
     if layout.pp == 1:
         return [Role("every rank", 0, 0)]
-    every_one = any(getattr(command.args, name) for name in OWN_SPLIT)
+    every_one = command.settings.parallel.has_own_split
     layers_of_stages = layout.virtual_stages(a.num_hidden_layers)
     middle: dict[object, list[int]] = {}
     for stage in range(1, layout.pp - 1):
@@ -317,15 +318,15 @@ def prepare(command: Command, folder: Path) -> Command:
             f"{model} has no tokenizer, so {data} cannot be read: copy the tokenizer and processor "
             "files beside the config, or leave --data-path out for made-up data."
         )
-    elif source := source_of(command.args):  # no flag names what training starts from any more
+    elif source := source_of(command.settings):  # no flag names what training starts from any more
         prepared = prepared.plus(*source)
-    if command.args.moe_token_dispatcher_type == "flex":
+    if command.settings.compute.moe_token_dispatcher_type == "flex":
         prepared = prepared.with_note(
             "DeepEP is a stub here, with its launches, host syncs and sizes, whether or not it is "
             "installed"
         )
     count = command.rehearsed_micro_batches
-    batch = count * command.args.micro_batch_size * command.layout.dp
+    batch = count * command.settings.data.micro_batch_size * command.layout.dp
     if count < command.micro_batches:
         prepared = prepared.with_note(
             f"only {count} of the {command.micro_batches} micro-batches of an iteration were run: "
@@ -339,14 +340,14 @@ def prepare(command: Command, folder: Path) -> Command:
 
 def sample_size(command: Command) -> tuple[int, int]:
     """Return the tokens of each made-up sample, and those along the side of its images."""
-    tokens = command.args.seq_length
+    tokens = command.settings.data.seq_length
     if command.value("--packing") is not None:
         tokens = max(tokens // SAMPLES_OF_A_PACK, SHORTEST)
     return tokens, min(int((tokens / 2) ** 0.5), LARGEST_IMAGE)
 
 
 def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
-    seq_length = command.args.seq_length
+    settings, seq_length = command.settings, command.settings.data.seq_length
     if seq_length < SHORTEST:
         raise BadInput(
             f"--seq-length {seq_length}: made-up samples have at least {SHORTEST} tokens; raise "
@@ -356,7 +357,7 @@ def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
     images = max(round(tokens / 2 / side**2), 1)
     config = _config(model)
     write_stand_in(config, folder / "model")
-    if source := source_of(command.args):
+    if source := source_of(command.settings):
         second = identify(resolve(source.path, weights=False)).config()
         write_stand_in(_config(second), folder / "second")
         command = command.plus(source.flag, folder / "second")
@@ -372,8 +373,8 @@ def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
         pairs=command.value("--loss") in LOSSES,
         labelled=command.value("--loss") == KTO,
     )
-    if command.args.loss == DISTILL and not command.args.teacher:
-        write_made_up_teacher(file, folder / "model", command.args)
+    if settings.training.loss == DISTILL and not settings.distillation.teacher:
+        write_made_up_teacher(file, folder / "model", settings)
     return command.plus("--hf-model", folder / "model", "--data-path", file).with_note(
         f"made-up data: samples of {tokens} tokens, with {images} image{'s' * (images > 1)} of "
         f"{side} x {side} tokens each"
@@ -384,7 +385,7 @@ def _config(model: Path) -> Path:
     return model / "config.json" if model.is_dir() else model
 
 
-def write_made_up_teacher(data: Path, model: Path, args: argparse.Namespace) -> None:
+def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
     """Write the file of a teacher for whom K tokens and all others together are equally likely."""
     # Imported here, because they take seconds.
     from mcore_qwen3vl.data.config import DataConfig
@@ -401,12 +402,11 @@ def write_made_up_teacher(data: Path, model: Path, args: argparse.Namespace) -> 
         write_teacher,
     )
     from mcore_qwen3vl.scoring.records import Records
-    from mcore_qwen3vl.training.arguments.settings import media_limits
 
     processor, architecture = load_processor(model), Architecture.from_hf(model)
     sources = parse_sources([str(data)])
     samples = CrudeSamples(sources, split="train", trust=False)
-    config = DataConfig(args.seq_length, media=media_limits(args))
+    config = DataConfig(settings.data.seq_length, media=settings.data.media)
     records = Records(samples, sources, architecture, processor, config, 1)
     lines = []
     for micro in records.plan(range(len(samples))):
@@ -418,11 +418,11 @@ def write_made_up_teacher(data: Path, model: Path, args: argparse.Namespace) -> 
     partial = data.with_suffix(".partial")
     partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     write_teacher(partial, teacher_of(data))
-    settings = {
+    facts = {
         "data": file_digest(data),
-        "temperature": distillation_of(args).temperature,
+        "temperature": settings.distillation.loss.temperature,
         "top_k": K,
         "checkpoint": {"path": "nobody"},
         "vocabulary": vocabulary_of(processor.tokenizer, architecture.vocab_size),
     }
-    facts_of(teacher_of(data)).write_text(json.dumps({"settings": settings}), encoding="utf-8")
+    facts_of(teacher_of(data)).write_text(json.dumps({"settings": facts}), encoding="utf-8")

@@ -167,15 +167,15 @@ def _reset_words(command: Command, flags: Sequence[str]) -> Iterator[str]:
 
 def trained_of(command: Command, a: Architecture) -> memory.TrainedCounts | None:
     """Count the parameters that a LoRA run trains; None for a run without LoRA."""
-    return memory.trained_of(command.args, a, command.line.model)
+    return memory.trained_of(command.settings, a, command.line.model)
 
 
 def estimate_stages(
     command: Command, a: Architecture, trained: memory.TrainedCounts | None
 ) -> list[memory.Memory]:
     """Return the modelled memory of a rank of each pipeline stage, in order."""
-    layout = Layout.from_flags(command.args, command.gpus, moe=a.is_moe)
-    return memory.of_flags(command.args, a, layout, trained)
+    layout = Layout.from_flags(command.settings.parallel, command.gpus, moe=a.is_moe)
+    return memory.of_settings(command.settings, a, layout, trained)
 
 
 def step_seconds(command: Command, a: Architecture, gpu: Gpu, constants: Constants) -> float:
@@ -197,9 +197,10 @@ def work_of(command: Command, a: Architecture) -> list[RankWork]:
 
     Other kernels, their launches, host syncs and the transfers between stages are left out.
     """
-    layout, args, (sample, side) = command.layout, command.args, sample_size(command)
-    again = args.recompute_granularity == "full"
-    tokens, merge = args.seq_length * args.micro_batch_size, a.vision.spatial_merge_size**2
+    layout, settings, (sample, side) = command.layout, command.settings, sample_size(command)
+    again = settings.compute.recompute_granularity == "full"
+    tokens = settings.data.seq_length * settings.data.micro_batch_size
+    merge = a.vision.spatial_merge_size**2
     patches = tokens / 2 * merge  # half of the tokens are visual
     divided, parts = layout.tp * layout.cp, layout.pp * layout.vpp
     products = flops.language(a, tokens, 0) / parts

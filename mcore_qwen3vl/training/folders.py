@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from mcore_qwen3vl.converters.place import (
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 
 LOGS = "logs"
 _OWNER = ".run"
@@ -30,8 +30,8 @@ _OWNER = ".run"
 
 def log_of(command: CommandLine, rank: int) -> Path | None:
     """Return the log file of `rank`; None without ``--save`` or with ``--verbose``."""
-    args = command.args
-    return log_file(Path(args.save), rank) if args.save and not args.verbose else None
+    save, verbose = command.settings.checkpoints.save, command.settings.training.verbose
+    return log_file(Path(save), rank) if save and not verbose else None
 
 
 def log_file(save: Path, rank: int) -> Path:
@@ -61,47 +61,48 @@ def disk_error(folder: Path, size: int) -> str | None:
     return None
 
 
-def check_overwriting(args: argparse.Namespace) -> None:
+def check_overwriting(checkpoints: CheckpointSettings, exports: str | None) -> None:
     """Raise BadInput if the run would write into a checkpoint, or over another run's.
 
     Only the run that is resumed may be written to, after its newest checkpoint. Paths are compared
     as the file system resolves them.
     """
-    targets = {"--save": args.save, "--save-hf": args.save_hf}
+    targets = {"--save": checkpoints.save, "--save-hf": exports}
     for flag, target in targets.items():
         if target and (place := _checkpoint_around(Path(target).resolve())):
             raise BadInput(
                 f"{flag} {target} is the checkpoint {place}, or inside it: name another folder "
                 f"with {flag}."
             )
-    if not args.save:
+    if not (named := checkpoints.save):
         return
-    save = Path(args.save).resolve()
-    if args.save_hf and Path(args.save_hf).resolve() == save:
+    save = Path(named).resolve()
+    if exports and Path(exports).resolve() == save:
         raise BadInput(
-            f"--save and --save-hf are both {args.save}, where an export would replace the "
+            f"--save and --save-hf are both {named}, where an export would replace the "
             "checkpoint of the same step: name another folder, for example one below it."
         )
-    load = Path(args.load).resolve() if args.load else save
-    base = args.pretrained_checkpoint and Path(args.pretrained_checkpoint).resolve()
+    load = Path(checkpoints.load).resolve() if checkpoints.load else save
+    start = checkpoints.pretrained_checkpoint
+    base = start and Path(start).resolve()
     if load in save.parents or base in (save, *save.parents):
         raise BadInput(
-            f"--save {args.save} is the folder that the weights are loaded from, or inside it: "
+            f"--save {named} is the folder that the weights are loaded from, or inside it: "
             "name another folder with --save."
         )
     newest = read_tracker(save)
     if newest is None:
         return
-    starts_over = {"--load": load != save, "--finetune": args.finetune}
+    starts_over = {"--load": load != save, "--finetune": checkpoints.finetune}
     if flags := " and ".join(flag for flag, does in starts_over.items() if does):
         raise BadInput(
-            f"--save {args.save} holds a run, up to {folder_name(newest)}, which {flags} would "
+            f"--save {named} holds a run, up to {folder_name(newest)}, which {flags} would "
             f"overwrite: name another folder with --save, or leave out {flags} to go on with it."
         )
-    if args.ckpt_step and isinstance(newest, int) and newest > args.ckpt_step:
+    if (step := checkpoints.ckpt_step) and isinstance(newest, int) and newest > step:
         raise BadInput(
-            f"--save {args.save} holds a run, up to {folder_name(newest)}, which a run from "
-            f"--ckpt-step {args.ckpt_step} would overwrite: add --load {args.save}, and name "
+            f"--save {named} holds a run, up to {folder_name(newest)}, which a run from "
+            f"--ckpt-step {step} would overwrite: add --load {named}, and name "
             "another folder with --save."
         )
 
@@ -117,18 +118,18 @@ def _checkpoint_around(folder: Path) -> Path | None:
     return None
 
 
-def check_export(args: argparse.Namespace) -> None:
+def check_export(save: str | None, exports: str | None) -> None:
     """Raise BadInput if ``--save-hf`` holds exports of another run than the one in ``--save``."""
-    folder = Path(args.save_hf or "")
-    found = [folder_name(step) for step in numbered_iterations(folder)] if args.save_hf else []
-    found += ["best"] if args.save_hf and (folder / "best").exists() else []
-    owner = owner_of(args.save_hf)
+    folder = Path(exports or "")
+    found = [folder_name(step) for step in numbered_iterations(folder)] if exports else []
+    found += ["best"] if exports and (folder / "best").exists() else []
+    owner = owner_of(exports)
     # Earlier versions named no owner. Then a run that goes on is taken for it.
-    goes_on = bool(args.save and numbered_iterations(Path(args.save)))
-    own = owner == owner_of(args.save) if owner else goes_on
+    goes_on = bool(save and numbered_iterations(Path(save)))
+    own = owner == owner_of(save) if owner else goes_on
     if found and not own:
         raise BadInput(
-            f"{args.save_hf} holds the export {found[-1]} of another run, which this one "
+            f"{exports} holds the export {found[-1]} of another run, which this one "
             "would overwrite. Name another folder with --save-hf, or remove it."
         )
 
@@ -148,11 +149,10 @@ def claim(save: str | None, exports: str) -> None:
 
 
 @contextmanager
-def locked(args: argparse.Namespace) -> Iterator[None]:
-    """Lock, on the first rank, the folders that a run writes to, or raise BadInput."""
+def locked(folders: Sequence[str | None]) -> Iterator[None]:
+    """Lock the `folders` that a run writes to, as one rank does, or raise BadInput."""
     with ExitStack() as locks:
-        places = (args.save, args.save_hf) if args.rank == 0 else ()
-        for folder in {Path(place).resolve() for place in places if place}:
+        for folder in {Path(place).resolve() for place in folders if place}:
             folder.mkdir(parents=True, exist_ok=True)
             locks.enter_context(only_writer(folder))
             for left in folder.glob(".*.[0-9]*.tmp"):  # of `atomic_write`, in a run that was killed

@@ -6,7 +6,6 @@ lacks one of them, the run refuses to start instead of training without the hook
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import queue
@@ -22,6 +21,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor, nn
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.run import ComputeSettings
 
 Wrapper = Callable[..., Any]
 """A function ``(original, *args, **kwargs) -> result`` that replaces ``original``."""
@@ -239,8 +239,8 @@ class LossScaleSkips:
     optimizer and the learning rate's schedule stay where they are.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
+    def __init__(self, compute: ComputeSettings) -> None:
+        self._compute = compute
         self._steps = self._skipped = self._reported = 0
 
     def __bool__(self) -> bool:
@@ -257,8 +257,8 @@ class LossScaleSkips:
         return {"skipped steps": since}
 
     def __str__(self) -> str:
-        scale = self._args.loss_scale or self._args.initial_loss_scale
-        lower = "--loss-scale" if self._args.loss_scale else "--initial-loss-scale"
+        scale = self._compute.loss_scale or self._compute.initial_loss_scale
+        lower = "--loss-scale" if self._compute.loss_scale else "--initial-loss-scale"
         return (
             f"{self._skipped} of {self._steps} steps were skipped, because gradients overflowed in "
             "fp16 at the loss scale: they changed no weight, and the learning rate's schedule does "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import warnings
 from dataclasses import replace
@@ -15,11 +14,12 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig, apply, resolve_targets
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig, apply, resolve_targets
 from mcore_qwen3vl.converters.live.export import save_adapter
 from mcore_qwen3vl.converters.live.sharded import hf_parts, initialize_factors, load_factors
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, LORA_FOLDER, Kind, identify
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
+from mcore_qwen3vl.data.config import Task
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.attach import (
@@ -30,8 +30,8 @@ from mcore_qwen3vl.model.lora.attach import (
     whole_tensors,
 )
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.arguments.lora import adapter_config, asked
-from mcore_qwen3vl.training.arguments.tasks import hf_config_of
+from mcore_qwen3vl.training.arguments.lora import LoraSettings
+from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.memory import trained_parameters
 from mcore_qwen3vl.training.second_model import start_from
 
@@ -51,8 +51,8 @@ class Identity(TypedDict):
 class Base:
     """The weights that a LoRA run leaves as they are: --load-hf or --pretrained-checkpoint."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.path: str | None = args.load_hf or args.pretrained_checkpoint
+    def __init__(self, path: str | None) -> None:
+        self.path = path
         self._sum: Tensor | None = None
         self._dtype = ""
         self._total: int | None = None
@@ -101,6 +101,14 @@ class Base:
 class LoraRun:
     """A LoRA run as its flags describe it.
 
+    Args:
+        settings: the adapter's.
+        architecture: the model's shape.
+        model: the model's config.
+        base: the checkpoint of the weights that the run leaves as they are, if it reads any.
+        task: the task, if it is another one than predicting tokens.
+        seed: of the factors' initial values, which are the same under every layout.
+
     Attributes:
         config: the adapter's config.
         targets: the matrices that it adapts, of the whole model.
@@ -110,27 +118,44 @@ class LoraRun:
         BadInput: flags contradict one another or the model; or ``--lora-init`` cannot be read.
     """
 
-    def __init__(self, args: argparse.Namespace, architecture: Architecture) -> None:
-        self._args = args
-        self.base = Base(args)
-        args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run
-        config = adapter_config(args, architecture)
+    def __init__(
+        self,
+        settings: LoraSettings,
+        architecture: Architecture,
+        model: HFConfig,
+        *,
+        base: str | None,
+        task: Task | None,
+        seed: int,
+    ) -> None:
+        self._seed = seed
+        self.base = Base(base)
+        config = settings.adapter_config(architecture, task)
         named = config.raw.get("base_model_name_or_path") or self.base.path
         self.config = replace(config, raw={**config.raw, "base_model_name_or_path": named})
-        self._model = model = hf_config_of(args)
+        self._model = model
         self.targets = resolve_targets(self.config, model)
         self._saved = apply(self.config, model).saved
         tied = architecture.tie_word_embeddings
         self.parameters = trained_parameters(self.targets, self._saved, tied=tied).total()
-        self._start = read_adapter(args.lora_init, model) if args.lora_init else None
+        self._start = read_adapter(settings.lora_init, model) if settings.lora_init else None
         if self._start is not None and self.base.path and Path(self.base.path).exists():
             for note in self._start.other_base(Path(self.base.path)):
                 warnings.warn(note, stacklevel=2)  # shown by the first rank
 
     @classmethod
-    def of(cls, args: argparse.Namespace, architecture: Architecture) -> LoraRun | None:
+    def from_settings(cls, settings: Settings, architecture: Architecture) -> LoraRun | None:
         """Build the LoRA run that the flags describe; None if no flag asks for LoRA."""
-        return cls(args, architecture) if asked(args) else None
+        if not settings.lora.trains_adapter:
+            return None
+        return cls(
+            settings.lora,
+            architecture,
+            settings.hf_config,
+            base=settings.start,
+            task=settings.task.task,
+            seed=settings.loop.seed,
+        )
 
     def adapt(self, chunk: Qwen3VLModel, choice: Freezing) -> None:
         """Add the adapter to a chunk that has the base weights; a resume loads its values later.
@@ -140,7 +165,7 @@ class LoraRun:
         """
         attach(chunk, self.targets, dropout=self.config.lora_dropout)
         if self._start is None:
-            initialize_factors(chunk, self._args.seed)
+            initialize_factors(chunk, self._seed)
         else:
             load_factors(chunk, self._start.factors)
             load_saved([chunk], whole_tensors(self._start))
@@ -150,12 +175,12 @@ class LoraRun:
         """Write a PEFT adapter directory; a collective."""
         save_adapter(model, folder, config=self.config, hf_config=self._model, force=True)
 
-    def save_config(self) -> None:
-        """Write, beside the checkpoints, what :func:`check_checkpoint` reads; a collective."""
+    def save_config(self, save: str) -> None:
+        """Write what :func:`check_checkpoint` reads, beside the checkpoints; a collective."""
         identity = self.base.identity()
         if dist.get_rank() != 0:
             return
-        folder = Path(self._args.save) / LORA_FOLDER
+        folder = Path(save) / LORA_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ADAPTER_CONFIG).write_text(self.config.to_json() + "\n", encoding="utf-8")
         if identity is not None:
@@ -174,27 +199,27 @@ def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any
     return state
 
 
-def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
-    """Raise BadInput for checkpoints of another kind of run, adapter or base; a collective."""
-    if args.load is None or identify(args.load).kind is not Kind.MEGATRON:
+def check_checkpoint(load: str | None, lora: LoraRun | None) -> None:
+    """Raise BadInput if `load` has checkpoints of another run, adapter or base; a collective."""
+    if load is None or identify(load).kind is not Kind.MEGATRON:
         return
-    file = Path(args.load) / LORA_FOLDER / ADAPTER_CONFIG
+    file = Path(load) / LORA_FOLDER / ADAPTER_CONFIG
     if lora is None:
         if file.exists():
             raise BadInput(
-                f"{args.load} holds the checkpoints of a LoRA run: add its --lora flags, or "
+                f"{load} holds the checkpoints of a LoRA run: add its --lora flags, or "
                 f"--lora-config {file}."
             )
         return
     if not file.exists():
         raise BadInput(
-            f"{args.load} holds checkpoints of a whole model, not of an adapter: give it as "
+            f"{load} holds checkpoints of a whole model, not of an adapter: give it as "
             "--pretrained-checkpoint, with another --save."
         )
     there = AdapterConfig.from_file(file)
     if _shape(there) != _shape(lora.config):
         raise BadInput(
-            f"{args.load} was trained with another adapter config than the flags give: resume "
+            f"{load} was trained with another adapter config than the flags give: resume "
             f"with --lora-config {file}, or choose another --save."
         )
     lora.base.check(file.parent)

@@ -10,7 +10,6 @@ Allocator fragmentation, NCCL buffers and the CUDA context are not included.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head import CHUNK_LOGITS
 from mcore_qwen3vl.schedule import order_of_work
-from mcore_qwen3vl.training.arguments.lora import adapter_config, asked
+from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.second_model import architecture_of, layout_for
 
 Recompute = Literal["none", "cheap", "full"] | int
@@ -113,19 +112,21 @@ def by_stage(
     return stages
 
 
-def of_flags(
-    args: argparse.Namespace, a: Architecture, layout: Layout, trained: TrainedCounts | None
+def of_settings(
+    settings: Settings, a: Architecture, layout: Layout, trained: TrainedCounts | None
 ) -> list[Memory]:
-    """Return :func:`by_stage` for a run's flags, which need not be validated.
+    """Return :func:`by_stage` for a run's settings, which need not be validated.
 
     The weights include those of a second model, whose activations do not stay in memory.
     """
-    tokens = args.seq_length * args.micro_batch_size
-    recompute: Recompute = "none" if args.keep_activations else "cheap"
-    if args.recompute_granularity == "full":
-        recompute = args.recompute_num_layers if args.recompute_method == "block" else "full"
+    data, compute = settings.data, settings.compute
+    tokens = data.seq_length * data.micro_batch_size
+    recompute: Recompute = "none" if settings.training.keep_activations else "cheap"
+    if compute.recompute_granularity == "full":
+        layers = compute.recompute_num_layers if compute.recompute_method == "block" else None
+        recompute = "full" if layers is None else layers
     stages = by_stage(a, layout, tokens, recompute, trained)
-    second = architecture_of(args, a)
+    second = architecture_of(settings, a)
     if second is None:
         return stages
     own = layout_for(layout, a, second)
@@ -136,11 +137,11 @@ def of_flags(
     ]
 
 
-def trained_of(args: argparse.Namespace, a: Architecture, model: Path) -> TrainedCounts | None:
+def trained_of(settings: Settings, a: Architecture, model: Path) -> TrainedCounts | None:
     """Count the parameters that a LoRA run trains; None for a run without LoRA."""
-    if not asked(args):
+    if not settings.lora.trains_adapter:
         return None
-    config = adapter_config(args, a)
+    config = settings.lora.adapter_config(a, settings.task.task)
     targets, saved = resolve_targets(config, model), apply(config, model).saved
     return trained_parameters(targets, saved, tied=a.tie_word_embeddings)
 

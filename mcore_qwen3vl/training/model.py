@@ -18,8 +18,8 @@ from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.attach import freezing as freezing_of_adapters
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
-from mcore_qwen3vl.training.arguments.losses import LOSSES
-from mcore_qwen3vl.training.arguments.tasks import labels_of
+from mcore_qwen3vl.training.arguments.run import LOSSES, CheckpointSettings
+from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
 from mcore_qwen3vl.training.lora import LoraRun
 from mcore_qwen3vl.training.second_model import start_from
@@ -39,8 +39,9 @@ def fields_from_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_provider(
-    args: argparse.Namespace,
+    settings: Settings,
     architecture: Architecture,
+    args: argparse.Namespace,
     lora: LoraRun | None = None,
     on_trained: Callable[[Trained], None] = lambda trained: None,
     other: OtherMaker | None = None,
@@ -49,6 +50,7 @@ def model_provider(
     """Return the model provider for ``megatron.training.pretrain``.
 
     Args:
+        args: those of Megatron's, of which it makes the ``TransformerConfig``.
         lora: the LoRA run, if an adapter trains instead of the model's own weights.
         on_trained: called with how much trains, once the last chunk of a rank is built.
         other: the checkpoint of another maker to start from, if any.
@@ -58,21 +60,23 @@ def model_provider(
         A function that builds one pipeline chunk, reads into it ``--load-hf``, `other` or the base
         of a LoRA run, and freezes what the flags say.
     """
+    training, data, load_hf = settings.training, settings.data, settings.model.load_hf
+    loop, compute = settings.loop, settings.compute
     fields_of_all = {**fields_from_flags(args), **config_overrides}
-    several = args.loss in LOSSES or args.task
-    if args.pad_to_longest or (several and not args.packing):
+    several = training.loss in LOSSES or settings.task.task
+    if data.pad_to_longest or (several and not data.packing):
         # Otherwise stages would transfer --seq-length tokens of --micro-batch-size rows, whatever
         # the batch's shape.
         fields_of_all["variable_seq_lengths"] = True
-    elif args.eval_iters:
+    elif loop.eval_iters:
         # Validations are not packed. Megatron's schedules ask for variable lengths when they begin
         # (`Run._evaluate`), but HybridEP when the model is built.
         fields_of_all["moe_hybridep_pad_uneven_dispatch_inputs"] = True
-    if args.compile_pointwise:
+    if training.compile_pointwise:
         pointwise.switch_on()
-    labels = labels_of(args)
-    kind = Qwen3VLModel if labels is None else TaskModel.of(labels, args.seed)
-    freezing = freezing_of_adapters() if lora else Freezing(args.freeze, args.trainable)
+    labels = settings.labels
+    kind = Qwen3VLModel if labels is None else TaskModel.of(labels, loop.seed)
+    freezing = freezing_of_adapters() if lora else Freezing(training.freeze, training.trainable)
 
     def provide(
         pre_process: bool = True,
@@ -83,15 +87,15 @@ def model_provider(
     ) -> Qwen3VLModel:
         model = kind.from_hf_config(
             architecture,
-            spec=args.spec[0],
+            spec=compute.layer_spec,
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
             pg_collection=pg_collection,
-            vocab_size=args.padded_vocab_size,
-            recompute_vision=args.recompute_vision,
-            keep_activations=args.keep_activations,
-            head_chunk=args.head_chunk,
+            vocab_size=compute.padded_vocab_size,
+            recompute_vision=training.recompute_vision,
+            keep_activations=training.keep_activations,
+            head_chunk=training.head_chunk,
             **fields_of_all,
         )
         if lora:
@@ -99,25 +103,25 @@ def model_provider(
             lora.adapt(model, freezing)
         elif other:
             start_from([model], other.folder)
-        elif args.load_hf and not resuming(args):
-            start_from([model], args.load_hf)
+        elif load_hf and not resuming(settings.checkpoints.load):
+            start_from([model], load_hf)
         freezing.apply(model)
-        stages = args.virtual_pipeline_model_parallel_size or 1
+        stages = settings.parallel.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):
             on_trained(freezing.check())
             if lora is None:
-                _check_saved(args, freezing.divided)
+                _check_saved(settings.checkpoints, freezing.divided)
         return model
 
     return provide
 
 
-def _check_saved(args: argparse.Namespace, divided: str | None) -> None:
+def _check_saved(checkpoints: CheckpointSettings, divided: str | None) -> None:
     """Refuse to save the optimizer's state where a parameter trains in some layers only.
 
     Megatron stores the layers as one tensor, and does not save one that has gaps.
     """
-    if divided and args.save and not args.no_save_optim:
+    if divided and checkpoints.save and not checkpoints.no_save_optim:
         raise BadInput(
             f"{divided} trains in some layers and not in others, and Megatron stores the "
             "optimizer's state of all layers as one tensor: freeze alike in all layers, or add "
@@ -125,6 +129,6 @@ def _check_saved(args: argparse.Namespace, divided: str | None) -> None:
         )
 
 
-def resuming(args: argparse.Namespace) -> bool:
+def resuming(load: str | None) -> bool:
     """Return whether ``--load`` holds a checkpoint, which takes precedence over ``--load-hf``."""
-    return args.load is not None and checkpoint_exists(args.load)
+    return load is not None and checkpoint_exists(load)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import logging
 import os
@@ -12,8 +11,8 @@ import threading
 import warnings
 from collections.abc import Collection
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu, un
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
-from mcore_qwen3vl.training.arguments.parser import parse, without_help_texts
+from mcore_qwen3vl.training.arguments.parser import Parsed, parse, without_help_texts
 from mcore_qwen3vl.training.folders import locked
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.progress import RunProgress
@@ -57,11 +56,12 @@ def main(command: CommandLine) -> int:
         overlap = "--overlap-moe-expert-parallel-comm" in command.words
         _choose_device(command.cpu, several_queues=overlap)
         with without_help_texts():
-            args, explicit = parse(command)
-            run = Run(args, screen)
-            if args.rank == 0:
-                run.introduce(screen, explicit)
-            with locked(args):
+            parsed = parse(command)
+            run = Run(parsed, screen)
+            settings, first = parsed.settings, parsed.settings.parallel.rank == 0
+            if first:
+                run.introduce(screen, parsed.explicit)
+            with locked([settings.checkpoints.save, settings.model.save_hf] if first else []):
                 return run.train()
 
 
@@ -86,7 +86,7 @@ def _choose_device(cpu: bool, *, several_queues: bool = False) -> None:
 class Run:
     """The state of a run that Megatron's loop does not hold."""
 
-    def __init__(self, args: argparse.Namespace, screen: Console | None) -> None:
+    def __init__(self, parsed: Parsed, screen: Console | None) -> None:
         from mcore_qwen3vl.config import Architecture
         from mcore_qwen3vl.training.broadcast.provider import DataProvider
         from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
@@ -96,22 +96,27 @@ class Run:
         from mcore_qwen3vl.training.second_model import SecondModel
         from mcore_qwen3vl.training.step.objectives import forward_step_of
 
-        self.args = args
-        self.architecture = Architecture.from_hf(args.hf_model)
-        self.second = SecondModel.of(args, self.architecture)
-        self.lora = LoraRun.of(args, self.architecture)
-        self.other = from_other_maker(args)
-        self.metrics = metrics.Metrics(self.architecture, peak_tflops=args.peak_tflops)
-        self.data = DataProvider(args, self.architecture, self.metrics.count)
-        self.forward_step = forward_step_of(args)
+        self.settings = settings = parsed.settings
+        self.args = parsed.args  # Megatron's, which its loop changes while it runs
+        self.architecture = Architecture.from_hf(settings.model.folder)
+        self.second = SecondModel.from_settings(settings, self.architecture)
+        self.lora = LoraRun.from_settings(settings, self.architecture)
+        checkpoints = settings.checkpoints
+        if self.lora:  # its base is no checkpoint of this run
+            checkpoints = replace(checkpoints, pretrained_checkpoint=None)
+        self.other = from_other_maker(checkpoints)
+        self.metrics = metrics.Metrics(self.architecture, peak_tflops=settings.training.peak_tflops)
+        self.data = DataProvider(settings, self.architecture, self.metrics.count)
+        self.forward_step = forward_step_of(settings)
         self.last_report: dict[str, float] = {}
-        self.skips = LossScaleSkips(args)
+        self.skips = LossScaleSkips(settings.compute)
         self.norms = NormCheck(self.forward_step.records.explain)
+        self._fp16 = settings.compute.fp16
         self._steps = 0  # of this run so far, with those of --iterations-to-skip
         self._validated_at = -1
         self._interrupted = False
         # The last rank shows progress, as with Megatron's own log: it knows the loss.
-        last = args.rank == args.world_size - 1
+        last = settings.parallel.rank == settings.parallel.world_size - 1
         self.progress = RunProgress(screen if last else None)
         self.checkpoints = RunCheckpoints(self)
 
@@ -119,10 +124,10 @@ class Run:
         """Print what the run will do; one rank calls this."""
         from mcore_qwen3vl.training.logs.summary import show_summary, summary
 
-        taken = statement(self.args, explicit)
-        unused = sentences([*unused_data_flags(self.args, explicit), *self._unused()])
+        taken = statement(self.settings, explicit)
+        unused = sentences([*unused_data_flags(self.settings, explicit), *self._unused()])
         if screen is not None:
-            rows = summary(self.args, self.architecture, explicit, self.lora, self.other)
+            rows = summary(self.settings, self.architecture, explicit, self.lora, self.other)
             names = [("not used", sentence.removeprefix("not used ")) for sentence in unused]
             show_summary(screen, [*rows, *names])
             return
@@ -135,12 +140,12 @@ class Run:
         from mcore_qwen3vl.owners import unused_of
         from mcore_qwen3vl.training.second_model import folder_of
 
-        args = self.args
-        folders = filter(None, (Path(args.hf_model), folder_of(args)))
-        adapters = filter(None, (args.lora_init, args.lora_config))
+        settings, model = self.settings, self.settings.model.folder
+        folders = filter(None, (model, folder_of(settings)))
+        adapters = filter(None, (settings.lora.lora_init, settings.lora.lora_config))
         return [
             *(unused for folder in folders for unused in unused_of(folder)),
-            *(unused for file in adapters for unused in unused_of_adapter(file, args.hf_model)),
+            *(unused for file in adapters for unused in unused_of_adapter(file, model)),
         ]
 
     def train(self) -> int:
@@ -149,7 +154,7 @@ class Run:
         validations = self.checkpoints.validations
         with closing(self.progress) as progress:
             try:
-                with metrics.explained_tensorboard(self.args.tensorboard_dir):
+                with metrics.explained_tensorboard(self.settings.logs.tensorboard_dir):
                     self._pretrain()
                 self.data.close()
             except RuntimeError as error:
@@ -166,7 +171,8 @@ class Run:
                     return 0
                 if self.skips:
                     progress.say(str(self.skips))
-                again = ": run the same command again to continue" if self.args.save else ""
+                saves = self.settings.checkpoints.save
+                again = ": run the same command again to continue" if saves else ""
                 progress.say(f"stopped after step {progress.steps}{again}")
                 return stopped
             if validations.best:
@@ -176,7 +182,7 @@ class Run:
             progress.say(
                 f"done: step {progress.steps}, {progress.elapsed}"
                 if progress.steps
-                else f"nothing left to do: {self.args.load} has all of its steps"
+                else f"nothing left to do: {self.settings.checkpoints.load} has all of its steps"
             )
         return 0
 
@@ -225,8 +231,9 @@ class Run:
             ModelType.encoder_or_decoder,
             self.forward_step,
             model_provider=model_provider(
-                self.args,
+                self.settings,
                 self.architecture,
+                self.args,
                 self.lora,
                 self._note_trained,
                 self.other,
@@ -241,17 +248,17 @@ class Run:
         from mcore_qwen3vl.training.lora import keep_trained
         from mcore_qwen3vl.training.step.objectives import schedule_of
 
-        args, checkpoints = self.args, self.checkpoints
+        settings, checkpoints = self.settings, self.checkpoints
         return {
             "compile_helpers": lambda original: None,
             "get_megatron_optimizer": self._set_up_optimizer,
             "load_checkpoint": checkpoints.load,
             "check_checkpoint_args": checkpoints.compare_parts,
             "dummy_train_step": self._skip_step,
-            "get_forward_backward_func": schedule_of(args, self.second),
+            "get_forward_backward_func": schedule_of(settings, self.second),
             "_allreduce_non_tensor_model_parallel_grads": hooks.reduce_in_pieces,
             "logical_and_across_model_parallel_group": partial(
-                hooks.success_of_all, fp16=args.fp16
+                hooks.success_of_all, fp16=settings.compute.fp16
             ),
             "reduce_max_stat_across_model_parallel_group": hooks.Stats().reduce,
             "training_log": self._log,
@@ -260,7 +267,9 @@ class Run:
             "all_gather_item": hooks.Signals().gather,
             "save_checkpoint_and_time": checkpoints.save,
             "generate_state_dict": keep_trained if self.lora else hooks.unchanged,
-            "get_write_results_queue": hooks.unchanged if args.async_save else hooks.results_queue,
+            "get_write_results_queue": (
+                hooks.unchanged if settings.checkpoints.async_save else hooks.results_queue
+            ),
         }
 
     def _note_trained(self, trained: Trained) -> None:
@@ -271,7 +280,7 @@ class Run:
         from mcore_qwen3vl.training.model import model_provider
 
         if self.second:
-            self.second.build(model_provider)
+            self.second.build(model_provider, self.args)
 
     def _set_up_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer; before it the second model, and after it the length of the run.
@@ -284,7 +293,7 @@ class Run:
 
         self._build_second()
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
-        rates = step.learning_rate_overrides(self.args)
+        rates = step.learning_rate_overrides(self.settings)
         bound["config_overrides"] = {**(bound.get("config_overrides") or {}), **rates}
         optimizer = original(**bound)
         step.use_fused_adam(optimizer)
@@ -292,8 +301,8 @@ class Run:
         keep_own_parts(optimizer)
         take_other_chains(optimizer)
         step.scale_on_host(optimizer)
-        if self.args.num_epochs:
-            self.args.train_iters = self.data.count_steps()
+        if self.settings.training.num_epochs:
+            self.args.train_iters = self.data.count_steps()  # the end of Megatron's loop
         return optimizer
 
     def _skip_step(self, original: Any, batches: Any) -> None:
@@ -316,7 +325,7 @@ class Run:
         self.forward_step.normalise(model)
         iteration = self.args.curr_iteration + 1
         self.forward_step.records.finish(iteration)
-        if iteration % self.args.log_interval == 0:
+        if iteration % self.settings.logs.log_interval == 0:
             self._report(model, iteration)
 
     def _report(self, model: list[Any], iteration: int) -> None:
@@ -341,10 +350,11 @@ class Run:
 
         arguments = inspect.signature(original).bind(*args, **kwargs).arguments
         losses, iteration = arguments["loss_dict"], arguments["iteration"]
-        due = iteration % self.args.log_interval == 0
+        log_json = self.settings.training.log_json
+        due = iteration % self.settings.logs.log_interval == 0
         self._steps += 1
         self.skips.add(arguments["skipped_iter"])
-        if not self.args.fp16:  # whose loss scaler skips steps with a norm that is no number
+        if not self._fp16:  # whose loss scaler skips steps with a norm that is no number
             self.norms.add(arguments["grad_norm"], iteration)
             if due:  # otherwise it is checked a step late
                 self.norms.settle()
@@ -355,11 +365,11 @@ class Run:
                 norm = arguments["grad_norm"]
                 numbers |= {"grad norm": None if norm is None else float(norm)}
                 numbers |= {"learning rate": arguments["learning_rate"]}
-                numbers |= self.skips.report() if self.args.fp16 and due else {}
+                numbers |= self.skips.report() if self._fp16 and due else {}
                 numbers |= self.last_report if due else {}
                 self.progress.show(iteration, numbers)
-                if due and self.args.log_json:
-                    metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
+                if due and log_json:
+                    metrics.append_json(log_json, {"iteration": iteration, **numbers})
         return original(*args, **kwargs)
 
     def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -387,6 +397,6 @@ class Run:
             numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
             listing = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
             self.progress.say(f"step {iteration}: {listing}")
-            if self.args.log_json:
-                metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
+            if log_json := self.settings.training.log_json:
+                metrics.append_json(log_json, {"iteration": iteration, **numbers})
         return result

@@ -19,8 +19,8 @@ from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
-from mcore_qwen3vl.training.arguments.command_line import OWN_SPLIT
-from mcore_qwen3vl.training.arguments.losses import KTO, LOSSES, reference_of
+from mcore_qwen3vl.training.arguments.run import OWN_SPLIT, ParallelSettings
+from mcore_qwen3vl.training.arguments.settings import Settings
 
 _SAME_BATCHES = ("vocab_size", "image_token_id", "video_token_id")
 _SAME_PATCHES = (
@@ -36,32 +36,34 @@ class Source(NamedTuple):
     path: str
 
 
-def source_of(args: argparse.Namespace) -> Source | None:
+def source_of(settings: Settings) -> Source | None:
     """Return the source of the second model; None if the run has no such model."""
-    if args.teacher:
-        return Source("--teacher", args.teacher)
-    if args.loss in (*LOSSES, KTO) and reference_of(args) == "model":
+    if teacher := settings.distillation.teacher:
+        return Source("--teacher", teacher)
+    if settings.reference == "model":
         # A rehearsal starts from no weights.
-        return Source("--reference-model", args.reference_model or args.hf_model)
+        named = settings.preference.reference_model
+        return Source("--reference-model", named or str(settings.model.folder))
     return None
 
 
-def architecture_of(args: argparse.Namespace, trained: Architecture) -> Architecture | None:
+def architecture_of(settings: Settings, trained: Architecture) -> Architecture | None:
     """Return the second model's shape; None if the run has no such model.
 
     The weights that training starts from have the shape `trained`, so no config is read beside
     them.
     """
-    if source_of(args) is None:
+    if source_of(settings) is None:
         return None
-    folder = folder_of(args)
+    folder = folder_of(settings)
     return trained if folder is None else Architecture.from_hf(folder)
 
 
-def folder_of(args: argparse.Namespace) -> Path | None:
+def folder_of(settings: Settings) -> Path | None:
     """Return the folder of the second model's own config; None if it has the trained model's."""
-    source = source_of(args)
-    if source is None or source.path in (args.load_hf, args.pretrained_checkpoint, args.hf_model):
+    model, base = settings.model, settings.checkpoints.pretrained_checkpoint
+    source = source_of(settings)
+    if source is None or source.path in (model.load_hf, base, model.hf_model):
         return None
     return identify(resolve(source.path, weights=False)).config()
 
@@ -89,39 +91,48 @@ class SecondModel:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        settings: Settings,
         trained: Architecture,
         source: Source,
         architecture: Architecture,
     ) -> None:
         self._source, self._architecture = source, architecture
         if architecture is not trained:
-            _check_inputs(args, trained, source, architecture)
-            _check_layout(args, trained, source, architecture)
-        self._args = _arguments(args, trained, architecture)
+            _check_inputs(settings, trained, source, architecture)
+            _check_layout(settings.parallel, trained, source, architecture)
+        self._trained = trained
+        # It starts from its own weights, all of them frozen.
+        self._settings = replace(
+            settings,
+            model=replace(settings.model, load_hf=None),
+            checkpoints=replace(settings.checkpoints, load=None),
+            training=replace(settings.training, freeze=(), trainable=()),
+        )
         self._chunks: list[Any] = []
 
     @classmethod
-    def of(cls, args: argparse.Namespace, trained: Architecture) -> SecondModel | None:
+    def from_settings(cls, settings: Settings, trained: Architecture) -> SecondModel | None:
         """Return the second model that the flags name, or None; the arguments are the class's."""
-        source, architecture = source_of(args), architecture_of(args, trained)
+        source, architecture = source_of(settings), architecture_of(settings, trained)
         if source is None or architecture is None:
             return None
-        return cls(args, trained, source, architecture)
+        return cls(settings, trained, source, architecture)
 
-    def build(self, model_provider: Callable[..., Any]) -> None:
+    def build(self, model_provider: Callable[..., Any], args: argparse.Namespace) -> None:
         """Build this rank's chunks and fill them; all ranks call this once the groups exist.
 
         A second call changes nothing.
 
-        `model_provider` is that of :mod:`mcore_qwen3vl.training.model`, which imports this module.
+        `model_provider` is that of :mod:`mcore_qwen3vl.training.model`, which imports this module,
+        and `args` are the run's, which it reads as Megatron has them.
         """
         if self._chunks:
             return
         from megatron.core.utils import unwrap_model
         from megatron.training.training import get_model
 
-        provider = model_provider(self._args, self._architecture)
+        own = _arguments(args, self._trained, self._architecture)
+        provider = model_provider(self._settings, self._architecture, own)
         self._chunks = get_model(provider, wrap_with_ddp=False)
         start_from(unwrap_model(self._chunks), self._source.path)
         for chunk in self._chunks:
@@ -149,7 +160,7 @@ def start_from(chunks: list[Any], source: str | Path) -> None:
 def _arguments(
     args: argparse.Namespace, trained: Architecture, second: Architecture
 ) -> argparse.Namespace:
-    """Return the arguments for building the second model, which nothing but its shape changes."""
+    """Return Megatron's arguments for building the second model; its shape alone changes them."""
     other = {
         # A dense model's arguments say nothing about a router.
         **(recommended_arguments(second) if second.is_moe and not trained.is_moe else {}),
@@ -158,10 +169,6 @@ def _arguments(
         "moe_grouped_gemm": any(second.moe_layers),
         **architecture_arguments(second),
         **({} if second.is_moe else {"expert_model_parallel_size": 1}),
-        "load": None,
-        "load_hf": None,
-        "freeze": [],
-        "trainable": [],
         "perform_initialization": False,  # every value is read
     }
     if second.num_hidden_layers != trained.num_hidden_layers:
@@ -171,10 +178,10 @@ def _arguments(
 
 
 def _check_layout(
-    args: argparse.Namespace, trained: Architecture, source: Source, second: Architecture
+    parallel: ParallelSettings, trained: Architecture, source: Source, second: Architecture
 ) -> None:
     """Refuse a second model that cannot be divided over the ranks as the one that trains is."""
-    layout = Layout.from_flags(args, args.world_size, moe=second.is_moe)
+    layout = Layout.from_flags(parallel, parallel.world_size, moe=second.is_moe)
     layout = layout_for(layout, trained, second)
     if second.num_hidden_layers == trained.num_hidden_layers:  # divided as they are
         layout = replace(layout, pp=1, vpp=1, first=None, last=None, split=None)
@@ -185,7 +192,7 @@ def _check_layout(
 
 
 def _check_inputs(
-    args: argparse.Namespace, trained: Architecture, source: Source, second: Architecture
+    settings: Settings, trained: Architecture, source: Source, second: Architecture
 ) -> None:
     """Refuse a second model that needs other tokens, patches or positions in its batches."""
     from mcore_qwen3vl.data.processor import load_processor
@@ -205,7 +212,7 @@ def _check_inputs(
     own = identify(resolve(source.path, weights=False)).config()
     vocabularies = [
         vocabulary_of(load_processor(folder).tokenizer, trained.vocab_size)
-        for folder in (own, args.hf_model)
+        for folder in (own, settings.model.folder)
     ]
     if vocabularies[0] != vocabularies[1]:
         raise BadInput(

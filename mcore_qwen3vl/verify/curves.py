@@ -80,12 +80,12 @@ def batch_names(
     from mcore_qwen3vl.training.broadcast.provider import data_config, validation_config
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints every argument
-        args = validate(job.argv, job.layout.world_size)
-    config, rows, per_step = data_config(args), args.micro_batch_size, args.global_batch_size
+        settings = validate(job.argv, job.layout.world_size).settings
+    loop, config = settings.loop, data_config(settings)
+    per_step = loop.global_batch_size
     if split == "val":
-        config = validation_config(args)
-        rows, per_step = args.eval_micro_batch_size, args.eval_global_batch_size
-    per_rank = per_step // job.layout.dp // rows
+        config, per_step = validation_config(settings), loop.eval_global_batch_size
+    per_rank = per_step // job.layout.dp // config.micro_batch_size
     loaders = [
         Loader(
             parse_sources([str(data)]),
@@ -96,7 +96,7 @@ def batch_names(
             dp_size=job.layout.dp,
             num_workers=0,
             split=split,
-            seed=args.seed,
+            seed=loop.seed,
             batches=steps * per_rank if split == "val" else None,
         )
         for rank in range(job.layout.dp)

@@ -5,7 +5,6 @@ VERL's ``model.lora`` is translated to an adapter of this package.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from mcore_qwen3vl.converters.adapters.config import ATTENTION, EXPERTS, MLP, RO
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.transformer_config import Spec
 from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.lora import LoraRun
 
 OWN = "override_mcore_model_config"
@@ -208,22 +208,16 @@ def lora_run(
         return None
     _check_lora(settings)
     names = [*settings.get("target_modules", LORA_LINEARS)]
-    args = argparse.Namespace(
-        lora_rank=None if start else settings["rank"],
-        lora_target=None if start else _targets(names, architecture),
-        lora_alpha=None if start else settings.get("alpha", 32),
-        lora_dropout=None if start else settings.get("dropout", 0.0),
-        lora_init=start,
-        task=None,
-        lora_config=None,
-        lora_rslora=False,
-        lora_modules_to_save=None,
-        hf_model=str(source),
-        load_hf=str(source),
-        pretrained_checkpoint=None,
-        seed=seed,
-    )
-    return LoraRun(args, architecture)
+    lora = LoraSettings(lora_init=start)
+    if not start:
+        lora = LoraSettings(
+            lora_rank=settings["rank"],
+            lora_target=tuple(_targets(names, architecture)),
+            lora_alpha=settings.get("alpha", 32),
+            lora_dropout=settings.get("dropout", 0.0),
+        )
+    base = str(source)
+    return LoraRun(lora, architecture, base, base=base, task=None, seed=seed)
 
 
 def _check_lora(settings: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ import json
 import pickle
 import shutil
 import tarfile
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -26,6 +25,7 @@ from mcore_qwen3vl.data.loading.index import index_beside
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints.resume import explained
 from mcore_qwen3vl.verify.job import Job
@@ -297,7 +297,8 @@ def test_an_object_of_a_checkpoint_that_names_code(places: dict[str, Path]) -> N
         except pickle.UnpicklingError as error:
             raise CheckpointException("torch's words", {0: (error, StackSummary())}) from error
 
-    with pytest.raises(BadInput, match="asks for") as refusal, explained(Namespace(load="run")):
+    run = explained(CheckpointSettings(load="run"), batch=None)
+    with pytest.raises(BadInput, match="asks for") as refusal, run:
         load()
     assert "weights_only" not in str(refusal.value)
     assert not places["marker"].exists()

@@ -252,4 +252,4 @@ def test_a_run_begins_from_a_language_model(form: Make, tmp_path: Path, name: st
     flags = ["--cpu", "--data-path", str(tmp_path), "--train-iters", "1"]
     started = CommandLine([*flags, "--hf-model", str(form(name)), "--load", f"{tmp_path}/mcore"])
     with pytest.raises(BadInput, match=r"language model's head\. Name a checkpoint that has one"):
-        check_surroundings(started.args)
+        check_surroundings(started.settings)

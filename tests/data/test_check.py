@@ -332,7 +332,7 @@ def test_an_array_is_written_a_record_a_line_and_nothing_where_none_is_usable(
 def test_a_teachers_tokens_are_checked_too(dense: Path, tmp_path: Path) -> None:
     file = write_half_images(tmp_path / "data", 4, tokens=200, image_side=4, token_pixels=8)
     flags = ["--hf-model", str(dense), "--loss", "distill", "--seq-length", "512"]
-    write_made_up_teacher(file, dense, CommandLine(flags).args)
+    write_made_up_teacher(file, dense, CommandLine(flags).settings)
 
     def checked(temperature: float, media: MediaLimits) -> list[str]:
         config = DataConfig(512, packing=True, teacher_temperature=temperature, media=media)
@@ -352,7 +352,7 @@ def test_other_tokens_than_a_teachers_stop_the_run(dense: Path, tmp_path: Path) 
     """The records are not at fault, so they are no bad samples."""
     file = write_half_images(tmp_path / "data", 4, tokens=200, image_side=4, token_pixels=8)
     flags = ["--hf-model", str(dense), "--loss", "distill", "--seq-length", "512"]
-    write_made_up_teacher(file, dense, CommandLine(flags).args)
+    write_made_up_teacher(file, dense, CommandLine(flags).settings)
     config = DataConfig(512, teacher_temperature=1.0, media=MediaLimits(image_max_tokens=4))
     shape = Architecture.from_hf(dense)
     loader = Loader([Source(file)], shape, load_processor(dense), config, num_workers=0)

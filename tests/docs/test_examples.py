@@ -128,9 +128,9 @@ def test_train_commands_pass_megatrons_validation(monkeypatch, tmp_path):
     page = commands(DOCS / "training.md")
     least, whole = (words[1:] for words in page if words[:2] == ["train", "--hf-model"])
     values = {"HF_DIR": str(SHAPES / "8b.json"), "run": str(tmp_path / "run")}
-    args = validate([values.get(word, word) for word in least], 1)
+    args = validate([values.get(word, word) for word in least], 1).args
     assert (args.lr, args.seq_length, args.pad_to_longest) == (1e-5, 8192, True)
-    args = validate([values.get(word, word) for word in whole], 8)
+    args = validate([values.get(word, word) for word in whole], 8).args
     assert (args.data_parallel_size, args.seq_length, args.spec) == (2, 8192, ["te"])
 
 

@@ -19,10 +19,11 @@ from mcore_qwen3vl.converters.mapping import forms, table
 from mcore_qwen3vl.data.records import parse
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
+from mcore_qwen3vl.flags import add_flags, fill
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.arguments import settings
+from mcore_qwen3vl.training.arguments import run
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.model import fields_from_flags
 from mcore_qwen3vl.training.step.losses import cross_entropy, find_loss
@@ -130,18 +131,20 @@ def test_tensor_example(moe, tmp_path, monkeypatch):
 def test_megatrons_flag_reaches_the_model():
     architecture = Architecture.from_hf(SHAPES / "2b.json")
     least = ["--hf-model", str(SHAPES / "2b.json"), "--data-path", "x.jsonl", "--train-iters", "1"]
-    args = validate([*least, "--cpu", "--hidden-dropout", "0.1"], 1)
+    args = validate([*least, "--cpu", "--hidden-dropout", "0.1"], 1).args
     assert transformer_config(architecture, **fields_from_flags(args)).hidden_dropout == 0.1
 
 
 def test_flag_example(tmp_path, monkeypatch):
     first = "    freeze: Patterns = ()\n"
-    source = Path(settings.__file__).read_text()
+    source = Path(run.__file__).read_text()
     assert source.count(first) == 1
-    field = textwrap.indent(extension("settings.py, TrainingSettings"), "    ")
+    field = textwrap.indent(extension("run.py, TrainingSettings"), "    ")
     (tmp_path / "extended_flags.py").write_text(source.replace(first, f"{field}\n{first}"))
     monkeypatch.syspath_prepend(tmp_path)
     extended = importlib.import_module("extended_flags")
-    parser = extended.add_arguments(argparse.ArgumentParser())
-    given = parser.parse_args(["--hf-model", "x", "--logit-scale", "0.5"])
-    assert (given.logit_scale, parser.parse_args(["--hf-model", "x"]).logit_scale) == (0.5, 1.0)
+    parser = argparse.ArgumentParser()
+    add_flags(parser.add_argument_group(), extended.TrainingSettings)
+    lines = (parser.parse_args(words) for words in (["--logit-scale", "0.5"], []))
+    given = (fill(extended.TrainingSettings, line) for line in lines)
+    assert [training.logit_scale for training in given] == [0.5, 1.0]

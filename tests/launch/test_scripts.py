@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,8 +46,8 @@ def final_command(script: Path, *arguments: str, **environment: str) -> list[str
     return shlex.split(shown.stdout)
 
 
-def parsed(script: Path, tmp_path: Path, *arguments: str, **env: str) -> argparse.Namespace:
-    """Return the script's flags, validated by Megatron with the world size that it starts."""
+def parsed(script: Path, tmp_path: Path, *arguments: str, **env: str) -> Any:
+    """Return the script's `Parsed` flags, validated by Megatron for the ranks that it starts."""
     from mcore_qwen3vl.training.arguments.parser import validate
 
     words = final_command(
@@ -78,11 +78,12 @@ def test_megatron_accepts_the_flags_which_describe_the_model(script: Path, tmp_p
     from mcore_qwen3vl.training.broadcast.provider import data_config
     from mcore_qwen3vl.training.model import fields_from_flags
 
-    args = parsed(script, tmp_path)
+    run = parsed(script, tmp_path)
+    args = run.args
     architecture = Architecture.from_hf(config_of(script))
     assert args.global_batch_size % (args.micro_batch_size * args.data_parallel_size) == 0
     assert args.padded_vocab_size == architecture.vocab_size
-    assert data_config(args).packing
+    assert data_config(run.settings).packing
     config = transformer_config(architecture, spec="te", **fields_from_flags(args))
     assert config.num_layers == architecture.num_hidden_layers
     assert config.num_moe_experts == (architecture.num_experts or None)
@@ -102,7 +103,7 @@ def test_optional_flags_are_accepted(tmp_path: Path) -> None:
     from mcore_qwen3vl.model.transformer_config import transformer_config
     from mcore_qwen3vl.training.model import fields_from_flags
 
-    args = parsed(LAUNCH / "sft_30b_a3b.sh", tmp_path, FP8="1", TP_OVERLAP="1", DEEPEP="1")
+    args = parsed(LAUNCH / "sft_30b_a3b.sh", tmp_path, FP8="1", TP_OVERLAP="1", DEEPEP="1").args
     assert args.fp8 == "e4m3"
     assert args.moe_router_padding_for_quantization
     assert args.tp_comm_overlap
@@ -121,7 +122,7 @@ def test_layouts_that_hide_the_exchange_of_experts(name: str, tmp_path: Path) ->
     from mcore_qwen3vl.model.transformer_config import transformer_config
     from mcore_qwen3vl.training.model import fields_from_flags
 
-    args = parsed(LAUNCH / f"{name}.sh", tmp_path, EP_OVERLAP="1")
+    args = parsed(LAUNCH / f"{name}.sh", tmp_path, EP_OVERLAP="1").args
     assert args.overlap_moe_expert_parallel_comm
     assert args.recompute_granularity is None
     assert args.global_batch_size % (args.micro_batch_size * args.data_parallel_size) == 0
@@ -140,7 +141,7 @@ def test_a_script_without_such_a_layout_says_so(name: str) -> None:
 
 def test_the_users_flags_win_but_not_over_the_architecture(tmp_path: Path) -> None:
     script = LAUNCH / "sft_2b.sh"
-    assert parsed(script, tmp_path, "--lr", "3e-6").lr == 3e-6
+    assert parsed(script, tmp_path, "--lr", "3e-6").args.lr == 3e-6
     with pytest.raises(BadInput, match=r"--hidden-size sets hidden_size to 4096.*says 2048"):
         parsed(script, tmp_path, "--hidden-size", "4096")
 
@@ -344,7 +345,7 @@ def test_what_a_script_sets_can_be_taken_back(tmp_path: Path) -> None:
         *("1", "--pipeline-model-parallel-size", "1", "--sequence-parallel", "none"),
         *("--tensor-model-parallel-size", "1", "--global-batch-size", "128"),
     )
-    args = parsed(LAUNCH / "sft_235b_a22b.sh", tmp_path, *flags)
+    args = parsed(LAUNCH / "sft_235b_a22b.sh", tmp_path, *flags).args
     assert args.pipeline_model_parallel_layout is None
     assert (args.recompute_granularity, args.recompute_method) == (None, None)
     assert (args.recompute_num_layers, args.sequence_parallel) == (None, False)
@@ -354,7 +355,7 @@ def test_what_a_script_sets_can_be_taken_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_the_torch_spec_can_be_appended(script: Path, tmp_path: Path) -> None:
     """The script leaves out flags that only Transformer Engine knows and no flag can undo."""
-    args = parsed(script, tmp_path, "--spec", "torch")
+    args = parsed(script, tmp_path, "--spec", "torch").args
     assert args.spec == ["torch"]
     assert args.moe_grouped_gemm == bool(args.num_experts)
     assert not args.moe_permute_fusion
@@ -363,14 +364,14 @@ def test_the_torch_spec_can_be_appended(script: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", ["te", "torch"])
 def test_weight_gradients_are_accumulated_by_their_product(spec: str, tmp_path: Path) -> None:
     """This needs no Apex: PyTorch's product takes its place in Megatron's linear layers."""
-    args = parsed(LAUNCH / "sft_8b.sh", tmp_path, "--spec", spec)
+    args = parsed(LAUNCH / "sft_8b.sh", tmp_path, "--spec", spec).args
     assert args.gradient_accumulation_fusion
 
 
 def test_nothing_waits_inside_the_backward_pass_and_one_rank_gathers_the_optimizer(
     tmp_path: Path,
 ) -> None:
-    args = parsed(LAUNCH / "sft_8b.sh", tmp_path)
+    args = parsed(LAUNCH / "sft_8b.sh", tmp_path).args
     assert not args.check_for_nan_in_loss_and_grad
     assert args.dist_ckpt_optim_fully_reshardable
     assert args.distrib_optim_fully_reshardable_mem_efficient

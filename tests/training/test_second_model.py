@@ -20,8 +20,9 @@ from tests.training.preference.test_run import preference_job
 
 def of_flags(student: Path, teacher: Path, *flags: str, ranks: int = 1) -> SecondModel | None:
     common = ("--cpu", "--hf-model", str(student), "--data-path", "x.jsonl", "--train-iters", "1")
-    args = validate([*common, "--loss", "distill", "--teacher", str(teacher), *flags], ranks)
-    return SecondModel.of(args, Architecture.from_hf(student))
+    words = [*common, "--loss", "distill", "--teacher", str(teacher), *flags]
+    settings = validate(words, ranks).settings
+    return SecondModel.from_settings(settings, Architecture.from_hf(student))
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,8 @@ def _left_alone(argv: list[str], output: Path) -> list[str]:
     build = SecondModel.build
     built: list[tuple[str, torch.nn.Parameter, torch.Tensor]] = []
 
-    def kept(self: SecondModel, model_provider: Any) -> None:
-        build(self, model_provider)
+    def kept(self: SecondModel, *arguments: Any) -> None:
+        build(self, *arguments)
         named = [pair for chunk in self._chunks for pair in chunk.named_parameters()]
         built.extend((name, one, one.detach().clone()) for name, one in named)
         assert not any(module.training for chunk in self._chunks for module in chunk.modules())

@@ -81,7 +81,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     from mcore_qwen3vl.training.broadcast import provider
 
     command = CommandLine(argv)
-    if command.args.moe_token_dispatcher_type == "flex":
+    if command.settings.compute.moe_token_dispatcher_type == "flex":
         deep_ep.install()
 
     watch = _Watch(rank, on_setup)

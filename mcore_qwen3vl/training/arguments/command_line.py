@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,7 +19,11 @@ from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
-from mcore_qwen3vl.training.arguments.settings import add_arguments, check_data_arguments
+from mcore_qwen3vl.training.arguments.settings import (
+    Settings,
+    add_arguments,
+    add_early_arguments,
+)
 from mcore_qwen3vl.unused import Fields, Unused
 
 COMMAND_LINE = "the command line"
@@ -26,29 +31,9 @@ COMMAND_LINE = "the command line"
 NONE = "none"
 """``--FLAG none`` unsets a flag that a script set; Megatron has no value for "unset"."""
 
-# The flags of Megatron's that are read before it is imported, by what follows them.
-_TEXTS = (
-    *("--load", "--pretrained-checkpoint", "--save", "--tensorboard-dir"),
-    *("--wandb-project", "--wandb-exp-name", "--wandb-save-dir", "--optimizer"),
-    *("--pipeline-model-parallel-layout", "--recompute-granularity", "--recompute-method"),
-    *("--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend"),
-)
-_LISTS = ("--data-path", "--train-data-path", "--valid-data-path")
-_NUMBERS = (
-    *("--train-iters", "--train-samples", "--ckpt-step", "--global-batch-size", "--eval-iters"),
-    "--microbatch-group-size-per-virtual-pipeline-stage",
-    *("--expert-tensor-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
-    *("--num-layers-per-virtual-pipeline-stage", "--recompute-num-layers"),
-    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
-)
 SIZES = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
     *("--context-parallel-size", "--expert-model-parallel-size"),
-)
-_SWITCHES = (
-    *("--skip-train", "--finetune", "--sequence-parallel"),
-    *("--use-megatron-fsdp", "--use-torch-fsdp2", "--use-distributed-optimizer", "--bf16"),
-    *(f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")),
 )
 
 RESETTABLE = (
@@ -60,16 +45,6 @@ RESETTABLE = (
     "--sequence-parallel",
 )
 """Flags that may be followed by ``none``."""
-
-OWN_SPLIT = (
-    "num_layers_per_virtual_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-"""Splits over the pipeline that `Layout` does not describe; Megatron checks them.
-
-Any two stages may differ in them.
-"""
 
 _UNKNOWN = "unrecognized arguments: "  # argparse's message begins so
 _HELP = "mcore-qwen3vl train --help WORD shows the flags about a word."
@@ -95,12 +70,12 @@ _ELSEWHERE = {
 }
 """Flags of other trainers and of our other commands, with the training flag for each."""
 _ACTS_WITH = {
-    "--eval-interval": ("valid_data_path", "it acts with --valid-data-path"),
-    "--packing-buffer": ("packing", "it acts with --packing"),
-    "--shuffle-buffer": ("shuffle", "it acts without --no-shuffle"),
-    "--save-interval": ("save", "it acts with --save DIR"),
+    "--eval-interval": ("loop.valid_data_path", "it acts with --valid-data-path"),
+    "--packing-buffer": ("data.packing", "it acts with --packing"),
+    "--shuffle-buffer": ("data.shuffle", "it acts without --no-shuffle"),
+    "--save-interval": ("checkpoints.save", "it acts with --save DIR"),
 }
-"""Flags that do nothing without another one: its ``dest``, and the reason."""
+"""Flags that do nothing without another one: its setting, and the reason."""
 _SIMILAR = 0.75  # of 1; a less similar flag is rarely the one meant
 
 
@@ -112,19 +87,18 @@ class CommandLine:
         self.cpu = "--cpu" in self.words
 
     @cached_property
-    def args(self) -> argparse.Namespace:
-        """Our flags and the early ones of Megatron's, or BadInput for an invalid value."""
-        args = _parser().parse_known_args(self.words)[0]
-        check_data_arguments(args)
-        args.load = as_saved(args.load, args.save)
-        return args
+    def settings(self) -> Settings:
+        """What the flags say before megatron is imported, or BadInput for an invalid value."""
+        flags = _parser().parse_known_args(self.words)[0]
+        flags.load = as_saved(flags.load, flags.save)
+        return Settings.from_flags(flags)
 
     @cached_property
     def model(self) -> Path:
         """The folder with the config that ``--hf-model`` names, or BadInput if there is none."""
-        if not self.args.hf_model:
+        if not (named := self.settings.model.hf_model):
             _parser().error("the following arguments are required: --hf-model")
-        folder = resolve(self.args.hf_model, weights=False)
+        folder = resolve(named, weights=False)
         if not folder.exists():
             raise BadInput(
                 f"{folder} does not exist: check the path of --hf-model, or name a hub id, "
@@ -143,50 +117,52 @@ class CommandLine:
         If the model or the ranks cannot be divided so, BadInput names both numbers and what to
         change.
         """
-        args, architecture = self.args, self.architecture
-        layout = Layout.from_flags(args, world_size, moe=architecture.is_moe)
-        if any(getattr(args, name) for name in OWN_SPLIT):
+        settings, architecture = self.settings, self.architecture
+        layout = Layout.from_flags(settings.parallel, world_size, moe=architecture.is_moe)
+        if settings.parallel.has_own_split:
             layout = replace(layout, pp=1, vpp=1, first=None, last=None)
         # `checks` refuses what only training forbids, by its flag.
         layout.validate(architecture, training=False)
-        tp, pp, cp = layout.tp, args.pipeline_model_parallel_size, layout.cp
+        tp, pp, cp = layout.tp, settings.parallel.pipeline_model_parallel_size, layout.cp
         if world_size % (tp * pp * cp):
             raise BadInput(
                 f"The world size is {world_size}, which TP {tp} x PP {pp} x CP {cp} = "
                 f"{tp * pp * cp} does not divide: change the number of ranks (train --processes N, "
                 "rehearse --gpus N) or these sizes."
             )
-        rows, batch = args.micro_batch_size * layout.dp, args.global_batch_size
+        micro, batch = settings.data.micro_batch_size, settings.loop.global_batch_size
+        rows = micro * layout.dp
         if batch and batch % rows:
             raise BadInput(
                 f"--global-batch-size {batch} is not a multiple of the {rows} rows of a pass: "
-                f"micro-batches of {args.micro_batch_size} on {layout.dp} data-parallel ranks. "
+                f"micro-batches of {micro} on {layout.dp} data-parallel ranks. "
                 f"Give --global-batch-size {-(-batch // rows) * rows}."
             )
         return layout
 
-    def checked_args(self) -> argparse.Namespace:
-        """Return :attr:`args`, or raise BadInput for flags that are unknown or would mislead.
+    def check_names(self) -> None:
+        """Raise BadInput for flags that are unknown or would mislead.
 
         A Megatron version whose flags are not listed here decides with its own parser. Building
         that parser takes seconds, so the list is what answers a typo at once.
         """
         if (sorting := Sorting.installed()) is None:
-            return self.args
+            return
         known = {*_parser()._option_string_actions, *sorting.known}
         if unknown := [flag for flag in self._flags() if flag not in known]:
             refuse_unknown(unknown, known)
         if refused := [flag for flag in self._flags() if flag in sorting.refused]:
             raise BadInput(" ".join(f"{flag}: {sorting.refused[flag]}." for flag in refused))
-        return self.args
 
     def unused(self) -> list[Unused]:
         """Return the flags that change nothing in the run."""
-        sorting, args = Sorting.installed(), self.args
+        sorting = Sorting.installed()
         reasons = dict(sorting.no_effect) if sorting else {}
         ours = _parser()._option_string_actions.keys()
         reasons |= {
-            flag: why for flag, (dest, why) in _ACTS_WITH.items() if not getattr(args, dest)
+            flag: why
+            for flag, (name, why) in _ACTS_WITH.items()
+            if not attrgetter(name)(self.settings)
         }
         used = {*ours, *(sorting.known if sorting else self._flags())} - reasons.keys()
         return Fields(COMMAND_LINE, used, reasons=reasons).unused(
@@ -241,17 +217,9 @@ class Sorting:
 def _parser() -> StrictParser:
     parser = StrictParser(allow_abbrev=False, add_help=False)
     add_arguments(parser)
-    for flag in _TEXTS:
-        parser.add_argument(flag)
-    for flag in _LISTS:
-        parser.add_argument(flag, nargs="*")
-    for flag in _NUMBERS:
-        parser.add_argument(flag, type=int)
-    for flag in (*SIZES, "--micro-batch-size"):
-        parser.add_argument(flag, type=int, default=1)
+    add_early_arguments(parser)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--seq-length", type=int, default=SEQ_LENGTH)
-    for flag in _SWITCHES:
-        parser.add_argument(flag, action="store_true")
     return parser
 
 

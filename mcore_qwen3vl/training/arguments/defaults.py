@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.runtime.gpus import c_compiler
+from mcore_qwen3vl.training.arguments.settings import Settings
 
 SEQ_LENGTH = 8192
 """Default row length, for ``data check`` too; less if the model has fewer positions."""
@@ -81,12 +81,26 @@ def run_defaults(
     return {name: value for name, value in defaults.items() if name not in explicit}
 
 
-def statement(args: argparse.Namespace, explicit: Collection[str]) -> str | None:
+def statement(settings: Settings, explicit: Collection[str]) -> str | None:
     """Return the flags that were not given, with the values in use; None if all were given."""
-    names = ["micro_batch_size", "global_batch_size", "seq_length", "lr", "log_interval"]
-    if args.save:
-        names.append("save_interval")
-    taken = [f"--{n.replace('_', '-')} {getattr(args, n)}" for n in names if n not in explicit]
-    switches = [n for n in ("bf16", "compile_pointwise", "pad_to_longest") if getattr(args, n)]
-    taken += [f"--{n.replace('_', '-')}" for n in switches if n not in explicit]
-    return " ".join(taken) or None
+    loop, data, save = settings.loop, settings.data, settings.checkpoints
+    values = {
+        "micro_batch_size": data.micro_batch_size,
+        "global_batch_size": loop.global_batch_size,
+        "seq_length": data.seq_length,
+        "lr": loop.lr,
+        "log_interval": settings.logs.log_interval,
+        **({"save_interval": save.save_interval} if save.save else {}),
+    }
+    switches = {
+        "bf16": settings.compute.bf16,
+        "compile_pointwise": settings.training.compile_pointwise,
+        "pad_to_longest": data.pad_to_longest,
+    }
+    taken = {**values, **{name: "" for name, is_on in switches.items() if is_on}}
+    texts = [
+        f"--{name.replace('_', '-')} {value}".rstrip()
+        for name, value in taken.items()
+        if name not in explicit
+    ]
+    return " ".join(texts) or None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -22,9 +21,10 @@ from mcore_qwen3vl.converters.adapters.config import (
     Preset,
     preset,
 )
-from mcore_qwen3vl.data.config import SCORED
+from mcore_qwen3vl.data.config import SCORED, Task
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import File, Flag, Name
+from mcore_qwen3vl.training.arguments.run import RunSettings
 
 RANK = 16
 """Default of ``--lora-rank``; vLLM takes no larger one by default."""
@@ -62,100 +62,120 @@ class LoraSettings:
     lora_modules_to_save: tuple[Name, ...] | None = None
     """also train these whole: embed_tokens, lm_head, merger, visual, gate"""
 
-
-def asked(args: argparse.Namespace) -> bool:
-    """Return whether this is a LoRA run; a detail of LoRA must not stand alone (BadInput)."""
-    if any(getattr(args, name) is not None for name in _ASKING):
-        return True
-    if details := [name for name in _DETAILS if getattr(args, name)]:
-        raise BadInput(
-            f"{_flags(details)} is set, but nothing asks for LoRA: add --lora-rank {RANK} or "
-            "--lora-target language."
-        )
-    return False
-
-
-def check_flags(args: argparse.Namespace) -> None:
-    """Raise BadInput if a LoRA run's flags do not fit the others."""
-    if not asked(args):
-        return
-    if args.freeze or args.trainable:
-        raise BadInput(
-            "--freeze and --trainable choose among the model's own weights, and LoRA freezes them "
-            "all: name what else trains with --lora-modules-to-save."
-        )
-    if args.ckpt_format != "torch_dist":
-        raise BadInput(
-            f"--ckpt-format {args.ckpt_format} cannot store an adapter without its base: leave it "
-            "out."
-        )
-    if args.load_hf and args.pretrained_checkpoint:
-        raise BadInput("--load-hf and --pretrained-checkpoint both give the base: drop one.")
-    if (args.save or args.save_hf) and not (args.load_hf or args.pretrained_checkpoint):
-        raise BadInput(
-            "LoRA saves adapters alone, so the weights beside them must be given again each time: "
-            "add --load-hf DIR, or --pretrained-checkpoint DIR for a Megatron-Core checkpoint."
-        )
-
-
-def check_targets(args: argparse.Namespace, architecture: Architecture) -> None:
-    """Raise BadInput for a name in ``--lora-target`` that no module has, or that stands alone.
-
-    This goes as far as possible without PEFT, which takes seconds to import.
-    """
-    modules, _ = _targets(tuple(args.lora_target or ["language"]), architecture)
-    known = {name.rpartition(".")[2] for name in _NAMES}
-    for name in () if isinstance(modules, str) else modules or ():
-        if (last := name.rpartition(".")[2]) not in known:
-            close = get_close_matches(last, [*known, *get_args(Preset)], 1, 0.75)
-            meant = f" Did you mean {close[0]}?" if close else ""
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether this is a LoRA run; a detail of LoRA must not stand alone (BadInput)."""
+        if any(getattr(self, name) is not None for name in _ASKING):
+            return True
+        if details := [name for name in _DETAILS if getattr(self, name)]:
             raise BadInput(
-                f"--lora-target {name} names no module of the model.{meant} There are "
-                f"{', '.join(dict.fromkeys(_NAMES))}, and the choices "
-                f"{', '.join(get_args(Preset))} and all-linear."
+                f"{_flags(details)} is set, but nothing asks for LoRA: add --lora-rank {RANK} or "
+                "--lora-target language."
+            )
+        return False
+
+    def check(self, run: RunSettings) -> None:
+        """Raise BadInput if a LoRA run's flags do not fit the others."""
+        if not self.trains_adapter:
+            return
+        model, checkpoints = run.model, run.checkpoints
+        if run.training.freeze or run.training.trainable:
+            raise BadInput(
+                "--freeze and --trainable choose among the model's own weights, and LoRA freezes "
+                "them all: name what else trains with --lora-modules-to-save."
+            )
+        if checkpoints.ckpt_format != "torch_dist":
+            raise BadInput(
+                f"--ckpt-format {checkpoints.ckpt_format} cannot store an adapter without its "
+                "base: leave it out."
+            )
+        if model.load_hf and checkpoints.pretrained_checkpoint:
+            raise BadInput("--load-hf and --pretrained-checkpoint both give the base: drop one.")
+        if (checkpoints.save or model.save_hf) and not run.start:
+            raise BadInput(
+                "LoRA saves adapters alone, so the weights beside them must be given again each "
+                "time: add --load-hf DIR, or --pretrained-checkpoint DIR for a Megatron-Core "
+                "checkpoint."
             )
 
+    def check_targets(self, architecture: Architecture) -> None:
+        """Raise BadInput for a name in ``--lora-target`` that no module has, or that stands alone.
 
-def adapter_config(args: argparse.Namespace, architecture: Architecture) -> AdapterConfig:
-    """Return the adapter config that the flags ask for, or raise BadInput if they disagree."""
-    source = args.lora_config or args.lora_init
-    if source is None:
-        return _tied(_with_score(_from_flags(args, architecture), args), architecture)
-    one = "lora_config" if args.lora_config else "lora_init"
-    others = [name for name in (*_ASKING, *_DETAILS) if name != one and getattr(args, name)]
-    if others:
-        raise BadInput(f"--{one.replace('_', '-')} decides this already: drop {_flags(others)}.")
-    config = _with_score(AdapterConfig.from_file(Path(source)), args)
-    init = config.raw.get("init_lora_weights", True)
-    if args.lora_config and init is not True:
-        raise BadInput(
-            f"{source} has init_lora_weights {init!r}: only PEFT's default (true) is supported. "
-            "Create the adapter with PEFT, and pass it as --lora-init."
+        This goes as far as possible without PEFT, which takes seconds to import.
+        """
+        modules, _ = _targets(self.lora_target or ("language",), architecture)
+        known = {name.rpartition(".")[2] for name in _NAMES}
+        for name in () if isinstance(modules, str) else modules or ():
+            if (last := name.rpartition(".")[2]) not in known:
+                close = get_close_matches(last, [*known, *get_args(Preset)], 1, 0.75)
+                meant = f" Did you mean {close[0]}?" if close else ""
+                raise BadInput(
+                    f"--lora-target {name} names no module of the model.{meant} There are "
+                    f"{', '.join(dict.fromkeys(_NAMES))}, and the choices "
+                    f"{', '.join(get_args(Preset))} and all-linear."
+                )
+
+    def adapter_config(self, architecture: Architecture, task: Task | None) -> AdapterConfig:
+        """Return the adapter config that the flags ask for, or raise BadInput if they disagree."""
+        source = self.lora_config or self.lora_init
+        if source is None:
+            return _tied(self._with_score(self._from_flags(architecture), task), architecture)
+        one = "lora_config" if self.lora_config else "lora_init"
+        others = [name for name in (*_ASKING, *_DETAILS) if name != one and getattr(self, name)]
+        if others:
+            raise BadInput(
+                f"--{one.replace('_', '-')} decides this already: drop {_flags(others)}."
+            )
+        config = self._with_score(AdapterConfig.from_file(Path(source)), task)
+        init = config.raw.get("init_lora_weights", True)
+        if self.lora_config and init is not True:
+            raise BadInput(
+                f"{source} has init_lora_weights {init!r}: only PEFT's default (true) is "
+                "supported. Create the adapter with PEFT, and pass it as --lora-init."
+            )
+        if self.lora_init:
+            require_tying(config, architecture, source)
+            return config
+        return _tied(config, architecture)
+
+    def _with_score(self, config: AdapterConfig, task: Task | None) -> AdapterConfig:
+        """Return `config` with the head ``score``, as PEFT makes it for tasks that have one."""
+        whole = config.modules_to_save or ()
+        if (SCORE in whole) == (task in SCORED):
+            return config
+        if SCORE in whole:
+            raise BadInput(
+                f"The adapter trains {SCORE}, the head of a reward model or a classifier: add "
+                "--task reward or classify, or leave it out of modules_to_save."
+            )
+        if self.lora_init:
+            raise BadInput(
+                f"{self.lora_init} has no head {SCORE}, which --task {task} trains: name an "
+                "adapter that has it, or leave --lora-init out."
+            )
+        return replace(
+            config, modules_to_save=(*whole, SCORE), raw={**config.raw, "task_type": "SEQ_CLS"}
         )
-    if args.lora_init:
-        require_tying(config, architecture, source)
+
+    def _from_flags(self, architecture: Architecture) -> AdapterConfig:
+        rank = RANK if self.lora_rank is None else self.lora_rank
+        if rank < 1:
+            raise BadInput(f"--lora-rank is {rank}; ranks start at 1.")
+        dropout = self.lora_dropout or 0.0
+        if not 0 <= dropout < 1:
+            raise BadInput(f"--lora-dropout is {dropout:g}; it must be a probability below 1.")
+        modules, parameters = _targets(self.lora_target or ("language",), architecture)
+        config = AdapterConfig(
+            r=rank,
+            lora_alpha=2 * rank if self.lora_alpha is None else self.lora_alpha,
+            lora_dropout=dropout,
+            use_rslora=self.lora_rslora,
+            target_modules=modules,
+            target_parameters=parameters,
+            modules_to_save=self.lora_modules_to_save or None,
+        )
+        config.require_supported("the command line")
         return config
-    return _tied(config, architecture)
-
-
-def _with_score(config: AdapterConfig, args: argparse.Namespace) -> AdapterConfig:
-    """Return `config` with the head ``score``, as PEFT makes it for tasks that have one."""
-    whole = config.modules_to_save or ()
-    if (SCORE in whole) == (args.task in SCORED):
-        return config
-    if SCORE in whole:
-        raise BadInput(
-            f"The adapter trains {SCORE}, the head of a reward model or a classifier: add --task "
-            "reward or classify, or leave it out of modules_to_save."
-        )
-    if args.lora_init:
-        raise BadInput(
-            f"{args.lora_init} has no head {SCORE}, which --task {args.task} trains: name an "
-            "adapter that has it, or leave --lora-init out."
-        )
-    return replace(
-        config, modules_to_save=(*whole, SCORE), raw={**config.raw, "task_type": "SEQ_CLS"}
-    )
 
 
 def require_tying(config: AdapterConfig, architecture: Architecture, where: str) -> None:
@@ -166,28 +186,6 @@ def require_tying(config: AdapterConfig, architecture: Architecture, where: str)
             "two copies of what this model ties, and Megatron has one. Make it with "
             "ensure_weight_tying, or without these modules."
         )
-
-
-def _from_flags(args: argparse.Namespace, architecture: Architecture) -> AdapterConfig:
-    rank = RANK if args.lora_rank is None else args.lora_rank
-    if rank < 1:
-        raise BadInput(f"--lora-rank is {rank}; ranks start at 1.")
-    dropout = args.lora_dropout or 0.0
-    if not 0 <= dropout < 1:
-        raise BadInput(f"--lora-dropout is {dropout:g}; it must be a probability below 1.")
-    names = tuple(args.lora_target or ["language"])
-    modules, parameters = _targets(names, architecture)
-    config = AdapterConfig(
-        r=rank,
-        lora_alpha=2 * rank if args.lora_alpha is None else args.lora_alpha,
-        lora_dropout=dropout,
-        use_rslora=args.lora_rslora,
-        target_modules=modules,
-        target_parameters=parameters,
-        modules_to_save=tuple(args.lora_modules_to_save) if args.lora_modules_to_save else None,
-    )
-    config.require_supported("the command line")
-    return config
 
 
 def _targets(

@@ -12,9 +12,9 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.converters.place import identify
@@ -23,24 +23,31 @@ from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_ar
 from mcore_qwen3vl.training.arguments.checks import check
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, as_saved, refuse
 from mcore_qwen3vl.training.arguments.defaults import LOOP, kernel_defaults, run_defaults
-from mcore_qwen3vl.training.arguments.lora import check_flags
-from mcore_qwen3vl.training.arguments.losses import (
-    check_distillation,
-    check_preference,
-    preference_defaults,
-)
-from mcore_qwen3vl.training.arguments.settings import add_arguments
-from mcore_qwen3vl.training.arguments.tasks import check_task
+from mcore_qwen3vl.training.arguments.losses import preference_defaults
+from mcore_qwen3vl.training.arguments.settings import Settings, add_arguments
 
 SPECS = ("te", "torch")
 
 
-def parse(command: CommandLine) -> tuple[argparse.Namespace, frozenset[str]]:
+class Parsed(NamedTuple):
+    """A command line that Megatron has validated.
+
+    Attributes:
+        settings: what it says.
+        args: Megatron's arguments, for its functions alone, which also write into them.
+        explicit: the ``dest`` names of those that the command line sets.
+    """
+
+    settings: Settings
+    args: argparse.Namespace
+    explicit: frozenset[str]
+
+
+def parse(command: CommandLine) -> Parsed:
     """Parse and validate a command line with Megatron, and set Megatron's global state.
 
-    Returns:
-        The arguments, and the ``dest`` names of those that the command line sets. It raises
-        BadInput if a flag is unknown, contradicts the model's config or does not fit the others.
+    It raises BadInput if a flag is unknown, contradicts the model's config or does not fit the
+    others.
     """
     from megatron.training.arguments import parse_and_validate_args
 
@@ -49,17 +56,19 @@ def parse(command: CommandLine) -> tuple[argparse.Namespace, frozenset[str]]:
     setup = ArgumentSetup(command, int(os.environ.get("WORLD_SIZE", "1")))
     with _explained():
         args = parse_and_validate_args(extra_args_provider=setup.prepare)
-    setup.finish(args)
-    if args.save:
-        check_companions(args.save, command.architecture)
-    for folder in {args.load, args.pretrained_checkpoint} - {args.save, None}:
+    parsed = setup.finish(args)
+    checkpoints = parsed.settings.checkpoints
+    if checkpoints.save:
+        check_companions(checkpoints.save, command.architecture)
+    starts = {checkpoints.load, checkpoints.pretrained_checkpoint} - {checkpoints.save}
+    for folder in filter(None, starts):
         if companions := identify(folder).hf:
             command.architecture.require_settings_of(companions)
-    return args, setup.explicit
+    return parsed
 
 
-def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
-    """Return :func:`parse`'s arguments for `world_size` ranks, without touching global state."""
+def validate(argv: Sequence[str], world_size: int) -> Parsed:
+    """Return what :func:`parse` does for `world_size` ranks, without touching global state."""
     from megatron.training.arguments import parse_args, validate_args
 
     command = CommandLine(argv)
@@ -68,8 +77,7 @@ def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
         args = parse_args(extra_args_provider=setup.prepare)
         args.rank, args.world_size = 0, world_size
         validate_args(args)
-    setup.finish(args)
-    return args
+    return setup.finish(args)
 
 
 class ArgumentSetup:
@@ -112,21 +120,32 @@ class ArgumentSetup:
         parser.parse_args = add_defaults  # type: ignore[method-assign]
         return parser
 
-    def finish(self, args: argparse.Namespace) -> None:
-        """Check and set what depends on Megatron's own validation, which has run."""
+    def finish(self, args: argparse.Namespace) -> Parsed:
+        """Check and complete the settings, after Megatron's own validation of its arguments."""
         from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-        args.hf_model = str(self._command.model)
-        args.kept_global_batch = self._kept_batch
+        command, architecture = self._command, self._command.architecture
+        args.hf_model = str(command.model)
         if args.padded_vocab_size is None:
             args.padded_vocab_size = calculate_padded_vocab_size(
                 args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
             )
-        check(args, self._command.architecture)
-        check_flags(args)
-        check_preference(args)
-        check_distillation(args)
-        check_task(args, self._command.architecture)
+        settings = replace(Settings.from_flags(args), kept_batch=self._kept_batch)
+        lora = settings.lora
+        check(settings, architecture)
+        lora.check(settings)
+        settings = replace(
+            settings,
+            preference=settings.preference.complete(settings, lora),
+            distillation=settings.distillation.complete(settings, architecture.vocab_size),
+        )
+        settings.task.check(settings, lora, architecture)
+        # Checkpoints keep the arguments, and a run that goes on compares this one.
+        args.reference_model = settings.preference.reference_model
+        args.full_validation = False  # Megatron's own would ask each rank's stream for its length
+        if lora.trains_adapter:
+            args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run
+        return Parsed(settings, args, self.explicit)
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.data.config import SCORED, Task
@@ -18,12 +17,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import Flag
 from mcore_qwen3vl.labels import NO_LABELS, ONE_SCORE, SINGLE, Labels, ProblemType
 from mcore_qwen3vl.objectives.settings import ANSWERS, Contrastive, EmbeddingKind, Ranking
-from mcore_qwen3vl.training.arguments.lora import adapter_config
-from mcore_qwen3vl.training.arguments.lora import asked as asks_for_lora
+from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.losses import refuse_router_losses, refuse_without
-
-if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.adapters.config import HFConfig
+from mcore_qwen3vl.training.arguments.run import RunSettings
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,102 @@ class TaskSettings:
     """with --task reranker: the words, one token each, that mean relevant and irrelevant; default:
     yes no"""
 
+    @property
+    def contrastive(self) -> Contrastive:
+        """The settings of the loss of embeddings; BadInput for a value out of range."""
+        kind: EmbeddingKind = self.embedding_loss or Contrastive.kind
+        if kind == "cosine" and self.temperature is not None:
+            raise BadInput("--temperature has no meaning with --embedding-loss cosine: drop it.")
+        temperature = Contrastive.temperature if self.temperature is None else self.temperature
+        return Contrastive(temperature, self.matryoshka_dims or (), kind)
+
+    @property
+    def ranking(self) -> Ranking:
+        """The reranker's loss."""
+        return self.reranker_loss or "pointwise"
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The reranker's answers: relevant, irrelevant."""
+        return self.answers or ANSWERS
+
+    def labels(self, run: RunSettings, lora: LoraSettings) -> Labels | None:
+        """Return the labels of the model's head; none: it has no head; None: it has lm_head.
+
+        It raises BadInput if a classifier's labels are not known, or fewer than two.
+        """
+        if self.task != "classify":
+            return {"embedding": NO_LABELS, "reward": ONE_SCORE}.get(self.task or "")
+        folders = tuple(filter(None, (lora.lora_init, run.model.hf_model)))  # an adapter's count
+        labels = _labels(
+            folders,
+            self.num_labels,
+            run.loop.training_data,
+            run.sources.preprocess,
+            run.data.trust_data,
+        )
+        return replace(labels, problem_type=self.problem_type or labels.problem_type or SINGLE)
+
+    def hf_config(self, run: RunSettings, lora: LoraSettings) -> HFConfig:
+        """Return the model's config; a classifier's names its labels."""
+        folder, labels = run.model.folder, self.labels(run, lora)
+        return labels.in_config(read_config_file(folder)) if labels else folder
+
+    def check(self, run: RunSettings, lora: LoraSettings, architecture: Architecture) -> None:
+        """Raise BadInput if the flags of the tasks do not fit one another or the others."""
+        for other, (_, details) in _TASKS.items():
+            if self.task != other:
+                refuse_without(f"--task {other}", self, details)
+        if self.task is None:
+            return
+        longest = max(self.contrastive.dimensions, default=0)
+        if longest > architecture.hidden_size:
+            raise BadInput(
+                f"--matryoshka-dims {longest}: the model's embeddings have "
+                f"{architecture.hidden_size} values."
+            )
+        task = f"--task {self.task}"
+        if run.training.loss != "cross_entropy":
+            raise BadInput(
+                f"--loss {run.training.loss} with {task}, which has its own loss: drop one of them."
+            )
+        if self.task == "embedding":
+            from mcore_qwen3vl.owners import require_last_token
+
+            require_last_token(run.model.folder)
+        if self.task in SCORED and run.checkpoints.pretrained_checkpoint:
+            raise BadInput(
+                f"--pretrained-checkpoint with {task}, which starts from Hugging Face weights: "
+                "convert the checkpoint with `mcore-qwen3vl convert mcore-to-hf`, and give it to "
+                "--load-hf."
+            )
+        if (labels := self.labels(run, lora)) and run.checkpoints.load:
+            _require_classifier(Path(run.checkpoints.load), labels)
+        if lora.trains_adapter:
+            self._check_adapter(lora.adapter_config(architecture, self.task), run, lora)
+        refuse_router_losses(run, task, _TASKS[self.task][0])
+
+    def _check_adapter(self, config: AdapterConfig, run: RunSettings, lora: LoraSettings) -> None:
+        if config.lora_dropout and self.task == "embedding":
+            raise BadInput(
+                f"lora_dropout is {config.lora_dropout:g} with --task embedding: embeddings are "
+                "computed twice in a step, and dropout would make them differ. Set it to 0."
+            )
+        from mcore_qwen3vl.converters.adapters.config import apply  # PEFT takes seconds
+        from mcore_qwen3vl.converters.mapping.forms import LM_HEAD
+
+        applied = apply(config, self.hf_config(run, lora))
+        if self.labels(run, lora) is not None and LM_HEAD in {*applied.saved, *applied.slots}:
+            raise BadInput(
+                f"The adapter changes {LM_HEAD} with --task {self.task}, whose model has no "
+                "lm_head: leave it out of the targets and of modules_to_save."
+            )
+        if LM_HEAD in applied.slots:
+            raise BadInput(
+                f"The adapter has factors on {LM_HEAD} with --task {self.task}, which reads two of "
+                "its rows: leave it out of the targets, or name it in modules_to_save."
+            )
+
 
 _TASKS: dict[Task, tuple[str, tuple[str, ...]]] = {
     "embedding": ("queries", ("embedding_loss", "temperature", "matryoshka_dims")),
@@ -65,19 +157,6 @@ _TASKS: dict[Task, tuple[str, tuple[str, ...]]] = {
     "classify": ("records", ("num_labels", "problem_type")),
 }
 """By task, what its loss is a mean over, and the flags that have a meaning with it alone."""
-
-
-def labels_of(args: argparse.Namespace) -> Labels | None:
-    """Return the labels of the model's head; none of them: it has no head; None: it has lm_head.
-
-    It raises BadInput if a classifier's labels are not known, or fewer than two.
-    """
-    if args.task != "classify":
-        return {"embedding": NO_LABELS, "reward": ONE_SCORE}.get(args.task)
-    data = tuple(args.train_data_path or args.data_path or ())
-    folders = tuple(filter(None, (args.lora_init, args.hf_model)))  # an adapter's names count
-    labels = _labels(folders, args.num_labels, data, args.preprocess, args.trust_data)
-    return replace(labels, problem_type=args.problem_type or labels.problem_type or SINGLE)
 
 
 @cache  # the data are read once
@@ -116,64 +195,6 @@ def _named(folders: tuple[str, ...]) -> tuple[str, Labels] | None:
     return None
 
 
-def hf_config_of(args: argparse.Namespace) -> HFConfig:
-    """Return the model's config; a classifier's names its labels."""
-    labels = labels_of(args)
-    return labels.in_config(read_config_file(Path(args.hf_model))) if labels else args.hf_model
-
-
-def contrastive_of(args: argparse.Namespace) -> Contrastive:
-    """Return the contrastive loss's settings, or raise BadInput for a value out of range."""
-    kind: EmbeddingKind = args.embedding_loss or Contrastive.kind
-    if kind == "cosine" and args.temperature is not None:
-        raise BadInput("--temperature has no meaning with --embedding-loss cosine: drop it.")
-    temperature = Contrastive.temperature if args.temperature is None else args.temperature
-    return Contrastive(temperature, tuple(args.matryoshka_dims or ()), kind)
-
-
-def ranking_of(args: argparse.Namespace) -> Ranking:
-    """Return the reranker's loss from the flags."""
-    return args.reranker_loss or "pointwise"
-
-
-def answers_of(args: argparse.Namespace) -> tuple[str, str]:
-    """Return the reranker's answers from the flags: relevant, irrelevant."""
-    yes, no = args.answers or ANSWERS
-    return yes, no
-
-
-def check_task(args: argparse.Namespace, architecture: Architecture) -> None:
-    """Raise BadInput if the flags of the tasks do not fit one another or the others."""
-    for other, (_, details) in _TASKS.items():
-        if args.task != other:
-            refuse_without(f"--task {other}", args, details)
-    if args.task is None:
-        return
-    longest = max(contrastive_of(args).dimensions, default=0)
-    if longest > architecture.hidden_size:
-        raise BadInput(
-            f"--matryoshka-dims {longest}: the model's embeddings have {architecture.hidden_size} "
-            "values."
-        )
-    task = f"--task {args.task}"
-    if args.loss != "cross_entropy":
-        raise BadInput(f"--loss {args.loss} with {task}, which has its own loss: drop one of them.")
-    if args.task == "embedding":
-        from mcore_qwen3vl.owners import require_last_token
-
-        require_last_token(Path(args.hf_model))
-    if args.task in SCORED and args.pretrained_checkpoint:
-        raise BadInput(
-            f"--pretrained-checkpoint with {task}, which starts from Hugging Face weights: convert "
-            "the checkpoint with `mcore-qwen3vl convert mcore-to-hf`, and give it to --load-hf."
-        )
-    if (labels := labels_of(args)) and args.load:
-        _require_classifier(Path(args.load), labels)
-    if asks_for_lora(args):
-        _check_adapter(adapter_config(args, architecture), args)
-    refuse_router_losses(args, task, _TASKS[args.task][0])
-
-
 def _require_classifier(path: Path, labels: Labels) -> None:
     """Raise BadInput if the checkpoint at `path` has no classifier's head with these labels."""
     folder = identify(path).hf
@@ -189,26 +210,4 @@ def _require_classifier(path: Path, labels: Labels) -> None:
         raise BadInput(
             f"{path} was trained with the labels {there}, and the data or flags say {labels}: go "
             "on with the same data and --problem-type."
-        )
-
-
-def _check_adapter(config: AdapterConfig, args: argparse.Namespace) -> None:
-    if config.lora_dropout and args.task == "embedding":
-        raise BadInput(
-            f"lora_dropout is {config.lora_dropout:g} with --task embedding: embeddings are "
-            "computed twice in a step, and dropout would make them differ. Set it to 0."
-        )
-    from mcore_qwen3vl.converters.adapters.config import apply  # PEFT takes seconds
-    from mcore_qwen3vl.converters.mapping.forms import LM_HEAD
-
-    applied = apply(config, hf_config_of(args))
-    if labels_of(args) is not None and LM_HEAD in {*applied.saved, *applied.slots}:
-        raise BadInput(
-            f"The adapter changes {LM_HEAD} with --task {args.task}, whose model has no lm_head: "
-            "leave it out of the targets and of modules_to_save."
-        )
-    if LM_HEAD in applied.slots:
-        raise BadInput(
-            f"The adapter has factors on {LM_HEAD} with --task {args.task}, which reads two of its "
-            "rows: leave it out of the targets, or name it in modules_to_save."
         )

@@ -6,7 +6,6 @@ rank receives the same losses, and so decides the same.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -16,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.training import get_args
 
 from mcore_qwen3vl.converters.place import folder_name
 from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.training.arguments.run import RunSettings
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.logs.progress import loss_name
 
@@ -28,9 +29,11 @@ FILE = "validation.json"
 class Validations:
     """The validation losses by which ``--early-stop-patience`` and ``--keep-best`` decide."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self._wanted = args.keep_best or args.early_stop_patience is not None
+    def __init__(self, settings: RunSettings) -> None:
+        self._keeps_best = settings.training.keep_best
+        self._patience = settings.training.early_stop_patience
+        self._wanted = self._keeps_best or self._patience is not None
+        self._checkpoints, self._exports = settings.checkpoints, settings.model.save_hf
         self._losses: list[tuple[int, float]] = []  # by iteration, ascending
         self.exported: int | None = None
         """The step that ``--save-hf`` has as the best."""
@@ -48,23 +51,24 @@ class Validations:
     @property
     def exhausted(self) -> bool:
         """Whether the last ``--early-stop-patience`` validations were no better than the best."""
-        patience = self._args.early_stop_patience
-        if patience is None or self.best is None:
+        if self._patience is None or self.best is None:
             return False
-        return len(self._losses) - 1 - self._losses.index(self.best) >= patience
+        return len(self._losses) - 1 - self._losses.index(self.best) >= self._patience
 
     def resume(self, iteration: int) -> None:
         """Read the resumed run's losses up to its checkpoint's iteration; a collective."""
         if not self._wanted:
             return
         found: list[Any] = [None]
-        file = Path(self._args.load) / FILE
+        load = self._checkpoints.load
+        assert load is not None
+        file = Path(load) / FILE
         if dist.get_rank() == 0 and file.exists():
             found = [json.loads(file.read_text(encoding="utf-8"))]
         dist.broadcast_object_list(found, src=0)
         if found[0] is not None:
             self._losses = [(i, loss) for i, loss in found[0]["losses"] if i <= iteration]
-            if self._args.load == self._args.save:
+            if load == self._checkpoints.save:
                 self._kept, self.exported = found[0]["kept"], found[0].get("exported")
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
@@ -84,14 +88,14 @@ class Validations:
 
     def __str__(self) -> str:
         assert self.best is not None
-        kept = f", kept in {self._args.save}" if self._args.keep_best else ""
+        kept = f", kept in {self._checkpoints.save}" if self._keeps_best else ""
         if self.exported == self.best[0]:
-            kept += f", exported to {self._args.save_hf}/best"
+            kept += f", exported to {self._exports}/best"
         return f"best validation loss {self.best[1]:.4f} after step {self.best[0]}{kept}"
 
     def is_best(self, iteration: int) -> bool:
         """Return whether to keep this iteration's checkpoint as the best."""
-        return bool(self._args.keep_best and self.best and self.best[0] == iteration)
+        return bool(self._keeps_best and self.best and self.best[0] == iteration)
 
     def note_export(self, iteration: int) -> None:
         """Note that ``--save-hf`` has this iteration as the best."""
@@ -101,7 +105,7 @@ class Validations:
     @contextmanager
     def due(self, iteration: int) -> Iterator[None]:
         """Make Megatron save after the best iteration so far, and exit when patience runs out."""
-        args = self._args
+        args = get_args()  # which its loop reads after each iteration
         before = args.save_interval, args.exit_interval
         if self.is_best(iteration):
             args.save_interval = iteration
@@ -117,18 +121,19 @@ class Validations:
         """
         if not self.is_best(iteration):
             return
-        before, interval = self._kept, self._args.save_interval
-        self._kept = iteration if iteration % interval else None
+        before, interval, save = self._kept, self._checkpoints.save_interval, self._checkpoints.save
+        assert save is not None  # `checks` asks for --save with --keep-best
+        self._kept = None if interval and iteration % interval == 0 else iteration
         self._write()
         dist.barrier()
         if before not in (None, iteration) and dist.get_rank() == 0:
-            shutil.rmtree(Path(self._args.save) / folder_name(before), ignore_errors=True)
-            shutil.rmtree(data_state.folder_of(self._args.save, before), ignore_errors=True)
+            shutil.rmtree(Path(save) / folder_name(before), ignore_errors=True)
+            shutil.rmtree(data_state.folder_of(save, before), ignore_errors=True)
 
     def _write(self) -> None:
-        if dist.get_rank() or not self._args.save:
+        if dist.get_rank() or not self._checkpoints.save:
             return
-        file = Path(self._args.save) / FILE
+        file = Path(self._checkpoints.save) / FILE
         content = {"best": self.best, "losses": self._losses, "kept": self._kept}
         content |= {"exported": self.exported} if self.exported else {}
         with atomic_write(file, remedy=None) as partial:

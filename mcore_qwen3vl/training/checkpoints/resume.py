@@ -42,8 +42,8 @@ from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
-from mcore_qwen3vl.training.arguments.settings import media_limits
-from mcore_qwen3vl.training.arguments.tasks import labels_of
+from mcore_qwen3vl.training.arguments.run import CheckpointSettings, TrainingSettings
+from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.broadcast import data_state
 
 _OTHER_SCHEDULE = re.compile(
@@ -100,7 +100,7 @@ class OtherMaker:
     maker: str
 
 
-def from_other_maker(args: argparse.Namespace) -> OtherMaker | None:
+def from_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | None:
     """Return the checkpoint that a run starts from if another maker wrote it, whose keys differ.
 
     Megatron cannot load it; `load_checkpoint` of `converters.live` can.
@@ -109,12 +109,12 @@ def from_other_maker(args: argparse.Namespace) -> OtherMaker | None:
         BadInput: the run would resume it rather than take its weights, or save beside it; or an
             unknown maker wrote it.
     """
-    load = args.load or args.save  # the default of --load
-    sources = [source for source in (load, args.pretrained_checkpoint) if source]
+    load = checkpoints.load or checkpoints.save  # the default of --load
+    sources = [source for source in (load, checkpoints.pretrained_checkpoint) if source]
     source = next((s for s in sources if identify(s).kind is Kind.MEGATRON), None)
     if source is None:
         return None
-    step = args.ckpt_step if source == load else None
+    step = checkpoints.ckpt_step if source == load else None
     place = identify(source if step is None else Path(source) / folder_name(step))
     try:
         folder = place.weights()
@@ -126,12 +126,12 @@ def from_other_maker(args: argparse.Namespace) -> OtherMaker | None:
     dialect = maker_of(folder, index.tensors)
     if dialect is None:
         return None
-    if args.save and Path(args.save).resolve() == Path(source).resolve():
+    if checkpoints.save and Path(checkpoints.save).resolve() == Path(source).resolve():
         raise BadInput(
             f"{source} holds checkpoints of {dialect.maker}: choose another directory to --save to."
         )
     saved = any(key.startswith(("optimizer", "chained_")) for key in index.tensors)
-    if saved and source == load and not args.finetune:
+    if saved and source == load and not checkpoints.finetune:
         raise BadInput(
             f"{folder} was written by {dialect.maker}, whose optimizer state cannot be resumed "
             "here. Add --finetune to start from its weights."
@@ -148,20 +148,24 @@ def _may_be_other_makers(folder: Path) -> bool:
     return file.is_file() and (LANGUAGE + EMBEDDING).encode() in file.read_bytes()
 
 
-def choose_iteration(args: argparse.Namespace) -> None:
-    """Make Megatron load the newest readable checkpoint of ``--load``; all ranks call this.
+def choose_iteration(
+    checkpoints: CheckpointSettings, args: argparse.Namespace, *, fallback: bool
+) -> int | None:
+    """Return the step to load in place of the latest of ``--load``, if that cannot be read.
+
+    All ranks call this. `args` are Megatron's, for formats that load only into an equal run.
 
     Raises:
         BadInput: see :func:`readable_iteration` and
             :class:`mcore_qwen3vl.converters.mcore.megatron_checkpoint.Format`.
     """
-    if args.load is None:
-        return
+    if checkpoints.load is None:
+        return None
     iteration: int | None = None
     flaw: BadInput | None = None
     if dist.get_rank() == 0:
         try:
-            iteration = iteration_to_load(args)
+            iteration = iteration_to_load(checkpoints, args, fallback=fallback)
         except BadInput as error:
             flaw = error
     answer: list[Any] = [iteration, flaw]
@@ -169,24 +173,27 @@ def choose_iteration(args: argparse.Namespace) -> None:
     iteration, flaw = answer
     if flaw is not None:
         raise flaw
-    if iteration is not None and iteration != latest_iteration(args.load):
-        args.ckpt_step = iteration
-        if dist.get_rank() == 0:
-            log.warning("the latest checkpoint is damaged; resuming from iteration %s", iteration)
+    if iteration is None or iteration == latest_iteration(checkpoints.load):
+        return None
+    if dist.get_rank() == 0:
+        log.warning("the latest checkpoint is damaged; resuming from iteration %s", iteration)
+    return iteration
 
 
-def iteration_to_load(args: argparse.Namespace) -> int | None:
+def iteration_to_load(
+    checkpoints: CheckpointSettings, args: argparse.Namespace, *, fallback: bool
+) -> int | None:
     """Check what Megatron will read; return the iteration, or None to leave the choice to it."""
-    named = args.ckpt_step
-    newest = read_tracker(Path(args.load)) if named is None else named
+    load, named = Path(checkpoints.load or ""), checkpoints.ckpt_step
+    newest = read_tracker(load) if named is None else named
     if newest is None:
         return None
-    folder = Path(args.load) / folder_name(newest)
+    folder = load / folder_name(newest)
     if (format := format_of(identify(folder))).plan is not None:
         format.check_run(folder, args)
-    elif args.ckpt_format == "torch_dist" and named is None:
-        return readable_iteration(args.load, fallback=args.on_corrupt_checkpoint == "fallback")
-    elif args.ckpt_format == "torch_dist" and folder.is_dir() and (reason := damage(folder)):
+    elif checkpoints.ckpt_format == "torch_dist" and named is None:
+        return readable_iteration(load, fallback=fallback)
+    elif checkpoints.ckpt_format == "torch_dist" and folder.is_dir() and (reason := damage(folder)):
         raise BadInput(f"--ckpt-step {named} cannot be read: {reason.rstrip('.')}.")
     return None
 
@@ -205,23 +212,24 @@ def check_companions(directory: str | Path, architecture: Architecture) -> None:
         )
 
 
-def save_companions(args: argparse.Namespace) -> None:
+def save_companions(settings: Settings) -> None:
     """Copy the files of ``--hf-model`` other than weights into the ``hf`` folder of ``--save``.
 
     A conversion does the same. With them, the checkpoints can be exported, compared and used for
     generation as they are; :func:`changed_files` says what differs. One rank calls this; the folder
     appears whole or not at all.
     """
-    folder, source = Path(args.save) / HF_FOLDER, Path(args.hf_model)
+    assert settings.checkpoints.save is not None
+    folder, source = Path(settings.checkpoints.save) / HF_FOLDER, settings.model.folder
     if folder.exists():
         return
     with atomic_write(folder, remedy=None) as partial:
-        labels = labels_of(args)
-        copy_companions(source, partial, Changes(labels=labels, files=changed_files(args)))
+        labels = settings.labels
+        copy_companions(source, partial, Changes(labels=labels, files=changed_files(settings)))
         write_form(partial, Form(head=head_of(labels)))
 
 
-def changed_files(args: argparse.Namespace) -> dict[str, bytes]:
+def changed_files(settings: Settings) -> dict[str, bytes]:
     """Return what a run writes otherwise than ``--hf-model`` has it, by file name.
 
     The processor has the run's budgets, and a model that is trained on turns stops at their end.
@@ -229,20 +237,22 @@ def changed_files(args: argparse.Namespace) -> dict[str, bytes]:
     # Imports megatron, and this module is imported before the CPU's backend is there.
     from mcore_qwen3vl.generation.decoding import with_turn_end
 
-    source = Path(args.hf_model)
-    stopping = {} if args.task else with_turn_end(source)
-    return {**with_budgets(source, media_limits(args)), **stopping}
+    source = settings.model.folder
+    stopping = {} if settings.task.task else with_turn_end(source)
+    return {**with_budgets(source, settings.data.media), **stopping}
 
 
 @contextmanager
-def explained(args: argparse.Namespace) -> Iterator[None]:
+def explained(checkpoints: CheckpointSettings, batch: int | None) -> Iterator[None]:
     """Explain Megatron's errors about a checkpoint that does not fit the command line.
+
+    `batch` is the run's global batch; None: its length is a number of samples.
 
     Raises:
         BadInput: the schedule or the learning rate changed, the optimizer, its schedule, the RNG
             or a parameter was not saved, or torch refuses to unpickle a file.
     """
-    directory = args.load
+    directory = checkpoints.load or checkpoints.pretrained_checkpoint or ""
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
@@ -260,7 +270,7 @@ def explained(args: argparse.Namespace) -> Iterator[None]:
     except AssertionError as error:
         if "OptimizerParamScheduler" not in str(error):
             raise
-        differing = _schedules(error, args)
+        differing = _schedules(error, checkpoints, batch)
         raise BadInput(
             f"The checkpoint in {directory} was made with another schedule: {differing}. "
             "Add --override-opt-param-scheduler to take the command line's, or "
@@ -302,40 +312,44 @@ def _lacks(directory: str, error: BaseException) -> BadInput | None:
     )
 
 
-def other_parts(saved: argparse.Namespace, args: argparse.Namespace) -> str | None:
+def other_parts(
+    before: TrainingSettings, now: TrainingSettings, *, starts_anew: bool
+) -> str | None:
     """Say that a resumed run trains other parameters than its checkpoint's run; None if not.
 
-    Megatron loads the optimizer's state of the parameters that still train.
+    Megatron loads the optimizer's state of the parameters that still train, unless it
+    `starts_anew`.
     """
-    was, now = _choice(saved), _choice(args)
-    if was == now:
+    was, trains = _choice(before), _choice(now)
+    if was == trains:
         return None
     state = (
         "the optimizer starts anew (--no-load-optim)"
-        if args.no_load_optim
+        if starts_anew
         else "the optimizer's state of parameters that no longer train is dropped"
     )
-    return f"the checkpoint's run trained {was}, and this run trains {now}: {state}"
+    return f"the checkpoint's run trained {was}, and this run trains {trains}: {state}"
 
 
-def other_reference(saved: argparse.Namespace, args: argparse.Namespace) -> str | None:
-    """Say that a resumed run has another reference model than its checkpoint's run; None if not."""
-    was, now = (getattr(one, "reference_model", None) for one in (saved, args))
-    if was is None or was == now:
+def other_reference(before: str | None, now: str | None) -> str | None:
+    """Say that a run has another reference model, `now`, than its checkpoint's; None if not."""
+    if before in (None, now):
         return None
-    return f"the checkpoint's run had the reference model {was}, and this run has {now or 'none'}"
+    return (
+        f"the checkpoint's run had the reference model {before}, and this run has {now or 'none'}"
+    )
 
 
-def _choice(args: argparse.Namespace) -> str:
+def _choice(training: TrainingSettings) -> str:
     flags = [
         f"--{name} {' '.join(patterns)}"
         for name in ("freeze", "trainable")
-        if (patterns := getattr(args, name, None))
+        if (patterns := getattr(training, name))
     ]
     return f"what {' '.join(flags)} leaves" if flags else "all parameters"
 
 
-def _schedules(error: AssertionError, args: argparse.Namespace) -> str:
+def _schedules(error: AssertionError, checkpoints: CheckpointSettings, batch: int | None) -> str:
     """Say Megatron's complaint in other words: what it calls iterations are samples."""
     found = _OTHER_SCHEDULE.search(str(error))
     if found is None:
@@ -347,8 +361,8 @@ def _schedules(error: AssertionError, args: argparse.Namespace) -> str:
         "warmup iterations": "warm-up, from --lr-warmup-iters or -fraction,",
     }.get(found["what"])
     if named:
-        ours = _length(ours, args.train_iters and args.global_batch_size)
-        theirs = _length(theirs, args.train_iters and _saved_batch(args))
+        ours = _length(ours, batch)
+        theirs = _length(theirs, batch and _saved_batch(checkpoints, batch))
     return f"its {named or found['what']} is {theirs}, and {ours} in this command"
 
 
@@ -359,11 +373,12 @@ def _length(samples: str, batch: int | None) -> str:
     return f"{float(samples) / batch:g} iterations ({samples} samples)"
 
 
-def _saved_batch(args: argparse.Namespace) -> int:
-    """Return the global batch of the checkpoint to load; if it does not say, the run's own."""
-    iteration = args.ckpt_step or latest_iteration(args.load)
-    saved = None if iteration is None else data_state.first_of(args.load, iteration)
-    return (saved or {}).get(data_state.GLOBAL_BATCH) or int(args.global_batch_size)
+def _saved_batch(checkpoints: CheckpointSettings, batch: int) -> int:
+    """Return the global batch of the checkpoint to load; if it does not say, the run's `batch`."""
+    load = checkpoints.load or ""
+    iteration = checkpoints.ckpt_step or latest_iteration(load)
+    saved = None if iteration is None else data_state.first_of(load, iteration)
+    return (saved or {}).get(data_state.GLOBAL_BATCH) or batch
 
 
 def damage(folder: Path) -> str | None:

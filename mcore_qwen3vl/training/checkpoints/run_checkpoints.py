@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.converters.live.export import save_hf
 from mcore_qwen3vl.converters.place import folder_name, read_tracker
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import fill
+from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
+from mcore_qwen3vl.training.arguments.run import TrainingSettings
+from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints import resume
 from mcore_qwen3vl.training.checkpoints.best import Validations
@@ -42,21 +47,29 @@ class RunCheckpoints:
     """Wrappers of the functions with which Megatron's loop loads and saves."""
 
     def __init__(self, run: Any) -> None:
-        self._run, self._args = run, run.args  # of `training.run.Run`, which imports this module
-        self.validations = Validations(run.args)
+        self._run = run  # a `training.run.Run`, which imports this module
+        self._settings: Settings = run.settings
+        self._save, self._exports_to = run.settings.checkpoints.save, run.settings.model.save_hf
+        self.validations = Validations(run.settings)
         self._trained: tuple[Any, Any] = ([], None)  # the model and its optimizer
         self._on_disk: tuple[str, int] | None = None  # the folder and step of the last checkpoint
 
     def load(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Load the newest checkpoint that can be read, and export it if nothing is left to do."""
-        check_checkpoint(self._args, self._run.lora)
+        megatron, checkpoints = self._run.args, self._settings.checkpoints
+        check_checkpoint(checkpoints.load, self._run.lora)
         if self._run.other:  # the provider has read it
             self._clear_exports(0)
             return 0, 0
-        resume.choose_iteration(self._args)
-        with resume.explained(self._args):
+        fallback = self._settings.training.on_corrupt_checkpoint == "fallback"
+        readable = resume.choose_iteration(checkpoints, megatron, fallback=fallback)
+        if readable is not None:
+            megatron.ckpt_step = readable  # the step that Megatron loads
+            checkpoints = replace(checkpoints, ckpt_step=readable)
+        batch = self._settings.loop.global_batch_size if megatron.train_iters else None
+        with resume.explained(checkpoints, batch):
             found = original(model, *args, **kwargs)
-        step, folder = found[0], self._args.load
+        step, folder = found[0], checkpoints.load or ""
         if not step:
             self._clear_exports(0)
             return found
@@ -67,7 +80,7 @@ class RunCheckpoints:
         self._on_disk = folder, step
         self.validations.resume(step)
         if self.validations.exhausted:
-            self._args.train_iters = step
+            megatron.train_iters = step  # where Megatron's loop ends
         self._run.progress.say(f"resuming after step {step} of {folder}")
         self._clear_exports(step)
         # An earlier run was stopped between the two, or somebody has removed the export.
@@ -79,25 +92,33 @@ class RunCheckpoints:
     def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
         """Say so if the checkpoint's run trained other parts, or had another reference."""
         original(saved, **kwargs)
-        for compare in (resume.other_parts, resume.other_reference):
-            if difference := compare(saved, self._args):
+        settings, before = self._settings, fill(PreferenceSettings, saved)
+        starts_anew = settings.checkpoints.no_load_optim
+        for difference in (
+            resume.other_parts(
+                fill(TrainingSettings, saved), settings.training, starts_anew=starts_anew
+            ),
+            resume.other_reference(before.reference_model, settings.preference.reference_model),
+        ):
+            if difference:
                 self._run.progress.say(difference)
 
     def save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, and with it the position in the data."""
         # Already saved: the run had nothing left to do, or its last step was its best.
-        if (self._args.save, iteration) == self._on_disk:
+        if (self._save, iteration) == self._on_disk:
             return
-        folder = self._args.save
+        folder = self._save
+        assert folder is not None
         self._run.norms.settle()
         with self._run.metrics.paused(), explained_save(folder, iteration):
             if dist.get_rank() == 0:
-                resume.save_companions(self._args)
+                resume.save_companions(self._settings)
             if self._run.lora:
-                self._run.lora.save_config()
+                self._run.lora.save_config(folder)
             self._run.data.save_state(folder, iteration)
             original(iteration, *args, **kwargs)
-            if self._args.save_retain_interval and dist.get_rank() == 0:
+            if self._settings.checkpoints.save_retain_interval and dist.get_rank() == 0:
                 data_state.remove_orphans(folder, iteration)
         self._on_disk = folder, iteration
         self._run.progress.say(f"step {iteration}: saved to {folder}")
@@ -106,7 +127,7 @@ class RunCheckpoints:
         """Record a validation's losses; a collective."""
         self.validations.add(iteration, losses)
         # The last validation follows the last save.
-        if self._on_disk == (self._args.save, iteration):
+        if self._on_disk == (self._save, iteration):
             self.validations.keep(iteration)
             self._export_best(*self._trained, iteration)
 
@@ -125,10 +146,10 @@ class RunCheckpoints:
 
     def _exports(self, iteration: int) -> bool:
         """Return whether ``--save-hf`` has this step."""
-        interval = self._args.save_hf_interval
-        last = iteration == self._args.train_iters or self.validations.exhausted
+        interval = self._settings.model.save_hf_interval
+        last = iteration == self._run.args.train_iters or self.validations.exhausted
         due = last or (interval and iteration % interval == 0)
-        return bool(self._args.save_hf and due)
+        return bool(self._exports_to and due)
 
     def _lacks(self, folder: Path) -> bool:
         """Return whether the first rank finds no `folder`; a collective."""
@@ -138,8 +159,8 @@ class RunCheckpoints:
 
     def _export_best(self, model: list[Any], optimizer: Any, iteration: int) -> None:
         """Export the best step as ``--save-hf`` ``/best``, unless it is there; a collective."""
-        if self._args.save_hf and self.validations.is_best(iteration):
-            folder = Path(self._args.save_hf) / BEST
+        if self._exports_to and self.validations.is_best(iteration):
+            folder = Path(self._exports_to) / BEST
             if self.validations.exported != iteration or self._lacks(folder):
                 self._export(model, optimizer, iteration, folder)
                 self.validations.note_export(iteration)
@@ -149,17 +170,19 @@ class RunCheckpoints:
 
         The run goes on after `step`, whose weights it has. A collective.
         """
-        if not self._args.save_hf:
+        if not self._exports_to:
             return
-        remains = [*Path(self._args.save_hf).glob(".*.incomplete")] if dist.get_rank() == 0 else []
-        for folder in remains:
-            shutil.rmtree(folder, ignore_errors=True)
+        folder = Path(self._exports_to)
+        remains = [*folder.glob(".*.incomplete")] if dist.get_rank() == 0 else []
+        for left in remains:
+            shutil.rmtree(left, ignore_errors=True)
         numbers = [int(found[1]) for f in remains if (found := _INTERRUPTED.fullmatch(f.name))]
-        steps = range(step, (self._args.train_iters or step) + 1)
+        steps = range(step, (self._run.args.train_iters or step) + 1)
         everyone = [[n for n in numbers if n not in steps or not self._exports(n)]]
         dist.broadcast_object_list(everyone)
         best = self.validations.best
-        if self._args.keep_best and best and self.validations.exported != best[0] < step:
+        keeps_best = self._settings.training.keep_best
+        if keeps_best and best and self.validations.exported != best[0] < step:
             everyone[0].append(best[0])
         for number in everyone[0]:
             self._run.progress.say(
@@ -171,22 +194,22 @@ class RunCheckpoints:
     def _changed_files(self) -> Mapping[str, bytes]:
         """What :func:`.resume.changed_files` returns: the processor is loaded for it, which takes
         seconds, and all ranks wait for an export."""
-        return resume.changed_files(self._args)
+        return resume.changed_files(self._settings)
 
     def _export(self, model: list[Any], optimizer: Any, iteration: int, folder: Path) -> None:
         """Write a step to `folder`: weights or adapter, config and processor."""
         self._run.norms.settle()
-        if self._args.rank == 0:
-            claim(self._args.save, self._args.save_hf)
+        first = self._settings.parallel.rank == 0
+        if first and self._exports_to:
+            claim(self._save, self._exports_to)
         with self._run.metrics.paused():
-            if training.should_disable_forward_pre_hook(self._args):
+            if training.should_disable_forward_pre_hook(self._run.args):
                 training.force_param_sync(model, optimizer=optimizer)  # overlapped gathers
             if self._run.lora is None:
-                first = self._args.rank == 0
                 save_hf(
                     unwrap_model(model),
                     folder,
-                    hf_config=self._args.hf_model,
+                    hf_config=self._settings.model.folder,
                     force=True,
                     changed_files=self._changed_files if first else None,
                 )
@@ -196,7 +219,7 @@ class RunCheckpoints:
         self._run.progress.say(f"step {iteration}: exported to {folder}")
 
     def _export_folder(self, iteration: int) -> Path:
-        return Path(self._args.save_hf) / folder_name(iteration)
+        return Path(self._exports_to or "") / folder_name(iteration)
 
 
 @contextmanager

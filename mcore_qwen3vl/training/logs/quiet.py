@@ -50,7 +50,7 @@ def quiet(command: CommandLine) -> Iterator[Console | None]:
     Yields:
         The terminal, or wherever standard output went before; None with ``--verbose``.
     """
-    if command.args.verbose:
+    if command.settings.training.verbose:
         yield None
         return
     rank = int(os.environ.get("RANK", "0"))

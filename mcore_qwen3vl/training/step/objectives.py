@@ -22,7 +22,6 @@ Memory Limited Setup", 2021 (GradCache). With one micro-batch a rank, one pass i
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -58,16 +57,8 @@ from mcore_qwen3vl.objectives.losses import (
     reward_losses,
 )
 from mcore_qwen3vl.objectives.settings import Contrastive, Distillation, Kto, Preference, Ranking
-from mcore_qwen3vl.training.arguments.losses import (
-    DISTILL,
-    KTO,
-    LOSSES,
-    distillation_of,
-    kto_of,
-    preference_of,
-    reference_of,
-)
-from mcore_qwen3vl.training.arguments.tasks import answers_of, contrastive_of, labels_of, ranking_of
+from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
+from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.hooks import Wrapper, unchanged
 from mcore_qwen3vl.training.second_model import SecondModel
 from mcore_qwen3vl.training.step.forward import ForwardStep, RunBatch, forward, read_by
@@ -471,15 +462,16 @@ SCORES = pool_last_tokens(lambda states, head, weight: head(states))
 """Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
 
 
-def objective_of(args: argparse.Namespace) -> tuple[Objective, RunBatch]:
+def objective_of(settings: Settings) -> tuple[Objective, RunBatch]:
     """Return the objective of ``--task``, and what runs a micro-batch for it."""
-    if args.task == "embedding":
-        return of_queries(contrastive_of(args)), EMBED
-    if args.task == "reward":
+    task = settings.task
+    if task.task == "embedding":
+        return of_queries(task.contrastive), EMBED
+    if task.task == "reward":
         return of_rewards, SCORES
-    if labels := labels_of(args):
+    if labels := settings.labels:
         return partial(of_labels, labels), SCORES
-    return partial(of_documents, ranking_of(args)), judge(args.hf_model, answers_of(args))
+    return partial(of_documents, task.ranking), judge(settings.model.folder, task.words)
 
 
 def of_rewards(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
@@ -630,39 +622,42 @@ def _gather(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     )
 
 
-def forward_step_of(args: argparse.Namespace) -> ForwardStep:
+def forward_step_of(settings: Settings) -> ForwardStep:
     """Return the forward step with the objective that the run minimises."""
+    loop, loss = settings.loop, settings.training.loss
     step = partial(
         ForwardStep,
-        data_sets=source_names(parse_sources(args.train_data_path or args.data_path)),
+        data_sets=source_names(parse_sources(loop.training_data)),
         validation_sets=source_names(
-            parse_sources(args.valid_data_path) if args.valid_data_path else ()
+            parse_sources(loop.valid_data_path) if loop.valid_data_path else ()
         ),
     )
-    if args.task:
-        return step(*objective_of(args))
-    if args.loss in LOSSES:
-        return step(of_pairs(preference_of(args)))
-    if args.loss == KTO:
-        return step(of_labelled(kto_of(args)))
-    if args.loss == DISTILL:
-        settings = distillation_of(args)
-        return step(of_divergences(settings), run=compare_with_teacher(settings))
-    return step(of_tokens(find_loss(args.loss)))
+    if settings.task.task:
+        return step(*objective_of(settings))
+    if loss in LOSSES:
+        return step(of_pairs(settings.preference.of_pairs(loss)))
+    if loss == KTO:
+        return step(of_labelled(settings.preference.kto))
+    if loss == DISTILL:
+        distillation = settings.distillation.loss
+        return step(of_divergences(distillation), run=compare_with_teacher(distillation))
+    return step(of_tokens(find_loss(loss)))
 
 
-def schedule_of(args: argparse.Namespace, second: SecondModel | None) -> Wrapper:
+def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
     """Return what replaces ``get_forward_backward_func``: some losses take two passes in a step."""
+    loss, distillation = settings.training.loss, settings.distillation
     reference = second.in_place if second else without_adapter
     passes: Callable[..., Any]
-    if args.task == "embedding":
-        passes = partial(with_contrasts, contrastive_of(args))
-    elif args.loss == DISTILL and second:
-        first = teacher_step(args.teacher_top_k, distillation_of(args).temperature)
+    if settings.task.task == "embedding":
+        passes = partial(with_contrasts, settings.task.contrastive)
+    elif loss == DISTILL and second:
+        assert distillation.teacher_top_k is not None
+        first = teacher_step(distillation.teacher_top_k, distillation.loss.temperature)
         passes = partial(two_passes, "teacher", first=first, within=second.in_place)
-    elif args.loss in LOSSES and reference_of(args) in ("adapter", "model"):
+    elif loss in LOSSES and settings.reference in ("adapter", "model"):
         passes = partial(two_passes, "references", first=ANSWERS_STEP, within=reference)
-    elif args.loss == KTO:
+    elif loss == KTO:
         passes = partial(with_baseline, reference)
     else:
         return unchanged

@@ -7,7 +7,6 @@ temporaries of the parameters' size. torch has kernels over lists of tensors for
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
 from mcore_qwen3vl.model.freeze import PARTS, part_of
+from mcore_qwen3vl.training.arguments.run import RunSettings
 
 PIECE_VALUES = 1 << 22
 """Values of a gradient that are in memory in float64 at a time."""
@@ -41,11 +41,12 @@ def _with_adam(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Adam]]:
             yield part, adam
 
 
-def learning_rate_overrides(args: argparse.Namespace) -> dict[ParamKey, Any]:
+def learning_rate_overrides(settings: RunSettings) -> dict[ParamKey, Any]:
     """Return the parameter-group overrides for ``--vision-lr-mult`` and ``--aligner-lr-mult``."""
-    multipliers = {"vision": args.vision_lr_mult, "aligner": args.aligner_lr_mult}
+    training, loop = settings.training, settings.loop
+    multipliers = {"vision": training.vision_lr_mult, "aligner": training.aligner_lr_mult}
     return {
-        _part_key(part): {"max_lr": args.lr * factor, "min_lr": args.min_lr * factor}
+        _part_key(part): {"max_lr": loop.lr * factor, "min_lr": loop.min_lr * factor}
         for part, factor in multipliers.items()
         if factor != 1.0
     }
@@ -177,7 +178,7 @@ def multi_tensor_l2_norm(
         pieces = [piece for tensor in every for piece in tensor.flatten().split(PIECE_VALUES)]
         norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     else:
-        norms = torch._foreach_norm(every)
+        norms = [*torch._foreach_norm(every)]
     return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
 
 

@@ -126,7 +126,7 @@ def test_a_run_does_not_save_beside_it(peer: str, tmp_path: Path) -> None:
     refused = rf"{save} holds checkpoints of {re.escape(MAKERS[peer.rpartition('-')[0]])}: choose"
     for flags in (("--save", str(save)), ("--save", str(save), "--load", str(save))):
         with pytest.raises(BadInput, match=refused):
-            check_surroundings(arguments(source_of(peer), *flags).args)
+            check_surroundings(arguments(source_of(peer), *flags).settings)
 
 
 def test_parity_and_trace_find_what_was_converted_wrongly(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_every_folder_is_understood(tmp_path: Path, model: str) -> None:
         assert_same_tensors(SOURCE, out)
         assert inspect_path(folder).maker == MAKERS["verl"]
         assert hf_folder_of(folder, None, "generate") == actor / model / "huggingface"
-        found = from_other_maker(arguments(SOURCE, "--load", str(folder)).args)
+        found = from_other_maker(arguments(SOURCE, "--load", str(folder)).settings.checkpoints)
         assert found is not None
         assert found.folder == actor / model / "dist_ckpt"
 

@@ -100,11 +100,11 @@ def test_its_optimizer_state_is_not_resumed(maker: str, runs: Path) -> None:
     run = run_of(maker, runs)
     load, refused = ("--load", str(run)), rf"written by {re.escape(MAKERS[maker])}, whose optimizer"
     with pytest.raises(BadInput, match=rf"{refused} state .* Add --finetune") as error:
-        check_surroundings(arguments(*load).args)
+        check_surroundings(arguments(*load).settings)
     assert "\n" not in str(error.value)
     for flags in ((*load, "--finetune"), ("--pretrained-checkpoint", str(run))):
-        check_surroundings(arguments(*flags).args)
-        found = from_other_maker(arguments(*flags).args)
+        check_surroundings(arguments(*flags).settings)
+        found = from_other_maker(arguments(*flags).settings.checkpoints)
         assert found is not None
         assert found.folder == iteration_of(run)
     assert run_layout(into_model, 1, Layout(), run) == [True]
@@ -125,7 +125,7 @@ def test_the_checkpoint_of_a_run_of_ms_swifts_is_named(runs: Path) -> None:
     with pytest.raises(BadInput, match=refused):
         inspect_path(run)
     with pytest.raises(BadInput, match=refused):
-        check_surroundings(arguments("--load", str(run), "--finetune").args)
+        check_surroundings(arguments("--load", str(run), "--finetune").settings)
     for compare in (compare_checkpoints, audit):
         with pytest.raises(BadInput, match=refused):
             compare(run, START)
@@ -150,9 +150,9 @@ def test_hugging_face_weights_beside_a_tracker_are_read(
     assert compare_checkpoints(saved, theirs).ok
     assert inspect_path(saved).kind == "huggingface"
     assert identify(saved).config() == saved
-    check_surroundings(arguments("--load-hf", str(saved)).args)
+    check_surroundings(arguments("--load-hf", str(saved)).settings)
     with pytest.raises(BadInput, match=r"is a Hugging Face checkpoint, .* use --load-hf"):
-        check_surroundings(arguments("--load", str(saved)).args)
+        check_surroundings(arguments("--load", str(saved)).settings)
 
 
 @pytest.mark.parametrize("below", ["", "iter_0000002"])
@@ -166,4 +166,4 @@ def test_an_adapter_of_ms_swifts_is_refused_as_weights(
     with pytest.raises(BadInput, match=refused):
         mcore_to_hf(saved / below, tmp_path / "out", hf_config=START)
     with pytest.raises(BadInput, match=refused):
-        check_surroundings(arguments("--load", str(saved / below)).args)
+        check_surroundings(arguments("--load", str(saved / below)).settings)

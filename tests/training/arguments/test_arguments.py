@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from mcore_qwen3vl.training.arguments.checks import (
 )
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
-from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.arguments.parser import Parsed, validate
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.broadcast.provider import data_config
 from mcore_qwen3vl.training.logs.summary import summary
@@ -38,7 +38,7 @@ BASE = (
 )
 
 
-def parsed(model: Path, *flags: str, world_size: int = 1) -> argparse.Namespace:
+def parsed(model: Path, *flags: str, world_size: int = 1) -> Parsed:
     return validate(["--hf-model", str(model), *BASE, *flags], world_size)
 
 
@@ -66,7 +66,7 @@ def test_a_flag_that_contradicts_the_checkpoint_is_refused(
 
 
 def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
-    assert parsed(dense, "--num-layers", "4", "--swiglu").num_layers == 4
+    assert parsed(dense, "--num-layers", "4", "--swiglu").args.num_layers == 4
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_moe_under_tp_needs_sp(moe: Path) -> None:
     layout = ("--tensor-model-parallel-size", "2")
     with pytest.raises(BadInput, match="add --sequence-parallel"):
         parsed(moe, *layout, world_size=2)
-    assert parsed(moe, *layout, "--sequence-parallel", world_size=2).moe_router_topk == 3
+    assert parsed(moe, *layout, "--sequence-parallel", world_size=2).args.moe_router_topk == 3
 
 
 OVERLAP = ("--overlap-moe-expert-parallel-comm", "--expert-model-parallel-size", "2", "--bf16")
@@ -138,24 +138,25 @@ def test_an_overlap_of_the_experts_exchange_needs_half_precision(moe: Path) -> N
     with pytest.raises(BadInput, match="add --bf16"):
         parsed(moe, *OVERLAP[:-1], world_size=2)
     virtual = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
-    assert parsed(moe, *OVERLAP, world_size=2).overlap_moe_expert_parallel_comm
-    assert parsed(moe, *OVERLAP, *virtual, world_size=4).virtual_pipeline_model_parallel_size == 2
+    assert parsed(moe, *OVERLAP, world_size=2).args.overlap_moe_expert_parallel_comm
+    parallel = parsed(moe, *OVERLAP, *virtual, world_size=4).settings.parallel
+    assert parallel.virtual_pipeline_model_parallel_size == 2
 
 
 def test_experts_are_one_product(moe: Path, dense: Path) -> None:
-    assert parsed(moe).moe_grouped_gemm
-    assert not parsed(dense).moe_grouped_gemm
+    assert parsed(moe).args.moe_grouped_gemm
+    assert not parsed(dense).args.moe_grouped_gemm
 
 
 def test_an_optimizer_of_matrices_is_refused_where_experts_are_none(moe: Path, dense: Path) -> None:
-    assert parsed(dense, "--optimizer", "lion").optimizer == "lion"
+    assert parsed(dense, "--optimizer", "lion").args.optimizer == "lion"
     with pytest.raises(BadInput, match="--optimizer lion is for matrices"):
         parsed(moe, "--optimizer", "lion")
 
 
 def test_the_router_loss_comes_from_the_config_unless_given(moe: Path) -> None:
-    assert parsed(moe).moe_aux_loss_coeff == 0.001
-    assert parsed(moe, "--moe-aux-loss-coeff", "0").moe_aux_loss_coeff == 0
+    assert parsed(moe).args.moe_aux_loss_coeff == 0.001
+    assert parsed(moe, "--moe-aux-loss-coeff", "0").args.moe_aux_loss_coeff == 0
 
 
 @pytest.mark.parametrize(
@@ -170,13 +171,13 @@ def test_the_router_loss_comes_from_the_config_unless_given(moe: Path) -> None:
 def test_packs_are_balanced_unless_told_otherwise(
     flags: tuple[str, ...], balanced: bool, dense: Path
 ) -> None:
-    assert data_config(parsed(dense, *flags)).balance == balanced
+    assert data_config(parsed(dense, *flags).settings).balance == balanced
 
 
 def test_the_command_that_saves_resumes(dense: Path, tmp_path: Path) -> None:
     saving = ("--save", str(tmp_path), "--save-interval", "5")
-    assert parsed(dense, *saving).load == str(tmp_path)
-    assert parsed(dense, *saving, "--load", "elsewhere").load == "elsewhere"
+    assert parsed(dense, *saving).args.load == str(tmp_path)
+    assert parsed(dense, *saving, "--load", "elsewhere").args.load == "elsewhere"
 
 
 def test_sequence_length_must_divide_by_the_layout(dense: Path) -> None:
@@ -184,11 +185,10 @@ def test_sequence_length_must_divide_by_the_layout(dense: Path) -> None:
 
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     cp = ("--context-parallel-size", "2")
-    args = parsed(dense, *layout, *cp, "--packing", world_size=4)
-    assert data_config(args).length_multiple == 4  # CP divides each sample, and SP the pack
-    args.seq_length = 126
+    settings = parsed(dense, *layout, *cp, "--packing", world_size=4).settings
+    assert data_config(settings).length_multiple == 4  # CP divides each sample, and SP the pack
     with pytest.raises(BadInput, match="not a multiple of 4"):
-        data_config(args)
+        data_config(replace(settings, data=replace(settings.data, seq_length=126)))
 
 
 QUANTIZED = [
@@ -205,15 +205,16 @@ def test_rows_fit_the_products_of_quantized_layers(
 ) -> None:
     """Rows are padded to them: TE refuses other numbers of local tokens in the middle of a run."""
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "256")
-    args = parsed(dense, *layout, "--pad-to-longest", world_size=2)
-    assert data_config(args).length_multiple == 2
-    vars(args).update(recipe)
-    assert data_config(args).padded(3) == 2 * tokens
-    args.packing, args.balance, args.pad_to_longest = True, False, False
-    assert data_config(args).length_multiple == 1  # for a sample; a pack has the full length
-    args.seq_length = 2 * tokens + 2
+    settings = parsed(dense, *layout, "--pad-to-longest", world_size=2).settings
+    assert data_config(settings).length_multiple == 2
+    settings = replace(settings, compute=replace(settings.compute, **recipe))  # type: ignore[arg-type]
+    assert data_config(settings).padded(3) == 2 * tokens
+    packed = replace(settings.data, packing=True, pad_to_longest=False)
+    # For a sample; a pack has the full length.
+    assert data_config(replace(settings, data=packed)).length_multiple == 1
+    uneven = replace(settings.data, seq_length=2 * tokens + 2)
     with pytest.raises(BadInput, match=f"multiple of {2 * tokens}, .*on each rank"):
-        data_config(args)
+        data_config(replace(settings, data=uneven))
 
 
 @pytest.mark.parametrize(
@@ -229,9 +230,9 @@ def test_rows_fit_the_products_of_quantized_layers(
 def test_what_the_run_will_want_is_looked_for_first(
     flags: tuple[str, ...], message: str, dense: Path
 ) -> None:
-    args = parsed(dense, *(flag.format(here=dense) for flag in flags))
+    settings = parsed(dense, *(flag.format(here=dense) for flag in flags)).settings
     with pytest.raises(BadInput, match=message):
-        check_surroundings(args)
+        check_surroundings(settings)
 
 
 def test_a_checkpoint_of_the_other_kind(dense: Path, tmp_path: Path) -> None:
@@ -242,16 +243,16 @@ def test_a_checkpoint_of_the_other_kind(dense: Path, tmp_path: Path) -> None:
         ("--load-hf", tmp_path, "a Hugging Face one is needed here: use --load"),
     ):
         with pytest.raises(BadInput, match=message):
-            check_surroundings(parsed(dense, *data, flag, str(path)))
+            check_surroundings(parsed(dense, *data, flag, str(path)).settings)
 
 
 def test_a_place_without_a_checkpoint_is_refused(dense: Path, tmp_path: Path) -> None:
     data, empty = ("--data-path", str(dense)), str(tmp_path)
     for flag in ("--load", "--pretrained-checkpoint"):
         with pytest.raises(BadInput, match=f"holds no checkpoint .* path of {flag}"):
-            check_surroundings(parsed(dense, *data, flag, empty))
+            check_surroundings(parsed(dense, *data, flag, empty).settings)
     check_surroundings(
-        parsed(dense, *data, "--load", empty, "--save", empty, "--save-interval", "5")
+        parsed(dense, *data, "--load", empty, "--save", empty, "--save-interval", "5").settings
     )
 
 
@@ -294,17 +295,17 @@ def test_a_deepep_without_what_megatron_needs(
         file.parent.mkdir(exist_ok=True, parents=True)
         file.write_text("raise RuntimeError('there is no GPU')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    args = parsed(
+    run = parsed(
         moe, "--data-path", str(moe), "--train-iters", "1", *FLEX,
         "--moe-flex-dispatcher-backend", backend, world_size=2,
     )  # fmt: skip
     with nullcontext() if message is None else pytest.raises(BadInput, match=message):
-        check_surroundings(args)
+        check_surroundings(run.settings)
 
 
 def test_what_deepeps_kernels_cannot_do(moe: Path) -> None:
     flex, ep = FLEX[:2], FLEX[2:4]
-    assert parsed(moe, *FLEX, world_size=2).moe_token_dispatcher_type == "flex"
+    assert parsed(moe, *FLEX, world_size=2).args.moe_token_dispatcher_type == "flex"
     with pytest.raises(BadInput, match="nothing is exchanged: add --expert-model-parallel-size"):
         parsed(moe, *flex, "--bf16", world_size=2)
     with pytest.raises(BadInput, match="in bf16: add --bf16"):
@@ -313,28 +314,32 @@ def test_what_deepeps_kernels_cannot_do(moe: Path) -> None:
 
 def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Path) -> None:
     argv = ["--cpu", "--hf-model", str(dense), "--train-iters", "20", "--save", str(tmp_path)]
-    args = validate(argv, 2)
+    run = validate(argv, 2)
+    args = run.args
     assert args.exit_signal_handler
-    assert statement(args, {"train_iters", "save"}) == (
+    assert statement(run.settings, {"train_iters", "save"}) == (
         "--micro-batch-size 1 --global-batch-size 2 --seq-length 4096 --lr 1e-05 "
         "--log-interval 10 --save-interval 500 --pad-to-longest"
     )
-    args = validate([*argv, "--lr", "1", "--seq-length", "64"], 1)
+    run = validate([*argv, "--lr", "1", "--seq-length", "64"], 1)
+    args = run.args
     assert (args.lr, args.seq_length, args.pad_to_longest) == (1, 64, False)
 
 
 def test_half_precision_is_the_default_on_gpus(dense: Path) -> None:
     """Fused attention has no float32, and unfused attention needs memory for length squared."""
     argv = ["--hf-model", str(dense), "--train-iters", "20", "--spec", "torch"]
-    args = validate(argv, 1)
+    run = validate(argv, 1)
+    args = run.args
     assert args.params_dtype == torch.bfloat16
-    assert " --bf16" in (statement(args, {"train_iters"}) or "")
-    assert " --bf16" not in (statement(validate([*argv, "--bf16"], 1), {"bf16"}) or "")
+    assert " --bf16" in (statement(run.settings, {"train_iters"}) or "")
+    assert " --bf16" not in (statement(validate([*argv, "--bf16"], 1).settings, {"bf16"}) or "")
     for flags, dtype in ((["--fp32"], torch.float32), (["--fp16"], torch.float16)):
-        args = validate([*argv, *flags], 1)
+        run = validate([*argv, *flags], 1)
+        args = run.args
         assert args.params_dtype == dtype
-        assert "--bf16" not in (statement(args, {}) or "")
-    assert validate([*argv, "--cpu"], 1).params_dtype == torch.float32
+        assert "--bf16" not in (statement(run.settings, {}) or "")
+    assert validate([*argv, "--cpu"], 1).args.params_dtype == torch.float32
     with pytest.raises(BadInput, match="--fp32 and --fp16 contradict each other"):
         validate([*argv, "--fp32", "--fp16"], 1)
 
@@ -345,13 +350,14 @@ def test_kernels_that_need_a_compiler_are_refused_without(
     argv = ["--hf-model", str(moe), "--train-iters", "20", "--spec", "torch", "--data-path", "a"]
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    args = validate(argv, 1)
-    assert dict(summary(args, Architecture.from_hf(moe), {}))["kernels"]
+    run = validate(argv, 1)
+    args = run.args
+    assert dict(summary(run.settings, Architecture.from_hf(moe), {}))["kernels"]
     assert not args.compile_pointwise
     with pytest.raises(BadInput, match=r"--compile-pointwise needs a C compiler"):
         validate([*argv, "--compile-pointwise"], 1)
     monkeypatch.setenv("CC", "/elsewhere/cc")
-    assert validate([*argv, "--compile-pointwise"], 1).compile_pointwise
+    assert validate([*argv, "--compile-pointwise"], 1).args.compile_pointwise
 
 
 def test_pointwise_kernels_are_compiled_on_gpus_with_a_compiler(
@@ -359,33 +365,37 @@ def test_pointwise_kernels_are_compiled_on_gpus_with_a_compiler(
 ) -> None:
     argv = ["--hf-model", str(moe), "--train-iters", "20", "--spec", "torch", "--data-path", "a"]
     monkeypatch.setenv("CC", "/elsewhere/cc")
-    args = validate(argv, 1)
+    run = validate(argv, 1)
+    args = run.args
     assert args.compile_pointwise
-    assert " --compile-pointwise" in (statement(args, {}) or "")
+    assert " --compile-pointwise" in (statement(run.settings, {}) or "")
     for flag in ("--no-compile-pointwise", "--cpu"):
-        args = validate([*argv, flag], 1)
+        run = validate([*argv, flag], 1)
+        args = run.args
         assert not args.compile_pointwise
-        assert "--compile-pointwise" not in (statement(args, {}) or "")
+        assert "--compile-pointwise" not in (statement(run.settings, {}) or "")
 
 
 def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> None:
     save = ("--save", str(tmp_path))
-    assert parsed(dense, *save, world_size=2).global_batch_size == 2  # nothing to resume
+    assert parsed(dense, *save, world_size=2).args.global_batch_size == 2  # nothing to resume
     folder = data_state.folder_of(tmp_path, 7)
     folder.mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     place = {"world_size": 2, "num_workers": 2}
     torch.save(place, folder / "rank_00000.pt")  # earlier versions saved no batch size
-    assert parsed(dense, *save, world_size=2).global_batch_size == 2
+    assert parsed(dense, *save, world_size=2).args.global_batch_size == 2
     torch.save({**place, data_state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
     for ranks in (1, 2, 4):
-        args = parsed(dense, *save, world_size=ranks)
+        run = parsed(dense, *save, world_size=ranks)
+        args = run.args
         assert (args.global_batch_size, args.data_parallel_size) == (4, ranks)
-        assert args.kept_global_batch
+        assert run.settings.kept_batch
         assert args.num_workers * ranks == 4
-    assert parsed(dense, "--load", *save[1:], "--finetune").global_batch_size == 1
-    args = parsed(dense, *save, "--global-batch-size", "6", world_size=2)
-    assert (args.global_batch_size, args.kept_global_batch) == (6, False)
+    assert parsed(dense, "--load", *save[1:], "--finetune").args.global_batch_size == 1
+    run = parsed(dense, *save, "--global-batch-size", "6", world_size=2)
+    args = run.args
+    assert (args.global_batch_size, run.settings.kept_batch) == (6, False)
     for flags, message, ranks in (
         (["--num-workers", "2"], r"micro-batch 1, add --num-workers 1\.", 4),
         (
@@ -404,7 +414,7 @@ def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> No
         with pytest.raises(BadInput, match=message):
             parsed(dense, *save, *flags, world_size=ranks)
     torch.save({**place, "balance": True, data_state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
-    assert parsed(dense, *save, "--packing", world_size=4).num_workers == 2
+    assert parsed(dense, *save, "--packing", world_size=4).args.num_workers == 2
 
 
 def test_a_number_of_epochs_is_the_only_length(dense: Path) -> None:
@@ -414,8 +424,8 @@ def test_a_number_of_epochs_is_the_only_length(dense: Path) -> None:
         (["--num-epochs", "2", "--train-iters", "3"], "and --train-iters both set the length"),
     ):
         with pytest.raises(BadInput, match=message):
-            check_surroundings(CommandLine([*argv, *flags]).args)
-    check_surroundings(CommandLine([*argv, "--num-epochs", "2"]).args)
+            check_surroundings(CommandLine([*argv, *flags]).settings)
+    check_surroundings(CommandLine([*argv, "--num-epochs", "2"]).settings)
     ramp = ["--rampup-batch-size", "1", "1", "8", "--global-batch-size", "8", "--lr", "1"]
     with pytest.raises(BadInput, match=r"--rampup-batch-size: .*Give --train-samples N"):
         validate([*argv, "--num-epochs", "2", *ramp], 1)
@@ -424,11 +434,11 @@ def test_a_number_of_epochs_is_the_only_length(dense: Path) -> None:
 def test_what_no_rank_uses_is_named(dense: Path) -> None:
     data = ("--data-path", "a.jsonl", "--shuffle-buffer", "7")
     valid = ("--valid-data-path", "0.3", "a.jsonl", "0.7", "b.jsonl")
-    args = parsed(dense, *data, *valid)
-    named = [item.name for item in unused_data_flags(args, {"shuffle_buffer", "valid_data_path"})]
-    assert named == ["--shuffle-buffer", "weight"]
+    settings = parsed(dense, *data, *valid).settings
+    named = unused_data_flags(settings, {"shuffle_buffer", "valid_data_path"})
+    assert [item.name for item in named] == ["--shuffle-buffer", "weight"]
     tars = parsed(dense, "--data-path", "tars", "--shuffle-buffer", "7")
-    assert unused_data_flags(tars, {"shuffle_buffer"}) == []
+    assert unused_data_flags(tars.settings, {"shuffle_buffer"}) == []
 
 
 def test_one_rank_of_a_node_reports_bad_input(

@@ -99,11 +99,11 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
 ) -> None:
     argv = ["--train-itres", "3"]
     with pytest.raises(BadInput, match=r"--train-itres\. Did you mean --train-iters"):
-        CommandLine(argv).checked_args()
+        CommandLine(argv).check_names()
     monkeypatch.setattr(
         "mcore_qwen3vl.training.arguments.command_line.version", lambda name: "0.19.99"
     )
-    CommandLine(argv).checked_args()
+    CommandLine(argv).check_names()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,8 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
         (["--mtp-num-layers=1", "--sft"], "multi-token prediction. --sft: records say"),
         (["--dryrun"], r"Did you mean --dry-run \(of a launch script\)\?"),
         (["--lr-wrong"], r"unrecognized arguments: --lr-wrong\. mcore-qwen3vl train --help"),
-        (["--train-iters", "3", "--save-interval"], None),  # left to Megatron, whose flag it is
+        (["--train-iters", "3", "--weight-decay"], None),  # left to Megatron, whose flag it is
+        (["--train-iters", "3", "--save-interval"], "--persistent-save-interval: expected one arg"),
         (["--train-iters", "many"], "--train-iters: invalid int value: 'many'"),
         (["--train-iters", "3", "--max-bad-fraction", "x"], "invalid float value: 'x'"),
         (["--train-iters", "3", "--max-bad-fraction", "2"], "--max-bad-fraction is 2.0; it must"),
@@ -205,8 +206,8 @@ def test_a_batch_that_ranks_do_not_divide_is_named(dense: Path) -> None:
 
 def test_data_paths_may_have_an_equals_sign(dense: Path, data: Path) -> None:
     argv = [f"--hf-model={dense}", f"--data-path={data}", f"--valid-data-path={data}"]
-    args = CommandLine(argv).args
-    assert (args.data_path, args.train_data_path) == (None, [str(data)])
+    loop = CommandLine(argv).settings.loop
+    assert (loop.data_path, loop.train_data_path) == (None, (str(data),))
 
 
 @pytest.mark.parametrize(

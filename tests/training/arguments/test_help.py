@@ -25,11 +25,14 @@ from mcore_qwen3vl.objectives.settings import (
     Kto,
     Preference,
 )
+from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.help import COMMON, asked_words, print_help
 from mcore_qwen3vl.training.arguments.lora import RANK, LoraSettings
 from mcore_qwen3vl.training.arguments.losses import DistillationSettings, PreferenceSettings
-from mcore_qwen3vl.training.arguments.settings import add_arguments
+from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.arguments.run import NOT_FLAGS
+from mcore_qwen3vl.training.arguments.settings import add_arguments, add_early_arguments
 from mcore_qwen3vl.training.arguments.tasks import TaskSettings
 from mcore_qwen3vl.training.run import main
 
@@ -52,6 +55,21 @@ def test_words_choose_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--context-parallel-size" in printed
     assert "--hf-model DIR " not in printed.split("\n\n", 1)[1]
     assert "\nRNG and initialization:" not in printed
+
+
+def test_what_we_read_of_megatrons_flags_is_megatrons() -> None:
+    """Names, types and numbers of values are, and its validation sets the other fields."""
+    ours, theirs = argparse.ArgumentParser(), argparse.ArgumentParser(allow_abbrev=False)
+    add_early_arguments(ours)
+    known = add_megatron_arguments(theirs)._option_string_actions
+    for flag, action in ours._option_string_actions.items():
+        if flag not in ("-h", "--help"):
+            same = known[flag]
+            assert (action.dest, action.nargs) == (same.dest, same.nargs), flag
+            assert (action.type or str) == (same.type or str), flag
+            assert isinstance(action.default, bool) <= (same.nargs == 0), flag
+    args = validate(["--cpu", "--hf-model", str(SHAPES / "2b.json"), "--train-iters", "1"], 1).args
+    assert all(hasattr(args, name) for name in NOT_FLAGS)
 
 
 def test_no_flag_about_a_word() -> None:

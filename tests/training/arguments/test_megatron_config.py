@@ -42,7 +42,7 @@ DIFFERENT = {
 def test_flags_and_config_describe_one_model(model: str, tmp_path: Path) -> None:
     architecture = Architecture.from_hf(write_tiny_checkpoint(tmp_path, **MODELS[model]))
     sizes = ["--seq-length", "128", "--micro-batch-size", "1", "--train-iters", "3", "--lr", "1"]
-    args = validate(["--hf-model", str(tmp_path), "--cpu", *sizes], world_size=1)
+    args = validate(["--hf-model", str(tmp_path), "--cpu", *sizes], world_size=1).args
     from_flags = values(transformer_config(architecture, **fields_from_flags(args)))
     direct = values(transformer_config(architecture, params_dtype=args.params_dtype))
     expected = {*DIFFERENT} - (set() if any(architecture.moe_layers) else {"moe_aux_loss_coeff"})

@@ -23,7 +23,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.arguments.parser import Parsed, validate
 from mcore_qwen3vl.training.checkpoints.resume import iteration_to_load
 from mcore_qwen3vl.verify.job import Job, train
 from tests.converters.checkpoints import assert_same_tensors
@@ -64,8 +64,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-def arguments(source: Path, layout: Layout, *flags: str) -> Namespace:
-    """Return Megatron's arguments of a training run."""
+def arguments(source: Path, layout: Layout, *flags: str) -> Parsed:
+    """Return the arguments of a training run."""
     words = ["--cpu", "--hf-model", str(source), "--seq-length", "128", "--micro-batch-size", "1"]
     words += ["--train-iters", "1", "--lr", "1", "--ckpt-format", "torch"]
     words += [*layout.flags(moe=True), *flags]
@@ -89,7 +89,7 @@ def test_megatron_loads_what_was_converted_and_saves_the_same(tiny, tmp_path, ca
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     hf_to_mcore(source, ours, format="torch", layout=layout, spec="torch")
     flags = ("--load", str(ours), "--save", str(theirs), "--save-interval", "1")
-    args = arguments(source, layout, *flags)
+    args = arguments(source, layout, *flags).args
 
     def on_rank() -> tuple[int, str]:
         from megatron.training.checkpointing import load_checkpoint, save_checkpoint
@@ -170,16 +170,16 @@ def test_a_run_of_another_layout_is_refused(tiny, tmp_path, case, layout, differ
     saved = Layout(tp=2, pp=2, ep=layout.ep, etp=2 if case == "moe" else 1)
     hf_to_mcore(tiny(case), tmp_path / "mcore", format="torch", layout=saved, spec="torch")
     with pytest.raises(BadInput, match=re.escape(f"saved with {difference}")):
-        check_run(tmp_path / "mcore" / "release", arguments(tiny(case), layout))
+        check_run(tmp_path / "mcore" / "release", arguments(tiny(case), layout).args)
 
 
 def test_a_step_that_is_named_is_checked_too(tiny, tmp_path):
     folder, saved = tmp_path / "mcore", Layout(tp=2)
     hf_to_mcore(tiny("dense"), folder, format="torch", layout=saved, spec="torch")
     (folder / "release").rename(folder / "iter_0000003")
-    args = arguments(tiny("dense"), Layout(), "--load", str(folder), "--ckpt-step", "3")
+    run = arguments(tiny("dense"), Layout(), "--load", str(folder), "--ckpt-step", "3")
     with pytest.raises(BadInput, match="tensor_model_parallel_size 2 instead of 1"):
-        iteration_to_load(args)
+        iteration_to_load(run.settings.checkpoints, run.args, fallback=True)
 
 
 def test_an_optimizers_state_of_single_experts_is_refused(tiny, tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_an_optimizers_state_of_single_experts_is_refused(tiny, tmp_path, monkey
     hf_to_mcore(tiny("moe"), tmp_path / "mcore", format="torch", layout=Layout(), spec="torch")
     release = tmp_path / "mcore" / "release"
     trained = release.rename(release.with_name("iter_0000003"))
-    args = arguments(tiny("moe"), Layout())
+    args = arguments(tiny("moe"), Layout()).args
     check_run(trained, args)
     saved = Namespace(**{**vars(saved_arguments(trained)), "moe_grouped_gemm": False})
     monkeypatch.setattr(files, "saved_arguments", lambda folder: saved)

@@ -8,7 +8,6 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import Distillation
-from mcore_qwen3vl.training.arguments.losses import distillation_of
 from mcore_qwen3vl.training.broadcast.provider import data_config
 from tests.training.preference.test_flags import parsed
 
@@ -17,17 +16,17 @@ JSD = ("--distill-divergence", "jsd")
 
 
 def test_values_and_defaults(dense: Path) -> None:
-    args = parsed(dense, *DISTILL, *JSD, "--distill-beta", "0.1", "--distill-temperature", "2")
-    assert distillation_of(args) == Distillation("jsd", 0.1, 2.0)
-    assert data_config(args).teacher_temperature == 2
-    assert distillation_of(parsed(dense, *DISTILL)) == Distillation("forward", 0.5, 1.0, 0.0)
+    found = parsed(dense, *DISTILL, *JSD, "--distill-beta", "0.1", "--distill-temperature", "2")
+    assert found.distillation.loss == Distillation("jsd", 0.1, 2.0)
+    assert data_config(found).teacher_temperature == 2
+    assert parsed(dense, *DISTILL).distillation.loss == Distillation("forward", 0.5, 1.0, 0.0)
     assert data_config(parsed(dense)).teacher_temperature is None
 
 
 def test_a_live_teacher_needs_no_file_and_sees_what_is_cut_off(dense: Path) -> None:
-    args = parsed(dense, *DISTILL, "--teacher", "X", "--overlong", "truncate")
-    assert args.teacher_top_k == 64
-    assert data_config(args).teacher_temperature is None
+    found = parsed(dense, *DISTILL, "--teacher", "X", "--overlong", "truncate")
+    assert found.distillation.teacher_top_k == 64
+    assert data_config(found).teacher_temperature is None
 
 
 @pytest.mark.parametrize(

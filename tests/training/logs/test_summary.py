@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
@@ -58,9 +59,9 @@ def test_a_run_is_quiet_and_keeps_megatrons_log(dense: Path, data: Path, tmp_pat
 
 def rows(model: Path, *flags: str, world_size: int = 1) -> dict[str, str]:
     base = ["--hf-model", str(model), "--data-path", "a.jsonl", "--train-iters", "7"]
-    args = validate([*base, *flags], world_size)
+    settings = validate([*base, *flags], world_size).settings
     explicit = {flag[2:].replace("-", "_") for flag in [*base, *flags] if flag.startswith("--")}
-    return dict(summary(args, Architecture.from_hf(model), explicit))
+    return dict(summary(settings, Architecture.from_hf(model), explicit))
 
 
 def test_the_summary_says_what_was_chosen(dense: Path, tmp_path: Path) -> None:
@@ -123,14 +124,14 @@ def test_a_trained_model_stops_at_the_end_of_a_turn(dense: Path, tmp_path: Path)
     assert "eos_token_id" not in rows(base, "--cpu", *asked, "--task", "reranker")["writes"]
     assert "eos_token_id" not in rows(dense, "--cpu", *asked)["writes"]
     flags = ("--hf-model", str(base), "--data-path", "a.jsonl", "--train-iters", "7", *asked)
-    args = validate(["--cpu", *flags], 1)
-    save_companions(args)
+    settings = validate(["--cpu", *flags], 1).settings
+    save_companions(settings)
     written = json.loads((save / "hf" / "generation_config.json").read_text())
     assert written == {**generation, "eos_token_id": [document, end]}
-    (file,) = changed_files(args).items()
+    (file,) = changed_files(settings).items()
     assert file == ("generation_config.json", (save / "hf" / file[0]).read_bytes())
-    args.hf_model = str(dense)
-    assert changed_files(args) == {}
+    other = replace(settings, model=replace(settings.model, hf_model=str(dense)))
+    assert changed_files(other) == {}
     config = json.loads((base / "config.json").read_text())
     config["text_config"]["eos_token_id"] = document
     (base / "config.json").write_text(json.dumps(config))

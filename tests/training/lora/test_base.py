@@ -1,6 +1,5 @@
 """Base weights have one identity under every layout and in every format."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -19,8 +18,7 @@ from mcore_qwen3vl.training.lora import BASE_FILE, Base, Identity
 
 def of_rank(hf: Path, mcore: Path | None, layout: Layout, folder: Path | None = None) -> Identity:
     initialize(layout)
-    args = argparse.Namespace(load_hf=None if mcore else hf, pretrained_checkpoint=mcore)
-    base = Base(args)
+    base = Base(str(mcore or hf))
     for chunk in build_chunks(Architecture.from_hf(hf), layout):
         base.load(chunk)
     if folder is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,41 +10,25 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.flags import add_flags
 from mcore_qwen3vl.tiny import tiny_config
-from mcore_qwen3vl.training.arguments.lora import (
-    LoraSettings,
-    adapter_config,
-    asked,
-    check_flags,
-)
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.settings import Settings
 
 DENSE, MOE = (Architecture.from_hf(tiny_config(moe=moe)) for moe in (False, True))
 TIED = Architecture.from_hf(tiny_config(tie=True))
 
 
-def parse(*flags: str, **others: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_flags(parser.add_argument_group(), LoraSettings)
-    args = parser.parse_args(flags)
-    rest = {
-        "freeze": [],
-        "trainable": [],
-        "ckpt_format": "torch_dist",
-        "load_hf": "base",
-        "pretrained_checkpoint": None,
-        "task": None,
-    }
-    vars(args).update({**rest, "save": "run", "save_hf": None, **others})
-    return args
+def parse(*flags: str) -> Settings:
+    return CommandLine(["--load-hf", "base", "--save", "run", *flags]).settings
 
 
 def config(*flags: str, architecture: Architecture = DENSE) -> AdapterConfig:
-    return adapter_config(parse(*flags), architecture)
+    settings = parse(*flags)
+    return settings.lora.adapter_config(architecture, settings.task.task)
 
 
 def test_one_flag_is_enough() -> None:
-    assert not asked(parse())
+    assert not parse().lora.trains_adapter
     made = config("--lora-target", "language")
     assert (made.r, made.lora_alpha, made.use_rslora) == (16, 32, False)
     assert config("--lora-rank", "8").target_modules == made.target_modules
@@ -107,32 +90,27 @@ def test_what_makes_no_sense_is_refused(flags: tuple[str, ...], message: str) ->
 
 
 @pytest.mark.parametrize(
-    ("flags", "others", "message"),
+    ("flags", "message"),
     [
-        (("--lora-alpha", "4"), {}, r"--lora-alpha is set, but nothing asks for LoRA"),
-        (("--lora-rslora",), {}, r"add --lora-rank 16"),
-        (("--lora-rank", "4"), {"freeze": ["vision"]}, "LoRA freezes them all"),
-        (
-            ("--lora-rank", "4"),
-            {"ckpt_format": "torch"},
-            "cannot store an adapter without its base",
-        ),
-        (("--lora-rank", "4"), {"load_hf": None}, "add --load-hf DIR"),
-        (("--lora-rank", "4"), {"pretrained_checkpoint": "mcore"}, "both give the base"),
+        (("--lora-alpha", "4"), r"--lora-alpha is set, but nothing asks for LoRA"),
+        (("--lora-rslora",), r"add --lora-rank 16"),
+        (("--lora-rank", "4", "--freeze", "vision"), "LoRA freezes them all"),
+        (("--lora-rank", "4", "--ckpt-format", "torch"), "store an adapter without its base"),
+        (("--lora-rank", "4", "--load-hf", ""), "add --load-hf DIR"),
+        (("--lora-rank", "4", "--pretrained-checkpoint", "mcore"), "both give the base"),
     ],
 )
-def test_flags_that_do_not_go_with_lora(
-    flags: tuple[str, ...], others: dict[str, object], message: str
-) -> None:
+def test_flags_that_do_not_go_with_lora(flags: tuple[str, ...], message: str) -> None:
+    settings = parse(*flags)
     with pytest.raises(BadInput, match=message):
-        check_flags(parse(*flags, **others))
-    check_flags(parse("--lora-rank", "4", load_hf=None, save=None))  # allowed: nothing is saved
+        settings.lora.check(settings)
+    unsaved = CommandLine(["--lora-rank", "4"]).settings
+    unsaved.lora.check(unsaved)  # allowed: nothing is saved
 
 
 def test_a_reward_models_head_belongs_to_its_task(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="add --task reward"):
         config("--lora-rank", "4", "--lora-modules-to-save", "score")
     (tmp_path / "adapter_config.json").write_text(AdapterConfig().to_json())
-    args = parse("--lora-init", str(tmp_path), task="reward")
     with pytest.raises(BadInput, match="has no head score"):
-        adapter_config(args, DENSE)
+        config("--lora-init", str(tmp_path), "--task", "reward")

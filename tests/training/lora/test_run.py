@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -20,11 +19,10 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, TRACKER
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.flags import add_flags
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.lora import LoraRun, check_checkpoint
 from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, TOLERANCE, hf_curve, whole_and_half
 from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
@@ -117,14 +115,9 @@ def test_a_tied_head_counts_once(dense: Path, tmp_path: Path) -> None:
     assert apart.parameters - together.parameters == a.vocab_size * a.hidden_size
 
 
-def asked(model: Path, folder: Path, *flags: str) -> tuple[argparse.Namespace, LoraRun | None]:
-    parser = argparse.ArgumentParser()
-    add_flags(parser.add_argument_group(), LoraSettings)
-    args = parser.parse_args(flags)
-    args.hf_model = args.load_hf = str(model)
-    args.pretrained_checkpoint = args.task = None
-    args.save = args.load = str(folder)
-    return args, LoraRun.of(args, Architecture.from_hf(model))
+def asked(model: Path, folder: Path, *flags: str) -> tuple[str, LoraRun | None]:
+    settings = CommandLine(["--hf-model", str(model), "--load-hf", str(model), *flags]).settings
+    return str(folder), LoraRun.from_settings(settings, Architecture.from_hf(model))
 
 
 def test_checkpoints_of_another_kind_are_refused(dense: Path, tmp_path: Path) -> None:
@@ -136,7 +129,7 @@ def test_checkpoints_of_another_kind_are_refused(dense: Path, tmp_path: Path) ->
         check_checkpoint(*run("--lora-rank", "4"))
     _, lora = run("--lora-rank", "4")
     assert lora is not None
-    run_layout(lora.save_config, 1)
+    run_layout(lora.save_config, 1, str(tmp_path))
     check_checkpoint(*run("--lora-rank", "4"))
     check_checkpoint(*run("--lora-config", str(tmp_path / "lora" / "adapter_config.json")))
     with pytest.raises(BadInput, match="holds the checkpoints of a LoRA run"):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import Kto, Preference
-from mcore_qwen3vl.training.arguments.losses import kto_of, preference_of, reference_of
+from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
 from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.arguments.settings import Settings
 
 KTO = ("--loss", "kto", "--lora-rank", "4", "--packing")
 
@@ -18,25 +18,26 @@ KTO = ("--loss", "kto", "--lora-rank", "4", "--packing")
 MODEL = ("--loss", "dpo", "--reference", "model")
 
 
-def parsed(checkpoint: Path, *flags: str) -> argparse.Namespace:
+def parsed(checkpoint: Path, *flags: str) -> Settings:
     common = ("--cpu", "--hf-model", str(checkpoint), "--data-path", "x.jsonl")
-    return validate([*common, "--train-iters", "1", *flags], 1)
+    return validate([*common, "--train-iters", "1", *flags], 1).settings
 
 
 def test_values_and_defaults(dense: Path) -> None:
-    args = parsed(
+    found = parsed(
         dense, "--loss", "dpo", "--dpo-beta", "0.4", "--rpo-alpha", "2", "--lora-rank", "4"
     )
-    assert preference_of(args) == Preference(beta=0.4, rpo_alpha=2.0)
-    assert preference_of(parsed(dense, "--loss", "simpo")) == Preference("simpo", 2.0, gamma=1.0)
-    assert preference_of(parsed(dense, "--loss", "orpo")) == Preference("orpo", 0.1, rpo_alpha=1.0)
+    assert found.preference.of_pairs("dpo") == Preference(beta=0.4, rpo_alpha=2.0)
+    of_simpo, of_orpo = (PreferenceSettings().of_pairs(loss) for loss in ("simpo", "orpo"))
+    assert of_simpo == Preference("simpo", 2.0, gamma=1.0)
+    assert of_orpo == Preference("orpo", 0.1, rpo_alpha=1.0)
 
 
 def test_values_and_defaults_of_kto(dense: Path) -> None:
-    args = parsed(dense, *KTO, "--beta", "0.4", "--desirable-weight", "1.5")
-    assert kto_of(args) == Kto(0.4, 1.5, 1.0)
-    assert reference_of(args) == "adapter"
-    assert kto_of(parsed(dense, *KTO)) == Kto()
+    found = parsed(dense, *KTO, "--beta", "0.4", "--desirable-weight", "1.5")
+    assert found.preference.kto == Kto(0.4, 1.5, 1.0)
+    assert found.reference == "adapter"
+    assert parsed(dense, *KTO).preference.kto == Kto()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_values_and_defaults_of_kto(dense: Path) -> None:
 def test_where_the_reference_comes_from(
     flags: tuple[str, ...], reference: str | None, dense: Path
 ) -> None:
-    assert reference_of(parsed(dense, "--loss", "dpo", *flags)) == reference
+    assert parsed(dense, "--loss", "dpo", *flags).reference == reference
 
 
 @pytest.mark.parametrize(
@@ -74,14 +75,14 @@ def test_where_the_reference_comes_from(
 def test_the_reference_model_is_what_training_starts_from(
     flags: tuple[str, ...], model: str, dense: Path
 ) -> None:
-    args = parsed(dense, *flags)
-    assert (reference_of(args), args.reference_model) == ("model", model)
+    found = parsed(dense, *flags)
+    assert (found.reference, found.preference.reference_model) == ("model", model)
 
 
 def test_the_routers_losses_are_off(moe: Path) -> None:
-    assert parsed(moe).moe_aux_loss_coeff > 0
-    assert parsed(moe, "--loss", "dpo").moe_aux_loss_coeff == 0
-    assert parsed(moe, "--loss", "orpo").moe_aux_loss_coeff == 0
+    assert parsed(moe).compute.moe_aux_loss_coeff
+    assert parsed(moe, "--loss", "dpo").compute.moe_aux_loss_coeff == 0
+    assert parsed(moe, "--loss", "orpo").compute.moe_aux_loss_coeff == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,14 +29,16 @@ def rates(path: Path) -> set[tuple[str, float]]:
 
     from mcore_qwen3vl.model.freeze import part_of
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+    from mcore_qwen3vl.training.arguments.command_line import CommandLine
     from mcore_qwen3vl.training.step.optimizer import learning_rate_overrides
 
     initialize(Layout())
-    args = argparse.Namespace(vision_lr_mult=0.1, aligner_lr_mult=0.5, lr=1e-3, min_lr=0.0)
-    config = OptimizerConfig(optimizer="adam", lr=args.lr, min_lr=args.min_lr)
+    factors = ["--vision-lr-mult", "0.1", "--aligner-lr-mult", "0.5"]
+    settings = CommandLine([*factors, "--lr", "1e-3", "--min-lr", "0"]).settings
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0)
     model = Qwen3VLModel.from_hf_config(path)
     chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    overrides = {**standard(config), **learning_rate_overrides(args)}
+    overrides = {**standard(config), **learning_rate_overrides(settings)}
     optimizer = get_megatron_optimizer(config, [chunk], config_overrides=overrides)
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {

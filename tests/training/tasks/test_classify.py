@@ -25,7 +25,6 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.arguments.tasks import labels_of
 from mcore_qwen3vl.verify.job import Job, train
 from tests.training.one_step import TOLERANCE, Plain, check_step
 from tests.training.tasks.retrieval import image_and_text
@@ -270,8 +269,8 @@ def test_an_adapter_to_begin_from_names_the_labels(
 ) -> None:
     """Its head has a row for each of them, in their order; those of the data are not looked at."""
     adapter = headed_adapter(tmp_path / "adapter", dense, 5)
-    args = validate(task_job(dense, numbers, "single", *TASK, lora=adapter).argv, 1)
-    assert labels_of(args) == Labels.numbered(5, "single_label_classification")
+    settings = validate(task_job(dense, numbers, "single", *TASK, lora=adapter).argv, 1).settings
+    assert settings.labels == Labels.numbered(5, "single_label_classification")
 
 
 def test_labels_that_are_not_the_checkpoints_are_refused(

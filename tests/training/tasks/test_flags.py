@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -10,21 +9,21 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.arguments.tasks import contrastive_of
+from mcore_qwen3vl.training.arguments.settings import Settings
 
 TASK = ("--task", "embedding")
 
 
-def parsed(checkpoint: Path, *flags: str) -> argparse.Namespace:
+def parsed(checkpoint: Path, *flags: str) -> Settings:
     common = ("--cpu", "--hf-model", str(checkpoint), "--data-path", "x.jsonl")
-    return validate([*common, "--train-iters", "1", *flags], 1)
+    return validate([*common, "--train-iters", "1", *flags], 1).settings
 
 
 def test_values_and_defaults(moe: Path) -> None:
-    args = parsed(moe, *TASK, "--temperature", "0.2", "--matryoshka-dims", "8", "16")
-    assert contrastive_of(args) == Contrastive(0.2, (8, 16))
-    assert args.moe_aux_loss_coeff == 0
-    assert contrastive_of(parsed(moe, *TASK)) == Contrastive(0.05)
+    found = parsed(moe, *TASK, "--temperature", "0.2", "--matryoshka-dims", "8", "16")
+    assert found.task.contrastive == Contrastive(0.2, (8, 16))
+    assert found.compute.moe_aux_loss_coeff == 0
+    assert parsed(moe, *TASK).task.contrastive == Contrastive(0.05)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.training.arguments.lora import adapter_config
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.verify.job import Job, train
 from tests.training.one_step import TOLERANCE, Plain, check_step
@@ -104,7 +103,8 @@ def test_an_adapter_trains_with_its_head_and_scores(
 
 def test_flags_alone_make_an_adapter_with_a_head(dense: Path) -> None:
     job = task_job(dense, Path("x.jsonl"), "single", *TASK, "--lora-rank", "4")
-    config = adapter_config(validate(job.argv, 1), Architecture.from_hf(dense))
+    settings = validate(job.argv, 1).settings
+    config = settings.lora.adapter_config(Architecture.from_hf(dense), settings.task.task)
     assert config.modules_to_save == ("score",)
     assert config.to_dict()["task_type"] == "SEQ_CLS"
 
