@@ -80,6 +80,7 @@ class MatrixRow:
 
 row = MatrixRow.of
 BF16: dict[str, Any] = {"note": "bf16", "dtype": "bf16"}
+FP64: dict[str, Any] = {"note": "fp64", "dtype": "fp64"}
 OVERLAP: dict[str, Any] = {"note": "overlap", "overlap": True}
 SHARDED: dict[str, Any] = {"note": "distr. opt.", "distributed_optimizer": True}
 OVERLAPPED: dict[str, Any] = SHARDED | OVERLAP | {"note": "distr. opt., overlap"}
@@ -204,6 +205,8 @@ MATRIX: tuple[MatrixRow, ...] = (
     row("dense", "cp2", "mixed", note="aligner frozen", freeze=("aligner",)),
     row("dense", "pp2", "mixed", note="language frozen", freeze=("language",)),
     row("moe", "ep2xdp2", "mixed", **PATTERNS_FROZEN),
+    row("dense", "tp2xcp2+sp", "mixed", "packed", **FP64),
+    row("moe", "tp2xep2+sp", "mixed", "packed", **FP64),
     row("dense", "single", "mixed", "padded-left", "packed", "imageless", **BF16),
     row("dense", "tp2xpp2+sp", "mixed", "packed", **BF16),
     row("moe-all", "single", "mixed", "packed", **BF16),

@@ -6,6 +6,7 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.decoder import attention
 from mcore_qwen3vl.verify.parity.batches import RECIPES
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 from mcore_qwen3vl.verify.parity.matrix import MATRIX, Matrix, MatrixRow
@@ -42,6 +43,7 @@ FAST = {
     "dense tp2+sp vision frozen",
     "dense pp2 language frozen",
     "moe ep2xdp2 patterns frozen, overlap",
+    "dense tp2xcp2+sp fp64",
     "moe-all tp2xep2+sp bf16",
 }
 """Rows with each kind of parallelism, model and option once, mostly in the layout with the most.
@@ -59,11 +61,22 @@ def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
     report.require()
     compared = {part for _, part in report.parts()}
     expected = {"logits", "loss", "gradients"}
-    if "freeze" not in row.options and row.options.get("dtype") != "bf16":
+    if "freeze" not in row.options and "dtype" not in row.options:
         expected |= {"parameters", "gradient norm"}
         if row.options.get("overlap") and row.options.get("distributed_optimizer"):
             expected |= {AFTER_STEP}
     assert compared == expected
+
+
+def test_float64_tells_another_function_from_rounding(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = attention.turn
+    monkeypatch.setattr(attention, "turn", lambda *inputs: exact(*inputs) * (1 + 1e-8))
+    assert matrix.run(MatrixRow("dense", "single", ("text",))).ok
+    report = matrix.run(MatrixRow("dense", "single", ("text",), {"dtype": "fp64"}))
+    assert {part for _, part in report.parts()} == {"logits", "loss", "gradients"}
+    assert all(summary.failed for summary in report.parts().values())
 
 
 def test_fast_rows_have_every_model_batch_and_option() -> None:
