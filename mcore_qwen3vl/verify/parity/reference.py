@@ -144,8 +144,8 @@ class Reference:
 
         HuggingFaceCheckpoint(path).form.require_transformers(path)
         self.architecture = Architecture.from_hf(path)
-        kind = "Moe" if self.architecture.is_moe else ""
-        model_class = getattr(transformers, f"Qwen3VL{kind}ForConditionalGeneration")
+        name = f"{self.architecture.family}ForConditionalGeneration"
+        model_class = getattr(transformers, name)
         self.dtype = dtype
         with computing_in(dtype):
             self.model: Any = model_class.from_pretrained(
