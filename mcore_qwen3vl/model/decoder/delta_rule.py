@@ -7,6 +7,7 @@ precision on a GPU uses flash-linear-attention's kernels instead, see
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -64,12 +65,13 @@ def gated_delta_rule(
     """Read from a state S after each token has changed it, ``S = a S + b k (v - a S^T k)^T``.
 
     Here a is the token's decay and b its beta. Queries and keys are normalised first, and queries
-    scaled by D ** -0.5. Source: HF ``torch_chunk_gated_delta_rule`` of Qwen3.5; Yang et al., "Gated
-    Delta Networks", 2024, section 3.3.
+    scaled by D ** -0.5; each of their heads serves as many consecutive heads of the values. Source:
+    HF ``torch_chunk_gated_delta_rule`` of Qwen3.5; Yang et al., "Gated Delta Networks", 2024,
+    section 3.3.
 
     Args:
-        query: (B, S, heads, D).
-        key: (B, S, heads, D).
+        query: (B, S, key heads, D).
+        key: (B, S, key heads, D).
         value: (B, S, heads, V).
         log_decay: (B, S, heads), natural logarithms of decays, at most 0.
         beta: (B, S, heads), from 0 to 1.
@@ -82,7 +84,7 @@ def gated_delta_rule(
     wide = torch.promote_types(query.dtype, torch.float32)
     inputs = [x.to(wide).transpose(1, 2) for x in (query, key, value, log_decay, beta)]
     samples = [
-        _sample(*(x[:, :, start:stop] for x in inputs), state=state)
+        _sample([x[:, :, start:stop] for x in inputs], state)
         for start, stop in pairwise(bounds)
         if stop > start
     ]
@@ -90,13 +92,13 @@ def gated_delta_rule(
     return output.to(query.dtype), samples[-1][1]
 
 
-def _sample(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _sample(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run one sample, (B, heads, S, ...), chunk by chunk; return (B, heads, S, V) and the state."""
+    query, key, value, log_decay, beta = inputs
     length = query.shape[2]
     size = min(CHUNK, length)
-    query, key = _normalised(query), _normalised(key)
+    shared = value.shape[1] // key.shape[1]
+    query, key = (_normalised(x).repeat_interleave(shared, dim=1) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     padding = -length % size
     chunks = (F.pad(x, (0, 0, 0, padding)) for x in (query, key, value))

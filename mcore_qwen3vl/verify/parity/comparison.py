@@ -80,9 +80,10 @@ def verify_parity(
 ) -> Report:
     """Compare a checkpoint under a layout with Hugging Face's model on one process.
 
-    In fp32 the tolerance is `TOLERANCE`, and one optimizer step is compared too, which Megatron does
-    not take in fp64, where it is `DOUBLE_TOLERANCE`. In bf16 it is the difference between Hugging Face's own bf16 and fp32 runs, times `HALF_PRECISION_FACTOR`. A MoE
-    model whose tokens are rounded to other experts has no such limit and is refused.
+    In fp32 the tolerance is `TOLERANCE`, and one optimizer step is compared too. In fp64, in which
+    Megatron takes no step, it is `DOUBLE_TOLERANCE`. In bf16 it is the difference between Hugging
+    Face's own bf16 and fp32 runs, times `HALF_PRECISION_FACTOR`. A MoE model whose tokens are
+    rounded to other experts has no such limit and is refused.
 
     Args:
         batches: names from ``batches.RECIPES``; default: all that `spec` takes.

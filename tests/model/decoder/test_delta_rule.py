@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 
 from mcore_qwen3vl.model.decoder.delta_rule import causal_convolution, gated_delta_rule
 
-BATCH, HEADS, KEY, VALUE, CHANNELS, TAPS = 2, 3, 8, 5, 6, 4
+BATCH, KEY_HEADS, HEADS, KEY, VALUE, CHANNELS, TAPS = 2, 2, 4, 8, 5, 6, 4
 LENGTHS = [1, 7, 64, 65, 150]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 
@@ -20,10 +21,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 def inputs(length: int, dtype: torch.dtype, batch: int = BATCH) -> list[Tensor]:
     """Return query, key, value, logarithms of the decay and beta, which have gradients."""
     draw = torch.Generator().manual_seed(length)
-    wide = [(KEY,), (KEY,), (VALUE,), (), ()]
+    wide = [(KEY_HEADS, KEY), (KEY_HEADS, KEY), (HEADS, VALUE), (HEADS,), (HEADS,)]
     made = [
-        torch.randn(batch, length, HEADS, *width, generator=draw, dtype=torch.float64)
-        for width in wide
+        torch.randn(batch, length, *width, generator=draw, dtype=torch.float64) for width in wide
     ]
     made[3], made[4] = -F.softplus(2 * made[3]), made[4].sigmoid()
     return [x.to(dtype).requires_grad_() for x in made]
@@ -34,6 +34,7 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """Apply the definition, token by token."""
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(HEADS // KEY_HEADS, dim=2) for x in (q, k))
     if state is None:
         state = q.new_zeros(len(q), HEADS, KEY, VALUE)
     outputs = []
@@ -92,7 +93,7 @@ def test_packed_samples_are_kept_apart() -> None:
     given = inputs(BOUNDS[-1], torch.float64, batch=1)
 
     def alone(*x: Tensor) -> tuple[Tensor, Tensor]:
-        pairs = zip(BOUNDS, BOUNDS[1:], strict=False)
+        pairs = pairwise(BOUNDS)
         results = [recurrence(*(y[:, a:b] for y in x)) for a, b in pairs if b > a]
         return torch.cat([output for output, _ in results], 1), results[-1][1]
 
@@ -145,7 +146,7 @@ def test_the_convolution_does_not_cross_samples() -> None:
     given = channels(BOUNDS[-1], torch.float64, batch=1)
 
     def alone(x: Tensor, weight: Tensor) -> tuple[Tensor]:
-        pairs = zip(BOUNDS, BOUNDS[1:], strict=False)
+        pairs = pairwise(BOUNDS)
         return (torch.cat([convolved(x[:, a:b], weight)[0] for a, b in pairs if b > a], 1),)
 
     ours = with_gradients(lambda *x: (causal_convolution(*x, bounds=BOUNDS),), given)
