@@ -195,6 +195,12 @@ class Architecture:
         return self.num_experts > 0
 
     @property
+    def kind(self) -> str:
+        """The model's family, and whether it is dense or MoE, for messages."""
+        name = "Qwen3-VL" if self.delta_net is None else "Qwen3.5"
+        return f"{name} {'MoE' if self.is_moe else 'dense'}"
+
+    @property
     def mixed_layers(self) -> bool:
         """Whether some decoder layers are MoE and some are dense."""
         return any(self.moe_layers) and not all(self.moe_layers)
@@ -208,6 +214,13 @@ class Architecture:
     def rotary_dim(self) -> int:
         """The number of values of a head, its first ones, that rotary positions turn."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    def layout_of_experts(self, wanted: ExpertLayout | None = None) -> ExpertLayout | None:
+        """Return the layout of fused experts where `wanted` is asked for; None: as declared.
+
+        Those of a hybrid model have one layout, whatever is asked for.
+        """
+        return self.expert_layout if self.delta_net is not None else wanted or self.expert_layout
 
     @classmethod
     def from_hf(cls, source: str | Path | dict[str, Any]) -> Architecture:
