@@ -110,7 +110,9 @@ class DeltaNet(GatedDeltaNet):
             )
             in_order, of_ranks = _sequence_orders(bounds, self.cp_size, inputs.device)
             inputs = inputs.index_select(0, in_order)
-        qkv, gate, beta, alpha = inputs.transpose(0, 1).split(self.feat_dim_split, dim=-1)
+        parts = inputs.transpose(0, 1).split(self.feat_dim_split, dim=-1)
+        # Copies, because a view that is kept would keep the whole projection.
+        qkv, gate, beta, alpha = (part.contiguous() for part in parts)
         kept, state = self._state(inference_context)
         plain = not qkv.is_cuda or qkv.dtype not in KERNEL_DTYPES or self.config.deterministic_mode
         convolve, apply_rule = _PLAIN if plain else _KERNELS

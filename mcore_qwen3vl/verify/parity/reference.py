@@ -10,6 +10,7 @@ import ctypes
 import gc
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -387,11 +388,10 @@ class ReferenceCheckpoint:
 
     def value_counts(self, frozen: Mapping[str, int] | None = None) -> dict[str, int]:
         """Return the number of values of each tensor, expert and factor, without `frozen` ones."""
-        counts = {
-            source.label: prod(source.piece_shape)
-            for row in table(self.architecture)
-            for source in row.sources
-        }
+        counts: Counter[str] = Counter()
+        for row in table(self.architecture):
+            for source in row.sources:
+                counts[source.label] += prod(source.piece_shape)  # a row may have a part of one
         if self.adapter is not None:
             counts |= {name: factor.numel() for name, factor in self.adapter.tensors().items()}
         trained = {name: count - (frozen or {}).get(name, 0) for name, count in counts.items()}

@@ -44,6 +44,9 @@ FAST = {
     "dense pp2 language frozen",
     "moe ep2xdp2 patterns frozen, overlap",
     "dense tp2xcp2+sp fp64",
+    "qwen3.5 tp2xcp2+sp fp64",
+    "qwen3.5-tied tp2xpp2+sp",
+    "qwen3.5-moe pp2xep2xdp2 distr. opt., overlap",
     "moe-all tp2xep2+sp bf16",
 }
 """Rows with each kind of parallelism, model and option once, mostly in the layout with the most.
