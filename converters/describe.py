@@ -17,7 +17,14 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.dialects import maker_of
 from mcore_qwen3vl.converters.mapping.forms import Form
-from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, max_rows, table
+from mcore_qwen3vl.converters.mapping.table import (
+    Row,
+    SourceTensor,
+    hf_shapes,
+    max_rows,
+    split_experts,
+    table,
+)
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import open_megatron
 from mcore_qwen3vl.converters.offline.engine import default_workers, group_units, unit_bytes
@@ -54,6 +61,7 @@ class Inspection:
         parameters: parameter count by part of the model, without vocabulary padding.
         active_parameters: parameters used for one token (top-k experts), all parts.
         padded_vocab_size: rows of the embedding in a Megatron checkpoint; else None.
+        has_mtp: whether there are layers that predict a further token.
     """
 
     path: str
@@ -67,6 +75,7 @@ class Inspection:
     parameters: dict[str, int]
     active_parameters: int
     padded_vocab_size: int | None = None
+    has_mtp: bool
     files: int
     nbytes: int
     maker: str | None = None
@@ -81,11 +90,13 @@ class Inspection:
 
     def mapping(self) -> list[Row]:
         """Return the rows of the mapping, with this checkpoint's vocabulary padding and names."""
-        rows = table(
-            self.architecture, padded_vocab_size=self.padded_vocab_size, head=self.form.head
+        padded, form = self.padded_vocab_size, self.form
+        rows = split_experts(
+            table(self.architecture, padded_vocab_size=padded, head=form.head, mtp=self.has_mtp),
+            form.split_experts,
         )
-        stored = self.form.names.stored
-        named = ([replace(s, name=stored(s.name)) for s in row.sources] for row in rows)
+        stored = form.names.stored
+        named = ([replace(s, name=stored(s.alone or s.name)) for s in row.sources] for row in rows)
         return [replace(row, sources=tuple(n)) for row, n in zip(rows, named, strict=True)]
 
 
@@ -132,6 +143,7 @@ def _megatron(place: Place, hf_config: Path | None) -> Inspection:
         maker=None if checkpoint.dialect is None else checkpoint.dialect.maker,
         iteration=checkpoint.folder.name,
         padded_vocab_size=checkpoint.vocab_size,
+        has_mtp=checkpoint.has_mtp,
         files=len(checkpoint.data_files),
     )
 
@@ -143,15 +155,18 @@ def _huggingface(path: Path) -> Inspection:
         for name, entry in (checkpoint.entries | checkpoint.scales).items()
     )
     facts: dict[str, Any] = {"kind": "huggingface", "files": len(checkpoint.files)}
+    facts["has_mtp"] = checkpoint.has_mtp
     return _inspection(path, Architecture.from_hf(path), checkpoint.form, tensors, **facts)
 
 
 def _config(path: Path) -> Inspection:
     architecture = Architecture.from_hf(path)
     dtype, itemsize = architecture.dtype, {"float32": 4}.get(architecture.dtype, 2)
-    shapes = hf_shapes(table(architecture))
+    has_mtp = architecture.mtp_num_hidden_layers > 0
+    shapes = hf_shapes(table(architecture, mtp=has_mtp))
     tensors = tuple(TensorInfo(n, s, dtype, prod(s) * itemsize) for n, s in shapes.items())
-    return _inspection(path, architecture, Form(), tensors, kind="config", files=0)
+    facts: dict[str, Any] = {"kind": "config", "files": 0, "has_mtp": has_mtp}
+    return _inspection(path, architecture, Form(), tensors, **facts)
 
 
 def _inspection(
@@ -160,6 +175,7 @@ def _inspection(
     form: Form,
     tensors: tuple[TensorInfo, ...],
     *,
+    has_mtp: bool,
     config: str | None = None,
     **facts: Any,
 ) -> Inspection:
@@ -170,7 +186,8 @@ def _inspection(
         form=form,
         expert_layout=architecture.expert_layout,
         tensors=tensors,
-        parameters=dict(parameters.by_part(architecture, form.head)),
+        has_mtp=has_mtp,
+        parameters=dict(parameters.by_part(architecture, form.head, mtp=has_mtp)),
         active_parameters=parameters.active(architecture, form.head),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         **facts,
@@ -214,7 +231,8 @@ def mapping_lines(rows: Iterable[Row]) -> list[MappingLine]:
     for row in rows:
         names = (row.key, *(source.name for source in row.sources))
         shapes = (row.global_shape, *(source.shape for source in row.sources))
-        alike = (*(_NUMBER.sub("#", name) for name in names), *shapes, row.rearrangement)
+        parts = (source.piece for source in row.sources if source.index is None)
+        alike = (*(_NUMBER.sub("#", n) for n in names), *shapes, *parts, row.rearrangement)
         groups.setdefault((*alike, row.tp_axis, row.tp_parts), []).append(row)
     return [_line(group) for group in groups.values()]
 
@@ -229,7 +247,8 @@ def describe(rearrangement: Rearrangement) -> str:
         return "identity"
     if len(rearrangement.blocks) == rearrangement.source_count:
         return "concatenate rows"
-    groups = len(rearrangement.blocks) // rearrangement.source_count
+    last = rearrangement.source_count - 1  # each group has one block of it
+    groups = sum(block.source == last for block in rearrangement.blocks)
     return f"interleave rows in {groups} groups"
 
 
@@ -237,8 +256,8 @@ def _line(group: Sequence[Row]) -> MappingLine:
     first = group[0]
     sources = range(len(first.sources))
     return MappingLine(
-        hf=tuple(_folded([row.sources[i].name for row in group]) for i in sources),
-        hf_shapes=tuple(source.shape for source in first.sources),
+        hf=tuple(_folded([_shown(row.sources[i]) for row in group]) for i in sources),
+        hf_shapes=tuple(s.piece_shape if s.alone else s.shape for s in first.sources),
         mcore=_folded([row.key for row in group]),
         shape=first.shape,
         stacked=first.global_shape[: len(first.offset)],
@@ -248,6 +267,12 @@ def _line(group: Sequence[Row]) -> MappingLine:
         cut_by=None if first.tp_axis is None else "ETP" if ".experts." in first.key else "TP",
         rows=len(group),
     )
+
+
+def _shown(source: SourceTensor) -> str:
+    """Return the name, with the rows if the piece is a part of the tensor of that name."""
+    part = source.rows is not None and not source.alone
+    return f"{source.name}[{source.rows[0]}:{source.rows[1]}]" if part else source.name
 
 
 def _folded(names: Sequence[str]) -> str:
@@ -314,14 +339,14 @@ def estimate(
     if (workers is not None and workers < 1) or not (disk_gb_per_s is None or disk_gb_per_s > 0):
         raise BadInput("--workers and --disk-gb-per-s must be positive.")
     architecture = Architecture.from_hf(config)
-    rows = table(architecture)
+    rows = table(architecture, mtp=architecture.mtp_num_hidden_layers > 0)
     dtype = torch.float32 if architecture.dtype == "float32" else torch.bfloat16
     work = [(row, row.numel * dtype.itemsize) for row in rows]
     nbytes = sum(size for _, size in work)
     largest = max(rows, key=lambda row: slice_bytes(row, dtype))
     workers = workers or default_workers()
     return Estimate(
-        model=f"Qwen3-VL {'MoE' if architecture.is_moe else 'dense'}",
+        model=architecture.kind,
         dtype=architecture.dtype,
         tensors=len(hf_shapes(rows)),
         pieces=len(rows),
@@ -339,4 +364,6 @@ def estimate(
 def slice_bytes(row: Row, dtype: torch.dtype) -> int:
     """Return the most bytes of one row that a worker holds at a time, in either direction."""
     height = min(max_rows(row, dtype), row.shape[0])
+    if not row.rearrangement.in_order:  # read whole, for the checksums
+        height = row.shape[0]
     return height * prod(row.shape[1:]) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Reading a Qwen3-VL ``config.json``: the only place that reads Hugging Face config fields.
+"""Reading a ``config.json``: the only place that reads Hugging Face config fields.
 
 Both forms are read: transformers 4.57 (the published checkpoints: ``rope_scaling`` and
 ``rope_theta``, ``num_experts``) and transformers 5 (``rope_parameters``, ``num_local_experts``).
@@ -29,8 +29,39 @@ ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 VISION_ACTIVATION = "gelu_pytorch_tanh"
 VISION_ROPE_THETA = 10000.0
 
-MODEL_TYPES = {"qwen3_vl": False, "qwen3_vl_moe": True, "cosmos3_omni": False}
-"""Whether a ``model_type`` is MoE. Of Cosmos3 the reasoner is read, a dense Qwen3-VL."""
+
+@dataclass(frozen=True)
+class Family:
+    """What a ``model_type`` says of a model, beyond the fields of its config.
+
+    Attributes:
+        name: how the names of its classes in transformers begin.
+        hybrid: whether the language model is Qwen3.5's: gated delta nets in most layers, and an
+            output gate in the others; norm weights that are differences from one; a shared expert
+            beside the routed ones, which have one layout; and no DeepStack.
+        has_vision: whether there is a vision tower. Without one, the config of the language model
+            is the whole config.
+    """
+
+    name: str
+    moe: bool = False
+    hybrid: bool = False
+    has_vision: bool = True
+
+
+MODEL_TYPES = {
+    "qwen3_vl": Family("Qwen3VL"),
+    "qwen3_vl_moe": Family("Qwen3VLMoe", moe=True),
+    "cosmos3_omni": Family("Qwen3VL"),  # its reasoner is read, a dense Qwen3-VL
+    "qwen3_5": Family("Qwen3_5", hybrid=True),
+    "qwen3_5_moe": Family("Qwen3_5Moe", moe=True, hybrid=True),
+    "qwen3_5_text": Family("Qwen3_5", hybrid=True, has_vision=False),
+    "qwen3_5_moe_text": Family("Qwen3_5Moe", moe=True, hybrid=True, has_vision=False),
+}
+"""The models that are read. Qwen3.6 and Qwen3.8 have the types of Qwen3.5."""
+
+LAYER_TYPES = {"full_attention": False, "linear_attention": True}
+"""Whether a decoder layer of an HF ``layer_types`` is a gated delta net."""
 
 ROPE_NUMBERS = {
     "linear": ("factor",),
@@ -53,7 +84,7 @@ is true or false, are numbers."""
 _NOT_OF_WEIGHTS = frozenset(
     (
         *("dtype", "expert_layout", "initializer_range", "router_aux_loss_coef"),
-        *("tie_word_embeddings", "vocab_size", "max_position_embeddings"),
+        *("tie_word_embeddings", "vocab_size", "max_position_embeddings", "mtp_num_hidden_layers"),
     )
 )
 """What may differ between a model and the config beside its weights: nothing else computed from
@@ -82,10 +113,49 @@ class VisionArchitecture:
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
+NO_VISION = VisionArchitecture(0, 0, 0, 1, 0, 1, 1, 1, 0, 0, ())
+"""The tower of a model without one: it has no tensor and takes no patch."""
+
+
+@dataclass(frozen=True)
+class DeltaNetArchitecture:
+    """The shape of all gated delta nets of a model; fields are HF's without ``linear_``."""
+
+    conv_kernel_dim: int
+    key_head_dim: int
+    value_head_dim: int
+    num_key_heads: int
+    num_value_heads: int
+
+    @property
+    def key_dim(self) -> int:
+        """The number of rows of all keys together, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The number of rows of all values together, and of their gates."""
+        return self.num_value_heads * self.value_head_dim
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """The shape of one Qwen3-VL model; fields are named as in HF ``Qwen3VL[Moe]Config``."""
+    """The shape of one model; fields are named as in HF ``Qwen3VL[Moe]Config`` and ``Qwen3_5...``.
 
+    Attributes:
+        family: how the names of its classes in transformers begin, as in :class:`Family`.
+        delta_net_layers: whether a decoder layer is a gated delta net; otherwise it is attention.
+        attn_output_gate: whether attention multiplies its output by a gate, which the query
+            projection computes: the rows of each head are its query, then its gate.
+        zero_centered_norms: whether norm weights of the language model are differences from one;
+            those inside gated delta nets never are.
+        shared_expert_intermediate_size: size of the expert that sees every token of a MoE layer,
+            and whose output has a gate; 0: none.
+        mtp_num_hidden_layers: layers that predict a further token, if the files have them; the
+            model itself runs without.
+    """
+
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -93,6 +163,7 @@ class Architecture:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    partial_rotary_factor: float  # the part of each head that is rotated
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: tuple[tuple[str, Any], ...]  # HF's rope_type and its numbers; empty: plain rope
@@ -106,9 +177,15 @@ class Architecture:
     vision_start_token_id: int
     vision_end_token_id: int
     vision: VisionArchitecture
+    delta_net: DeltaNetArchitecture | None  # None: all layers are attention
+    delta_net_layers: tuple[bool, ...]
+    attn_output_gate: bool
+    zero_centered_norms: bool
+    mtp_num_hidden_layers: int
     num_experts: int  # 0: dense
     num_experts_per_tok: int
     moe_intermediate_size: int
+    shared_expert_intermediate_size: int
     router_aux_loss_coef: float
     moe_layers: tuple[bool, ...]  # one flag a layer, all False when dense
     expert_layout: ExpertLayout | None  # as declared; None: dense, or nothing declared
@@ -118,17 +195,40 @@ class Architecture:
         return self.num_experts > 0
 
     @property
+    def kind(self) -> str:
+        """The model's family, and whether it is dense or MoE, for messages."""
+        name = "Qwen3-VL" if self.delta_net is None else "Qwen3.5"
+        return f"{name} {'MoE' if self.is_moe else 'dense'}"
+
+    @property
     def mixed_layers(self) -> bool:
         """Whether some decoder layers are MoE and some are dense."""
         return any(self.moe_layers) and not all(self.moe_layers)
+
+    @property
+    def stacks_layers(self) -> bool:
+        """Whether Megatron stacks the tensors of all layers, which it does if they are alike."""
+        return not self.mixed_layers and self.delta_net is None
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of values of a head, its first ones, that rotary positions turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def layout_of_experts(self, wanted: ExpertLayout | None = None) -> ExpertLayout | None:
+        """Return the layout of fused experts where `wanted` is asked for; None: as declared.
+
+        Those of a hybrid model have one layout, whatever is asked for.
+        """
+        return self.expert_layout if self.delta_net is not None else wanted or self.expert_layout
 
     @classmethod
     def from_hf(cls, source: str | Path | dict[str, Any]) -> Architecture:
         """Read a ``config.json``, the directory that holds one, or its parsed content.
 
         Raises:
-            BadInput: the file is missing, is not JSON, is not Qwen3-VL, lacks a field, declares
-                two expert layouts at once, or asks for something this model does not have.
+            BadInput: the file is missing, is not JSON, is none of `MODEL_TYPES`, lacks a field,
+                declares two expert layouts at once, or asks for what the model does not have.
         """
         config = source if isinstance(source, dict) else read_config_file(Path(source))
         return _architecture(config)
@@ -160,55 +260,74 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return read_object(path, "config.json", where)
 
 
-def _architecture(config: dict[str, Any]) -> Architecture:
+def family_of(config: dict[str, Any]) -> Family:
+    """Return the family of a ``config.json``; raise BadInput if it is none of `MODEL_TYPES`."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         what = "" if "vision_config" in config else ", a model without vision"
         raise BadInput(
             f"config.json has model_type {model_type!r:.40}{what}; this tool handles "
-            f"{', '.join(MODEL_TYPES)} only. Name a whole Qwen3-VL checkpoint."
+            f"{', '.join(MODEL_TYPES)} only. Name a whole checkpoint of one of them."
         )
-    moe = MODEL_TYPES[model_type]
-    text = _section(config, "text_config")
+    return MODEL_TYPES[model_type]
+
+
+def text_section(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a ``config.json`` that describes the language model."""
+    return _section(config, "text_config") if family_of(config).has_vision else config
+
+
+def _architecture(config: dict[str, Any]) -> Architecture:
+    family, text = family_of(config), text_section(config)
     if text.get("attention_bias"):
-        raise BadInput("text_config.attention_bias is true; no Qwen3-VL model has one.")
+        raise BadInput("text_config.attention_bias is true; none of these models has one.")
     if text.get("hidden_act", "silu") != "silu":
         raise BadInput(f"text_config.hidden_act is {text['hidden_act']!r:.40}; expected 'silu'.")
-    types = text.get("layer_types") or []
-    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-        raise BadInput(f"text_config.layer_types is {types!r:.80}; expected full_attention in all.")
-    rope = _rope(text)
     layers = _size(text, "num_hidden_layers")
-    heads, kv_heads, head_dim = _heads(text, moe)
-    axes = _integers(rope, "mrope_section", default=(24, 20, 20))
-    if len(axes) != 3 or sum(axes) * 2 != head_dim or min(axes) < 0:
+    delta_net_layers = _delta_net_layers(text, layers, family)
+    rotated = _rotated_part(text, family)
+    rope = _rope(text)
+    heads, kv_heads, head_dim = _heads(text, family)
+    rotary_dim = int(head_dim * rotated)
+    axes = _integers(rope, "mrope_section", default=(11, 11, 10) if family.hybrid else (24, 20, 20))
+    if len(axes) != 3 or sum(axes) * 2 != rotary_dim or min(axes) < 0:
+        part = "" if rotated == 1 else f", of which {rotary_dim} are rotated,"
         raise BadInput(
             f"mrope_section is {list(axes)}: three numbers that add up to half of head_dim "
-            f"{head_dim} are needed."
+            f"{head_dim}{part} are needed."
         )
     vocab_size, hidden_size = _size(text, "vocab_size"), _size(text, "hidden_size")
-    vision = _vision(_section(config, "vision_config"))
-    if vision.out_hidden_size != hidden_size:
-        raise BadInput(
-            f"config.json: out_hidden_size of vision_config is {vision.out_hidden_size}, and "
-            f"hidden_size of text_config is {hidden_size}: the two must be equal."
-        )
-    tokens = {name: _integer(config, name) for name in TOKEN_IDS}
+    vision, tokens = NO_VISION, dict.fromkeys(TOKEN_IDS, -1)
+    if family.has_vision:
+        vision = _vision(_section(config, "vision_config"), family)
+        tokens = {name: _integer(config, name) for name in TOKEN_IDS}
+        if vision.out_hidden_size != hidden_size:
+            raise BadInput(
+                f"config.json: out_hidden_size of vision_config is {vision.out_hidden_size}, and "
+                f"hidden_size of text_config is {hidden_size}: the two must be equal."
+            )
     for name, token in tokens.items():
         if token >= vocab_size:
             raise BadInput(
                 f"config.json: {name} is {token}, and the vocab_size {vocab_size} of text_config "
                 "leaves no row for it."
             )
+    moe = family.moe
     experts = _expert_count(text) if moe else 0
+    expert_size = _size(text, "moe_intermediate_size") if moe else 0
     return Architecture(
+        family=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=_size(text, "intermediate_size"),
+        # A hybrid MoE model has no dense layer; Megatron asks for a size all the same.
+        intermediate_size=expert_size
+        if family.hybrid and moe
+        else _size(text, "intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
+        partial_rotary_factor=rotated,
         rms_norm_eps=_positive(text, "rms_norm_eps", 1e-6),
         rope_theta=_positive(rope, "rope_theta"),
         rope_scaling=_rope_scaling(rope),
@@ -222,13 +341,84 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         vision_start_token_id=tokens["vision_start_token_id"],
         vision_end_token_id=tokens["vision_end_token_id"],
         vision=vision,
+        delta_net=_delta_net(text) if family.hybrid else None,
+        delta_net_layers=delta_net_layers,
+        attn_output_gate=family.hybrid,
+        zero_centered_norms=family.hybrid,
+        mtp_num_hidden_layers=_mtp_layers(text) if family.hybrid else 0,
         num_experts=experts,
         num_experts_per_tok=_size(text, "num_experts_per_tok", most=experts) if moe else 0,
-        moe_intermediate_size=_size(text, "moe_intermediate_size") if moe else 0,
+        moe_intermediate_size=expert_size,
+        shared_expert_intermediate_size=(
+            _size(text, "shared_expert_intermediate_size") if moe and family.hybrid else 0
+        ),
         router_aux_loss_coef=_number(text, "router_aux_loss_coef", 0.001, least=0) if moe else 0.0,
-        moe_layers=_moe_layers(text, layers) if moe else (False,) * layers,
+        moe_layers=_moe_layers(text, layers, family) if moe else (False,) * layers,
         expert_layout=declared_expert_layout(config) if moe else None,
     )
+
+
+def _delta_net_layers(text: dict[str, Any], layers: int, family: Family) -> tuple[bool, ...]:
+    """Return which layers are gated delta nets, as HF ``Qwen3_5TextConfig`` decides it.
+
+    ``layer_types`` says it; without that, all but every `full_attention_interval`-th layer are.
+    """
+    types = text.get("layer_types") or []
+    if not family.hybrid:
+        if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+            raise BadInput(
+                f"text_config.layer_types is {types!r:.80}; expected full_attention in all."
+            )
+        return (False,) * layers
+    interval = _size({"full_attention_interval": 4, **text}, "full_attention_interval")
+    regular = tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if not types:
+        return regular
+    if not isinstance(types, list) or any(kind not in LAYER_TYPES for kind in types):
+        raise BadInput(
+            f"text_config.layer_types is {types!r:.80}; expected a list of "
+            f"{' and '.join(LAYER_TYPES)}."
+        )
+    if len(types) != layers:
+        raise BadInput(
+            f"text_config.layer_types names {len(types)} layers, and num_hidden_layers is {layers}."
+        )
+    named = tuple(LAYER_TYPES[kind] for kind in types)
+    if "full_attention_interval" in text and named != regular:
+        raise BadInput(
+            f"text_config contradicts itself: layer_types is {types!r:.80}, which is not what "
+            f"full_attention_interval {interval} says. Leave one of them."
+        )
+    return named
+
+
+def _delta_net(text: dict[str, Any]) -> DeltaNetArchitecture:
+    if text.get("attn_output_gate", True) is not True:
+        raise BadInput(
+            f"text_config.attn_output_gate is {text['attn_output_gate']!r:.40}; in Qwen3.5 every "
+            "attention has an output gate."
+        )
+    if text.get("output_gate_type", "swish") not in ("swish", "silu"):
+        raise BadInput(
+            f"text_config.output_gate_type is {text['output_gate_type']!r:.40}; expected 'swish'."
+        )
+    names = DeltaNetArchitecture.__dataclass_fields__
+    net = DeltaNetArchitecture(**{name: _size(text, f"linear_{name}") for name in names})
+    if net.num_value_heads % net.num_key_heads:
+        raise BadInput(
+            f"config.json: linear_num_value_heads {net.num_value_heads} is not a multiple of "
+            f"linear_num_key_heads {net.num_key_heads}."
+        )
+    return net
+
+
+def _mtp_layers(text: dict[str, Any]) -> int:
+    if text.get("mtp_use_dedicated_embeddings"):
+        raise BadInput(
+            "text_config.mtp_use_dedicated_embeddings is true; layers that predict a further token "
+            "with an embedding of their own are not supported."
+        )
+    return _integer({"mtp_num_hidden_layers": 0, **text}, "mtp_num_hidden_layers", most=16)
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
@@ -242,7 +432,7 @@ def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
     return str(dtype)
 
 
-def _vision(vision: dict[str, Any]) -> VisionArchitecture:
+def _vision(vision: dict[str, Any], family: Family) -> VisionArchitecture:
     for alias, name in ALIASES.items():
         _require_same(vision, name, alias, "vision_config.")
     numbers = {
@@ -273,7 +463,12 @@ def _vision(vision: dict[str, Any]) -> VisionArchitecture:
             f"vision_config.rope_parameters.rope_type is {rope['rope_type']!r:.40}; expected "
             "'axial'."
         )
-    indexes = _integers(vision, "deepstack_visual_indexes", default=(8, 16, 24))
+    default = () if family.hybrid else (8, 16, 24)
+    indexes = _integers(vision, "deepstack_visual_indexes", default=default)
+    if family.hybrid and indexes:
+        raise BadInput(
+            f"vision_config.deepstack_visual_indexes is {list(indexes)}; Qwen3.5 has no DeepStack."
+        )
     if any(not 0 <= i < numbers["depth"] for i in indexes) or len(set(indexes)) < len(indexes):
         raise BadInput(
             f"vision_config.deepstack_visual_indexes is {list(indexes)}, "
@@ -301,11 +496,13 @@ def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:
 
     Three fields show it: ``transformers_version`` and, in ``text_config``, ``rope_parameters``
     (5) against ``rope_scaling``/``rope_theta`` (4.57) and ``num_local_experts`` (5) against
-    ``num_experts`` (4.57).
+    ``num_experts`` (4.57). A hybrid model has no layout but transformers 5's.
 
     Raises:
         BadInput: the fields contradict each other.
     """
+    if family_of(config).hybrid:
+        return "v5"
     text = _section(config, "text_config")
     said: dict[str, ExpertLayout] = {}
     version = config.get("transformers_version") or text.get("transformers_version")
@@ -341,12 +538,18 @@ def _expert_count(text: dict[str, Any]) -> int:
     return counts.pop()
 
 
-def _moe_layers(text: dict[str, Any], layers: int) -> tuple[bool, ...]:
+def _moe_layers(text: dict[str, Any], layers: int, family: Family) -> tuple[bool, ...]:
     """Return which layers are MoE, as HF ``Qwen3VLMoeTextDecoderLayer`` decides it.
 
-    Every `decoder_sparse_step`-th layer is, unless ``mlp_only_layers`` lists it.
+    Every `decoder_sparse_step`-th layer is, unless ``mlp_only_layers`` lists it. In a hybrid model,
+    all are.
     """
     dense = _integers(text, "mlp_only_layers", default=())
+    if family.hybrid and (dense or text.get("decoder_sparse_step", 1) != 1):
+        raise BadInput(
+            "text_config names dense layers (mlp_only_layers, decoder_sparse_step); every layer of "
+            "a Qwen3.5 MoE model has experts."
+        )
     if any(not 0 <= i < layers for i in dense):
         raise BadInput(
             f"text_config.mlp_only_layers is {list(dense)}, but must name layers below "
@@ -397,21 +600,35 @@ def _plain_kind(kind: Any) -> str:
     return "default" if kind == "mrope" else str(kind)
 
 
+def _rotated_part(text: dict[str, Any], family: Family) -> float:
+    """Return the part of each head that rotary positions turn.
+
+    transformers has a default of a quarter for hybrid models, and turns whole heads in others.
+    """
+    places = (("rope_parameters.", rope_of(text)), ("", text))
+    name = "partial_rotary_factor"
+    named = {where: _positive(at, name) for where, at in places if at.get(name) is not None}
+    if len(set(named.values())) > 1:
+        raise BadInput(
+            f"text_config contradicts itself: rope_parameters.{name} is {named['rope_parameters.']}"
+            f", and {name} is {named['']}. Leave one of them."
+        )
+    factor = next(iter(named.values()), 0.25 if family.hybrid else 1.0)
+    if factor > 1 or (factor != 1 and not family.hybrid):
+        wanted = "1 at most is needed" if family.hybrid else "Qwen3-VL rotates whole heads"
+        raise BadInput(f"{name} is {factor!r:.40}; {wanted}.")
+    return factor
+
+
 def _rope(text: dict[str, Any]) -> dict[str, Any]:
     rope = rope_of(text)
-    for place in (text, rope):
-        if place.get("partial_rotary_factor") not in (None, 1):
-            raise BadInput(
-                f"partial_rotary_factor is {place['partial_rotary_factor']!r:.40}; Qwen3-VL "
-                "rotates whole heads."
-            )
     if rope["rope_theta"] is None:
         raise BadInput(
             "config.json gives no rotary base: neither text_config.rope_parameters.rope_theta "
             "nor text_config.rope_theta."
         )
     if rope.get("mrope_interleaved") is False:
-        raise BadInput("mrope_interleaved is false; Qwen3-VL interleaves the three axes.")
+        raise BadInput("mrope_interleaved is false; the models interleave the three axes.")
     return rope
 
 
@@ -433,7 +650,9 @@ def _rope_scaling(rope: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     section = config.get(name)
     if not isinstance(section, dict):
-        raise BadInput(f"config.json has no {name} object; it is not a Qwen3-VL config.")
+        raise BadInput(
+            f"config.json has no {name} object; it is not the config of a Qwen3-VL or Qwen3.5."
+        )
     return section
 
 
@@ -446,11 +665,11 @@ LARGEST = 2**31 - 1
 """The largest value of every other whole number in a config."""
 
 
-def _heads(text: dict[str, Any], moe: bool) -> tuple[int, int, int]:
+def _heads(text: dict[str, Any], family: Family) -> tuple[int, int, int]:
     """Return the number of query heads, of key/value heads, and the size of one head.
 
-    Where these are left out, transformers has defaults: all the heads for null, 128 for the size of
-    a dense model's heads, and for that of a MoE model the part of the hidden size.
+    Where these are left out, transformers has defaults: all the heads for null, for the size of a
+    head 256 if the model is hybrid, 128 if it is dense, and else the part of the hidden size.
     """
     heads = _size(text, "num_attention_heads")
     kv_heads = heads
@@ -461,8 +680,9 @@ def _heads(text: dict[str, Any], moe: bool) -> tuple[int, int, int]:
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads "
             f"{kv_heads}."
         )
-    if not moe or text.get("head_dim") is not None:
-        return heads, kv_heads, _size({"head_dim": 128, **text}, "head_dim")
+    if family.hybrid or not family.moe or text.get("head_dim") is not None:
+        default = 256 if family.hybrid else 128
+        return heads, kv_heads, _size({"head_dim": default, **text}, "head_dim")
     if (hidden := _size(text, "hidden_size")) % heads:
         raise BadInput(
             f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from mcore_qwen3vl.config import MODEL_TYPES
+from mcore_qwen3vl.config import family_of
 from mcore_qwen3vl.errors import BadInput
 
 ProblemType = Literal["single_label_classification", "multi_label_classification"]
@@ -65,9 +65,8 @@ class Labels:
         same_names = (tuple(there.values()), Labels.numbered(len(there)).names)
         if len(there) == len(self) and self.names in same_names:
             return wanted
-        family = "Qwen3VLMoe" if MODEL_TYPES[config["model_type"]] else "Qwen3VL"
         return wanted | {
-            "architectures": [f"{family}ForSequenceClassification"],
+            "architectures": [f"{family_of(wanted).name}ForSequenceClassification"],
             "id2label": {str(number): name for number, name in enumerate(self.names)},
             "label2id": {name: number for number, name in enumerate(self.names)},
         }

@@ -178,8 +178,15 @@ class Layout:
         }
         if not all(a.moe_layers):
             divisible["intermediate size"] = a.intermediate_size
+        if a.shared_expert_intermediate_size:
+            divisible["shared expert's intermediate size"] = a.shared_expert_intermediate_size
         for what, size in divisible.items():
             _check_divides(size, what, self.tp, "TP")
+        if a.delta_net is not None:
+            # Under CP too, each rank computes some heads.
+            heads = {"key": a.delta_net.num_key_heads, "value": a.delta_net.num_value_heads}
+            for what, size in heads.items():
+                _check_divides(size, f"{what} heads of delta nets", self.tp * self.cp, "TP x CP")
         kv = a.num_key_value_heads
         if kv % self.tp != 0 and self.tp % kv != 0:
             raise BadInput(

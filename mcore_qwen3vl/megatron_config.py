@@ -1,4 +1,4 @@
-"""A Qwen3-VL model in Megatron's words, for its command line and for its ``TransformerConfig``.
+"""A model in Megatron's words, for its command line and for its ``TransformerConfig``.
 
 One table holds both names of every setting, since some differ: ``--num-experts`` is
 ``num_moe_experts``, ``--swiglu`` is ``gated_linear_unit``. This module imports neither torch nor
@@ -7,7 +7,7 @@ megatron.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
@@ -54,6 +54,7 @@ def architecture_facts(a: Architecture) -> list[Fact]:
     # A legacy checkpoint stores the arguments in this order.
     return [
         *_language(a),
+        *_hybrid(a),
         *(_experts(a) if any(a.moe_layers) else [Fact("num_experts", "num_moe_experts", None)]),
         *_defaults(a),
     ]
@@ -85,7 +86,7 @@ def _language(a: Architecture) -> list[Fact]:
         _flag("untie_embeddings_and_output_weights", not a.tie_word_embeddings),
         _both("normalization", "RMSNorm"),
         _both("layernorm_epsilon", a.rms_norm_eps),
-        _both("layernorm_zero_centered_gamma", False),
+        _both("layernorm_zero_centered_gamma", a.zero_centered_norms),
         _both("qk_layernorm", True),
         Fact("swiglu", "gated_linear_unit", True),
         _field("activation_func", "silu"),  # --swiglu implies it
@@ -94,9 +95,21 @@ def _language(a: Architecture) -> list[Fact]:
         _flag("position_embedding_type", "mrope"),
         _both("mrope_section", list(a.mrope_section)),
         _flag("rotary_base", int(a.rope_theta) if a.rope_theta.is_integer() else a.rope_theta),
-        _flag("rotary_percent", 1.0),
+        _flag("rotary_percent", a.partial_rotary_factor),
         _both("rotary_interleaved", False),
         _both("multi_latent_attention", False),
+    ]
+
+
+def _hybrid(a: Architecture) -> list[Fact]:
+    """Return what models whose layers are all plain attention leave at Megatron's defaults."""
+    if (net := a.delta_net) is None:
+        return []
+    return [
+        _both("attention_output_gate", a.attn_output_gate),
+        _both("experimental_attention_variant", "gated_delta_net"),
+        _both("linear_attention_freq", [int(linear) for linear in a.delta_net_layers]),
+        *(_both(f"linear_{name}", size) for name, size in asdict(net).items()),
     ]
 
 
@@ -111,7 +124,8 @@ def _experts(a: Architecture) -> list[Fact]:
         _both("moe_router_score_function", "softmax"),
         _both("moe_router_pre_softmax", False),
         _both("moe_router_enable_expert_bias", False),
-        _both("moe_shared_expert_intermediate_size", None),
+        _both("moe_shared_expert_intermediate_size", a.shared_expert_intermediate_size or None),
+        *([_both("moe_shared_expert_gate", True)] if a.shared_expert_intermediate_size else []),
         _both("moe_router_num_groups", None),
         _both("moe_router_topk_scaling_factor", None),
     ]

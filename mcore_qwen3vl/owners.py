@@ -12,7 +12,9 @@ from mcore_qwen3vl.config import (
     ROPE_NUMBERS,
     ROPE_OPTIONS,
     Architecture,
+    family_of,
     read_config_file,
+    text_section,
 )
 from mcore_qwen3vl.converters.hf.companions import unused_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
@@ -62,7 +64,10 @@ CONFIG = Fields(
         *("id2label", "label2id", "problem_type", *_QUANTIZATION),
     ),
     inert=(*_METADATA, "bos_token_id"),
-    without_effect={k: v for k, v in _DEFAULTS.items() if k not in ("id2label", "label2id")},
+    without_effect={
+        **{k: v for k, v in _DEFAULTS.items() if k not in ("id2label", "label2id")},
+        "language_model_only": (False,),
+    },
     reasons={**_CODE, "num_labels": "id2label names the labels"},
 )
 """The fields of the top level; ``label2id`` follows from ``id2label``."""
@@ -90,12 +95,14 @@ TEXT = Fields(
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([],),
         "num_experts": (0,),
+        "mamba_ssm_dtype": ("float32",),
     },
     reasons={
         **_CODE,
         "attention_dropout": "train --attention-dropout, with the te spec, has it",
         "output_router_logits": "train --moe-aux-loss-coeff adds that loss",
         "norm_topk_prob": "the weights of a token's experts always add up to 1",
+        "mamba_ssm_dtype": "the states of gated delta nets are float32",
         "pad_token_id": "the row of that token is trained as every other",
         "sliding_window": "every layer attends to all earlier tokens",
         "use_sliding_window": "every layer attends to all earlier tokens",
@@ -108,6 +115,14 @@ EXPERTS = (
     *("router_aux_loss_coef", "decoder_sparse_step", "mlp_only_layers"),
 )
 """The fields that a MoE model uses besides."""
+
+HYBRID = (
+    *("full_attention_interval", "attn_output_gate", "output_gate_type", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
+    *("linear_num_value_heads", "shared_expert_intermediate_size", "mtp_num_hidden_layers"),
+    "mtp_use_dedicated_embeddings",
+)
+"""The fields that a model with gated delta nets uses besides."""
 
 VISION = Fields(
     "vision_config of config.json",
@@ -259,18 +274,27 @@ def unused_of_config(config: Mapping[str, Any]) -> list[Unused]:
         BadInput: see :meth:`.config.Architecture.from_hf`.
     """
     architecture = Architecture.from_hf(dict(config))
-    text, vision = config["text_config"], config["vision_config"]
+    family, text = family_of(dict(config)), text_section(dict(config))
+    vision = config["vision_config"] if family.has_vision else {}
     rope = {name: text[name] for name in ("rope_parameters", "rope_scaling") if text.get(name)}
     kind = dict(architecture.rope_scaling).get("rope_type", "default")
     of_kind = () if kind == "default" else (*ROPE_NUMBERS[kind], *ROPE_OPTIONS[kind])
-    text_fields = replace(TEXT, used=(*TEXT.used, *EXPERTS)) if architecture.is_moe else TEXT
+    more = (*(EXPERTS if family.moe else ()), *(HYBRID if family.hybrid else ()))
+    text_fields = replace(TEXT, used=(*TEXT.used, *more))
     dtypes = dict.fromkeys(("dtype", "torch_dtype"), (architecture.dtype,))
     same_range = {"initializer_range": (architecture.initializer_range,)}
     copies = {name: (text[name],) for name in text_fields.used if name in text}
     shared = {name: (config[name],) for name in CONFIG.used if name in config}
+    if family.has_vision:
+        sections = [
+            *_with(CONFIG, copies, "text_config counts").unused(config),
+            *_with(text_fields, {**shared, **dtypes}, "the top level counts").unused(text),
+        ]
+    else:
+        used = (*text_fields.used, *CONFIG.used)
+        sections = replace(text_fields, where=CONFIG.where, used=used).unused(config)
     return [
-        *_with(CONFIG, copies, "text_config counts").unused(config),
-        *_with(text_fields, {**shared, **dtypes}, "the top level counts").unused(text),
+        *sections,
         *(
             unused
             for name, section in rope.items()

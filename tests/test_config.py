@@ -1,13 +1,15 @@
-"""Reading config.json in both forms, and refusing what is not Qwen3-VL."""
+"""Reading config.json in both forms, and refusing what is no model that is handled."""
 
 import json
 
 import pytest
-from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
-from mcore_qwen3vl.config import Architecture, declared_expert_layout
+from mcore_qwen3vl.config import NO_VISION, Architecture, declared_expert_layout
 from mcore_qwen3vl.converters.hf.config_file import with_layout
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.megatron_config import architecture_arguments, config_fields
+from mcore_qwen3vl.owners import unused_of_config
 from mcore_qwen3vl.tiny import YARN, tiny_config
 
 WIDE = {"num_attention_heads": 4, "rope_scaling": {"mrope_section": [24, 20, 20]}}
@@ -247,3 +249,131 @@ def test_unreadable_file(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(BadInput, match="cannot be read as JSON"):
         Architecture.from_hf(tmp_path)
+
+
+def hybrid(moe: bool = False, **text: object) -> dict:
+    return tiny_config(family="qwen3.5", moe=moe, text=text)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_a_hybrid_config_is_read_as_transformers_reads_it(moe):
+    """The tiny config, and the same after transformers has read and written it."""
+    config = hybrid(moe)
+    theirs = (Qwen3_5MoeConfig if moe else Qwen3_5Config)(**json.loads(json.dumps(config)))
+    written = json.loads(json.dumps(theirs.to_dict()))
+    for ours in (Architecture.from_hf(config), Architecture.from_hf(written)):
+        text = theirs.text_config
+        kinds = tuple(kind == "linear_attention" for kind in text.layer_types)
+        assert ours.delta_net_layers == kinds == (True, True, True, False)
+        assert vars(ours.delta_net) == {
+            name.removeprefix("linear_"): value
+            for name, value in vars(text).items()
+            if name.startswith("linear_")
+        }
+        assert (ours.rotary_dim, ours.head_dim, ours.mrope_section) == (16, 64, (3, 3, 2))
+        assert (ours.attn_output_gate, ours.zero_centered_norms) == (True, True)
+        assert (ours.mtp_num_hidden_layers, ours.stacks_layers) == (1, False)
+        assert ours.shared_expert_intermediate_size == (28 if moe else 0)
+        assert ours.moe_layers == (moe,) * 4
+        assert ours.expert_layout == ("v5" if moe else None)
+        assert ours.vision.deepstack_visual_indexes == ()
+        assert ours.family == type(theirs).__name__.removesuffix("Config")
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_a_text_config_alone_is_the_same_language_model(moe):
+    config = hybrid(moe)
+    whole, alone = Architecture.from_hf(config), Architecture.from_hf(config["text_config"])
+    of_vision = ("vision", "tie_word_embeddings", *(n for n in vars(whole) if n.endswith("_id")))
+    assert {n: v for n, v in vars(whole).items() if n not in of_vision} == {
+        n: v for n, v in vars(alone).items() if n not in of_vision
+    }
+    assert (alone.vision, alone.image_token_id) == (NO_VISION, -1)
+    assert unused_of_config(config["text_config"]) == unused_of_config(config) == []
+
+
+def test_layer_types_are_optional_and_so_is_the_interval():
+    config = hybrid()
+    wanted, text = Architecture.from_hf(config), config["text_config"]
+    types = text.pop("layer_types")
+    assert Architecture.from_hf(config) == wanted
+    del text["full_attention_interval"]
+    assert Architecture.from_hf(config) == wanted  # transformers' default
+    text["layer_types"] = types[::-1]
+    assert Architecture.from_hf(config).delta_net_layers == (False, True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 3}, "names 3 layers, and num_hidden_layers is 4"),
+        ({"layer_types": ["sliding_attention"] * 4}, "full_attention and linear_attention"),
+        ({"layer_types": ["linear_attention"] * 4}, "full_attention_interval 4 says"),
+        ({"full_attention_interval": 0}, "full_attention_interval is 0"),
+        *(
+            ({name: 0}, f"{name} is 0")
+            for name in (
+                *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+                *("linear_num_key_heads", "linear_num_value_heads"),
+            )
+        ),
+        ({"linear_num_value_heads": 6}, "6 is not a multiple of linear_num_key_heads 4"),
+        ({"attn_output_gate": False}, "attn_output_gate is False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+        ({"mtp_num_hidden_layers": -1}, "mtp_num_hidden_layers is -1"),
+        ({"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor is 0.25"),
+        ({"head_dim": 128}, "head_dim 128, of which 32 are rotated"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}}, "1 at most"),
+    ],
+)
+def test_impossible_hybrid_shapes_name_their_field(text, message):
+    config = hybrid()
+    config["text_config"] |= text
+    with pytest.raises(BadInput, match=message):
+        Architecture.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+        ({"mlp_only_layers": [1]}, "names dense layers"),
+        ({"decoder_sparse_step": 2}, "names dense layers"),
+        ({"num_experts_per_tok": 99}, "num_experts_per_tok is 99"),
+    ],
+)
+def test_impossible_hybrid_experts(text, message):
+    with pytest.raises(BadInput, match=message):
+        Architecture.from_hf(hybrid(moe=True, **text))
+
+
+def test_a_hybrid_model_has_no_deepstack():
+    config = hybrid()
+    config["vision_config"]["deepstack_visual_indexes"] = [1]
+    with pytest.raises(BadInput, match="has no DeepStack"):
+        Architecture.from_hf(config)
+
+
+def test_what_megatron_is_told_of_a_hybrid_model():
+    fields = config_fields(Architecture.from_hf(hybrid(moe=True)))
+    assert fields["experimental_attention_variant"] == "gated_delta_net"
+    assert fields["linear_attention_freq"] == [1, 1, 1, 0]
+    assert fields["attention_output_gate"]
+    assert fields["layernorm_zero_centered_gamma"]
+    assert fields["moe_shared_expert_intermediate_size"] == 28
+    assert fields["moe_shared_expert_gate"]
+    sizes = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads")
+    assert [fields[f"linear_{name}"] for name in sizes] == [4, 16, 20, 4]
+    assert fields["linear_num_value_heads"] == 8
+    assert architecture_arguments(Architecture.from_hf(hybrid()))["rotary_percent"] == 0.25
+    usual = config_fields(Architecture.from_hf(tiny_config(moe=True)))
+    assert (
+        not fields.keys()
+        - usual.keys()
+        - {
+            *("attention_output_gate", "experimental_attention_variant", "linear_attention_freq"),
+            *(f"linear_{name}" for name in (*sizes, "num_value_heads")),
+            "moe_shared_expert_gate",
+        }
+    )

@@ -17,6 +17,10 @@ from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 DENSE = Architecture.from_hf(tiny_config())
 MOE = Architecture.from_hf(tiny_config(moe=True))
+HYBRID = Architecture.from_hf(tiny_config(family="qwen3.5"))
+SHARED_30 = Architecture.from_hf(
+    tiny_config(family="qwen3.5", moe=True, text={"shared_expert_intermediate_size": 30})
+)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,12 @@ def test_expert_parallelism_adds_no_ranks() -> None:
         ("ep2", MOE, "EP 2 x ETP 1 = 2 does not divide the TP 1 x CP 1 x DP 1 = 1 ranks"),
         ("tp2xetp2xep4xdp2+sp", MOE, "EP 4 x ETP 2 = 8 does not divide the TP 2 x CP 1 x DP 2 = 4"),
         ("tp8xetp8+sp", MOE, "36 MoE intermediate size cannot be divided over ETP 8: use ETP 6"),
+        (
+            "cp8",
+            HYBRID,
+            "4 key heads of delta nets cannot be divided over TP x CP 8: use TP x CP 4",
+        ),
+        ("tp4+sp", SHARED_30, "30 shared expert's intermediate size cannot be divided over TP 4"),
     ],
 )
 def test_what_does_not_divide(layout: str, architecture: Architecture, message: str) -> None:

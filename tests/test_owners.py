@@ -15,6 +15,8 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -27,6 +29,7 @@ from mcore_qwen3vl.owners import (
     CONFIG,
     EXPERTS,
     GENERATION,
+    HYBRID,
     OWNERS,
     TEXT,
     TOKENIZER,
@@ -177,25 +180,37 @@ def test_a_field_is_named_if_its_value_asks_for_something(
 
 
 def fields_of(config: PreTrainedConfig) -> set[str]:
-    made_inside = {"_output_attentions", "_post_init_done"}
+    made_inside = {"_output_attentions", "_post_init_done", "ignore_keys_at_rope_validation"}
     return {*config.__dict__, *config.attribute_map} - made_inside
 
 
-@pytest.mark.parametrize("kind", [Qwen3VLConfig, Qwen3VLMoeConfig])
-def test_every_field_of_transformers_configs_is_sorted(kind: type[PreTrainedConfig]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (Qwen3VLConfig, ()),
+        (Qwen3VLMoeConfig, EXPERTS),
+        (Qwen3_5Config, HYBRID),
+        (Qwen3_5MoeConfig, (*EXPERTS, *HYBRID)),
+    ],
+)
+def test_every_field_of_transformers_configs_is_sorted(
+    kind: type[PreTrainedConfig], more: tuple[str, ...]
+) -> None:
     config = kind()
-    with_experts = {*known(TEXT), *(EXPERTS if kind is Qwen3VLMoeConfig else ())}
     labels = {"id2label", "label2id", "problem_type"}  # of interest at the top level alone
     sections = {"dtype", *labels}
     assert fields_of(config) <= known(CONFIG)
     assert fields_of(config.vision_config) - sections <= known(VISION)
-    assert fields_of(config.text_config) - sections <= with_experts
+    assert fields_of(config.text_config) - sections <= {*known(TEXT), *more}
 
 
 def test_what_transformers_writes_is_not_named() -> None:
-    """Neither class writes a field, by default or with a tiny model's sizes, that is named."""
+    """No class writes a field, by default or with a tiny model's sizes, that is named."""
     for kind, moe in ((Qwen3VLConfig, False), (Qwen3VLMoeConfig, True)):
         written = kind(**tiny_config(moe=moe)).to_dict()
+        assert unused_of_config(json.loads(json.dumps(written))) == []
+    for kind, moe in ((Qwen3_5Config, False), (Qwen3_5MoeConfig, True)):
+        written = kind(**tiny_config(family="qwen3.5", moe=moe)).to_dict()
         assert unused_of_config(json.loads(json.dumps(written))) == []
 
 

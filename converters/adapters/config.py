@@ -464,7 +464,7 @@ def meta_model(config: dict[str, Any]) -> Any:
     import torch
     import transformers
 
-    name = f"Qwen3VL{'Moe' if Architecture.from_hf(config).is_moe else ''}"
+    name = Architecture.from_hf(config).family
     unquantised = {key: value for key, value in config.items() if key != "quantization_config"}
     hf_config = getattr(transformers, f"{name}Config").from_dict(unquantised)
     with torch.device("meta"):

@@ -105,7 +105,7 @@ def plan_merge(
     plan = lay_out(
         "lora merge",
         base,
-        table(written, expert_layout=layout, head=form.head),
+        table(written, expert_layout=layout, head=form.head, mtp=checkpoint.has_mtp),
         merged.stream,
         origin=merged.origin,
         hf_config=base,
@@ -121,7 +121,7 @@ def plan_merge(
         form=form,
         notes=(
             *reading_notes(checkpoint, wanted),
-            *layout_notes(layout),
+            *layout_notes(architecture, layout),
             *lora.notes,
             *lora.other_base(base),
             *((_UNTIED,) if untied else ()),
@@ -181,8 +181,9 @@ class Merged:
             expert = self._merged(named, (named.index,), factors)
             yield cast(expert.T if self.swapped else expert, dtype, named.name)
         else:
-            for rows in row_chunks(*named.shape[:2]):
-                yield cast(self._merged(named, (rows,), factors), dtype, named.name)
+            for rows in row_chunks(*named.piece_shape[:2]):
+                merged = self._merged(named, named.place((rows,)), factors)
+                yield cast(merged, dtype, named.name)
 
     def _merged(self, named: SourceTensor, box: Selection, factors: Factors | None) -> Tensor:
         """Return `box`, rows of a tensor or one of its experts, (out, in), merged in float32."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mcore_qwen3vl.config import MODEL_TYPES, ExpertLayout, rope_of
+from mcore_qwen3vl.config import ExpertLayout, family_of, rope_of, text_section
 from mcore_qwen3vl.converters.hf import quantized
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.labels import Labels
@@ -53,10 +53,10 @@ class Changes:
         wanted = quantized.without(config)
         if self.untied:
             wanted |= {"tie_word_embeddings": False}
-            if "tie_word_embeddings" in wanted["text_config"]:
-                wanted["text_config"] |= {"tie_word_embeddings": False}
+            if "tie_word_embeddings" in (text := text_section(wanted)):
+                text |= {"tie_word_embeddings": False}
         if self.vocab_size is not None:
-            for section in (wanted, wanted["text_config"]):
+            for section in (wanted, text_section(wanted)):
                 if "vocab_size" in section:
                     section["vocab_size"] = self.vocab_size
         if self.labels:
@@ -69,10 +69,15 @@ class Changes:
 
 
 def with_layout(config: Config, layout: ExpertLayout) -> Config:
-    """Return `config` in the form that transformers 4.57 (``published``) or 5 (``v5``) writes."""
+    """Return `config` in the form that transformers 4.57 (``published``) or 5 (``v5``) writes.
+
+    That of a hybrid model has one form only, and is left as it is.
+    """
     config = deepcopy(config)
+    if family_of(config).hybrid:
+        return config
     text, vision = config["text_config"], config["vision_config"]
-    family = "qwen3_vl_moe" if MODEL_TYPES[config["model_type"]] else "qwen3_vl"
+    family = "qwen3_vl_moe" if family_of(config).moe else "qwen3_vl"
     (_published if layout == "published" else _v5)(text, vision, family)
     # transformers 5 writes a wrong flag here; 4.57 follows it.
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
@@ -88,7 +93,7 @@ def with_layout(config: Config, layout: ExpertLayout) -> Config:
 def with_dtype(config: Config, dtype: str) -> Config:
     """Return `config` with `dtype` (torch's name) wherever it has a dtype, and at the top level."""
     config = deepcopy(config)
-    for section in (config, config["text_config"], config["vision_config"]):
+    for section in (config, text_section(config), config.get("vision_config", {})):
         for key in ("dtype", "torch_dtype"):
             if key in section:
                 section[key] = dtype

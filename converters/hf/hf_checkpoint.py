@@ -8,17 +8,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import read_config_file, ties_embeddings
+from mcore_qwen3vl.config import MODEL_TYPES, read_config_file, ties_embeddings
 from mcore_qwen3vl.converters.hf.quantized import declared, dequantize, fuse, pair
 from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHeader
 from mcore_qwen3vl.converters.mapping import forms
-from mcore_qwen3vl.converters.mapping.table import CHUNK_BYTES, Row, hf_shapes
+from mcore_qwen3vl.converters.mapping.table import CHUNK_BYTES, MTP, TEXT, Row, hf_shapes
 from mcore_qwen3vl.converters.place import INDEX, SINGLE
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
 from mcore_qwen3vl.converters.storage.disk import bring_in
@@ -44,9 +45,10 @@ class HuggingFaceCheckpoint:
         form: the names of the tensors in the files, and the kind of head.
         entries: the header of each tensor of the model, by the table's HF name.
         scales: the headers of the scale tensors that belong to quantised tensors, by name.
-        left_out: the headers of tensors that are stored and belong to no Qwen3-VL, by name.
+        left_out: the headers of tensors that are stored and belong to no model here, by name.
         split: the fused tensors among `entries` that the files hold expert by expert.
         quantization: the ``quantization_config``, or None.
+        has_mtp: whether there are layers that predict a further token.
 
     Raises:
         BadInput: there are no safetensors files; a file is cut short or not safetensors; the index
@@ -70,13 +72,21 @@ class HuggingFaceCheckpoint:
         if index is not None:
             self._compare_with(index)
         shapes = {name: entry.shape for name, entry in self.entries.items()}
-        self.form = forms.recognise(shapes, tied=ties_embeddings(config))
+        family = MODEL_TYPES.get(str(config.get("model_type")), MODEL_TYPES["qwen3_vl"])
+        tied, has_vision = ties_embeddings(config), family.has_vision
+        self.form = forms.recognise(shapes, tied=tied, has_vision=has_vision)
         leaves_out = self.form.names.leaves_out
         self.left_out = {name: e for name, e in self.entries.items() if leaves_out(name)}
         kept = {name: e for name, e in self.entries.items() if name not in self.left_out}
         stored, self.scales = pair(kept, self.quantization)
         self._stored = forms.renamed(stored, self.form.names)
         self.entries, self.split = fuse(self._stored, config)
+        self.has_mtp = any(name.startswith(MTP) for name in self.entries)
+        if family.hybrid:  # transformers itself writes these one by one
+            split = tuple(
+                start for start in (TEXT, MTP) if any(n.startswith(start) for n in self.split)
+            )
+            self.form = replace(self.form, split_experts=split)
 
     def stored(self, name: str, box: Selection = ()) -> Tensor:
         """Return `box` of a tensor as the file has it: a view of the file, not to be written to.

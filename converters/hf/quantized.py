@@ -5,9 +5,10 @@ weights as float8_e4m3fn. Each weight has a tensor ``<name>_scale_inv`` with one
 block of 128 x 128 values (the last blocks may be smaller); fused experts have a grid of factors for
 each expert. A value is the stored number times its block's factor, multiplied in float32.
 
-Quantised MoE checkpoints often hold ``experts.{e}.gate_proj.weight`` (I, H), ``up_proj`` (I, H) and
-``down_proj`` (H, I) in place of the fused ``experts.gate_up_proj`` and ``experts.down_proj``. The
-reader of Hugging Face checkpoints assembles the fused tensors on reading, a box at a time.
+Quantised MoE checkpoints, and those of Qwen3.5 that transformers saves, hold
+``experts.{e}.gate_proj.weight`` (I, H), ``up_proj`` (I, H) and ``down_proj`` (H, I) in place of the
+fused ``experts.gate_up_proj`` and ``experts.down_proj``. The reader of Hugging Face checkpoints
+assembles the fused tensors on reading, a box at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import declared_expert_layout
 from mcore_qwen3vl.converters.hf.shards import FLOATS, FP8, TensorHeader
+from mcore_qwen3vl.converters.mapping.table import EXPERT_MATRICES
 from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
 from mcore_qwen3vl.converters.storage.dtypes import cast, dtype_name
 from mcore_qwen3vl.errors import BadInput
@@ -215,7 +217,6 @@ def _check(
 
 
 NAME = re.compile(r"(.+\.mlp\.experts)\.(0|[1-9]\d{0,5})\.(?:gate_proj|up_proj|down_proj)\.weight")
-FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ def fuse(
                 f"the checkpoint stores {prefix} one by one and has {len(experts)} of them, but "
                 f"lacks number {min(missing)}. Fetch the complete checkpoint."
             )
-        for target, kinds in FUSED.items():
+        for target, kinds in EXPERT_MATRICES.items():
             name = f"{prefix}.{target}"
             if name in fused:
                 raise BadInput(f"{prefix} are stored both one by one and fused, as {name}.")

@@ -349,7 +349,7 @@ def export_merged(
         )
     weights = Gatherer.of_model(models, expert_layout)
     gatherer = Gatherer(models, factor_parts(models), _factor_shapes(targets))
-    layout = expert_layout or chunks[0].architecture.expert_layout
+    layout = chunks[0].architecture.layout_of_experts(expert_layout)
     for bucket in weights.buckets(bucket_bytes):
         tensors = weights.gather(bucket)
         adapted = {name: targets[name] for name in bucket if name in targets}

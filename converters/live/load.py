@@ -58,7 +58,7 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
     spared = spare_value_head and stored.kind != CLASSIFIER
     headless = head_of(chunks[0].head_labels).kind == HEADLESS  # a head that is stored is not read
     head = stored if spared or headless or stored.kind == TIED_COPY else None
-    checkpoint.require(table_of(chunks, layout, head=head))
+    checkpoint.require(table_of(chunks, layout, head=head, mtp=checkpoint.has_mtp))
     chunks[0].architecture.require_settings_of(path)
     read = 0
     with torch.no_grad():
@@ -110,7 +110,12 @@ def load_checkpoint(models: Models, path: str | Path) -> None:
             "first: mcore-qwen3vl convert mcore-to-hf."
         )
     checkpoint = open_megatron(place, architecture)
-    rows = table(architecture, padded_vocab_size=checkpoint.vocab_size, head=head_of(labels))
+    rows = table(
+        architecture,
+        padded_vocab_size=checkpoint.vocab_size,
+        head=head_of(labels),
+        mtp=checkpoint.has_mtp,
+    )
     headless = labels is not None and not labels
     checkpoint.require(rows, unread=("output_layer.weight",) if headless else ())
     if place.hf is not None:

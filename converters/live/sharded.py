@@ -130,15 +130,23 @@ def mcore_pieces(
 
 
 def table_of(
-    chunks: Sequence[Any], expert_layout: ExpertLayout | None = None, *, head: Head | None = None
+    chunks: Sequence[Any],
+    expert_layout: ExpertLayout | None = None,
+    *,
+    head: Head | None = None,
+    mtp: bool = False,
 ) -> list[Row]:
-    """Return the table of a running model, with its padded vocabulary and, by default, its head."""
+    """Return the table of a running model, with its padded vocabulary and, by default, its head.
+
+    `mtp` is as in `table`: a checkpoint may have layers that the model has not.
+    """
     model = chunks[0]
     return table(
         model.architecture,
         expert_layout=expert_layout,
         padded_vocab_size=model.vocab_size,
         head=head or head_of(model.head_labels),
+        mtp=mtp,
     )
 
 

@@ -31,7 +31,7 @@ class Names:
         parts: what else in a name is called otherwise, in `CURRENT` and here.
         left_out: patterns of names here that belong to no Qwen3-VL and are not read.
         note: what a user should know; empty for nothing.
-        read_by_transformers: whether transformers' Qwen3-VL loads a model that is stored so.
+        read_by_transformers: whether transformers' class of it loads a model that is stored so.
     """
 
     key: str
@@ -77,6 +77,8 @@ OLD = Names(
     "transformers 5 does not load: `--expert-layout v5` of `convert` writes its names.",
     read_by_transformers=False,
 )
+TEXT_ONLY = Names("text", (("model.language_model.", "model."),))
+"""The names of a language model alone, which has no vision tower."""
 VISION_PARTS = ("blocks", "deepstack_merger_list", "merger", "patch_embed", "pos_embed")
 COSMOS = Names(
     "cosmos3",
@@ -120,7 +122,7 @@ COSMOS_NEW = replace(
         (".self_attn.k_norm.", ".self_attn.norm_k."),
     ),
 )
-NAMES = {names.key: names for names in (CURRENT, BASE, OLD, COSMOS, COSMOS_NEW)}
+NAMES = {names.key: names for names in (CURRENT, BASE, OLD, TEXT_ONLY, COSMOS, COSMOS_NEW)}
 
 LANGUAGE_MODEL, TIED_COPY, HEADLESS, CLASSIFIER = "language model", "tied copy", "none", "score"
 HEADS = {
@@ -175,10 +177,16 @@ def head_of(labels: Labels | None) -> Head:
 
 @dataclass(frozen=True)
 class Form:
-    """How one checkpoint is stored."""
+    """How one checkpoint is stored.
+
+    Attributes:
+        split_experts: how the table's names of those tensors of fused experts start that are
+            written one by one, a tensor for each matrix of each expert.
+    """
 
     names: Names = CURRENT
     head: Head = AS_CONFIG
+    split_experts: tuple[str, ...] = ()
 
     @property
     def for_transformers(self) -> Form:
@@ -192,11 +200,12 @@ class Form:
         return tuple(filter(None, (HEADS[self.head.kind], self.names.note)))
 
     @property
-    def record(self) -> dict[str, str | int]:
+    def record(self) -> dict[str, str | int | list[str]]:
         """What tells this form from another, for JSON."""
         head = self.head
         names = {"names": self.names.key}
-        return {**names, "head": head.kind, "labels": head.labels, "bias": head.bias}
+        split = {"split_experts": list(self.split_experts)} if self.split_experts else {}
+        return {**names, "head": head.kind, "labels": head.labels, "bias": head.bias, **split}
 
     def require_language_model(self, path: object) -> None:
         """Raise BadInput if the model at `path` has no head that predicts tokens."""
@@ -227,10 +236,10 @@ def refuse_wrapped(names: Iterable[str], where: str) -> None:
             )
 
 
-def recognise(shapes: Mapping[str, Shape], *, tied: bool) -> Form:
+def recognise(shapes: Mapping[str, Shape], *, tied: bool, has_vision: bool) -> Form:
     """Tell the form of a checkpoint from the names that its tensors have in the files.
 
-    `tied` says whether the config ties head and embedding.
+    The config says whether it ties head and embedding, and whether there is a vision tower.
 
     Raises:
         BadInput: tensors are named in two ways, or by a wrapper.
@@ -239,7 +248,8 @@ def recognise(shapes: Mapping[str, Shape], *, tied: bool) -> Form:
     found = {
         names.stored(INPUT_EMBEDDING): names  # of two that call it alike, the later one
         for names in NAMES.values()
-        if names.stored(INPUT_EMBEDDING) in shapes
+        if names not in ((TEXT_ONLY,) if has_vision else (OLD, COSMOS, COSMOS_NEW))
+        and names.stored(INPUT_EMBEDDING) in shapes
         and (not names.parts or names.stored(FIRST_QUERY) in shapes)
     }
     if len(found) > 1:

@@ -11,18 +11,21 @@ from typing import NamedTuple
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.forms import AS_CONFIG, Head
-from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mapping.table import MTP, table
 
 _PARTS = (
     ("visual.", "vision"),
+    (MTP, "further token"),
     ("layernorm.weight", "norms"),
     ("layer_norm_weight", "norms"),
+    (".out_norm.", "norms"),
     ("embedding.", "embedding"),
     ("output_layer.", "output layer"),
     (".self_attention.", "attention"),
     (".experts.", "experts"),
     (".router.", "router"),
     (".mlp.linear", "mlp"),
+    (".shared_experts.", "shared experts"),
 )
 """Substrings of mcore keys and the parts that they belong to; the first match counts."""
 
@@ -31,8 +34,9 @@ class Group(NamedTuple):
     """Parameters that are held by the same ranks under any layout.
 
     Attributes:
-        part: ``vision``, ``embedding``, ``output layer``, ``attention``, ``mlp``, ``router``,
-            ``experts`` or ``norms``.
+        part: ``vision``, ``embedding``, ``output layer``, ``attention`` (gated delta nets too),
+            ``mlp``, ``router``, ``experts``, ``shared experts``, ``norms``, or ``further token``,
+            which are the layers that predict one.
         layer: decoder layer; None outside the decoder's layers.
         divided: whether TP (ETP for experts) divides them; otherwise every TP rank holds them all.
     """
@@ -43,21 +47,28 @@ class Group(NamedTuple):
 
 
 @cache
-def count(architecture: Architecture, head: Head = AS_CONFIG) -> Counter[Group]:
-    """Count the parameters of each group, in the order of the table. Do not change the result."""
+def count(
+    architecture: Architecture, head: Head = AS_CONFIG, *, mtp: bool = False
+) -> Counter[Group]:
+    """Count the parameters of each group, in the order of the table. Do not change the result.
+
+    `mtp` is as in :func:`.table.table`.
+    """
     # Both expert layouts have the same number of parameters.
     layout = architecture.expert_layout or "v5"
-    rows = table(architecture, expert_layout=layout, head=head.in_megatron)
+    rows = table(architecture, expert_layout=layout, head=head.in_megatron, mtp=mtp)
     counts: Counter[Group] = Counter()
     for row in rows:
         counts[Group(part_of(row.key), row.layer, row.tp_axis is not None)] += row.numel
     return counts
 
 
-def by_part(architecture: Architecture, head: Head = AS_CONFIG) -> Counter[str]:
+def by_part(
+    architecture: Architecture, head: Head = AS_CONFIG, *, mtp: bool = False
+) -> Counter[str]:
     """Count the parameters of each part; a part that the model lacks has 0."""
     counts: Counter[str] = Counter()
-    for group, number in count(architecture, head).items():
+    for group, number in count(architecture, head, mtp=mtp).items():
         counts[group.part] += number
     return counts
 

@@ -2,20 +2,27 @@
 
 Offline conversion, live load, export, verification and inspection all read it; there is no second
 mapping. mcore names are the keys of ``sharded_state_dict()`` with Transformer Engine's names, which
-megatron-core also writes to a ``torch_dist`` checkpoint: layers are stacked on the first axis and
-experts on the next. A row is one piece of such a tensor: one layer, or one expert of one layer.
+megatron-core also writes to a ``torch_dist`` checkpoint: layers that are alike are stacked on the
+first axis, and experts on the next. A row is one piece of such a tensor: one layer, or one expert
+of one layer. An HF tensor may make several mcore tensors, which then have a part of its rows each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture, ExpertLayout, VisionArchitecture
+from mcore_qwen3vl.config import (
+    NO_VISION,
+    Architecture,
+    DeltaNetArchitecture,
+    ExpertLayout,
+    VisionArchitecture,
+)
 from mcore_qwen3vl.converters.mapping import forms, transforms
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.storage.boxes import Box, Selection, Shape
@@ -25,6 +32,11 @@ TEXT = "model.language_model."
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 """Prefix of the keys of all decoder layers."""
+MTP = "mtp."
+"""Prefix, on both sides, of the layers that predict a further token."""
+
+EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The matrices of an expert in the tensors of fused ones."""
 
 CHUNK_BYTES = 16 * 2**20
 """Tensors move in pieces of this size, except a transposed expert, which moves whole."""
@@ -32,22 +44,60 @@ CHUNK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """An HF tensor of this shape, or slice `index` of its first axis (an expert of fused ones)."""
+    """A piece of an HF tensor, by default all of it.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        index: the piece is this slice of the first axis (an expert of fused ones).
+        rows: the piece is the rows from the first number to before the second; of slice `index`,
+            if that is given.
+        alone: name of the piece where it is written as a tensor of its own.
+    """
 
     name: str
     shape: Shape
     index: int | None = None
+    rows: tuple[int, int] | None = None
+    alone: str = ""
 
     @property
     def piece_shape(self) -> Shape:
-        return self.shape if self.index is None else self.shape[1:]
+        shape = self.shape if self.index is None else self.shape[1:]
+        return shape if self.rows is None else (self.rows[1] - self.rows[0], *shape[1:])
+
+    @property
+    def piece(self) -> int | tuple[int, int] | None:
+        """Which piece this is of those with a checksum; None: the whole tensor, or one alone."""
+        if self.alone:
+            return None
+        return self.rows if self.index is None else self.index
+
+    @property
+    def piece_words(self) -> str:
+        """The piece in words, after a tensor's name: `` in expert 3``; empty for all of it."""
+        if self.index is not None:
+            return f" in expert {self.index}"
+        return "" if self.rows is None else f" in rows {self.rows[0]} to {self.rows[1] - 1}"
 
     @property
     def label(self) -> str:
         return self.name if self.index is None else f"{self.name}[{self.index}]"
 
+    @property
+    def first_value(self) -> int:
+        """The number of values of the whole tensor that precede the piece."""
+        first_row = 0 if self.rows is None else self.rows[0]
+        slices = (self.index or 0) * prod(self.shape[1:])
+        return slices + first_row * prod(self.shape[1 + (self.index is not None) :])
+
     def place(self, box: Selection) -> Selection:
         """Return where a box of the piece lies in the whole HF tensor."""
+        if self.rows is not None and box:
+            rows, first = box[0], self.rows[0]
+            assert isinstance(rows, slice)
+            box = (slice(first + rows.start, first + rows.stop), *box[1:])
+        elif self.rows is not None:
+            box = (slice(*self.rows),)
         return box if self.index is None else (self.index, *box)
 
 
@@ -126,6 +176,7 @@ def table(
     expert_layout: ExpertLayout | None = None,
     padded_vocab_size: int | None = None,
     head: forms.Head = forms.AS_CONFIG,
+    mtp: bool = False,
 ) -> list[Row]:
     """Return every row of a model, in the order of the network.
 
@@ -133,12 +184,14 @@ def table(
         expert_layout: layout of the fused experts on the HF side; default: the one declared.
         padded_vocab_size: rows of the mcore embedding and output layer; default: not padded.
         head: the head on the HF side.
+        mtp: whether to include the layers that predict a further token, which the running model
+            does not have.
 
     Raises:
         BadInput: the expert layout of a MoE model is neither given nor declared, or the padded
             vocabulary is smaller than the vocabulary.
     """
-    layout = expert_layout or architecture.expert_layout
+    layout = architecture.layout_of_experts(expert_layout)
     if any(architecture.moe_layers) and layout is None:
         raise BadInput(
             "config.json does not tell how the fused experts are laid out: it has none of "
@@ -153,7 +206,37 @@ def table(
     rows = [*vision_rows(architecture.vision), *_ends(architecture, padded, head)]
     for layer in range(architecture.num_hidden_layers):
         rows += _layer(architecture, layer, layout)
-    return rows
+    return [*rows, *(_mtp(architecture, layout) if mtp else ())]
+
+
+def split_experts(rows: Iterable[Row], starts: tuple[str, ...]) -> list[Row]:
+    """Return `rows` where each matrix of an expert is a tensor of its own on the HF side.
+
+    Args:
+        starts: how the names of the tensors of fused experts start that are so written. They have
+            the layout ``v5``: the rows of each expert are those of its matrices.
+    """
+    return [
+        _split(row, row.sources[0])
+        if row.expert is not None and row.sources[0].name.startswith(starts)
+        else row
+        for row in rows
+    ]
+
+
+def _split(row: Row, fused: SourceTensor) -> Row:
+    experts, _, name = fused.name.rpartition(".")
+    height = row.shape[0] // len(EXPERT_MATRICES[name])
+    sources = tuple(
+        replace(
+            fused,
+            rows=(number * height, (number + 1) * height),
+            alone=f"{experts}.{fused.index}.{matrix}.weight",
+        )
+        for number, matrix in enumerate(EXPERT_MATRICES[name])
+    )
+    how = transforms.concatenate(*(height for _ in sources))
+    return replace(row, sources=sources, rearrangement=how)
 
 
 def hf_shapes(rows: list[Row]) -> dict[str, Shape]:
@@ -161,26 +244,41 @@ def hf_shapes(rows: list[Row]) -> dict[str, Shape]:
     return {source.name: source.shape for row in rows for source in row.sources}
 
 
-def extra_state_keys(a: Architecture) -> Iterator[str]:
+def extra_state_keys(a: Architecture, *, mtp: bool = False) -> Iterator[str]:
     """Yield the keys of the ``_extra_state`` objects that strict loading looks for.
 
     Each Transformer Engine module has one (FP8 scales, or empty): linear layers, and norms that are
-    not fused into a linear layer. The key ends in the position among layers and experts.
+    not fused into a linear layer. The key ends in the position among layers and experts. `mtp` is
+    as in `table`.
     """
     yield "decoder.final_layernorm._extra_state/shard_0_1"
     for layer in range(a.num_hidden_layers):
-        moe = a.moe_layers[layer]
-        attention = ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm")
-        modules = [f"self_attention.{module}" for module in attention]
-        modules += ["pre_mlp_layernorm"] if moe else ["mlp.linear_fc1", "mlp.linear_fc2"]
-        prefix = f"{LAYERS}{layer}." if a.mixed_layers else LAYERS
-        place = [] if a.mixed_layers else [(layer, a.num_hidden_layers)]
-        for module in modules:
-            yield f"{prefix}{module}._extra_state/{shard(place or [(0, 1)])}"
-        for expert in range(a.num_experts if moe else 0):
-            for linear in ("linear_fc1", "linear_fc2"):
-                end = shard([*place, (expert, a.num_experts)])
-                yield f"{prefix}mlp.experts.experts.{linear}._extra_state/{end}"
+        prefix = LAYERS if a.stacks_layers else f"{LAYERS}{layer}."
+        place = [(layer, a.num_hidden_layers)] if a.stacks_layers else []
+        moe, delta_net = a.moe_layers[layer], a.delta_net_layers[layer]
+        yield from _extra_states(a, prefix, place, moe=moe, delta_net=delta_net)
+    if mtp:
+        for module in ("enorm", "hnorm", "eh_proj", "final_layernorm"):
+            yield f"{MTP}layers.0.{module}._extra_state/shard_0_1"
+        yield from _extra_states(a, _MTP_LAYER, [], moe=a.is_moe, delta_net=False)
+
+
+def _extra_states(
+    a: Architecture, prefix: str, place: list[tuple[int, int]], *, moe: bool, delta_net: bool
+) -> Iterator[str]:
+    attention = ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm")
+    if delta_net:
+        attention = ("in_proj", "out_norm", "out_proj")
+    modules = [f"self_attention.{module}" for module in attention]
+    modules += ["pre_mlp_layernorm"] if moe else ["mlp.linear_fc1", "mlp.linear_fc2"]
+    if moe and a.shared_expert_intermediate_size:
+        modules += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    for module in modules:
+        yield f"{prefix}{module}._extra_state/{shard(place or [(0, 1)])}"
+    for expert in range(a.num_experts if moe else 0):
+        for linear in ("linear_fc1", "linear_fc2"):
+            end = shard([*place, (expert, a.num_experts)])
+            yield f"{prefix}mlp.experts.experts.{linear}._extra_state/{end}"
 
 
 def shard(place: list[tuple[int, int]]) -> str:
@@ -210,16 +308,25 @@ def _ends(a: Architecture, padded: int, head: forms.Head) -> Iterator[Row]:
 class _Layer:
     """One decoder layer and whether its tensors are stacked with those of other layers.
 
-    mcore stacks the layers if all are alike. In a model with both MoE and dense layers, each layer
+    mcore stacks the layers if all are alike. In a model with layers of several kinds, each layer
     has its own keys (``TransformerBlock.sharded_state_dict``, non-homogeneous layers).
+
+    Attributes:
+        hf, mcore: prefixes of the layer's tensors that replace the decoder's.
     """
 
     index: int
     count: int
     stacked: bool
+    hf: str = ""
+    mcore: str = ""
+
+    def name(self, name: str) -> str:
+        """Return HF's name of a tensor of the layer."""
+        return f"{self.hf or f'{TEXT}layers.{self.index}.'}{name}"
 
     def source(self, name: str, *shape: int) -> SourceTensor:
-        return SourceTensor(f"{TEXT}layers.{self.index}.{name}.weight", shape)
+        return SourceTensor(self.name(f"{name}.weight"), shape)
 
     def row(
         self,
@@ -235,10 +342,11 @@ class _Layer:
         stack, offset = ((self.count,), (self.index,)) if self.stacked else ((), ())
         if expert is not None:
             stack, offset = (*stack, experts), (*offset, expert)
-        key = f"{LAYERS}{key}" if self.stacked else f"{LAYERS}{self.index}.{key}"
+        prefix = self.mcore or (LAYERS if self.stacked else f"{LAYERS}{self.index}.")
+        layer = None if self.mcore else self.index
         shape = (*stack, *shape)
         return Row(
-            key, shape, offset, sources, how, tp_axis, tp_parts, layer=self.index, expert=expert
+            prefix + key, shape, offset, sources, how, tp_axis, tp_parts, layer=layer, expert=expert
         )
 
     def same(self, key: str, name: str, *shape: int, tp_axis: int | None = None) -> Row:
@@ -248,9 +356,38 @@ class _Layer:
 
 
 def _layer(a: Architecture, index: int, layout: ExpertLayout | None) -> Iterator[Row]:
-    layer = _Layer(index, a.num_hidden_layers, stacked=not a.mixed_layers)
-    yield from _attention(a, layer)
+    layer = _Layer(index, a.num_hidden_layers, stacked=a.stacks_layers)
+    if a.delta_net is not None and a.delta_net_layers[index]:
+        yield from _delta_net(a, a.delta_net, layer)
+    else:
+        yield from _attention(a, layer)
     if a.moe_layers[index]:
+        yield from _experts(a, layer, swapped=layout == "published")
+    else:
+        yield from _mlp(a, layer)
+
+
+# The GPT model's MTP block calls the module mtp_model_layer, and keeps this name of checkpoints
+# (``MultiTokenPredictionLayer.sharded_state_dict``).
+_MTP_LAYER = f"{MTP}layers.0.transformer_layer."
+
+
+def _mtp(a: Architecture, layout: ExpertLayout | None) -> Iterator[Row]:
+    """Yield the rows of the layer that predicts a further token, as Megatron's MTP block has them.
+
+    It joins the embedding of a token with the state of the one before. Source of HF's names:
+    vLLM's ``Qwen3_5MultiTokenPredictor``, since transformers leaves these tensors out.
+    """
+    hidden, block = a.hidden_size, f"{MTP}layers.0."
+    norms = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+    for key, name in (norms | {"final_layernorm": "norm"}).items():
+        yield same(f"{block}{key}.weight", f"{MTP}{name}.weight", (hidden,))
+    yield replace(
+        same(f"{block}eh_proj.weight", f"{MTP}fc.weight", (hidden, 2 * hidden)), tp_axis=0
+    )
+    layer = _Layer(0, 1, stacked=False, hf=block, mcore=_MTP_LAYER)
+    yield from _attention(a, layer)
+    if a.is_moe:
         yield from _experts(a, layer, swapped=layout == "published")
     else:
         yield from _mlp(a, layer)
@@ -259,16 +396,17 @@ def _layer(a: Architecture, index: int, layout: ExpertLayout | None) -> Iterator
 def _attention(a: Architecture, layer: _Layer) -> Iterator[Row]:
     hidden, d = a.hidden_size, a.head_dim
     query, kv = a.num_attention_heads * d, a.num_key_value_heads * d
+    projected = query * (2 if a.attn_output_gate else 1)
     yield layer.same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm", hidden)
     yield layer.row(
         "self_attention.linear_qkv.weight",
-        (query + 2 * kv, hidden),
+        (projected + 2 * kv, hidden),
         (
-            layer.source("self_attn.q_proj", query, hidden),
+            layer.source("self_attn.q_proj", projected, hidden),
             layer.source("self_attn.k_proj", kv, hidden),
             layer.source("self_attn.v_proj", kv, hidden),
         ),
-        transforms.qkv(a.num_attention_heads, a.num_key_value_heads, d),
+        transforms.qkv(a.num_attention_heads, a.num_key_value_heads, d, gated=a.attn_output_gate),
         tp_axis=0,
     )
     yield layer.same("self_attention.q_layernorm.weight", "self_attn.q_norm", d)
@@ -277,26 +415,62 @@ def _attention(a: Architecture, layer: _Layer) -> Iterator[Row]:
     yield layer.same(key, "self_attn.o_proj", hidden, query, tp_axis=1)
 
 
+def _delta_net(a: Architecture, net: DeltaNetArchitecture, layer: _Layer) -> Iterator[Row]:
+    """Yield the rows of a gated delta net.
+
+    mcore keeps apart what a parameter joins, because TP cuts each part (``GatedDeltaNet``).
+    """
+    hidden, heads, qk, v = a.hidden_size, net.num_value_heads, net.key_dim, net.value_dim
+    own, joined = "self_attention.", 2 * qk + v
+    yield layer.same(f"{own}in_proj.layer_norm_weight", "input_layernorm", hidden)
+    for key, whole in (
+        ("in_proj", layer.source("linear_attn.in_proj_qkv", joined, hidden)),
+        ("conv1d", layer.source("linear_attn.conv1d", joined, 1, net.conv_kernel_dim)),
+    ):
+        for part, rows in (("query", (0, qk)), ("key", (qk, 2 * qk)), ("value", (2 * qk, joined))):
+            source = replace(whole, rows=rows)
+            shape, how = source.piece_shape, transforms.identity(rows[1] - rows[0])
+            yield layer.row(f"{own}{key}.weight.{part}", shape, (source,), how, tp_axis=0)
+    for part, name, count in (("z", "z", v), ("beta", "b", heads), ("alpha", "a", heads)):
+        key = f"{own}in_proj.weight.{part}"
+        yield layer.same(key, f"linear_attn.in_proj_{name}", count, hidden, tp_axis=0)
+    for name in ("A_log", "dt_bias"):
+        source = SourceTensor(layer.name(f"linear_attn.{name}"), (heads,))
+        how = transforms.identity(heads)
+        yield layer.row(f"{own}{name}", (heads,), (source,), how, tp_axis=0)
+    yield layer.same(f"{own}out_norm.weight", "linear_attn.norm", net.value_head_dim)
+    yield layer.same(f"{own}out_proj.weight", "linear_attn.out_proj", hidden, v, tp_axis=1)
+
+
 def _mlp(a: Architecture, layer: _Layer) -> Iterator[Row]:
-    hidden, ffn = a.hidden_size, a.intermediate_size
-    yield layer.same("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm", hidden)
-    gate, up = (layer.source(f"mlp.{name}", ffn, hidden) for name in ("gate_proj", "up_proj"))
+    key = "mlp.linear_fc1.layer_norm_weight"
+    yield layer.same(key, "post_attention_layernorm", a.hidden_size)
+    yield from _gated_linears(a, layer, "mlp.", "mlp.", a.intermediate_size)
+
+
+def _gated_linears(a: Architecture, layer: _Layer, key: str, name: str, ffn: int) -> Iterator[Row]:
+    hidden = a.hidden_size
+    gate, up = (layer.source(f"{name}{linear}", ffn, hidden) for linear in ("gate_proj", "up_proj"))
     how = transforms.concatenate(ffn, ffn)
-    yield layer.row("mlp.linear_fc1.weight", (2 * ffn, hidden), (gate, up), how, 0, tp_parts=2)
-    yield layer.same("mlp.linear_fc2.weight", "mlp.down_proj", hidden, ffn, tp_axis=1)
+    yield layer.row(f"{key}linear_fc1.weight", (2 * ffn, hidden), (gate, up), how, 0, tp_parts=2)
+    yield layer.same(f"{key}linear_fc2.weight", f"{name}down_proj", hidden, ffn, tp_axis=1)
 
 
 def _experts(a: Architecture, layer: _Layer, *, swapped: bool) -> Iterator[Row]:
     hidden, ffn, count = a.hidden_size, a.moe_intermediate_size, a.num_experts
     yield layer.same("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden)
     yield layer.same("mlp.router.weight", "mlp.gate", count, hidden)
+    if shared := a.shared_expert_intermediate_size:
+        key = "mlp.shared_experts."
+        yield from _gated_linears(a, layer, key, "mlp.shared_expert.", shared)
+        yield layer.same(f"{key}gate_weight", "mlp.shared_expert_gate", 1, hidden)
     fused = (
         ("linear_fc1", "gate_up_proj", (2 * ffn, hidden), 0, 2),
         ("linear_fc2", "down_proj", (hidden, ffn), 1, 1),
     )
     for linear, name, shape, tp_axis, tp_parts in fused:
         key = f"mlp.experts.experts.{linear}.weight"
-        name = f"{TEXT}layers.{layer.index}.mlp.experts.{name}"
+        name = layer.name(f"mlp.experts.{name}")
         stored = (count, *(shape[::-1] if swapped else shape))
         how = transforms.transpose(shape[0]) if swapped else transforms.identity(shape[0])
         for expert in range(count):
@@ -306,7 +480,7 @@ def _experts(a: Architecture, layer: _Layer, *, swapped: bool) -> Iterator[Row]:
 
 def vision_rows(v: VisionArchitecture) -> Iterator[Row]:
     """Yield the vision tower's rows: the same tensors, under ``visual.`` for ``model.visual.``."""
-    for name, shape in _vision_shapes(v):
+    for name, shape in _vision_shapes(v) if v != NO_VISION else ():
         yield same(f"visual.{name}", f"model.visual.{name}", shape)
 
 

@@ -1,6 +1,6 @@
 """Pure tensor rearrangements between Hugging Face and Megatron-Core, each with an exact inverse.
 
-Every mcore weight of Qwen3-VL is a sequence of row blocks of Hugging Face tensors, sometimes
+Every mcore weight is a sequence of row blocks of Hugging Face tensors, sometimes
 transposed (published experts), sometimes followed by zero rows (vocabulary padding). This
 description, as data, gives the forward direction, the inverse and any slice from one place.
 """
@@ -152,22 +152,24 @@ def pad_rows(rows: int, padded: int) -> Rearrangement:
     return Rearrangement((Block(0, 0, rows),), padding=padded - rows)
 
 
-def qkv(heads: int, kv_heads: int, head_dim: int) -> Rearrangement:
+def qkv(heads: int, kv_heads: int, head_dim: int, *, gated: bool = False) -> Rearrangement:
     """Interleave query, key and value projections by KV head, as mcore's ``linear_qkv`` expects.
 
     Group g holds the ``heads / kv_heads`` query heads that share KV head g, then key head g, then
-    value head g, so that TP cuts between groups.
+    value head g, so that TP cuts between groups. If attention is `gated`, HF has the gate of each
+    query head after it, and a group holds the gates of all its query heads after these.
     """
-    query = heads // kv_heads * head_dim
-    groups = (
-        (
-            Block(0, g * query, (g + 1) * query),
-            Block(1, g * head_dim, (g + 1) * head_dim),
-            Block(2, g * head_dim, (g + 1) * head_dim),
-        )
-        for g in range(kv_heads)
-    )
-    return Rearrangement(tuple(block for group in groups for block in group))
+    share, d = heads // kv_heads, head_dim
+    blocks: list[Block] = []
+    for g in range(kv_heads):
+        queries = range(g * share, (g + 1) * share)
+        if gated:
+            blocks += [Block(0, 2 * h * d, (2 * h + 1) * d) for h in queries]
+            blocks += [Block(0, (2 * h + 1) * d, (2 * h + 2) * d) for h in queries]
+        else:
+            blocks.append(Block(0, queries.start * d, queries.stop * d))
+        blocks += [Block(1, g * d, (g + 1) * d), Block(2, g * d, (g + 1) * d)]
+    return Rearrangement(tuple(blocks))
 
 
 def fused_qkv(heads: int, head_dim: int) -> Rearrangement:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect, maker_of
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, Row, vision_rows
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, MTP, Row, vision_rows
 from mcore_qwen3vl.converters.place import DEFAULT_FORMAT, FORMATS, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.disk import bring_in
@@ -111,6 +111,11 @@ class MegatronCheckpoint(ABC):
         if embedding is None or len(embedding.shape) != 2:
             raise BadInput(f"{self.folder} holds no {EMBEDDING}; it is not a whole GPT model.")
         return embedding.shape[0]
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether there are layers that predict a further token."""
+        return any(key.startswith(MTP) for key in self.model_keys())
 
     def model_keys(self) -> set[str]:
         """Return the keys of the model's tensors, without optimizer state and the like."""
@@ -212,7 +217,7 @@ def stacked(
     stored: MegatronCheckpoint, dialect: Dialect, architecture: Architecture
 ) -> StackedLayers:
     """Return a checkpoint in a dialect with the layers stacked that the table has stacked."""
-    towers = [dialect.vision] if architecture.mixed_layers else [dialect.vision, LANGUAGE]
+    towers = [dialect.vision, LANGUAGE] if architecture.stacks_layers else [dialect.vision]
     return StackedLayers(stored, [tower + LAYERS for tower in towers])
 
 

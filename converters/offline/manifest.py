@@ -3,15 +3,16 @@
 Checksums are of the Hugging Face tensors, as the conversion read them and after any cast. So a
 converted checkpoint can be checked later without its source (`verify manifest`), and anyone can
 check a Hugging Face checkpoint against the manifest with a few lines of code. A checksum covers one
-tensor's bytes in row-major order, little-endian. A fused expert tensor has one checksum per expert,
-in order, because the conversion moves one expert at a time.
+tensor's bytes in row-major order, little-endian. A tensor that is moved in pieces has one checksum
+per piece, in order: fused experts one per expert, and a tensor that makes several mcore tensors one
+for each part of its rows, which ``rows`` lists.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ FORMAT = 1
 CHECKSUM = "xxh3_128"
 SOURCE_CHECKSUM = f"source_{CHECKSUM}"
 
-Checksum = tuple[str, int | None, str, str | None]
-"""HF tensor, expert (None: the whole tensor), checksum, and checksum before a cast (or None)."""
+Checksum = tuple[str, int | Sequence[int] | None, str, str | None]
+"""HF tensor, its piece (an expert, the first row and the one after the last, or None for all of
+it), checksum, and checksum before a cast (or None)."""
 
 
 def dumps(
@@ -51,17 +53,19 @@ def dumps(
     Args:
         facts: other entries, which are the choices of the conversion.
         dtype: the one dtype that was written; None if each tensor kept its own.
-        checksums: checksums of all pieces, with the experts of a tensor in order.
+        checksums: checksums of all pieces, with those of a tensor in order.
     """
     tensors: dict[str, dict[str, Any]] = {}
-    for name, expert, after, before in checksums:
+    for name, piece, after, before in checksums:
         if name not in tensors:
             tensors[name] = _tensor(checkpoint, name, dtype)
         for key, value in ((CHECKSUM, after), (SOURCE_CHECKSUM, before)):
-            if value is not None and expert is None:
+            if value is not None and piece is None:
                 tensors[name][key] = value
             elif value is not None:
                 tensors[name].setdefault(key, []).append(value)
+        if isinstance(piece, Sequence):
+            tensors[name].setdefault("rows", []).append(list(piece))
     index = checkpoint.path / INDEX
     files = [*checkpoint.files, *([index] if index.exists() else [])]
     content = {
@@ -166,18 +170,30 @@ def _check_form(manifest: dict[str, Any]) -> None:
         shape, sums = tensor["shape"], tensor[CHECKSUM]
         if not all(type(n) is int for n in shape) or not isinstance(tensor["dtype"], str):
             raise ValueError(f"shape or dtype of {name}")
-        count = shape[0] if isinstance(sums, list) else 1
+        count = len(tensor.get("rows") or range(shape[0])) if isinstance(sums, list) else 1
         sums = sums if isinstance(sums, list) else [sums]
         if len(sums) != count or not all(isinstance(one, str) for one in sums):
             raise ValueError(f"{CHECKSUM} of {name}")
 
 
 def stated_checksum(tensors: Mapping[str, dict[str, Any]], source: SourceTensor) -> str | None:
-    """Return the checksum of an HF tensor or expert; None without one, or one of another form.
+    """Return the checksum of a piece of an HF tensor; None without one, or one of another form.
 
     `tensors` are the manifest's, under the table's names.
     """
-    sums = tensors.get(source.name, {}).get(CHECKSUM)
-    if source.index is None:
-        return sums if isinstance(sums, str) else None
-    return sums[source.index] if isinstance(sums, list) and source.index < len(sums) else None
+    if (entry := tensors.get(source.name)) is None:
+        return None
+    sums, pieces = entry[CHECKSUM], pieces_of(entry)
+    if source.piece not in pieces:
+        return None
+    stated: str = sums if isinstance(sums, str) else sums[pieces.index(source.piece)]
+    return stated
+
+
+def pieces_of(entry: Mapping[str, Any]) -> list[int | tuple[int, int] | None]:
+    """Return what each checksum of a tensor's entry covers, as `SourceTensor.piece` has it."""
+    if isinstance(entry[CHECKSUM], str):
+        return [None]
+    if "rows" in entry:
+        return [(first, last) for first, last in entry["rows"]]
+    return list(range(len(entry[CHECKSUM])))

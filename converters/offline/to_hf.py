@@ -29,7 +29,13 @@ from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.shards import Shard
 from mcore_qwen3vl.converters.mapping.forms import Form, Names, renamed
-from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, max_rows, table
+from mcore_qwen3vl.converters.mapping.table import (
+    Row,
+    SourceTensor,
+    max_rows,
+    split_experts,
+    table,
+)
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import (
@@ -85,8 +91,9 @@ class Fill:
     @property
     def offset(self) -> int:
         """Where the part begins in the shard."""
-        index = self.row.sources[self.source].index or 0
-        return self.shard.offset(self.name) + index * self.nbytes
+        source = self.row.sources[self.source]
+        before = 0 if source.alone else source.first_value * self.dtype.itemsize
+        return self.shard.offset(self.name) + before
 
 
 @dataclass(frozen=True)
@@ -158,12 +165,11 @@ def stream_hf(
             found.update(as_bytes(chunk))
         yield cast(chunk, dtype, row.key)
     if expected is not None and found.hexdigest() != expected:
-        expert = "" if named.index is None else f" in expert {named.index}"
         raise BadInput(
             f"{checkpoint.folder}: {named.name} has other bytes than {manifest.FILE} "
-            f"states{expert}, so it was damaged or changed after the conversion. `verify manifest` "
-            "names all such tensors. Copy the checkpoint again; if the change is meant, delete the "
-            "manifest."
+            f"states{named.piece_words}, so it was damaged or changed after the conversion. "
+            "`verify manifest` names all such tensors. Copy the checkpoint again; if the change is "
+            "meant, delete the manifest."
         )
 
 
@@ -213,8 +219,10 @@ def plan_mcore_to_hf(
     form = read_form(folder)
     stated = _stated(checkpoint, form.names, layout)
     form = form if expert_layout == "source" else form.for_transformers
-    padded = checkpoint.vocab_size
-    rows = table(architecture, expert_layout=layout, padded_vocab_size=padded, head=form.head)
+    padded, mtp = checkpoint.vocab_size, checkpoint.has_mtp
+    rows = table(
+        architecture, expert_layout=layout, padded_vocab_size=padded, head=form.head, mtp=mtp
+    )
     checkpoint.require(rows)
     sources = (source for row in rows for source in row.sources)
     if any(manifest.stated_checksum(stated, one) is None for one in sources):
@@ -270,11 +278,17 @@ def lay_out(
     limit = shards.parse_size(max_shard_size)
     origins: dict[str, str] = {}
     tensors: dict[str, shards.TensorSpec] = {}
+    rows = split_experts(rows, form.split_experts)
     for row in rows:
         for named in row.sources:
-            name = names.stored(named.name)
+            name = names.stored(named.alone or named.name)
             origins[name], kept = origin(row, named)
-            tensors[name] = shards.TensorSpec(dtype or kept, named.shape)
+            shape = named.piece_shape if named.alone else named.shape
+            spec = shards.TensorSpec(dtype or kept, shape)
+            if tensors.setdefault(name, spec) != spec:
+                raise BadInput(
+                    f"{source}: the parts of {name} have different dtypes. Choose one with --dtype."
+                )
     parts = tuple(shards.plan_shards(tensors, limit))
     companions = companion_files(hf_config)
     return ConversionPlan(
@@ -314,14 +328,15 @@ def chosen_layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLay
         raise BadInput(f"expert layout {choice!r} is not source, published or v5.")
     if not architecture.is_moe:
         return None
-    return architecture.expert_layout if choice == "source" else choice
+    return architecture.layout_of_experts(None if choice == "source" else choice)
 
 
 def _units(rows: list[Row], names: Names, files: tuple[Shard, ...]) -> Iterator[Unit]:
     places: dict[str, list[tuple[Row, int]]] = {}
     for row in rows:
         for number, source in enumerate(row.sources):
-            places.setdefault(names.stored(source.name), []).append((row, number))
+            name = names.stored(source.alone or source.name)
+            places.setdefault(name, []).append((row, number))
     size = unit_bytes(sum(shard.data_bytes for shard in files))
     for shard in files:
         fills = (Fill(*place, name, shard) for name in shard.tensors for place in places[name])
@@ -355,7 +370,7 @@ def plan_hf_to_hf(
     layout = chosen_layout(architecture, expert_layout)
     checkpoint = open_checkpoint(source, architecture)
     form = checkpoint.form if expert_layout == "source" else checkpoint.form.for_transformers
-    rows, notes = architecture.vocab_size, layout_notes(layout)
+    rows, notes = architecture.vocab_size, layout_notes(architecture, layout)
     if vocab_size is not None:
         if vocab_size < rows:
             raise BadInput(
@@ -372,6 +387,7 @@ def plan_hf_to_hf(
             replace(architecture, vocab_size=vocab_size or rows),
             expert_layout=layout,
             head=form.head,
+            mtp=checkpoint.has_mtp,
         ),
         partial(stream_copy, checkpoint, swapped=layout != architecture.expert_layout),
         origin=lambda _, named: (named.name, checkpoint.entries[named.name].dtype),
@@ -397,13 +413,14 @@ def stream_copy(
     """
     source = row.sources[number]
     if source.index is not None:
-        expert = checkpoint.read(source.name, (source.index,), dtype)
+        expert = checkpoint.read(source.name, source.place(()), dtype)
         yield expert.T if swapped else expert
         return
     step, stored = max_rows(row, dtype), checkpoint.entries[source.name].shape[0]
     added, total = source.shape[0] - stored, torch.zeros(source.shape[1:], dtype=torch.float64)
-    for first in range(0, stored, step):
-        box = (slice(first, min(first + step, stored)),)
+    end = stored if source.rows is None else source.piece_shape[0]
+    for first in range(0, end, step):
+        box = source.place((slice(first, min(first + step, end)),))
         if added:
             total += checkpoint.read(source.name, box, torch.float32).sum(0, dtype=torch.float64)
         yield checkpoint.read(source.name, box, dtype)
@@ -412,9 +429,9 @@ def stream_copy(
         yield mean.repeat(min(step, added - first), 1)
 
 
-def layout_notes(layout: str | None) -> tuple[str, ...]:
+def layout_notes(architecture: Architecture, layout: ExpertLayout | None) -> tuple[str, ...]:
     """Return a note if vLLM cannot load experts of this layout."""
-    if layout != "v5":
+    if layout != "v5" or architecture.layout_of_experts("published") == "v5":
         return ()
     return (
         "vLLM loads fused experts only in the published layout, and this checkpoint has the layout "

@@ -104,7 +104,8 @@ class ToMcore:
                 chunk = Chunk(tuple(offsets), tuple(sizes), FileRange(file, start, length))
                 index.tensors[key].chunks.append(chunk)
         with DistcpFile(folder / OBJECTS) as out:
-            for key, content in _objects(self.architecture, self.dialect):
+            mtp = self.source.has_mtp
+            for key, content in _objects(self.architecture, self.dialect, mtp=mtp):
                 out.write_object(key, content)
             out.sync()
         index.objects = out.index.objects
@@ -146,7 +147,7 @@ class RowReader:
     def chunks(self) -> Iterator[Tensor]:
         """Yield the row's piece in order, in chunks that are views of the source where possible."""
         row, how = self.row, self.row.rearrangement
-        if not how.in_order:  # a dialect's; a checksum needs the rows in order
+        if not how.in_order:  # a checksum needs the rows in order
             boxes = (tuple(slice(0, n) for n in s.piece_shape) for s in row.sources)
             yield row.to_mcore(*(self._read(n, box) for n, box in enumerate(boxes)))
             return
@@ -160,7 +161,7 @@ class RowReader:
             if self._rows_read[number] != source.piece_shape[0]:
                 raise AssertionError(f"{source.name} was not read to its end")
             before = self._before_cast[number].hexdigest() if number in self._before_cast else None
-            found.append((source.name, source.index, self._sums[number].hexdigest(), before))
+            found.append((source.name, source.piece, self._sums[number].hexdigest(), before))
         return found
 
     def _read(self, number: int, box: Box) -> Tensor:
@@ -209,7 +210,8 @@ def plan(
     multiple = make_vocab_size_divisible_by * tp  # as Megatron pads
     padded = -(-architecture.vocab_size // multiple) * multiple
     checkpoint = open_checkpoint(source, architecture)
-    rows = table(architecture, padded_vocab_size=padded, head=checkpoint.form.head.in_megatron)
+    head, mtp = checkpoint.form.head.in_megatron, checkpoint.has_mtp
+    rows = table(architecture, padded_vocab_size=padded, head=head, mtp=mtp)
     if dialect is not None:
         checkpoint.form.require_language_model(source)
         rows = [dialect.row(row, architecture.vision) for row in rows]
@@ -255,7 +257,7 @@ def open_checkpoint(source: Path, architecture: Architecture) -> HuggingFaceChec
         BadInput: the checkpoint holds other tensors, or is damaged.
     """
     checkpoint = HuggingFaceCheckpoint(source)
-    checkpoint.require(table(architecture, head=checkpoint.form.head))
+    checkpoint.require(table(architecture, head=checkpoint.form.head, mtp=checkpoint.has_mtp))
     return checkpoint
 
 
@@ -310,10 +312,12 @@ def _planned(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[Pla
         )
 
 
-def _objects(architecture: Architecture, dialect: Dialect | None) -> Iterator[tuple[str, bytes]]:
+def _objects(
+    architecture: Architecture, dialect: Dialect | None, *, mtp: bool
+) -> Iterator[tuple[str, bytes]]:
     """Yield a checkpoint's pickled objects: Megatron's common state and empty ``_extra_state``."""
     common: dict[str, Any] = {"iteration": 0, "checkpoint_version": 3.0, "content_metadata": {}}
-    keys: Iterable[str] = extra_state_keys(architecture)
+    keys: Iterable[str] = extra_state_keys(architecture, mtp=mtp)
     if dialect is not None:
         # Their loaders compare these arguments with the run's, and look for no optimizer state.
         common["args"] = Namespace(

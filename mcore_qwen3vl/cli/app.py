@@ -7,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -106,6 +106,9 @@ def root(
 @app.command("tiny")
 def tiny(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
+    family: Annotated[
+        Literal["qwen3-vl", "qwen3.5"], typer.Option(help="The models to resemble.")
+    ] = "qwen3-vl",
     moe: Annotated[bool, typer.Option("--moe", help="Mixture of experts, not dense.")] = False,
     tie: Annotated[bool, typer.Option("--tie", help="Tie embedding and head.")] = False,
     servable: Annotated[
@@ -122,19 +125,22 @@ def tiny(
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     json: options.Json = False,
 ) -> None:
-    """Write a tiny random Qwen3-VL checkpoint with tokenizer, processor and chat template."""
+    """Write a tiny random checkpoint with tokenizer, processor and chat template."""
     console.quiet_libraries()
     from mcore_qwen3vl.tiny import SERVABLE, TINY, read_vocabulary, write_tiny_checkpoint
 
+    if servable and family != "qwen3-vl":
+        raise BadInput(f"--servable: it is not known which tiny sizes of {family} vLLM takes.")
     text = SERVABLE if servable else None
     vocabulary = TINY if real_vocab is None else read_vocabulary(real_vocab)
     with new_folder(path) as partial:
         write_tiny_checkpoint(
-            partial, moe=moe, tie=tie, seed=seed, text=text, vocabulary=vocabulary
+            partial, family=family, moe=moe, tie=tie, seed=seed, text=text, vocabulary=vocabulary
         )
     kind = "MoE" if moe else "dense"
-    written = {"out": path, "kind": kind, "seed": seed}
-    console.present(json, written, console.say, f"wrote a tiny Qwen3-VL {kind} to {path}")
+    written = {"out": path, "family": family, "kind": kind, "seed": seed}
+    name = family.replace("qwen3-vl", "Qwen3-VL").replace("qwen", "Qwen")
+    console.present(json, written, console.say, f"wrote a tiny {name} {kind} to {path}")
 
 
 @app.command("demo")

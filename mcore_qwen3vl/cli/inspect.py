@@ -102,7 +102,7 @@ def _show_inspection(inspection: Inspection, tensors: bool) -> None:
     kinds = {"huggingface": "Hugging Face checkpoint", "megatron": "Megatron-Core checkpoint"}
     facts = {
         "what": kinds.get(inspection.kind, "config without weights"),
-        "model": f"Qwen3-VL {'MoE' if a.is_moe else 'dense'}, {a.num_hidden_layers} layers, "
+        "model": f"{a.kind}, {a.num_hidden_layers} layers, "
         f"hidden {a.hidden_size}, vocabulary {a.vocab_size}",
         "embedding and head": _head(inspection),
         "form": " ".join(inspection.form.notes) or None,

@@ -138,7 +138,12 @@ def verify_parity(
         str | None, typer.Option(help="Comma-separated kinds of batches; default: all of them.")
     ] = None,
     gradients: Annotated[bool, typer.Option(help="Compare gradients and an AdamW step.")] = True,
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Dtype of both models.")] = "fp32",
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp64"],
+        typer.Option(
+            help="Dtype of both models. fp64 tells an error from rounding where fp32 does not."
+        ),
+    ] = "fp32",
     device: Annotated[
         Literal["cpu", "cuda"],
         typer.Option(

@@ -283,9 +283,9 @@ def _agree(
 class CachedModel:
     """A model chunk and the cache of one batch of prompts.
 
-    The cache is mcore's ``StaticInferenceContext``: each layer's rotated keys and its values, for
-    this rank's heads. Every rank of the layout must make the same calls. Only :meth:`prefill` uses
-    images.
+    The cache is mcore's ``StaticInferenceContext``. For this rank's heads it holds each layer's
+    rotated keys and its values, or the state of its gated delta net. Every rank of the layout must
+    make the same calls. Only :meth:`prefill` uses images.
     """
 
     def __init__(self, model: Qwen3VLModel, prompts: Prompts, max_new_tokens: int) -> None:
@@ -377,7 +377,8 @@ def _without_sequence_parallel(model: Qwen3VLModel) -> Iterator[None]:
 @contextmanager
 def _torch_attention(model: Qwen3VLModel) -> Iterator[None]:
     """Replace Transformer Engine's attention, which takes no left padding, with SDPA."""
-    attentions = [layer.self_attention for layer in model.decoder.layers]
+    modules = [layer.self_attention for layer in model.decoder.layers]
+    attentions = [module for module in modules if hasattr(module, "core_attention")]
     kept = [attention.core_attention for attention in attentions]
     for attention in attentions:
         attention.core_attention = TorchAttention(

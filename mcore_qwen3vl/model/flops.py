@@ -39,11 +39,25 @@ def language(
     """
     parts = by_part(a)
     linears = parts["attention"] + parts["mlp"] + parts["router"] + active_experts(a)
+    linears += parts["shared experts"]
     linears += parts["embedding"]  # as large as the head, tied or not
     # Scores and weighted values, each over half of the square.
-    core = a.num_hidden_layers * a.num_attention_heads * a.head_dim * squared_lengths
+    attentions = a.num_hidden_layers - sum(a.delta_net_layers)
+    core = attentions * a.num_attention_heads * a.head_dim * squared_lengths
+    core += delta_rules(a) * tokens
     passes = FORWARD_AND_BACKWARD - 1 + trained.language
     return MULTIPLY_ADD * (passes * linears * tokens + FORWARD_AND_BACKWARD * core)
+
+
+def delta_rules(a: Architecture) -> float:
+    """Return the multiplications and additions that a token's delta rules take in all layers.
+
+    The state of a head, key_head_dim x value_head_dim, decays, is read with the key, is changed,
+    and is read with the query. Kernels take more, for whole chunks.
+    """
+    if (net := a.delta_net) is None:
+        return 0
+    return sum(a.delta_net_layers) * 4 * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
 
 def vision(a: Architecture, patches: float, squared_frames: float, trained: Trained = ALL) -> float:

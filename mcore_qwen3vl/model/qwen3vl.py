@@ -26,7 +26,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import NO_LABELS, Labels
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, PackedSequence
+from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, PackedSequence, rotary_factor
 from mcore_qwen3vl.model.decoder.layer import block_spec, pack_features, unpack_features
 from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
 from mcore_qwen3vl.model.head import Head, ScoreHead, token_log_probs
@@ -96,6 +96,7 @@ class Qwen3VLModel(GPTModel):
                 config,
                 spec,
                 deepstack_layers=deepstack_layers,
+                rotary_factor=rotary_factor(architecture),
                 keep_activations=keep_activations,
                 vp_stage=vp_stage,
                 pp_rank=groups.pp.rank(),
@@ -126,7 +127,7 @@ class Qwen3VLModel(GPTModel):
             )
         if recompute_vision is None:
             recompute_vision = config.recompute_granularity == "full"
-        if pre_process:
+        if pre_process and architecture.vision.depth:
             self.visual = VisionTower(
                 architecture,
                 config,
@@ -346,6 +347,8 @@ class Qwen3VLModel(GPTModel):
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states (s_local, B, H) and the local DeepStack rows (K, n, H), if any."""
         embeddings = self.embedding(token_ids, None)
+        if not self.architecture.vision.depth:
+            return embeddings, None
         if visual is None and not torch.is_grad_enabled():  # the tower would run only for gradients
             return embeddings, embeddings.new_empty(self._deepstack_in, 0, embeddings.shape[-1])
         features, deepstack = self.visual(visual)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import Architecture, DeltaNetArchitecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import config_fields
 from mcore_qwen3vl.model.decoder.attention import rope_frequencies
+from mcore_qwen3vl.model.decoder.delta_net import KERNEL_DTYPES
 
 Spec = Literal["torch", "te"]
 """The modules that a layer is made of: plain torch (CPU and CUDA), or Transformer Engine (CUDA)."""
@@ -62,12 +65,16 @@ def transformer_config(
         # HybridEP takes the same number of tokens from every rank.
         fields["moe_hybridep_pad_uneven_dispatch_inputs"] = True
     _, factor = rope_frequencies(architecture)
-    if fields.get("softmax_scale") is None and factor != 1:  # Megatron's flags give None
-        # Under a scaled rope HF multiplies the rotated queries and keys by a factor, which scales
-        # their products by its square. As a scale of the products it costs nothing, and suits fused
-        # rotary kernels.
+    whole_heads = architecture.rotary_dim == architecture.head_dim
+    if fields.get("softmax_scale") is None and factor != 1 and whole_heads:
+        # It is missing, or None as in Megatron's flags. Under a scaled rope HF multiplies the
+        # rotated queries and keys by a factor, which scales their products by its square. As a
+        # scale of the products it costs nothing, and suits fused rotary kernels. It cannot stand
+        # for a factor of a part of each head.
         fields["softmax_scale"] = factor**2 / architecture.head_dim**0.5
     _check_interleaving(fields)
+    if architecture.delta_net is not None:
+        _check_delta_net(architecture.delta_net, fields)
     config = TransformerConfig(**fields)
     deepstack_layers = len(architecture.vision.deepstack_visual_indexes)
     several = config.pipeline_model_parallel_size > 1
@@ -119,6 +126,29 @@ def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
         )
     if overrides.get("attention_dropout"):
         raise BadInput("The torch spec has no attention dropout; Qwen3-VL uses none either.")
+
+
+def _check_delta_net(net: DeltaNetArchitecture, fields: dict[str, Any]) -> None:
+    on_gpu = torch.cuda.is_available() and not fields.get("deterministic_mode")
+    if on_gpu and fields["params_dtype"] in KERNEL_DTYPES and find_spec("fla") is None:
+        raise BadInput(
+            "The gated delta nets of this model need the kernels of flash-linear-attention on a "
+            "GPU in half precision, and it is not installed: install mcore-qwen3vl[fla]."
+        )
+    if "gdn_norm_out" in (fields.get("recompute_modules") or ()):
+        raise BadInput(
+            "recompute_modules has gdn_norm_out, whose output is recomputed in any case: leave it "
+            "out."
+        )
+    if fields.get("fp8"):
+        multiple = get_fp8_align_size(fields.get("fp8_recipe", TransformerConfig.fp8_recipe))
+        rows = 2 * (net.key_dim + net.value_dim + net.num_value_heads)
+        tp = fields.get("tensor_model_parallel_size", 1)
+        if rows // tp % multiple:
+            raise BadInput(
+                f"FP8 needs a multiple of {multiple} rows in the input projection of each gated "
+                f"delta net, and TP {tp} leaves {rows // tp} of {rows}: use a smaller TP or bf16."
+            )
 
 
 def _check_graphs(overrides: dict[str, Any]) -> None:

@@ -1,16 +1,19 @@
-"""A tiny Qwen3-VL checkpoint that Hugging Face transformers loads, or a large one's files alone."""
+"""A tiny checkpoint that Hugging Face transformers loads, or a large one's files alone."""
 
 from __future__ import annotations
 
 import json
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from mcore_qwen3vl.config import ExpertLayout
+from mcore_qwen3vl.config import LAYER_TYPES, MODEL_TYPES, ExpertLayout, declared_expert_layout
 from mcore_qwen3vl.tiny.processor import TINY, Vocabulary, write_processor
+
+FamilyName = Literal["qwen3-vl", "qwen3.5"]
 
 _TOKENS = {
     "image_token_id": "<|image_pad|>",
@@ -79,10 +82,43 @@ VISION: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+# Wide heads, a large epsilon and slow decays keep float32 well-conditioned: a delta net divides its
+# output by that output's size, and with published values HF's own gradients are off by 1e-4.
+HYBRID_TEXT: dict[str, Any] = {
+    **{name: value for name, value in TEXT.items() if not name.startswith("rope_")},
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 20,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-2,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [3, 3, 2],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+}
+HYBRID_MOE: dict[str, Any] = {
+    "moe_intermediate_size": 36,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 28,
+}
 
 
 def tiny_config(
     *,
+    family: FamilyName = "qwen3-vl",
     moe: bool = False,
     tie: bool = False,
     dtype: str = "float32",
@@ -90,10 +126,15 @@ def tiny_config(
     vision: dict[str, Any] | None = None,
     vocabulary: Vocabulary = TINY,
 ) -> dict[str, Any]:
-    """Make a ``config.json`` in the published form (transformers 4.57), with overrides."""
-    model_type = "qwen3_vl_moe" if moe else "qwen3_vl"
+    """Make a ``config.json`` in the published form, with overrides."""
+    hybrid = family == "qwen3.5"
+    model_type = f"{'qwen3_5' if hybrid else 'qwen3_vl'}{'_moe' if moe else ''}"
     special = vocabulary.special
-    text_config = {**TEXT, **(MOE if moe else {}), "vocab_size": vocabulary.size, **(text or {})}
+    usual, experts = (HYBRID_TEXT, HYBRID_MOE) if hybrid else (TEXT, MOE)
+    text_config = {**usual, **(experts if moe else {}), "vocab_size": vocabulary.size}
+    text_config |= text or {}
+    if hybrid:
+        _set_layers(text_config, text_config["num_hidden_layers"])
     text_config |= {
         "bos_token_id": special["<|endoftext|>"],
         "dtype": dtype,
@@ -102,9 +143,11 @@ def tiny_config(
     }
     if not moe:  # published text configs repeat the flag if dense, but not if MoE
         text_config["tie_word_embeddings"] = tie
-    vision_config = {**VISION, "out_hidden_size": text_config["hidden_size"], **(vision or {})}
+    vision_config = {**VISION, "out_hidden_size": text_config["hidden_size"]}
+    vision_config |= {"deepstack_visual_indexes": []} if hybrid else {}
+    vision_config |= vision or {}
     config = {
-        "architectures": [f"Qwen3VL{'Moe' if moe else ''}ForConditionalGeneration"],
+        "architectures": [f"{MODEL_TYPES[model_type].name}ForConditionalGeneration"],
         "model_type": model_type,
         "text_config": text_config,
         "tie_word_embeddings": tie,
@@ -116,9 +159,19 @@ def tiny_config(
     return deepcopy(config)
 
 
+def _set_layers(text: dict[str, Any], count: int) -> None:
+    """Set the number of decoder layers, and their types where there are several."""
+    text["num_hidden_layers"] = count
+    if interval := text.get("full_attention_interval"):
+        attention, delta_net = LAYER_TYPES
+        types = [delta_net if (n + 1) % interval else attention for n in range(count)]
+        text["layer_types"] = types
+
+
 def write_tiny_checkpoint(
     path: str | Path,
     *,
+    family: FamilyName = "qwen3-vl",
     moe: bool = False,
     tie: bool = False,
     layout: ExpertLayout = "published",
@@ -133,8 +186,11 @@ def write_tiny_checkpoint(
 
     Args:
         tie: whether to tie the head to the embedding, so that no ``lm_head.weight`` is stored.
-        layout: ``published`` writes experts and config as transformers 4.57 does; ``v5`` writes
-            the output of ``save_pretrained`` in the installed transformers.
+        family: ``qwen3.5`` has layers that predict a further token (``mtp.*``), and
+            `FLOAT32` weights in float32, as published.
+        layout: ``published`` writes experts and config as they are published, which for Qwen3-VL
+            is as transformers 4.57 does; ``v5`` writes the output of ``save_pretrained`` in the
+            installed transformers, which leaves ``mtp.*`` out and has Qwen3.5's experts one by one.
         text, vision: fields that override those of the text and vision configs; `SERVABLE` is such
             a text config.
         vocabulary: the tokenizer's tokens and the rows of the embedding.
@@ -142,10 +198,17 @@ def write_tiny_checkpoint(
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = tiny_config(
-        moe=moe, tie=tie, dtype=dtype, text=text, vision=vision, vocabulary=vocabulary
+        family=family,
+        moe=moe,
+        tie=tie,
+        dtype=dtype,
+        text=text,
+        vision=vision,
+        vocabulary=vocabulary,
     )
     model = _random_model(config, getattr(torch, dtype), seed)
     if layout == "v5":
+        model.mtp = None
         model.save_pretrained(path, max_shard_size=max_shard_size)
     else:
         _save_published(model, config, path, max_shard_size)
@@ -161,10 +224,16 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     hf_config = config_class.from_dict(json.loads(json.dumps(config)))
     with torch.device("meta"):
         model = getattr(transformers, name)(hf_config).to(dtype)
+        if layers := config["text_config"].get("mtp_num_hidden_layers"):
+            model.mtp = _mtp(model.model.language_model.layers, hf_config.text_config, layers)
+            model.mtp.to(dtype)
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(FLOAT32):
+                parameter.data = parameter.data.float()
     model = model.to_empty(device="cpu")
     if config["tie_word_embeddings"]:
         model.tie_weights()
-    _fill(model, seed)
+    _fill(model, seed, hybrid=MODEL_TYPES[config["model_type"]].hybrid)
     text = config["text_config"]
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=text["bos_token_id"],
@@ -174,14 +243,41 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     return model
 
 
+FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")
+"""Ends of the names of tensors that published checkpoints keep in float32."""
+
+
+def _mtp(layers: nn.ModuleList, config: Any, count: int) -> nn.Module:
+    """Return the layers that predict a further token, which transformers does not have.
+
+    They are layers of the model, all with attention. Source: vLLM's ``Qwen3_5MultiTokenPredictor``.
+    """
+    kind, norm = type(layers[0]), type(layers[0].input_layernorm)
+    attention = config.layer_types.index("full_attention")
+    mtp, size = nn.Module(), (config.hidden_size, config.rms_norm_eps)
+    mtp.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+    mtp.layers = nn.ModuleList(kind(config, attention) for _ in range(count))
+    mtp.norm, mtp.pre_fc_norm_hidden, mtp.pre_fc_norm_embedding = (norm(*size) for _ in range(3))
+    return mtp
+
+
 @torch.no_grad()
-def _fill(model: torch.nn.Module, seed: int) -> None:
-    """Fill norm weights around one, biases around zero, matrices with unit gain; all are random."""
+def _fill(model: nn.Module, seed: int, *, hybrid: bool) -> None:
+    """Fill norms around the weight that changes nothing, biases around 0, matrices with unit gain.
+
+    All values are random. In a `hybrid` model that weight of a norm is 0 but in the vision tower
+    and inside gated delta nets, whose decays are slow and fast.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim == 1 and name.endswith("weight"):
-            parameter.copy_(1 + 0.2 * noise)
+        if name.endswith("A_log"):
+            parameter.copy_(noise.sigmoid().mul(1.9).add(0.1).log())
+        elif name.endswith("dt_bias"):
+            parameter.copy_(2 * noise - 2)
+        elif parameter.ndim == 1 and name.endswith("weight"):
+            plain = not hybrid or "visual" in name or name.endswith("linear_attn.norm.weight")
+            parameter.copy_(int(plain) + 0.2 * noise)
         elif parameter.ndim == 1:
             parameter.copy_(0.1 * noise)
         elif "embed" in name and "patch" not in name:
@@ -193,11 +289,12 @@ def _fill(model: torch.nn.Module, seed: int) -> None:
 
 
 def _save_published(model: Any, config: dict[str, Any], path: Path, max_shard_size: str) -> None:
-    """Save in the form of transformers 4.57: its config, experts as [E, H, 2I] and [E, I, H]."""
+    """Save in the published form: Qwen3-VL's experts are [E, H, 2I] and [E, I, H]."""
     from huggingface_hub import save_torch_state_dict
 
+    turned = ".mlp.experts." if declared_expert_layout(config) == "published" else "no tensor"
     tensors = {
-        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        name: tensor.transpose(1, 2).contiguous() if turned in name else tensor
         for name, tensor in model.state_dict().items()
         if not (name == "lm_head.weight" and config["tie_word_embeddings"])
     }
@@ -218,7 +315,7 @@ def write_random_weights(config: Path, out: Path, *, layers: int | None = None) 
     """
     fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
     text = fields["text_config"]
-    text["num_hidden_layers"] = layers or text["num_hidden_layers"]
+    _set_layers(text, layers or text["num_hidden_layers"])
     model = _random_model(deepcopy(fields), torch.bfloat16, seed=0)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(text["hidden_size"] ** -0.5)
@@ -238,7 +335,7 @@ def write_stand_in(
     text, vision = fields["text_config"], fields["vision_config"]
     for name, token in _TOKENS.items():
         fields[name] = TINY.special[token]  # nothing else in the vocabulary matters
-    text["num_hidden_layers"] = layers or text["num_hidden_layers"]
+    _set_layers(text, layers or text["num_hidden_layers"])
     if vision_blocks is not None:
         vision["depth"] = vision_blocks
         vision["deepstack_visual_indexes"] = list(range(len(vision["deepstack_visual_indexes"])))

@@ -25,6 +25,7 @@ from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.parameters import Group
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.decoder.delta_rule import CHUNK
 from mcore_qwen3vl.model.head import CHUNK_LOGITS
 from mcore_qwen3vl.schedule import order_of_work
 from mcore_qwen3vl.training.arguments.settings import Settings
@@ -192,10 +193,7 @@ def _activations(
     """
     held = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]
     each = [
-        [
-            _layer_activations(a, layout, tokens, a.moe_layers[n], recompute == "cheap")
-            for n in layers
-        ]
+        [_layer_activations(a, layout, tokens, n, recompute == "cheap") for n in layers]
         for layers in held
     ]
     again = recompute if isinstance(recompute, int) else a.num_hidden_layers
@@ -222,24 +220,55 @@ def in_flight(layout: Layout, stage: int, kept: Sequence[float]) -> float:
 
 
 def _layer_activations(
-    a: Architecture, layout: Layout, tokens: float, moe: bool, cheap: bool
+    a: Architecture, layout: Layout, tokens: float, layer: int, cheap: bool
 ) -> float:
     h, local = a.hidden_size, tokens / (layout.tp if layout.sp else 1)
-    query, key = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    # Inputs of both norms; q, k, v; the attention's output.
-    values = 2 * h * local + (2 * query + 2 * key) * tokens / layout.tp
+    # Inputs of both norms.
+    values = 2 * h * local
+    if a.delta_net_layers[layer]:
+        values += _delta_net_values(a, cheap) * tokens / layout.tp
+    else:
+        values += _attention_values(a, cheap) * tokens / layout.tp
     inner = 2  # gate and up
-    # Recomputed if cheap: inputs of the two blocks, q and k rotated, and the product.
+    # Recomputed if cheap: inputs of the two blocks, and the product.
     if not cheap:
-        values += 2 * h * local + (query + key) * tokens / layout.tp
+        values += 2 * h * local
         inner += 1
-    if not moe:
+    if not a.moe_layers[layer]:
         return ACTIVATION * (values + inner * a.intermediate_size * tokens / layout.tp)
     # Rows that this rank's experts receive on average. Each keeps its input, gate, up and their
     # product, which the router's weights are already in.
     rows = a.num_experts_per_tok * tokens / layout.tp * layout.etp
     values += rows * (h + 3 * a.moe_intermediate_size / layout.etp)
+    # A shared expert, whose product is kept, and the output that its gate multiplies.
+    shared = a.shared_expert_intermediate_size
+    values += (3 * shared * tokens / layout.tp + h * local) if shared else 0
     return ACTIVATION * values
+
+
+def _attention_values(a: Architecture, cheap: bool) -> float:
+    """Return what attention keeps of a token: q, k, v and its output; q and k rotated."""
+    query, key = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    values = 2 * query + 2 * key
+    if a.attn_output_gate:
+        values += 2 * query  # the gate, and the product of both
+    return values if cheap else values + query + key
+
+
+def _delta_net_values(a: Architecture, cheap: bool) -> float:
+    """Return what a gated delta net keeps of a token, in units of ACTIVATION bytes.
+
+    The projection; query, key and value after the convolution; of the rule its output, decays and
+    betas, and each head's row of the system of a chunk; and of the gated norm the gate in float32
+    and its activation. The product is recomputed if cheap.
+    """
+    net = a.delta_net
+    assert net is not None
+    qkv, heads = 2 * net.key_dim + net.value_dim, net.num_value_heads
+    projected = qkv + net.value_dim + 2 * heads
+    rule = net.value_dim + 3 * heads + CHUNK * heads
+    gated = 5 * net.value_dim
+    return projected + qkv + rule + gated + (0 if cheap else net.value_dim)
 
 
 def _vision_activations(

@@ -30,7 +30,7 @@ from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes,
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, Interrupted, default_workers
-from mcore_qwen3vl.converters.offline.manifest import CHECKSUM, stated_checksum
+from mcore_qwen3vl.converters.offline.manifest import stated_checksum
 from mcore_qwen3vl.converters.offline.to_hf import stream_hf
 from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
@@ -103,7 +103,7 @@ def compare_sides(
 
 @dataclass(frozen=True)
 class _Piece:
-    """One HF tensor, or one expert of it, as blocks of rows of an mcore piece."""
+    """One HF tensor, or one piece of it, as blocks of rows of an mcore piece."""
 
     row: Row
     number: int
@@ -137,7 +137,12 @@ class Side:
             vocabulary, form = self.stored.vocab_size, read_form(config)
         else:
             vocabulary, form = None, self.stored.form
-        rows = table(architecture, padded_vocab_size=vocabulary, head=form.head)
+        rows = table(
+            architecture,
+            padded_vocab_size=vocabulary,
+            head=form.head,
+            mtp=self.stored.has_mtp,
+        )
         self.pieces: dict[str, list[_Piece]] = {}
         for row in rows:
             for number, source in enumerate(row.sources):
@@ -180,8 +185,8 @@ class Side:
             for piece in wanted
             for part in stream_hf(self.stored, piece.row, piece.number, dtype)
         ]
-        shape = wanted[0].source.piece_shape
-        return torch.cat(parts).view(shape if expert is None else (1, *shape))
+        shape = wanted[0].source.shape
+        return torch.cat(parts).view(shape if expert is None else (1, *shape[1:]))
 
     def digest(self, name: str) -> str:
         """Return a companion file's hash; that of a config leaves its quantisation settings out."""
@@ -221,9 +226,10 @@ def _compare(name: str, left: Side, right: Side, rounded: bool) -> Finding:
     shapes = [[(p.numel, p.row.shape[1:]) for p in pieces] for pieces in (mine, theirs)]
     if shapes[0] != shapes[1]:  # rows are as many as Megatron's vocabulary is padded to
         return Finding(TENSORS, name, flaw="the two configs give it different shapes")
-    dtypes = left.dtype(mine[0]), right.dtype(theirs[0])
-    if dtypes[0] != dtypes[1] and not rounded:
-        return Finding(TENSORS, name, flaw=f"dtypes {' and '.join(map(dtype_name, dtypes))}")
+    pairs = {(left.dtype(a), right.dtype(b)) for a, b in zip(mine, theirs, strict=True)}
+    for dtypes in pairs if not rounded else ():
+        if dtypes[0] != dtypes[1]:
+            return Finding(TENSORS, name, flaw=f"dtypes {' and '.join(map(dtype_name, dtypes))}")
     measured = Measurement()
     for a, b in zip(mine, theirs, strict=True):
         measured += _measure(a, b, left, right)
@@ -291,6 +297,7 @@ def check_manifest(
         expert_layout=made["expert_layout"],
         padded_vocab_size=checkpoint.vocab_size,
         head=form.head.in_megatron,
+        mtp=checkpoint.has_mtp,
     )
     checkpoint.require(rows)
     stated: dict[str, dict[str, Any]] = renamed(made["tensors"], form.names)
@@ -304,7 +311,7 @@ def check_manifest(
     ]
     sizes = (piece.numel * checkpoint.dtype(piece.row.key).itemsize for piece, _ in pieces)
     meter = Meter(sum(sizes), progress)
-    wrong: dict[str, list[int | None]] = {}  # experts by HF tensor
+    wrong: dict[str, list[SourceTensor]] = {}  # pieces by HF tensor
     lock = threading.Lock()
 
     def check(stated: tuple[_Piece, str]) -> None:
@@ -315,7 +322,7 @@ def check_manifest(
             checksum_here.update(as_bytes(chunk))
         if checksum_here.hexdigest() != checksum:
             with lock:
-                wrong.setdefault(source.name, []).append(source.index)
+                wrong.setdefault(source.name, []).append(source)
         meter.add(piece.numel * dtype.itemsize, source.name)
 
     try:
@@ -323,7 +330,7 @@ def check_manifest(
             list(pool.map(check, pieces))
     except OSError as error:
         raise BadInput(f"{folder} cannot be read: {error}. Copy the checkpoint again.") from error
-    problems |= {name: _difference(experts) for name, experts in wrong.items()}
+    problems |= {name: _difference(pieces) for name, pieces in wrong.items()}
     names = dict.fromkeys([*hf_shapes(rows), *stated])
     findings = [Finding(TENSORS, name, flaw=problems.get(name, "")) for name in names]
     return Report(f"{folder} and {file}", findings=findings)
@@ -336,7 +343,9 @@ def _misfits(
     shapes = hf_shapes(rows)
     sources = [(row, source) for row in rows for source in row.sources]
     dtypes = {source.name: dtype_name(checkpoint.dtype(row.key)) for row, source in sources}
-    fused = {source.name: source.index is not None for _, source in sources}
+    pieces: dict[str, list[Any]] = {}
+    for _, source in sources:
+        pieces.setdefault(source.name, []).append(source.piece)
     for name, shape in shapes.items():
         if name not in stated:
             yield name, "is not in the manifest"
@@ -344,17 +353,18 @@ def _misfits(
             yield name, f"has shape {list(shape)}; the manifest says {stated[name]['shape']}"
         elif stated[name]["dtype"] != dtypes[name]:
             yield name, f"has dtype {dtypes[name]}; the manifest says {stated[name]['dtype']}"
-        elif isinstance(stated[name][CHECKSUM], list) != fused[name]:
-            yield name, "has a manifest entry of another form: fused experts have a checksum each"
+        elif manifest.pieces_of(stated[name]) != pieces[name]:
+            yield name, "has a manifest entry of another form: each of its pieces has a checksum"
     for name in stated:
         if name not in shapes:
             yield name, "is in the manifest, but not in the checkpoint"
 
 
-def _difference(wrong: list[int | None]) -> str:
-    experts = sorted(expert for expert in wrong if expert is not None)
+def _difference(wrong: list[SourceTensor]) -> str:
+    experts = sorted(source.index for source in wrong if source.index is not None)
     if not experts:
-        return "has other bytes than the manifest's checksum"
+        parts = "".join(sorted(source.piece_words for source in wrong))
+        return f"has other bytes than the manifest's checksum{parts}"
     listed = ", ".join(map(str, experts[:8])) + (", ..." if len(experts) > 8 else "")
     return f"has other bytes than the manifest's checksums in experts {listed} ({len(experts)})"
 

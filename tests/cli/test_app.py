@@ -430,7 +430,12 @@ def test_under_json_small_commands_print_json_alone(checkpoint, tmp_path, capsys
     assert 0 < sample["trained"] < sample["tokens"]
     assert (sample["media"], sample["out"]) == ({"image": 1}, str(page))
     tiny = tmp_path / "tiny"
-    assert found("tiny", tiny) == {"out": str(tiny), "kind": "dense", "seed": 0}
+    assert found("tiny", tiny) == {
+        "out": str(tiny),
+        "family": "qwen3-vl",
+        "kind": "dense",
+        "seed": 0,
+    }
     scripts = {one["name"]: one for one in found("launch", "list")}
     assert scripts["sft_8b"]["file"] == "sft_8b.sh"
     assert scripts["sft_8b"]["what"].startswith("Qwen3-VL-8B, full fine-tuning")

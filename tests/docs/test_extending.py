@@ -53,7 +53,7 @@ def test_format_example(tmp_path, monkeypatch):
 @mock.patch.dict(config.MODEL_TYPES)
 @mock.patch.dict(forms.NAMES)
 def test_model_example(tmp_path):
-    exec(extension("config.py"), vars(forms) | {"MODEL_TYPES": config.MODEL_TYPES})
+    exec(extension("config.py"), vars(forms) | vars(config))
     make = rewritten(as_my_vl, model_type="my_vl")
     make(write_tiny_checkpoint(tmp_path / "model"), tmp_path / "my_vl")
     there = hf_to_mcore(tmp_path / "my_vl", tmp_path / "mcore")

@@ -29,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {"seed": 5},
     "moe": {"moe": True, "seed": 1},
     "yarn": {"text": YARN, "seed": 0},
+    "qwen3.5": {"family": "qwen3.5", "seed": 0},
+    "qwen3.5-moe": {"family": "qwen3.5", "moe": True, "seed": 0},
 }
 """Arguments of :func:`write_tiny_checkpoint`. With these seeds no greedy choice is so close that
 float32 rounding could change it; the tests check the margin."""

@@ -17,6 +17,8 @@ LAYOUTS = {
     "dense": ("single", "tp2", "tp2+sp", "pp2", "pp4"),
     "yarn": ("single", "tp2+sp"),
     "moe": ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2"),
+    "qwen3.5": ("single", "tp2", "tp2+sp", "pp2"),
+    "qwen3.5-moe": ("single", "tp2+sp", "ep2xdp2"),
 }
 
 

@@ -19,10 +19,13 @@ CLEAR_MARGIN = 1e-3
             *(("dense", name) for name in ("single", "tp2", "tp2+sp", "pp2", "pp4")),
             *(("yarn", name) for name in ("single", "tp2+sp")),
             *(("moe", name) for name in ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2")),
+            *(("qwen3.5", name) for name in ("single", "tp2", "tp2+sp", "pp2")),
+            *(("qwen3.5-moe", name) for name in ("single", "tp2+sp", "ep2xdp2")),
         ],
         ("dense", "tp2+sp"),
         ("yarn", "single"),
         ("moe", "single"),
+        ("qwen3.5", "tp2+sp"),
     ),
 )
 def test_greedy_answers_equal_hugging_face(model: str, layout: str) -> None:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
 
 @pytest.mark.parametrize("is_moe", [False, True])
@@ -46,6 +47,26 @@ def test_flops_are_those_that_torch_counts(is_moe: bool, dense: Path, moe: Path)
     # HF's rotary tables are small matrix products, too.
     language = of("Global") - of(vision)
     assert language * 3 == pytest.approx(flops.language(a, tokens, 2 * tokens**2), rel=0.01)
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_flops_of_a_hybrid_model(is_moe: bool, tmp_path: Path) -> None:
+    """Hugging Face's delta rule takes whole chunks, so that its products are left out."""
+    from transformers import AutoModelForImageTextToText
+
+    path = write_tiny_checkpoint(tmp_path / "hf", family="qwen3.5", moe=is_moe)
+    a, tokens = Architecture.from_hf(path), 40
+    model = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(1, tokens + 1)[None])
+    by_operation = {str(name): n for name, n in counter.get_flop_counts()["Global"].items()}
+    linears = sum(n for name, n in by_operation.items() if "bmm" not in name)
+    rules = 2 * 3 * tokens * flops.delta_rules(a)
+    assert linears * 3 + rules == pytest.approx(flops.language(a, tokens, 0), rel=0.01)
+    assert flops.language(a, tokens, 1) - flops.language(a, tokens, 0) == 2 * 3 * 4 * 64
+    assert flops.delta_rules(a) == 3 * 8 * 4 * 16 * 20
 
 
 @pytest.mark.parametrize("trains", ["visual.blocks", "language_model", "merger"])

@@ -28,6 +28,37 @@ def test_loads_in_transformers_with_every_tensor_random(tmp_path, moe, tie, layo
     assert Architecture.from_hf(path).expert_layout == (layout if moe else None)
 
 
+@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("tie", [False, True])
+def test_qwen3_5_as_published(tmp_path, moe, tie):
+    """Transformers loads all but the layers that predict a further token, which it leaves out."""
+    path = write_tiny_checkpoint(
+        tmp_path / "hf", family="qwen3.5", moe=moe, tie=tie, dtype="bfloat16"
+    )
+    model_class = transformers.AutoModelForImageTextToText
+    model, info = model_class.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()), info
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        assert tensor.float().std() > 0.01, f"{name} is constant"
+        in_float32 = name.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
+        assert tensor.dtype == (torch.float32 if in_float32 else torch.bfloat16), name
+    theirs = {n for n in model.state_dict() if not (tie and n == "lm_head.weight")}
+    mtp = tensors.keys() - theirs
+    assert theirs <= tensors.keys()
+    assert mtp == {n for n in tensors if n.startswith("mtp.")}
+    assert tensors["mtp.fc.weight"].shape == (48, 96)
+    fused = {"mtp.layers.0.mlp.experts.gate_up_proj": (12, 72, 48)} if moe else {}
+    assert {n: tuple(t.shape) for n, t in tensors.items() if n in fused} == fused
+
+
+def test_qwen3_5_as_transformers_saves_it(tmp_path):
+    path = write_tiny_checkpoint(tmp_path / "hf", family="qwen3.5", moe=True, layout="v5")
+    tensors = load_file(path / "model.safetensors")
+    assert "model.language_model.layers.0.mlp.experts.11.up_proj.weight" in tensors
+    assert not any(name.startswith("mtp.") for name in tensors)
+
+
 def test_published_experts_are_transposed_against_v5(tmp_path):
     """The same seed gives the same model in both layouts, with expert tensors transposed."""
     name = "model.language_model.layers.2.mlp.experts.gate_up_proj"

@@ -20,6 +20,8 @@ from mcore_qwen3vl.training import memory
 DENSE, TIED = Architecture.from_hf(tiny_config()), Architecture.from_hf(tiny_config(tie=True))
 MOE = Architecture.from_hf(tiny_config(moe=True))
 MIXED = Architecture.from_hf(tiny_config(moe=True, text={"mlp_only_layers": [1]}))
+HYBRID = Architecture.from_hf(tiny_config(family="qwen3.5"))
+HYBRID_MOE = Architecture.from_hf(tiny_config(family="qwen3.5", moe=True))
 
 
 def estimate(*args: Any, **kwargs: Any) -> memory.Memory:
@@ -37,6 +39,8 @@ def estimate(*args: Any, **kwargs: Any) -> memory.Memory:
         (MOE, "tp2+sp"),
         (MOE, "ep2xdp2"),
         (MIXED, "pp2"),
+        (HYBRID, "pp2"),
+        (HYBRID_MOE, "tp2+sp"),
     ],
 )
 def test_memory_counts_the_parameters_that_ranks_hold(a: Architecture, layout: str) -> None:

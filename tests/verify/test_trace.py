@@ -22,7 +22,7 @@ from mcore_qwen3vl.cli.verify import verify_trace
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import qwen3vl
-from mcore_qwen3vl.model.decoder import attention, norm
+from mcore_qwen3vl.model.decoder import attention, delta_net, norm
 from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
 from mcore_qwen3vl.model.lora import attach
 from mcore_qwen3vl.model.lora.adapter import GroupedSite, Site
@@ -75,6 +75,28 @@ def test_equal_models(injector: FaultInjector, layout: str, moe: bool, batch: st
     assert result.notes == {}
     # The bound leaves room, on every processor: 0.51 of it was seen on one.
     assert max(f.relative_error / f.tolerance for f in result.findings if f.tolerance) < 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "moe"), [("tp2+sp", False), pytest.param("ep2xdp2", True, marks=pytest.mark.slow)]
+)
+def test_hybrid_models(
+    layout: str, moe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny_checkpoint(tmp_path / "hf", family="qwen3.5", moe=moe)
+    reference = TraceReference(path)
+    where = {"layout": Layout.parse(layout), "batch": "mixed", "gradients": True}
+    result = trace(reference, **where)
+    assert result.ok, [str(f) for f in result.failures[:5]]
+    compared = {finding.name for finding in result.findings}
+    net = f"{TEXT}.layers.0.linear_attn"
+    assert {f"{net}.in_proj_{part}" for part in ("qkv", "z", "b", "a")} <= compared
+    # A decay that is computed otherwise shows first where the rule's output enters a projection.
+    name, part_of = "get_parameter_local_cp", delta_net.get_parameter_local_cp
+    monkeypatch.setattr(delta_net, name, lambda p, *rest: 1.01 * part_of(p, *rest))
+    first = trace(reference, **where).first
+    assert first is not None
+    assert first.name == f"{net}.out_proj:input"
 
 
 def test_a_scaled_rope_has_equal_tables(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ rank holds, with exactly the keys that its queries may see. An S x S mask is bui
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -59,11 +59,11 @@ def rope_frequencies(
     """Compute a model's rotary frequencies with HF's own class, or those of another base.
 
     Returns:
-        The inverse frequencies, (D / 2,) float32 on the CPU, and the factor by which a scaled rope
+        The inverse frequencies, (R / 2,) float32 on the CPU, and the factor by which a scaled rope
         such as YaRN multiplies cosines and sines.
     """
     config = Qwen3VLTextConfig(
-        head_dim=architecture.head_dim,
+        head_dim=architecture.rotary_dim,
         max_position_embeddings=architecture.max_position_embeddings,
         rope_parameters={
             "rope_type": "default",
@@ -76,13 +76,25 @@ def rope_frequencies(
     return rope.inv_freq.detach().clone(), float(rope.attention_scaling)
 
 
+def rotary_factor(architecture: Architecture) -> float:
+    """Return what cosines and sines are multiplied by.
+
+    A scaled rope's factor is part of the softmax scale where whole heads turn, see
+    :func:`.transformer_config`.
+    """
+    partial = architecture.rotary_dim < architecture.head_dim
+    return rope_frequencies(architecture)[1] if partial else 1.0
+
+
 class InterleavedMRoPE(nn.Module):
     """Rotary angles for queries and keys; replaces mcore's ``MultimodalRotaryEmbedding``.
+
+    Of a model that turns only the first values of each head, these have angles, R in number.
 
     The frequencies of the temporal, height and width axes alternate (t h w t h w … t t); in mcore's
     each axis has a contiguous chunk. Source: HF ``Qwen3VLTextRotaryEmbedding``.
 
-    Attention's softmax scale applies the factor of a scaled rope, see :func:`transformer_config`.
+    For the factor of a scaled rope see :func:`rotary_factor`.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -95,30 +107,32 @@ class InterleavedMRoPE(nn.Module):
             self.axis[axis : architecture.mrope_section[axis] * 3 : 3] = axis
 
     def forward(self, position_ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Compute (S, B, 1, D) float32 angles in mcore's layout of (3, B, S) integer positions."""
+        """Compute (S, B, 1, R) float32 angles in mcore's layout of (3, B, S) integer positions."""
         if self.axis.device != position_ids.device:
             self.axis = self.axis.to(position_ids.device)
             self.inverse_frequency = self.inverse_frequency.to(position_ids.device)
-        positions = position_ids.float().index_select(0, self.axis)  # (D / 2, B, S)
-        angles = positions.permute(2, 1, 0) * self.inverse_frequency  # (S, B, D / 2)
+        positions = position_ids.float().index_select(0, self.axis)  # (R / 2, B, S)
+        angles = positions.permute(2, 1, 0) * self.inverse_frequency  # (S, B, R / 2)
         return torch.cat((angles, angles), dim=-1).unsqueeze(2)
 
 
-def apply_rotary(x: Tensor, angles: Tensor, *, fused: bool) -> Tensor:
+def apply_rotary(x: Tensor, angles: Tensor, *, fused: bool, factor: float = 1.0) -> Tensor:
     """Rotate queries or keys of one rank's tokens.
 
     Args:
         x: (s, B, heads, D).
-        angles: (s, B, 1, D), from :class:`InterleavedMRoPE`. Their sines and cosines are computed
-            once for all layers that receive this tensor, and rounded to the dtype of `x` as in HF.
-        fused: whether to use Transformer Engine's kernel.
+        angles: (s, B, 1, R) of the first R values of each head, from :class:`InterleavedMRoPE`.
+            Their sines and cosines are computed once for all layers that receive this tensor, and
+            rounded to the dtype of `x` as in HF.
+        fused: whether to use Transformer Engine's kernel, which knows no factor.
+        factor: what cosines and sines are multiplied by; the same for all layers.
     """
-    if fused:
+    if fused and factor == 1:
         return turn_fused(x, angles)
     tables = getattr(angles, "tables", None)
     if tables is None:
         half = angles[..., : angles.shape[-1] // 2]
-        tables = half.cos().to(x.dtype), half.sin().to(x.dtype)
+        tables = (factor * half.cos()).to(x.dtype), (factor * half.sin()).to(x.dtype)
         angles.tables = tables  # type: ignore[attr-defined]
     return turn(x, *tables)
 
@@ -126,8 +140,9 @@ def apply_rotary(x: Tensor, angles: Tensor, *, fused: bool) -> Tensor:
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (S, B, heads, D), keeping only the tables for the backward pass.
 
-    The tables are (S, B or 1, 1, D / 2), in the dtype to compute in. Source: HF
-    ``apply_rotary_pos_emb`` of Qwen3-VL: the halves of D are the coordinates.
+    The tables are (S, B or 1, 1, R / 2), in the dtype to compute in. Source: HF
+    ``apply_rotary_pos_emb`` of Qwen3-VL: the halves of R are the coordinates. Values of a head
+    after the first R stay as they are.
     """
     turned: Tensor = _Turn.apply(x, cos, sin)
     return turned
@@ -136,7 +151,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def turn_fused(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate (S, B, heads, D) with Transformer Engine's kernel, which computes in float32.
 
-    The angles are (S, B or 1, 1, D) float32, the second half of D like the first.
+    The angles are (S, B or 1, 1, R) float32, the second half of R like the first. The kernel, too,
+    keeps the values after the first R of a head.
     """
     from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
 
@@ -163,16 +179,27 @@ class _Turn(torch.autograd.Function):
 
 @Pointwise
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    halves = x.unflatten(-1, (2, -1))  # (S, B, heads, 2, D / 2)
+    width = 2 * cos.shape[-1]
+    halves = x[..., :width].unflatten(-1, (2, -1))  # (S, B, heads, 2, R / 2)
     first, second = halves.unbind(-2)
     turned = halves * cos.unsqueeze(-2)
     turned.select(-2, 0).addcmul_(second, sin, value=-sign)
     turned.select(-2, 1).addcmul_(first, sin, value=sign)
-    return turned.flatten(-2).to(x.dtype)
+    turned = turned.flatten(-2).to(x.dtype)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
 
 
 class RotarySelfAttention(SelfAttention):
-    """mcore's attention, which here rotates queries and keys as soon as they are projected."""
+    """mcore's attention, which here rotates queries and keys as soon as they are projected.
+
+    Args:
+        factor: see :func:`rotary_factor`.
+    """
+
+    def __init__(self, *args: Any, factor: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        fused = self.config.transformer_impl == "transformer_engine"
+        self._rotate = partial(apply_rotary, fused=fused, factor=factor)
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
         self._angles = rotary_pos_emb
@@ -184,17 +211,15 @@ class RotarySelfAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         if self._angles is not None:
-            fused = self.config.transformer_impl == "transformer_engine"
-            query, key = (_rotate_remembering(x, self._angles, fused) for x in (query, key))
+            query, key = (self._rotate_remembering(x, self._angles) for x in (query, key))
         return query, key, *rest
 
-
-def _rotate_remembering(x: Tensor, angles: Tensor, fused: bool) -> Tensor:
-    """Rotate the output of a norm, and give the result a recipe that begins with the norm's."""
-    turned, recipe = apply_rotary(x, angles, fused=fused), recipe_of(x)
-    if recipe is None:
-        return turned
-    return remember(turned, lambda: apply_rotary(recipe(), angles, fused=fused))
+    def _rotate_remembering(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Rotate the output of a norm, and give the result a recipe that begins with the norm's."""
+        turned, recipe = self._rotate(x, angles), recipe_of(x)
+        if recipe is None:
+            return turned
+        return remember(turned, lambda: self._rotate(recipe(), angles))
 
 
 @dataclass
@@ -267,15 +292,19 @@ def causal_segments(
             query_lengths.append(chunk)
             key_lengths.append((number + 1) * chunk)
             keys.append(torch.arange(start, start + key_lengths[-1]))
+    rows = gathered_positions(bounds, cp_size).argsort()[torch.cat(keys)]
+    return Segments(tuple(query_lengths), tuple(key_lengths), to_device(rows, device))
+
+
+def gathered_positions(bounds: tuple[int, ...], cp_size: int) -> Tensor:
+    """Return the positions of all CP ranks' tokens, one rank after another: (S,) int64, host."""
     cu_seqlens = torch.tensor(bounds)
-    gathered = torch.cat(
+    return torch.cat(
         [
             local_positions(bounds[-1], cp_size=cp_size, cp_rank=rank, cu_seqlens=cu_seqlens)
             for rank in range(cp_size)
         ]
-    )  # (S,) positions in the order in which the ranks' keys arrive
-    rows = gathered.argsort()[torch.cat(keys)]
-    return Segments(tuple(query_lengths), tuple(key_lengths), to_device(rows, device))
+    )
 
 
 class TorchAttention(MegatronModule):

@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import token_dispatcher
@@ -45,6 +46,7 @@ from torch import Tensor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import fusion
 from mcore_qwen3vl.model.decoder.attention import RotarySelfAttention, TorchAttention
+from mcore_qwen3vl.model.decoder.delta_net import DeltaNet
 from mcore_qwen3vl.model.decoder.experts import (
     GroupedExperts,
     indices_to_multihot,
@@ -79,10 +81,10 @@ class DeepStackLayer(TransformerLayer):
         full = self.config.recompute_granularity == "full"
         self.recomputes = recomputes and not offloads and not full
         if self.recomputes:
-            attention = self.self_attention
-            norms = (attention.q_layernorm, attention.k_layernorm)
+            names = ("q_layernorm", "k_layernorm")  # which a gated delta net lacks
+            norms = (getattr(self.self_attention, name, None) for name in names)
             for norm in (self.input_layernorm, self.pre_mlp_layernorm, *norms):
-                if not isinstance(norm, IdentityOp):
+                if norm is not None and not isinstance(norm, IdentityOp):
                     remember_outputs_of(norm)
 
     def forward(
@@ -152,14 +154,17 @@ def block_spec(
     spec: Spec,
     *,
     deepstack_layers: int,
+    rotary_factor: float = 1.0,
     keep_activations: bool = False,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return the decoder layers of one pipeline chunk, dense or MoE as ``moe_layer_freq`` says.
+    """Return the decoder layers of one pipeline chunk.
 
-    The arguments are those of :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`, and the number of
-    layers, counted from the first, that add visual features.
+    The config says of each layer whether it is dense or MoE (``moe_layer_freq``), and whether it is
+    attention or a gated delta net (``linear_attention_freq``). The other arguments are those of
+    :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`; the number of layers, counted from the first,
+    that add visual features; and the factor of :func:`.rotary_factor`.
 
     Raises:
         BadInput: the spec is ``te``, and Transformer Engine is not installed.
@@ -175,20 +180,41 @@ def block_spec(
         token_dispatcher._DeepepManager._indices_to_multihot = indices_to_multihot
     if config.gradient_accumulation_fusion:
         accumulate_in_products()
-    moe_layers = [_is_moe(config, number) for number in range(config.num_layers)]
+    of_layers = [_kind(config, number) for number in range(config.num_layers)]
     make = _te_layer if spec == "te" else _torch_layer
-    kinds = {moe: make(config, moe) for moe in set(moe_layers)}
-    for layer in kinds.values():
+    kinds = {kind: make(config, kind.moe) for kind in set(of_layers)}
+    for kind, layer in kinds.items():
         layer.module = DeepStackLayer
         layer.params = {"deepstack_layers": deepstack_layers, "recomputes": not keep_activations}
-        layer.submodules.self_attention.module = RotarySelfAttention
+        attention = layer.submodules.self_attention
+        attention.module = RotarySelfAttention
+        attention.params = {**attention.params, "factor": rotary_factor}
+        if kind.delta_net:
+            _replace_attention(layer)
         mlp = layer.submodules.mlp
         if getattr(mlp, "func", None) == MLP.as_mlp_submodule:  # a dense one
             layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, **mlp.keywords)
     layers = layers_of_chunk(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[moe_layers[number]] for number in layers], layer_norm=Norm
+        layer_specs=[kinds[of_layers[number]] for number in layers], layer_norm=Norm
     )
+
+
+def _replace_attention(layer: ModuleSpec) -> None:
+    """Put a gated delta net in the place of attention, made of the same linear layers and norm."""
+    parts: Any = layer.submodules
+    attention = parts.self_attention.submodules
+    parts.self_attention = ModuleSpec(
+        module=DeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=attention.linear_qkv,
+            out_norm=attention.q_layernorm,
+            out_proj=attention.linear_proj,
+        ),
+    )
+    keys = parts.sharded_state_dict_keys_map
+    if "input_layernorm." in keys:  # a module of its own, with the key of a fused one
+        keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
 
 
 def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
@@ -236,8 +262,18 @@ def _prepare_transformer_engine() -> None:
         )
 
 
-def _is_moe(config: TransformerConfig, layer: int) -> bool:
-    if config.num_moe_experts is None:
-        return False
-    frequency = config.moe_layer_freq
-    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+class _Kind(NamedTuple):
+    """What distinguishes decoder layers."""
+
+    moe: bool
+    delta_net: bool
+
+
+def _kind(config: TransformerConfig, layer: int) -> _Kind:
+    every = config.moe_layer_freq
+    moe = bool(every[layer]) if isinstance(every, list) else layer % every == 0
+    delta_nets = config.linear_attention_freq
+    return _Kind(
+        moe=moe and config.num_moe_experts is not None,
+        delta_net=isinstance(delta_nets, list) and bool(delta_nets[layer]),
+    )

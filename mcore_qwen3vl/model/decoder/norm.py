@@ -16,7 +16,8 @@ class RMSNorm(nn.Module):
     In half precision it rounds once, like Transformer Engine's norm; Hugging Face's norm also
     rounds before it multiplies by the weight. mcore's ``WrappedTorchNorm`` refuses sequence
     parallelism. This norm marks its weight, so that its gradient, of which each rank has a part, is
-    summed over the TP group. Source: HF ``Qwen3VLTextRMSNorm``.
+    summed over the TP group. Source: HF ``Qwen3VLTextRMSNorm``; of weights that are differences
+    from one, ``Qwen3_5RMSNorm``.
     """
 
     def __init__(
@@ -24,11 +25,17 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        start = torch.full((hidden_size,), float(not self.zero_centered), dtype=config.params_dtype)
+        self.weight = nn.Parameter(start)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (..., hidden_size), keeping shape and dtype; the mean is taken in float32."""
+        if self.zero_centered:  # HF adds one and multiplies in float32, and rounds once
+            wide = torch.promote_types(x.dtype, torch.float32)
+            weight = 1 + self.weight.to(wide)
+            return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

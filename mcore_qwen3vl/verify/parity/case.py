@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
@@ -17,7 +19,40 @@ from mcore_qwen3vl.verify.parity.batches import Batch
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
     from mcore_qwen3vl.model.transformer_config import Spec
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Dtype = Literal["fp32", "bf16", "fp64"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+class _DoubleForFloat(TorchFunctionMode):
+    """Gives float64 wherever code asks for float32, as norms, softmax and losses of models do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        asked = (kwargs or {}).items()
+        kwargs = {k: torch.float64 if value is torch.float32 else value for k, value in asked}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Within this context, compute all in float64 if that is `dtype`: weights alone do not do it.
+
+    Models ask for float32 by name at many places, and float64 that went through one of them has
+    its rounding.
+    """
+    if dtype != torch.float64:
+        yield
+        return
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _DoubleForFloat():
+            yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 @dataclass(frozen=True)
@@ -61,7 +96,7 @@ class Case:
 
     layout: Layout = field(default_factory=Layout)
     spec: Spec = "torch"
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Dtype = "fp32"
     device: Literal["cpu", "cuda"] = "cpu"
     gradients: bool = True
     adamw: AdamW | None = None

@@ -12,12 +12,23 @@ from typing import Any
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
+from mcore_qwen3vl.tiny.tiny_checkpoint import HYBRID_TEXT
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import RECIPES
 from mcore_qwen3vl.verify.parity.case import AdamW, Case
 from mcore_qwen3vl.verify.parity.comparison import compare_case
 from mcore_qwen3vl.verify.parity.reference import ReferenceCheckpoint
 from mcore_qwen3vl.verify.report import Report
+
+HYBRID_YARN = {
+    "max_position_embeddings": 256,
+    "rope_parameters": {
+        **HYBRID_TEXT["rope_parameters"],
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -32,6 +43,10 @@ MODELS: dict[str, dict[str, Any]] = {
     # Fewer KV heads than tensor-parallel ranks.
     "few-kv": {"text": {"num_key_value_heads": 2}},
     "yarn": {"text": YARN},
+    "qwen3.5": {"family": "qwen3.5"},
+    # Its head is tied, and the part of each head that is rotated has a scaled rope.
+    "qwen3.5-tied": {"family": "qwen3.5", "tie": True, "text": HYBRID_YARN},
+    "qwen3.5-moe": {"family": "qwen3.5", "moe": True},
 }
 """The arguments of :func:`write_tiny_checkpoint` for each model."""
 
@@ -80,6 +95,7 @@ class MatrixRow:
 
 row = MatrixRow.of
 BF16: dict[str, Any] = {"note": "bf16", "dtype": "bf16"}
+FP64: dict[str, Any] = {"note": "fp64", "dtype": "fp64"}
 OVERLAP: dict[str, Any] = {"note": "overlap", "overlap": True}
 SHARDED: dict[str, Any] = {"note": "distr. opt.", "distributed_optimizer": True}
 OVERLAPPED: dict[str, Any] = SHARDED | OVERLAP | {"note": "distr. opt., overlap"}
@@ -180,6 +196,35 @@ MATRIX: tuple[MatrixRow, ...] = (
     row("moe", "cp2xpp2xep2+Ettt|t||L", "packed", **EXPERTS),
     row("moe", "cp2xpp2xep2+Et||tt|tL", "packed", **EXPERTS),
     row("moe-mixed", "single", "mixed", "packed"),
+    MatrixRow("qwen3.5", "single"),
+    MatrixRow("qwen3.5", "tp2"),
+    row("qwen3.5", "tp2+sp", "mixed", "padded-left", "packed"),
+    row("qwen3.5", "cp2", "video", "padded-left", "packed"),
+    MatrixRow("qwen3.5", "pp2", STAGED),
+    row("qwen3.5", "pp2xvpp2", "images", "packed", "ragged"),
+    row("qwen3.5", "pp2xdp2+E|t|tt|tL", "imageless", **OVERLAPPED),
+    row("qwen3.5", "dp2", "imageless", "packed", **OVERLAPPED),
+    row("qwen3.5", "single", *EVERY, **FP64),
+    row("qwen3.5", "tp2xcp2+sp", "mixed", "padded-left", "packed", **FP64),
+    row("qwen3.5", "tp4", "mixed", "packed", **FP64),
+    row("qwen3.5", "cp4", "video", "packed", "padded", **FP64),
+    row("qwen3.5", "tp2xpp2xcp2+sp", "mixed", "packed", **FP64),
+    row("qwen3.5-tied", "tp2xpp2+sp", "mixed", "packed"),
+    row("qwen3.5-tied", "cp2", "mixed", "packed", **FP64),
+    row("qwen3.5", "tp2+sp", "mixed", **uniform(1)),
+    row("qwen3.5", "pp2xvpp2", "packed", **uniform(1)),
+    row("qwen3.5", "cp2", "mixed", **SELECTIVE),
+    row("qwen3.5", "tp2xcp2+sp", "packed", **noted("all kept", keep_activations=True)),
+    row("qwen3.5", "tp2xpp2+sp", "mixed", "packed", **ACCUMULATED),
+    row("qwen3.5", "single", "mixed", "packed", **BF16),
+    row("qwen3.5-moe", "single", *EVERY, **FP64),
+    row("qwen3.5-moe", "single", "mixed", "packed"),
+    row("qwen3.5-moe", "ep2xdp2", "mixed", "padded-left", "packed"),
+    row("qwen3.5-moe", "tp2xep2+sp", "mixed", "packed", "padded"),
+    row("qwen3.5-moe", "tp2xetp2+sp", "mixed", "packed", **FP64),
+    row("qwen3.5-moe", "cp2xep2", "video", "packed", "padded", **FP64),
+    row("qwen3.5-moe", "pp2xep2xdp2", "imageless", "packed", **OVERLAPPED),
+    row("qwen3.5-moe", "ep2xdp2", "mixed", "packed", **EXPERTS),
     row("moe-mixed", "ep2xdp2", "mixed", "packed", **EXPERTS),
     row("moe-mixed", "pp2xep2xdp2", "images", "padded"),
     row("dense", "tp2+sp", "mixed", **uniform(1)),
@@ -204,6 +249,8 @@ MATRIX: tuple[MatrixRow, ...] = (
     row("dense", "cp2", "mixed", note="aligner frozen", freeze=("aligner",)),
     row("dense", "pp2", "mixed", note="language frozen", freeze=("language",)),
     row("moe", "ep2xdp2", "mixed", **PATTERNS_FROZEN),
+    row("dense", "tp2xcp2+sp", "mixed", "packed", **FP64),
+    row("moe", "tp2xep2+sp", "mixed", "packed", **FP64),
     row("dense", "single", "mixed", "padded-left", "packed", "imageless", **BF16),
     row("dense", "tp2xpp2+sp", "mixed", "packed", **BF16),
     row("moe-all", "single", "mixed", "packed", **BF16),
@@ -338,4 +385,6 @@ def _step(report: Report) -> str:
 
 
 def _micro(error: float) -> str:
+    if 0 < error < 1e-10:  # in float64
+        return f"{error * 1e6:.0e}"
     return f"{error * 1e6:.1f}" if error < 1e-3 else f"{error * 1e6:.0f}"

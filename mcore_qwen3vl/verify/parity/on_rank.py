@@ -43,7 +43,7 @@ from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.training.step.optimizer import use_multi_tensor
 from mcore_qwen3vl.verify.measurement import FROZEN, Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
-from mcore_qwen3vl.verify.parity.case import AdamW, Case
+from mcore_qwen3vl.verify.parity.case import AdamW, Case, computing_in
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, Expected, Stepped, move_to_files
 
 IN_MEMORY: ExpertLayout = "v5"
@@ -81,16 +81,17 @@ def measure_on_rank(
     """
     initialize(case.layout)
     uneven = any(b.batch.uneven for b in batches)
-    engine = Engine(path, case, uneven=uneven, mcore=mcore, adapter=adapter)
-    if case.overlap:
-        engine.run(batches[0])  # in its first batch DDP counts gradients, and does not overlap
-    measured = []
-    for batch in batches:
-        measured.append(engine.measure(batch))
-        if dist.get_rank() == 0:
-            tell(batch.batch.name)
-    if stepped is not None and case.adamw is not None:
-        measured[-1] = merge([measured[-1], engine.step(case.adamw, stepped, batches[-1])])
+    with computing_in(case.torch_dtype):
+        engine = Engine(path, case, uneven=uneven, mcore=mcore, adapter=adapter)
+        if case.overlap:
+            engine.run(batches[0])  # in its first batch DDP counts gradients, and does not overlap
+        measured = []
+        for batch in batches:
+            measured.append(engine.measure(batch))
+            if dist.get_rank() == 0:
+                tell(batch.batch.name)
+        if stepped is not None and case.adamw is not None:
+            measured[-1] = merge([measured[-1], engine.step(case.adamw, stepped, batches[-1])])
     return measured
 
 
@@ -127,6 +128,7 @@ class Engine:
             "variable_seq_lengths": uneven,
             "head_chunk": HEAD_CHUNK,
             **(_multiply_exactly(case) if case.dtype == "fp32" else {}),
+            **({"moe_router_dtype": "fp64"} if case.dtype == "fp64" else {}),
             **case.config,
         }
         self.chunks = build_chunks(
@@ -302,7 +304,7 @@ class Engine:
         return DistributedDataParallel(
             chunk.config,
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
+                grad_reduce_in_fp32=self.case.dtype != "fp64",
                 overlap_grad_reduce=self.case.overlap,
                 use_distributed_optimizer=self.case.distributed_optimizer,
                 overlap_param_gather=self.case.overlaps_gather,

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -32,7 +33,7 @@ from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, build_batch, media
-from mcore_qwen3vl.verify.parity.case import AdamW, Case
+from mcore_qwen3vl.verify.parity.case import AdamW, Case, computing_in
 
 AFTER_STEP = "logits after a step"
 """The report's part on the forward pass that overlaps the gathering of new parameters."""
@@ -103,8 +104,8 @@ class Expected:
     """The reference for one batch.
 
     Attributes:
-        logits: for each micro-batch (B, S, V) float32; 0 at padding.
-        losses: for each micro-batch (B, S) float32 cross-entropy of each token; 0 at padding.
+        logits: for each micro-batch (B, S, V) float32, or float64; 0 at padding.
+        losses: for each micro-batch (B, S) cross-entropy of each token, likewise; 0 at padding.
         valid: for each micro-batch (B, S) bool: not padding.
         gradients: gradients by HF name, in the model's dtype, of the loss summed over the tokens
             that count and divided by their number in the whole batch; empty if not asked for.
@@ -148,11 +149,13 @@ class Reference:
 
         HuggingFaceCheckpoint(path).form.require_transformers(path)
         self.architecture = Architecture.from_hf(path)
-        kind = "Moe" if self.architecture.is_moe else ""
-        model_class = getattr(transformers, f"Qwen3VL{kind}ForConditionalGeneration")
-        self.model: Any = model_class.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-        )
+        name = f"{self.architecture.family}ForConditionalGeneration"
+        model_class = getattr(transformers, name)
+        self.dtype = dtype
+        with computing_in(dtype):
+            self.model: Any = model_class.from_pretrained(
+                path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+            )
         weights = self.model.named_parameters()
         nonfinite = [name for name, weight in weights if not all_finite(weight.detach())]
         for note in nonfinite_notes([{"nonfinite": nonfinite}]):
@@ -170,7 +173,8 @@ class Reference:
         """Compute logits, losses and, with `gradients`, all gradients, summed over samples."""
         self.model.zero_grad(set_to_none=True)
         scale = 1 / batch.tokens
-        micro = [self._micro_batch(m, scale, gradients) for m in batch.micro_batches]
+        with computing_in(self.dtype):
+            micro = [self._micro_batch(m, scale, gradients) for m in batch.micro_batches]
         logits, losses, valid = zip(*micro, strict=True)
         return Expected(batch, logits, losses, valid, self._gradients() if gradients else {})
 
@@ -359,7 +363,8 @@ class ReferenceCheckpoint:
     def _results_of(self, batch: str, case: Case, folder: Path | None) -> Expected:
         key = (batch, case.multiple, case.dtype, case.gradients)
         if key not in self._expected:
-            built = build_batch(batch, self.architecture, multiple=case.multiple)
+            with computing_in(case.torch_dtype):
+                built = build_batch(batch, self.architecture, multiple=case.multiple)
             model = self.model(case.torch_dtype, weights_in_files=case.weights_in_files)
             expected = model.run(built, gradients=case.gradients)
             if folder is not None:
@@ -389,11 +394,10 @@ class ReferenceCheckpoint:
 
     def value_counts(self, frozen: Mapping[str, int] | None = None) -> dict[str, int]:
         """Return the number of values of each tensor, expert and factor, without `frozen` ones."""
-        counts = {
-            source.label: prod(source.piece_shape)
-            for row in table(self.architecture)
-            for source in row.sources
-        }
+        counts: Counter[str] = Counter()
+        for row in table(self.architecture):
+            for source in row.sources:
+                counts[source.label] += prod(source.piece_shape)  # a row may have a part of one
         if self.adapter is not None:
             counts |= {name: factor.numel() for name, factor in self.adapter.tensors().items()}
         trained = {name: count - (frozen or {}).get(name, 0) for name, count in counts.items()}

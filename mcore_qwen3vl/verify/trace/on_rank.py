@@ -32,6 +32,8 @@ from mcore_qwen3vl.verify.parity.on_rank import Engine
 from mcore_qwen3vl.verify.trace.recording import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
+    ATTENTION,
+    DELTA_NET,
     TEXT,
     VISUAL,
     WEIGHTS,
@@ -39,6 +41,7 @@ from mcore_qwen3vl.verify.trace.recording import (
     Recording,
     Rows,
     cosine_and_sine,
+    experts_point,
     input_of,
 )
 
@@ -268,10 +271,11 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
         name = f"{TEXT}.layers.{number}"
         if number == 0:
             yield _hook_of(layer, f"{TEXT}.inputs_embeds", side="input")
-        yield from _head_norm_hooks(chunk, layer.self_attention, f"{name}.self_attn")
+        if not chunk.architecture.delta_net_layers[number]:
+            yield from _head_norm_hooks(chunk, layer.self_attention, f"{name}.self_attn")
         if chunk.architecture.moe_layers[number]:
             yield _hook_of(layer.mlp.router, f"{name}.mlp.gate")
-            yield _hook_of(layer.mlp, f"{name}.mlp.experts")
+            yield _hook_of(layer.mlp, experts_point(chunk.architecture, name))
         yield _hook_of(layer, name)
     if chunk.post_process:
         yield _head_hook(chunk)
@@ -299,6 +303,7 @@ def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[Hook]:
     for part in hf_parts([chunk]):
         owner, point = (n.rpartition(".")[0] for n in (part.parameter, part.name))
         elsewhere = (".experts", "router", "q_layernorm", "k_layernorm", ".layer_norm_weight")
+        elsewhere += ("conv1d", "A_log", "dt_bias", "out_norm", "gate_weight")  # no module's output
         if not owner.startswith("decoder.") or any(name in part.parameter for name in elsewhere):
             continue
         rows, *columns = part.box
@@ -309,7 +314,7 @@ def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[Hook]:
         local = slice(used[owner], used[owner] + length)
         used[owner] += length
         outputs[owner].append(ColumnMap(point, local, rows, split))
-        if point.endswith("o_proj"):
+        if point.endswith((ATTENTION[1], DELTA_NET[1])):
             assert isinstance(columns[0], slice)
             local = slice(0, columns[0].stop - columns[0].start)
             of_input = ColumnMap(f"{point}:input", local, columns[0], _tp_size() > 1)

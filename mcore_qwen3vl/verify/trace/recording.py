@@ -27,6 +27,15 @@ Rows = Literal["tokens", "patches", "features"]
 
 VISUAL = "model.visual"
 TEXT = "model.language_model"
+ATTENTION = (
+    tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")),
+    "self_attn.o_proj",
+)
+DELTA_NET = (
+    tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
+    "linear_attn.out_proj",
+)
+"""The modules with which a layer's attention or gated delta net begins, and the one at its end."""
 
 ACTIVATIONS = "activations"
 ACTIVATION_GRADIENTS = "activation gradients"
@@ -98,24 +107,34 @@ def _text_points(a: Architecture) -> Iterator[ProbePoint]:
     for i in range(a.num_hidden_layers):
         layer = f"{TEXT}.layers.{i}"
         yield tokens(f"{layer}.input_layernorm")
-        for child in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
-            yield tokens(f"{layer}.self_attn.{child}")
-        projection = f"{layer}.self_attn.o_proj"
+        inputs, projection = ATTENTION
+        if a.delta_net_layers[i]:
+            inputs, projection = DELTA_NET
+        for child in inputs:
+            yield tokens(f"{layer}.{child}")
+        projection = f"{layer}.{projection}"
         yield tokens(f"{projection}:input", module=projection, side="input")
         yield tokens(projection)
         yield tokens(f"{layer}.post_attention_layernorm")
         if a.moe_layers[i]:
             yield tokens(f"{layer}.mlp.gate", pick=lambda out: out[1], spread=_over_all_experts)
-            yield tokens(f"{layer}.mlp.experts")
-        else:
+        if not a.moe_layers[i] or a.shared_expert_intermediate_size:
+            mlp = f"{layer}.mlp.shared_expert" if a.moe_layers[i] else f"{layer}.mlp"
             for child in ("gate_proj", "up_proj", "down_proj"):
-                yield tokens(f"{layer}.mlp.{child}")
+                yield tokens(f"{mlp}.{child}")
+        if a.moe_layers[i]:
+            yield tokens(experts_point(a, layer))
         # DeepStack features are added between one layer and the next.
         last = i == a.num_hidden_layers - 1
         follows = f"{TEXT}.norm" if last else f"{TEXT}.layers.{i + 1}"
         yield tokens(layer, module=follows, side="input")
     yield tokens(f"{TEXT}.norm")
     yield tokens("lm_head")
+
+
+def experts_point(a: Architecture, layer: str) -> str:
+    """Return the probe point of what a MoE layer gives, a shared expert's part included."""
+    return f"{layer}.mlp" if a.shared_expert_intermediate_size else f"{layer}.mlp.experts"
 
 
 def _over_all_experts(scores: Tensor, outputs: Any) -> Tensor:

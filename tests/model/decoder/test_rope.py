@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE
+from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, rotary_factor
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 DOCUMENTED = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 262144}
 """Qwen's documented extension to a million tokens."""
@@ -61,3 +63,22 @@ def test_equals_hugging_face(name: str) -> None:
     assert scale == pytest.approx(reference.attention_scaling**2 / architecture.head_dim**0.5)
     same = torch.equal(ours.inverse_frequency, plain.inverse_frequency)
     assert same == (name == "default")
+
+
+@pytest.mark.parametrize("name", ["default", "yarn"])
+def test_a_part_of_each_head_turns_as_in_hugging_face(name: str) -> None:
+    config = tiny_config(family="qwen3.5")
+    text = config["text_config"]
+    text |= {"max_position_embeddings": 1_000_000}
+    text["rope_parameters"] |= SCALED[name]
+    architecture = Architecture.from_hf(config)
+    ours, factor = InterleavedMRoPE(architecture), rotary_factor(architecture)
+    reference = Qwen3_5TextRotaryEmbedding(AutoConfig.for_model(**config).text_config)
+    positions = torch.randint(0, 1_000_000, (3, 2, 64), generator=torch.Generator().manual_seed(1))
+    angles = ours(positions).squeeze(2).transpose(0, 1)  # (B, S, R)
+    cosine, sine = reference(torch.zeros(1), positions)
+    assert torch.equal(angles.cos() * factor, cosine)
+    assert torch.equal(angles.sin() * factor, sine)
+    # The factor is not that of whole products, so that the scale is not to have it.
+    assert transformer_config(architecture).softmax_scale is None
+    assert (factor == 1) == (name == "default")

@@ -10,32 +10,39 @@ from torch import Tensor
 from mcore_qwen3vl.model.decoder.attention import turn, turn_fused
 
 LENGTH, BATCH, HEADS, WIDTH = 7, 2, 3, 10
+PART = 6
+"""The values of each head that turn, in the models in which not all do."""
 
 
-def given(batch: int) -> tuple[Tensor, Tensor]:
+def given(batch: int, rotated: int = WIDTH) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(5)
     x = torch.randn(LENGTH, BATCH, HEADS, WIDTH, generator=random, dtype=torch.float64)
-    half = 3 * torch.randn(LENGTH, batch, 1, WIDTH // 2, generator=random, dtype=torch.float64)
+    half = 3 * torch.randn(LENGTH, batch, 1, rotated // 2, generator=random, dtype=torch.float64)
     return x, torch.cat([half, half], -1)
 
 
 def plain(x: Tensor, angles: Tensor) -> Tensor:
+    x, rest = x.split((angles.shape[-1], WIDTH - angles.shape[-1]), -1)
     first, second = x.chunk(2, -1)
-    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+    turned = x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+    return torch.cat([turned, rest], -1)
 
 
 def unfused_kernel(x: Tensor, angles: Tensor) -> Tensor:
     """Stand in for Transformer Engine's kernel, which takes one row of angles for the batch."""
-    assert angles.shape == (len(x), 1, 1, x.shape[-1])
+    assert angles.shape[:3] == (len(x), 1, 1)
     return plain(x, angles)
 
 
 @pytest.mark.parametrize("batch", [1, BATCH])
 @pytest.mark.parametrize("fused", [False, True])
-def test_equals_plain_torch(monkeypatch: pytest.MonkeyPatch, batch: int, fused: bool) -> None:
+@pytest.mark.parametrize("rotated", [WIDTH, PART])
+def test_equals_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, batch: int, fused: bool, rotated: int
+) -> None:
     name = "fused_apply_rotary_pos_emb"
     monkeypatch.setattr(transformer_engine, name, unfused_kernel, raising=False)
-    x, angles = given(batch)
+    x, angles = given(batch, rotated)
     results = []
     for by_plain in (True, False):
         own = x.clone().requires_grad_()
@@ -44,7 +51,7 @@ def test_equals_plain_torch(monkeypatch: pytest.MonkeyPatch, batch: int, fused: 
         elif fused:
             turned = turn_fused(own, angles)
         else:
-            half = angles[..., : WIDTH // 2]
+            half = angles[..., : rotated // 2]
             turned = turn(own, half.cos(), half.sin())
         assert turned.shape == x.shape
         (gradient,) = torch.autograd.grad((turned * x.exp()).sum(), own)

@@ -8,6 +8,7 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.decoder import attention
 from mcore_qwen3vl.verify.parity.batches import RECIPES
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 from mcore_qwen3vl.verify.parity.matrix import MATRIX, Matrix, MatrixRow
@@ -39,6 +40,9 @@ FAST: dict[str, tuple[str, ...]] = {
     "dense pp2 language frozen": ("mixed",),
     "moe ep2xdp2 patterns frozen, overlap": ("mixed",),
     "moe-all tp2xep2+sp bf16": ("packed",),
+    "qwen3.5 tp2": ("mixed", "padded-left"),
+    "qwen3.5-tied cp2 fp64": ("packed",),
+    "qwen3.5-moe tp2xep2+sp": ("packed",),
 }
 """Rows with each kind of parallelism, model and option once, on two ranks where they suffice, and
 the batches that they run. The slow tests and `make parity` run all rows with all their batches."""
@@ -60,11 +64,22 @@ def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
     report.require()
     compared = {part for _, part in report.parts()}
     expected = {"logits", "loss", "gradients"}
-    if "freeze" not in row.options and row.options.get("dtype") != "bf16":
+    if "freeze" not in row.options and "dtype" not in row.options:
         expected |= {"parameters", "gradient norm"}
         if row.options.get("overlap") and row.options.get("distributed_optimizer"):
             expected |= {AFTER_STEP}
     assert compared == expected
+
+
+def test_float64_tells_another_function_from_rounding(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = attention.turn
+    monkeypatch.setattr(attention, "turn", lambda *inputs: exact(*inputs) * (1 + 1e-8))
+    assert matrix.run(MatrixRow("dense", "single", ("text",))).ok
+    report = matrix.run(MatrixRow("dense", "single", ("text",), {"dtype": "fp64"}))
+    assert {part for _, part in report.parts()} == {"logits", "loss", "gradients"}
+    assert all(summary.failed for summary in report.parts().values())
 
 
 def test_fast_rows_have_every_model_batch_and_option() -> None:

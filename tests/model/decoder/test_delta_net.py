@@ -1,0 +1,141 @@
+"""What the parity matrix does not show of gated delta nets: host syncs, padding, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model import transformer_config as model_config
+from mcore_qwen3vl.model.decoder.norm import RMSNorm
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.transformer_config import transformer_config
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
+
+HYBRID = Architecture.from_hf(tiny_config(family="qwen3.5"))
+LENGTH = 24
+PACKING = PackedSeqParams(
+    qkv_format="thd", cu_seqlens_q=torch.tensor([0, 7, 7, 20, LENGTH], dtype=torch.int32)
+)
+
+
+def on_one_rank(function: Callable[[Any], Tensor]) -> Tensor:
+    """Return what `function` gives for a gated delta net with random weights."""
+
+    def on_rank() -> Tensor:
+        initialize(Layout())
+        model = Qwen3VLModel.from_hf_config(HYBRID, params_dtype=torch.float32)
+        return function(model.decoder.layers[0].self_attention)
+
+    [result] = run_layout(on_rank, 1)
+    return result
+
+
+def hidden(batch: int) -> Tensor:
+    draw = torch.Generator().manual_seed(3)
+    return torch.randn(LENGTH, batch, HYBRID.hidden_size, generator=draw)
+
+
+def test_no_value_is_read_on_the_host() -> None:
+    """A tensor on the meta device has none: ``.item()``, ``.tolist()`` and comparisons fail."""
+
+    def shapes(net: Any) -> Tensor:
+        net.to("meta")
+        packed, _ = net(hidden(1).to("meta"), packed_seq_params=PACKING)
+        mask = torch.ones(2, LENGTH, dtype=torch.bool, device="meta")
+        padded, _ = net(hidden(2).to("meta"), mask)
+        padded.sum().backward()
+        return torch.tensor([*packed.shape, *padded.shape])
+
+    width = HYBRID.hidden_size
+    assert on_one_rank(shapes).tolist() == [LENGTH, 1, width, LENGTH, 2, width]
+
+
+def test_padding_on_the_left_changes_nothing() -> None:
+    def differences(net: Any) -> Tensor:
+        alone, _ = net(hidden(1)[5:])
+        mask = torch.arange(LENGTH)[None] >= 5
+        padded, _ = net(hidden(1), mask)
+        unmasked, _ = net(hidden(1))
+        return torch.stack(
+            [(x[5:] - alone).abs().max() / alone.abs().max() for x in (padded, unmasked)]
+        )
+
+    padded, unmasked = on_one_rank(differences).tolist()
+    assert padded < 1e-5
+    assert unmasked > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_centred_norms_round_as_hugging_face(dtype: torch.dtype) -> None:
+    config = transformer_config(HYBRID, params_dtype=dtype)
+    ours, theirs = RMSNorm(config, 64, eps=1e-2), Qwen3_5RMSNorm(64, eps=1e-2).to(dtype)
+    draw = torch.Generator().manual_seed(1)
+    weight = torch.randn(64, generator=draw).to(dtype)
+    x = torch.randn(100, 64, generator=draw).to(dtype)
+    with torch.no_grad():
+        assert not ours.weight.any()
+        for norm in (ours, theirs):
+            norm.weight.copy_(weight)
+    torch.testing.assert_close(
+        ours(x), theirs(x), rtol=1e-6 if dtype == torch.float32 else 0, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"fp8": "hybrid", "tensor_model_parallel_size": 2},
+            "multiple of 16 rows .* TP 2 leaves 232 of 464: use a smaller TP or bf16",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]},
+            "recomputed in any case",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        transformer_config(HYBRID, spec="te", **overrides)
+
+
+def test_a_gpu_needs_kernels_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(model_config, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"flash-linear-attention.*install mcore-qwen3vl\[fla\]"):
+        transformer_config(HYBRID, params_dtype=torch.bfloat16)
+    transformer_config(HYBRID, params_dtype=torch.float32)
+    transformer_config(HYBRID, params_dtype=torch.bfloat16, deterministic_mode=True)
+
+
+def test_a_language_model_without_a_vision_tower() -> None:
+    config = tiny_config(family="qwen3.5")
+    text = {**config["text_config"], "model_type": "qwen3_5_text", "tie_word_embeddings": False}
+
+    def difference() -> float:
+        initialize(Layout())
+        whole, alone = (
+            Qwen3VLModel.from_hf_config(Architecture.from_hf(c), params_dtype=torch.float32)
+            for c in (config, text)
+        )
+        missing = alone.load_state_dict(whole.state_dict(), strict=False).unexpected_keys
+        assert missing
+        assert all(name.startswith("visual.") for name in missing)
+        ids = torch.arange(LENGTH)[None]
+        positions = ids.expand(3, 1, LENGTH)
+        results = [model(ids, positions, labels=ids) for model in (whole, alone)]
+        results[1].sum().backward()
+        return float((results[0] - results[1]).detach().abs().max())
+
+    assert run_layout(difference, 1) == [0.0]
