@@ -13,8 +13,7 @@ import pytest
 from megatron.core.inference.contexts import StaticInferenceContext
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import generate as decoding
-from mcore_qwen3vl.generation import prompts
+from mcore_qwen3vl.generation import decoding, prompts
 from mcore_qwen3vl.generation.decoding import CachedModel
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import RanksFailed
