@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.live.sharded import factor_parts, gradient, hf_parts, unwrap
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.verify.job import Job, run_rank
@@ -20,6 +21,21 @@ from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
 from mcore_qwen3vl.verify.parity.reference import Reference
 
 TOLERANCE = 2e-5
+
+
+def step_job(
+    checkpoint: Path, data: Path, layout: str, *flags: str, steps: int = 1, **options: Any
+) -> Job:
+    """Return a job, packed if the flags say so, with sequences of 256 tokens unless told else."""
+    return Job(
+        checkpoint,
+        data,
+        Layout.parse(layout),
+        steps,
+        packing="--packing" in flags,
+        flags=tuple(flag for flag in flags if flag != "--packing"),
+        **{"seq_length": 256, **options},
+    )
 
 
 @dataclass(frozen=True)

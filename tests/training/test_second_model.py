@@ -15,7 +15,7 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.second_model import SecondModel
 from mcore_qwen3vl.verify.job import run_rank
-from tests.training.preference.test_run import preference_job
+from tests.training.one_step import step_job
 
 
 def of_flags(student: Path, teacher: Path, *flags: str, ranks: int = 1) -> SecondModel | None:
@@ -82,5 +82,5 @@ def _left_alone(argv: list[str], output: Path) -> list[str]:
 
 def test_training_leaves_the_second_model_alone(dense: Path, data: Path, tmp_path: Path) -> None:
     flags = ("--loss", "distill", "--teacher", str(dense), "--teacher-top-k", "5")
-    job = preference_job(dense, data, "pp2", *flags, steps=2)
+    job = step_job(dense, data, "pp2", *flags, steps=2)
     assert run_layout(_left_alone, 2, job.argv, tmp_path / "output.txt") == [[], []]

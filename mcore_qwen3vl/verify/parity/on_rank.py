@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import megatron.core.models.mimo  # noqa: F401  # or each forked rank imports it for its optimizer
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu

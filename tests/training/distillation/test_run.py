@@ -20,8 +20,8 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves import encode, sample_order, whole_and_half
 from mcore_qwen3vl.verify.job import Job, curve_of, train, worst_difference
-from tests.training.one_step import Plain, check_step, plain_model
-from tests.training.preference.test_run import preference_job, random_adapter
+from tests.training.one_step import Plain, check_step, plain_model, step_job
+from tests.training.preference.test_run import random_adapter
 from tests.turns import slow
 
 K = 7
@@ -133,7 +133,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     checkpoint = request.getfixturevalue(student)
     teacher = request.getfixturevalue("moe" if student == "dense" else "dense")
     data = scored(records, teacher, tmp_path, settings.temperature)
-    job = preference_job(checkpoint, data, layout, *flags_of(settings), *flags)
+    job = step_job(checkpoint, data, layout, *flags_of(settings), *flags)
     expected, numbers = plain_step(job, teacher, settings)
     entry = check_step(job, expected, "distill loss", tmp_path)
     assert {name: entry[name] for name in numbers} == pytest.approx(numbers, rel=2e-5)
@@ -186,7 +186,7 @@ def test_a_live_teacher_of_another_size(
 ) -> None:
     checkpoint, other = (request.getfixturevalue(name) for name in (student, teacher))
     flags = (*flags_of(settings), *live_flags(other), *flags)
-    job = preference_job(checkpoint, records, layout, *flags)
+    job = step_job(checkpoint, records, layout, *flags)
     expected, numbers = plain_step(job, other, settings)
     entry = check_step(job, expected, "distill loss", tmp_path)
     assert {name: entry[name] for name in numbers} == pytest.approx(numbers, rel=2e-5)
@@ -197,7 +197,7 @@ def test_an_adapter_learns_from_a_teacher(
 ) -> None:
     data = scored(records, moe, tmp_path, 1.0)
     adapter = random_adapter(tmp_path, dense)
-    job = preference_job(dense, data, "single", *flags_of(REVERSE), *PACKED, lora=adapter)
+    job = step_job(dense, data, "single", *flags_of(REVERSE), *PACKED, lora=adapter)
     check_step(job, plain_step(job, moe, REVERSE)[0], "distill loss", tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_a_live_teacher_is_the_one_of_the_file_and_a_run_resumes(
     """A run that stopped halfway and resumed has the same numbers, bit for bit."""
     data = scored(records, large, tmp_path, FORWARD.temperature)
     evaluation = ("--valid-data-path", str(data), "--eval-iters", "1", "--eval-interval", "2")
-    by_file = preference_job(
+    by_file = step_job(
         dense, data, "single", *flags_of(FORWARD), *evaluation, *PACKED, steps=4, batch=2
     )
     live = replace(by_file, flags=(*by_file.flags, *live_flags(large)))
@@ -235,7 +235,7 @@ def test_a_validation_without_training_has_its_teacher(
 ) -> None:
     evaluation = ("--valid-data-path", str(records), "--eval-iters", "1", "--skip-train")
     flags = (*flags_of(FORWARD), *live_flags(large), *evaluation)
-    job = preference_job(dense, records, "single", *flags, *PACKED, steps=2)
+    job = step_job(dense, records, "single", *flags, *PACKED, steps=2)
     assert train(job, tmp_path / "run") == []
     (entry,) = map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
     assert entry["iteration"] == 0

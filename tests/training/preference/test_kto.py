@@ -8,9 +8,9 @@ import pytest
 
 from mcore_qwen3vl.objectives.settings import Kto
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from tests.training.one_step import check_step
+from tests.training.one_step import check_step, step_job
 from tests.training.preference.pairs import plain_kto_step, write_labelled
-from tests.training.preference.test_run import preference_job, random_adapter
+from tests.training.preference.test_run import random_adapter
 from tests.turns import slow
 
 KTO = ("--loss", "kto", "--reference", "adapter")
@@ -53,7 +53,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
 ) -> None:
     checkpoint = request.getfixturevalue(kind)
     adapter = random_adapter(tmp_path, checkpoint)
-    job = preference_job(checkpoint, labelled, layout, *KTO, *WEIGHTS, *flags, lora=adapter)
+    job = step_job(checkpoint, labelled, layout, *KTO, *WEIGHTS, *flags, lora=adapter)
     expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6))
     if layout in ("dp2", "cp2", "ep2xdp2"):  # elsewhere the mean may be below 0
         assert baseline > 0.01
@@ -92,7 +92,7 @@ def test_full_fine_tuning_with_a_frozen_reference(
 ) -> None:
     checkpoint = request.getfixturevalue(kind)
     reference = ("--loss", "kto", "--reference-model", str(other))
-    job = preference_job(checkpoint, labelled, layout, *reference, *WEIGHTS, *flags)
+    job = step_job(checkpoint, labelled, layout, *reference, *WEIGHTS, *flags)
     expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6), other)
     entry = check_step(job, expected, "kto loss", tmp_path)
     assert entry["kl baseline"] == pytest.approx(baseline, rel=1e-4)

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import Preference
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, TOLERANCE, whole_and_half
 from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
-from tests.training.one_step import check_step
+from tests.training.one_step import check_step, step_job
 from tests.training.preference.pairs import as_tar, plain_curve, plain_step, write_pairs
 from tests.turns import slow
 
@@ -37,7 +36,7 @@ def dpo_job(
 ) -> Job:
     """Return a job with a random adapter that is not zero, so that policy and base differ."""
     adapter = random_adapter(folder, checkpoint)
-    return preference_job(checkpoint, pairs, layout, *DPO, *flags, steps=steps, lora=adapter)
+    return step_job(checkpoint, pairs, layout, *DPO, *flags, steps=steps, lora=adapter)
 
 
 def random_adapter(folder: Path, checkpoint: Path) -> Path:
@@ -46,28 +45,6 @@ def random_adapter(folder: Path, checkpoint: Path) -> Path:
         targets = "router" if Architecture.from_hf(checkpoint).is_moe else "language"
         write_random_adapter(adapter, ADAPTERS[targets], checkpoint)
     return adapter
-
-
-def preference_job(
-    checkpoint: Path,
-    data: Path,
-    layout: str,
-    *flags: str,
-    steps: int = 1,
-    batch: int = 4,
-    lora: Path | None = None,
-) -> Job:
-    return Job(
-        checkpoint,
-        data,
-        Layout.parse(layout),
-        steps=steps,
-        batch=batch,
-        seq_length=256,
-        lora=lora,
-        packing="--packing" in flags,
-        flags=tuple(flag for flag in flags if flag != "--packing"),
-    )
 
 
 def check(job: Job, folder: Path, preference: Preference, limit: float = TOLERANCE) -> None:
@@ -139,7 +116,7 @@ def test_full_fine_tuning_with_a_frozen_reference(
     Fast is the comparison with the reference of a file, and KTO's with another model.
     """
     checkpoint = request.getfixturevalue(kind)
-    job = preference_job(checkpoint, pairs, layout, *DPO, *BY_MODEL, *flags, steps=3)
+    job = step_job(checkpoint, pairs, layout, *DPO, *BY_MODEL, *flags, steps=3)
     check(job, tmp_path / "run", Preference(beta=BETA))
 
 
@@ -236,7 +213,7 @@ def test_losses_without_a_reference_are_those_of_one_process(
     request: pytest.FixtureRequest,
 ) -> None:
     checkpoint = request.getfixturevalue(kind)
-    job = preference_job(checkpoint, pairs, layout, "--loss", preference.loss, *flags)
+    job = step_job(checkpoint, pairs, layout, "--loss", preference.loss, *flags)
     name = f"{preference.loss} loss"
     entry = check_step(job, plain_step(job, preference), name, tmp_path)
     assert ("nll loss" in entry) == (preference.loss == "orpo")
@@ -258,5 +235,5 @@ def test_an_adapter_trains_without_a_reference(
 ) -> None:
     flags = ("--loss", preference.loss, "--packing", *flags)
     adapter = random_adapter(tmp_path, dense)
-    job = preference_job(dense, pairs, "dp2", *flags, lora=adapter)
+    job = step_job(dense, pairs, "dp2", *flags, lora=adapter)
     check_step(job, plain_step(job, preference), f"{preference.loss} loss", tmp_path)

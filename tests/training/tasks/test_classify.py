@@ -26,7 +26,7 @@ from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.verify.job import Job, train
-from tests.training.one_step import TOLERANCE, Plain, check_step
+from tests.training.one_step import TOLERANCE, Plain, check_step, step_job
 from tests.training.tasks.retrieval import image_and_text
 from tests.training.tasks.whole_batch import (
     LAYOUTS,
@@ -36,7 +36,6 @@ from tests.training.tasks.whole_batch import (
     headed_adapter,
     headed_model,
     inputs_of,
-    task_job,
     trained_adapter,
 )
 from tests.turns import slow, slow_except
@@ -121,7 +120,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     numbers: Path,
     tmp_path: Path,
 ) -> None:
-    job = task_job(headed(kind, num_labels=3), numbers, layout, *TASK, *flags)
+    job = step_job(headed(kind, num_labels=3), numbers, layout, *TASK, *flags)
     check_step(job, plain_step(job), "classification loss", tmp_path)
 
 
@@ -131,7 +130,7 @@ def test_several_labels_may_be_right(
 ) -> None:
     """The checkpoint's config has the problem type; no flag is needed."""
     checkpoint = headed("dense", num_labels=3, problem_type=MULTI)
-    job = task_job(checkpoint, several, layout, *TASK, *PACKED)
+    job = step_job(checkpoint, several, layout, *TASK, *PACKED)
     check_step(job, plain_step(job), "classification loss", tmp_path)
 
 
@@ -143,7 +142,7 @@ def test_an_adapter_trains_with_its_head_and_scores(
     """The fast test of an adapter with a head is that of a reward model."""
     checkpoint = request.getfixturevalue(kind)
     adapter = headed_adapter(tmp_path / "adapter", checkpoint, 3)
-    job = task_job(checkpoint, numbers, layout, *TASK, *PACKED, lora=adapter)
+    job = step_job(checkpoint, numbers, layout, *TASK, *PACKED, lora=adapter)
     plain = plain_step(job, num_labels=3)
     exported = trained_adapter(job, plain, "classification loss", tmp_path)
     base = class_of(checkpoint).from_pretrained(checkpoint, dtype=torch.float32, num_labels=3)
@@ -174,7 +173,7 @@ def test_a_language_model_becomes_a_classifier_with_the_datas_labels(
     """The run goes on, transformers' own class loads the export, and `score` agrees with it."""
     save, export = tmp_path / "save", tmp_path / "export"
     flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
-    job = task_job(dense, named, "pp2", *TASK, *PACKED)
+    job = step_job(dense, named, "pp2", *TASK, *PACKED)
     (first,) = train(job, tmp_path / "run", *flags)
     more = ("--train-iters", "2", "--override-opt-param-scheduler")
     (second,) = train(job, tmp_path / "rest", *flags, *more)
@@ -195,7 +194,7 @@ def test_a_language_model_becomes_a_classifier_with_the_datas_labels(
 
 def test_several_labels_are_exported_and_scored(dense: Path, several: Path, tmp_path: Path) -> None:
     export = tmp_path / "export"
-    job = task_job(dense, several, "single", *TASK, *PACKED, "--problem-type", MULTI)
+    job = step_job(dense, several, "single", *TASK, *PACKED, "--problem-type", MULTI)
     train(job, tmp_path / "run", "--save-hf", str(export))
     exported = export / "iter_0000001"
     model = class_of(exported).from_pretrained(exported, dtype=torch.float32)
@@ -261,7 +260,7 @@ def test_labels_that_make_no_classifier_are_refused(
 ) -> None:
     data = write_classified(tmp_path, label, 4)
     with pytest.raises(BadInput, match=message):
-        validate(task_job(dense, data, "single", *TASK).argv, 1)
+        validate(step_job(dense, data, "single", *TASK).argv, 1)
 
 
 def test_an_adapter_to_begin_from_names_the_labels(
@@ -269,7 +268,7 @@ def test_an_adapter_to_begin_from_names_the_labels(
 ) -> None:
     """Its head has a row for each of them, in their order; those of the data are not looked at."""
     adapter = headed_adapter(tmp_path / "adapter", dense, 5)
-    settings = validate(task_job(dense, numbers, "single", *TASK, lora=adapter).argv, 1).settings
+    settings = validate(step_job(dense, numbers, "single", *TASK, lora=adapter).argv, 1).settings
     assert settings.labels == Labels.numbered(5, "single_label_classification")
 
 
@@ -278,7 +277,7 @@ def test_labels_that_are_not_the_checkpoints_are_refused(
 ) -> None:
     three = headed("dense", num_labels=3)
     with pytest.raises(BadInput, match=r"--num-labels 4: config.json of .* names 3 labels"):
-        validate(task_job(three, numbers, "single", *TASK, "--num-labels", "4").argv, 1)
+        validate(step_job(three, numbers, "single", *TASK, "--num-labels", "4").argv, 1)
     with pytest.raises(BadInput, match="names no labels"):
         score(Request(dense, numbers, tmp_path / "out.jsonl", task="classify"), on_cpu=True)
 

@@ -17,14 +17,13 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.job import Job, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
-from tests.training.one_step import TOLERANCE, Plain, check_step, plain_model
+from tests.training.one_step import TOLERANCE, Plain, check_step, plain_model, step_job
 from tests.training.tasks.retrieval import texts_of, write_retrieval
 from tests.training.tasks.whole_batch import (
     LAYOUTS,
     PACKED,
     first_records,
     inputs_of,
-    task_job,
 )
 from tests.turns import slow, slow_except
 
@@ -95,7 +94,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    job = task_job(request.getfixturevalue(kind), retrieval, layout, *TASK, *flags, seq_length=512)
+    job = step_job(request.getfixturevalue(kind), retrieval, layout, *TASK, *flags, seq_length=512)
     check_step(job, plain_step(job), "reranker loss", tmp_path)
 
 
@@ -109,7 +108,7 @@ def test_an_adapter_trains(
     checkpoint = request.getfixturevalue(kind)
     targets = "experts" if kind == "moe" else "whole"
     adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS[targets], checkpoint)
-    job = task_job(checkpoint, retrieval, layout, *TASK, *PACKED, lora=adapter, seq_length=512)
+    job = step_job(checkpoint, retrieval, layout, *TASK, *PACKED, lora=adapter, seq_length=512)
     check_step(job, plain_step(job), "reranker loss", tmp_path)
 
 
@@ -117,7 +116,7 @@ def test_a_reranker_is_trained_exported_and_scored(tied: Path, tmp_path: Path) -
     """`score` gives what transformers' own class gives with the exported weights."""
     retrieval, export = write_retrieval(tmp_path / "data", 5), tmp_path / "export"
     train(
-        task_job(tied, retrieval, "single", *TASK, *PACKED, seq_length=512),
+        step_job(tied, retrieval, "single", *TASK, *PACKED, seq_length=512),
         tmp_path / "run",
         *("--save", str(tmp_path / "save"), "--save-hf", str(export)),
     )

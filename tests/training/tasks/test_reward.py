@@ -19,7 +19,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.verify.job import Job, train
-from tests.training.one_step import TOLERANCE, Plain, check_step
+from tests.training.one_step import TOLERANCE, Plain, check_step, step_job
 from tests.training.preference.pairs import sides_of, write_pairs
 from tests.training.tasks.whole_batch import (
     LAYOUTS,
@@ -29,7 +29,6 @@ from tests.training.tasks.whole_batch import (
     headed_adapter,
     headed_model,
     inputs_of,
-    task_job,
     trained_adapter,
 )
 from tests.turns import slow, slow_except
@@ -82,7 +81,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     pairs: Path,
     tmp_path: Path,
 ) -> None:
-    job = task_job(headed(kind, num_labels=1), pairs, layout, *TASK, *flags)
+    job = step_job(headed(kind, num_labels=1), pairs, layout, *TASK, *flags)
     check_step(job, plain_step(job), "reward loss", tmp_path)
 
 
@@ -93,7 +92,7 @@ def test_an_adapter_trains_with_its_head_and_scores(
     """The base is a language model; PEFT's own model is the reference."""
     checkpoint = request.getfixturevalue(kind)
     adapter = headed_adapter(tmp_path / "adapter", checkpoint, 1)
-    job = task_job(checkpoint, pairs, layout, *TASK, *PACKED, lora=adapter)
+    job = step_job(checkpoint, pairs, layout, *TASK, *PACKED, lora=adapter)
     exported = trained_adapter(job, plain_step(job), "reward loss", tmp_path)
     base = class_of(checkpoint).from_pretrained(checkpoint, dtype=torch.float32, num_labels=1)
     model = PeftModel.from_pretrained(base, exported)
@@ -102,7 +101,7 @@ def test_an_adapter_trains_with_its_head_and_scores(
 
 
 def test_flags_alone_make_an_adapter_with_a_head(dense: Path) -> None:
-    job = task_job(dense, Path("x.jsonl"), "single", *TASK, "--lora-rank", "4")
+    job = step_job(dense, Path("x.jsonl"), "single", *TASK, "--lora-rank", "4")
     settings = validate(job.argv, 1).settings
     config = settings.lora.adapter_config(Architecture.from_hf(dense), settings.task.task)
     assert config.modules_to_save == ("score",)
@@ -113,7 +112,7 @@ def test_a_new_head_is_the_same_under_every_layout(
     dense: Path, pairs: Path, tmp_path: Path
 ) -> None:
     (first,), (other,) = (
-        train(task_job(dense, pairs, layout, *TASK, *PACKED), tmp_path / layout)
+        train(step_job(dense, pairs, layout, *TASK, *PACKED), tmp_path / layout)
         for layout in ("pp2", "tp2+sp")
     )
     assert other["reward loss"] == pytest.approx(first["reward loss"], rel=TOLERANCE)
@@ -126,9 +125,9 @@ def test_a_language_model_gets_a_head_that_is_exported_scored_and_resumed(
     """Transformers' own class loads the export. A classifier has the fast test of this."""
     save, export = tmp_path / "save", tmp_path / "export"
     flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
-    (first,) = train(task_job(dense, pairs, "pp2", *TASK, *PACKED), tmp_path / "run", *flags)
+    (first,) = train(step_job(dense, pairs, "pp2", *TASK, *PACKED), tmp_path / "run", *flags)
     (second,) = train(
-        task_job(dense, pairs, "pp2", *TASK, *PACKED),
+        step_job(dense, pairs, "pp2", *TASK, *PACKED),
         tmp_path / "rest",
         *(*flags, "--train-iters", "2", "--override-opt-param-scheduler"),
     )

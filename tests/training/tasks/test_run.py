@@ -25,14 +25,14 @@ from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.scoring.score import Request, _ScoringJob, score
 from mcore_qwen3vl.verify.job import Job, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
-from tests.training.one_step import TOLERANCE, check_step
+from tests.training.one_step import TOLERANCE, check_step, step_job
 from tests.training.tasks.retrieval import embedding, plain_step, texts_of
-from tests.training.tasks.whole_batch import LAYOUTS, PACKED, task_job
+from tests.training.tasks.whole_batch import LAYOUTS, PACKED
 from tests.turns import slow, slow_except
 
 
 def embedding_job(checkpoint: Path, data: Path, layout: str, *flags: str, **options: Any) -> Job:
-    return task_job(checkpoint, data, layout, "--task", "embedding", *flags, **options)
+    return step_job(checkpoint, data, layout, "--task", "embedding", *flags, **options)
 
 
 def check(job: Job, contrastive: Contrastive, folder: Path) -> None:

@@ -16,16 +16,16 @@ from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.curves import with_image_paths
 from mcore_qwen3vl.verify.job import train
 from tests.docs.markdown import ROOT, blocks
-from tests.training.one_step import TOLERANCE
+from tests.training.one_step import TOLERANCE, step_job
 from tests.training.tasks.retrieval import texts_of
-from tests.training.tasks.whole_batch import PACKED, task_job
+from tests.training.tasks.whole_batch import PACKED
 
 pytest.importorskip("sentence_transformers")
 
 
 def test_an_export_embeds_texts_and_images(dense: Path, retrieval: Path, tmp_path: Path) -> None:
     export, out = tmp_path / "export", tmp_path / "out.npy"
-    job = task_job(dense, retrieval, "single", "--task", "embedding", *PACKED)
+    job = step_job(dense, retrieval, "single", "--task", "embedding", *PACKED)
     train(job, tmp_path / "run", "--save-hf", str(export))
     exported = export / "iter_0000001"
     score(

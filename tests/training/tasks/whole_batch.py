@@ -14,7 +14,6 @@ from peft import PeftModel
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.curves import sample_order, with_image_paths
 from mcore_qwen3vl.verify.job import Job
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
@@ -42,28 +41,6 @@ LAYOUTS = [
 """Cases of a test: the checkpoint, the layout and flags. All tasks have their step in common. So
 each has two fast rows: CP, which puts the text's last token on a rank, and another kind of
 parallelism, so that together the fast rows have every kind."""
-
-
-def task_job(
-    checkpoint: Path,
-    data: Path,
-    layout: str,
-    *flags: str,
-    lora: Path | None = None,
-    batch: int = 4,
-    seq_length: int = 256,
-) -> Job:
-    return Job(
-        checkpoint,
-        data,
-        Layout.parse(layout),
-        steps=1,
-        batch=batch,
-        seq_length=seq_length,
-        lora=lora,
-        packing="--packing" in flags,
-        flags=tuple(flag for flag in flags if flag != "--packing"),
-    )
 
 
 def first_records(job: Job, sequences: Callable[[Any], int]) -> list[Any]:
