@@ -152,7 +152,7 @@ def _huggingface(path: Path) -> Inspection:
     checkpoint = HuggingFaceCheckpoint(path)
     tensors = tuple(
         _info(checkpoint.form.names.stored(name), entry.shape, entry.stored)
-        for name, entry in (checkpoint.entries | checkpoint.scales).items()
+        for name, entry in (checkpoint.headers | checkpoint.scales).items()
     )
     facts: dict[str, Any] = {"kind": "huggingface", "files": len(checkpoint.files)}
     facts["has_mtp"] = checkpoint.has_mtp
@@ -271,16 +271,16 @@ def _line(group: Sequence[Row]) -> MappingLine:
 
 def _shown(source: SourceTensor) -> str:
     """Return the name, with the rows if the piece is a part of the tensor of that name."""
-    part = source.rows is not None and not source.alone
-    return f"{source.name}[{source.rows[0]}:{source.rows[1]}]" if part else source.name
+    if source.rows is None or source.alone:
+        return source.name
+    return f"{source.name}[{source.rows[0]}:{source.rows[1]}]"
 
 
 def _folded(names: Sequence[str]) -> str:
-    """Return one name for all `names`, with the numbers in braces if there are several."""
-    numbers = sorted({int(match[0]) for name in names if (match := _NUMBER.search(name))})
-    if len(numbers) < 2:
-        return names[0]
-    return _NUMBER.sub(f"{{{_ranges(numbers)}}}", names[0])
+    """Return one name for all `names`, with the several numbers of a place in braces."""
+    places = [set(map(int, place)) for place in zip(*map(_NUMBER.findall, names), strict=True)]
+    shown = iter(f"{{{_ranges(sorted(n))}}}" if len(n) > 1 else str(*n) for n in places)
+    return _NUMBER.sub(lambda _: next(shown), names[0])
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ This module imports neither torch nor megatron, so that conversion and inspectio
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,10 @@ class Family:
 
     Attributes:
         name: how the names of its classes in transformers begin.
+        head_dim, rotated, mrope_section, deepstack: defaults of transformers for the size of a
+            head (None: the part of the hidden size), for the part of it that is rotated, for the
+            frequencies of each axis, and for the layers of the tower that give features to several
+            decoder layers.
         hybrid: whether the language model is Qwen3.5's: gated delta nets in most layers, and an
             output gate in the others; norm weights that are differences from one; a shared expert
             beside the routed ones, which have one layout; and no DeepStack.
@@ -47,16 +51,25 @@ class Family:
     moe: bool = False
     hybrid: bool = False
     has_vision: bool = True
+    head_dim: int | None = 128
+    rotated: float = 1.0
+    mrope_section: tuple[int, ...] = (24, 20, 20)
+    deepstack: tuple[int, ...] = (8, 16, 24)
 
+
+_QWEN3_5 = Family(
+    "Qwen3_5", hybrid=True, head_dim=256, rotated=0.25, mrope_section=(11, 11, 10), deepstack=()
+)
+_QWEN3_5_MOE = replace(_QWEN3_5, name="Qwen3_5Moe", moe=True)
 
 MODEL_TYPES = {
     "qwen3_vl": Family("Qwen3VL"),
-    "qwen3_vl_moe": Family("Qwen3VLMoe", moe=True),
+    "qwen3_vl_moe": Family("Qwen3VLMoe", moe=True, head_dim=None),
     "cosmos3_omni": Family("Qwen3VL"),  # its reasoner is read, a dense Qwen3-VL
-    "qwen3_5": Family("Qwen3_5", hybrid=True),
-    "qwen3_5_moe": Family("Qwen3_5Moe", moe=True, hybrid=True),
-    "qwen3_5_text": Family("Qwen3_5", hybrid=True, has_vision=False),
-    "qwen3_5_moe_text": Family("Qwen3_5Moe", moe=True, hybrid=True, has_vision=False),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5_MOE,
+    "qwen3_5_text": replace(_QWEN3_5, has_vision=False),
+    "qwen3_5_moe_text": replace(_QWEN3_5_MOE, has_vision=False),
 }
 """The models that are read. Qwen3.6 and Qwen3.8 have the types of Qwen3.5."""
 
@@ -289,7 +302,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
     rope = _rope(text)
     heads, kv_heads, head_dim = _heads(text, family)
     rotary_dim = int(head_dim * rotated)
-    axes = _integers(rope, "mrope_section", default=(11, 11, 10) if family.hybrid else (24, 20, 20))
+    axes = _integers(rope, "mrope_section", default=family.mrope_section)
     if len(axes) != 3 or sum(axes) * 2 != rotary_dim or min(axes) < 0:
         part = "" if rotated == 1 else f", of which {rotary_dim} are rotated,"
         raise BadInput(
@@ -418,7 +431,7 @@ def _mtp_layers(text: dict[str, Any]) -> int:
             "text_config.mtp_use_dedicated_embeddings is true; layers that predict a further token "
             "with an embedding of their own are not supported."
         )
-    return _integer({"mtp_num_hidden_layers": 0, **text}, "mtp_num_hidden_layers", most=16)
+    return _integer({"mtp_num_hidden_layers": 0, **text}, "mtp_num_hidden_layers", most=1)
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
@@ -463,9 +476,8 @@ def _vision(vision: dict[str, Any], family: Family) -> VisionArchitecture:
             f"vision_config.rope_parameters.rope_type is {rope['rope_type']!r:.40}; expected "
             "'axial'."
         )
-    default = () if family.hybrid else (8, 16, 24)
-    indexes = _integers(vision, "deepstack_visual_indexes", default=default)
-    if family.hybrid and indexes:
+    indexes = _integers(vision, "deepstack_visual_indexes", default=family.deepstack)
+    if indexes and not family.deepstack:
         raise BadInput(
             f"vision_config.deepstack_visual_indexes is {list(indexes)}; Qwen3.5 has no DeepStack."
         )
@@ -601,10 +613,7 @@ def _plain_kind(kind: Any) -> str:
 
 
 def _rotated_part(text: dict[str, Any], family: Family) -> float:
-    """Return the part of each head that rotary positions turn.
-
-    transformers has a default of a quarter for hybrid models, and turns whole heads in others.
-    """
+    """Return the part of each head that rotary positions turn."""
     places = (("rope_parameters.", rope_of(text)), ("", text))
     name = "partial_rotary_factor"
     named = {where: _positive(at, name) for where, at in places if at.get(name) is not None}
@@ -613,7 +622,7 @@ def _rotated_part(text: dict[str, Any], family: Family) -> float:
             f"text_config contradicts itself: rope_parameters.{name} is {named['rope_parameters.']}"
             f", and {name} is {named['']}. Leave one of them."
         )
-    factor = next(iter(named.values()), 0.25 if family.hybrid else 1.0)
+    factor = next(iter(named.values()), family.rotated)
     if factor > 1 or (factor != 1 and not family.hybrid):
         wanted = "1 at most is needed" if family.hybrid else "Qwen3-VL rotates whole heads"
         raise BadInput(f"{name} is {factor!r:.40}; {wanted}.")
@@ -668,8 +677,8 @@ LARGEST = 2**31 - 1
 def _heads(text: dict[str, Any], family: Family) -> tuple[int, int, int]:
     """Return the number of query heads, of key/value heads, and the size of one head.
 
-    Where these are left out, transformers has defaults: all the heads for null, for the size of a
-    head 256 if the model is hybrid, 128 if it is dense, and else the part of the hidden size.
+    Where these are left out, transformers has defaults: all the heads for null, and the size of a
+    head of the family.
     """
     heads = _size(text, "num_attention_heads")
     kv_heads = heads
@@ -680,9 +689,8 @@ def _heads(text: dict[str, Any], family: Family) -> tuple[int, int, int]:
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads "
             f"{kv_heads}."
         )
-    if family.hybrid or not family.moe or text.get("head_dim") is not None:
-        default = 256 if family.hybrid else 128
-        return heads, kv_heads, _size({"head_dim": default, **text}, "head_dim")
+    if family.head_dim is not None or text.get("head_dim") is not None:
+        return heads, kv_heads, _size({"head_dim": family.head_dim, **text}, "head_dim")
     if (hidden := _size(text, "hidden_size")) % heads:
         raise BadInput(
             f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "

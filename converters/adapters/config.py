@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.config import Architecture, family_of, read_config_file
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
@@ -288,6 +288,7 @@ mergers between vision and language; ``all``: also the blocks of the vision towe
 # Every name is long enough to match the same modules under any PEFT: ``proj`` would match the patch
 # embedding too, and ``linear_fc1`` both the blocks of the vision tower and its mergers.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 ROUTER = "mlp.gate.weight"
@@ -309,8 +310,8 @@ def preset(name: str, architecture: Architecture) -> Targets:
     """
     if name not in get_args(Preset):
         raise BadInput(f"{name!r} is not one of {', '.join(get_args(Preset))}.")
-    modules = [*ATTENTION]
-    if not all(architecture.moe_layers):
+    modules = [*ATTENTION, *(DELTA_NET if any(architecture.delta_net_layers) else ())]
+    if architecture.shared_expert_intermediate_size or not all(architecture.moe_layers):
         modules += MLP
     if name != "language":
         modules += MERGERS
@@ -334,7 +335,8 @@ HFConfig = str | Path | Mapping[str, Any]
 ADAPTED = re.compile(
     r"lm_head\.weight"
     r"|model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj\.weight"
-    r"|mlp\.((gate|up|down)_proj\.weight|experts\.(gate_up|down)_proj|gate\.weight))"
+    r"|linear_attn\.(in_proj_(qkv|z|b|a)|out_proj)\.weight"
+    r"|mlp\.((shared_expert\.)?(gate|up|down)_proj\.weight|experts\.(gate_up|down)_proj|gate\.weight))"
     r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
     r"|(merger|deepstack_merger_list\.\d+)\.linear_fc[12])\.weight"
 )
@@ -464,7 +466,10 @@ def meta_model(config: dict[str, Any]) -> Any:
     import torch
     import transformers
 
-    name = Architecture.from_hf(config).family
+    family = family_of(config)
+    if not family.has_vision:
+        raise BadInput("Adapters of a language model alone, without a vision tower, are not read.")
+    name = family.name
     unquantised = {key: value for key, value in config.items() if key != "quantization_config"}
     hf_config = getattr(transformers, f"{name}Config").from_dict(unquantised)
     with torch.device("meta"):
@@ -519,7 +524,7 @@ def _unsupported(name: str) -> BadInput:
 
 
 def _hint(text: str) -> str:
-    if "Qwen3VLMoeTextTopKRouter" in text or "'gate'" in text:
+    if "TopKRouter" in text or "'gate'" in text:
         return " The router is a parameter here: name mlp.gate.weight in target_parameters."
     if "Experts" in text:
         return (

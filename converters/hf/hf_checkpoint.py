@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.hf.quantized import declared, dequantize, fuse, pa
 from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHeader
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import CHUNK_BYTES, MTP, TEXT, Row, hf_shapes
-from mcore_qwen3vl.converters.place import INDEX, SINGLE
+from mcore_qwen3vl.converters.place import INDEX, SINGLE, Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
 from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.converters.storage.dtypes import cast
@@ -35,6 +35,20 @@ _TURNED = (
 )
 
 
+def holder_of_mtp(folder: Path) -> HuggingFaceCheckpoint | None:
+    """Return the checkpoint in `folder` if it has layers that predict a further token.
+
+    A running model has none, so that exports take them from the checkpoint that it was made from.
+
+    Raises:
+        BadInput: the weights in `folder` are damaged.
+    """
+    if identify(folder).kind is not Kind.HUGGINGFACE:
+        return None
+    checkpoint = HuggingFaceCheckpoint(folder)
+    return checkpoint if checkpoint.has_mtp else None
+
+
 class HuggingFaceCheckpoint:
     """The tensors of one Hugging Face checkpoint directory.
 
@@ -47,6 +61,7 @@ class HuggingFaceCheckpoint:
         scales: the headers of the scale tensors that belong to quantised tensors, by name.
         left_out: the headers of tensors that are stored and belong to no model here, by name.
         split: the fused tensors among `entries` that the files hold expert by expert.
+        headers: as `entries`, with these experts as they are stored.
         quantization: the ``quantization_config``, or None.
         has_mtp: whether there are layers that predict a further token.
 
@@ -79,8 +94,8 @@ class HuggingFaceCheckpoint:
         self.left_out = {name: e for name, e in self.entries.items() if leaves_out(name)}
         kept = {name: e for name, e in self.entries.items() if name not in self.left_out}
         stored, self.scales = pair(kept, self.quantization)
-        self._stored = forms.renamed(stored, self.form.names)
-        self.entries, self.split = fuse(self._stored, config)
+        self.headers = forms.renamed(stored, self.form.names)
+        self.entries, self.split = fuse(self.headers, config)
         self.has_mtp = any(name.startswith(MTP) for name in self.entries)
         if family.hybrid:  # transformers itself writes these one by one
             split = tuple(
@@ -95,7 +110,7 @@ class HuggingFaceCheckpoint:
         """
         if (split := self.split.get(name)) is not None:
             return split.take(box, self.stored)
-        entry = self._stored.get(name) or self.scales[name]
+        entry = self.headers.get(name) or self.scales[name]
         return bring_in(self._files[entry.file].tensor(entry.name)[box])
 
     def read(self, name: str, box: Selection = (), dtype: torch.dtype | None = None) -> Tensor:
@@ -112,7 +127,7 @@ class HuggingFaceCheckpoint:
         """
         if (split := self.split.get(name)) is not None:
             return split.take(box, lambda part, place: self.read(part, place, dtype))
-        entry = self._stored[name]
+        entry = self.headers[name]
         stored = self.stored(name, box)
         if entry.scale is None:
             return cast(stored, dtype or entry.dtype, name)

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row
 from mcore_qwen3vl.converters.storage.boxes import Box, Shape
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
 Spec = Literal["te", "torch"]
@@ -57,6 +59,16 @@ class Rank:
         if row.expert is None:
             return self.tp, layout.tp
         return self.tp % layout.etp, layout.etp
+
+
+def require_equal_parts(a: Architecture) -> None:
+    """Raise BadInput for a model whose tensors a rank does not hold in equal parts of one kind."""
+    if a.delta_net is not None:
+        raise BadInput(
+            "The legacy format (--format torch) is neither written nor read for Qwen3.5, whose "
+            "delta nets join six tensors of unequal sizes in each rank's file: use torch_dist, "
+            "which loads under any layout."
+        )
 
 
 def ranks(layout: Layout) -> list[Rank]:

@@ -22,6 +22,7 @@ from mcore_qwen3vl.converters.legacy.layout import (
     Stage,
     boxes,
     local_name,
+    require_equal_parts,
     share_out,
     stages,
 )
@@ -50,6 +51,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
+        require_equal_parts(architecture)
         self._sums = Sums()
         self._ranks = open_ranks(folder, self._sums)
         self.layout = self._ranks[0].layout

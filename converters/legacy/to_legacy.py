@@ -18,6 +18,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.legacy.layout import (
     FILE,
     Rank,
@@ -28,6 +29,7 @@ from mcore_qwen3vl.converters.legacy.layout import (
     local_name,
     model_key,
     ranks,
+    require_equal_parts,
     share_out,
     stages,
 )
@@ -170,6 +172,7 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
     """
     if spec not in get_args(Spec):
         raise BadInput(f"layer spec {spec!r} is not one of {', '.join(get_args(Spec))}.")
+    require_equal_parts(Architecture.from_hf(source))
     same = to_mcore.plan(source, **options, tp=layout.tp)
     base = same.conversion
     assert isinstance(base, ToMcore)

@@ -23,6 +23,7 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig, Sl
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, holder_of_mtp
 from mcore_qwen3vl.converters.live.sharded import (
     Models,
     Part,
@@ -32,7 +33,7 @@ from mcore_qwen3vl.converters.live.sharded import (
     unwrap,
 )
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
-from mcore_qwen3vl.converters.mapping.table import hf_shapes
+from mcore_qwen3vl.converters.mapping.table import MTP, hf_shapes
 from mcore_qwen3vl.converters.offline.engine import group_units
 from mcore_qwen3vl.converters.place import INDEX, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
@@ -89,7 +90,8 @@ def save_hf(
 
     Args:
         hf_config: directory of the model's config, tokenizer and processor; the config decides the
-            layout of the fused experts.
+            layout of the fused experts. If there are weights too, those of the layers that predict
+            a further token are copied, since the running model has none.
         max_shard_size: largest safetensors file, like "5GB".
         force: replace `path` if it is a checkpoint.
         changed_files: content, by name, in place of that of the files of `hf_config`.
@@ -101,7 +103,15 @@ def save_hf(
     path, hf_config = Path(path), Path(hf_config)
     layout = Architecture.from_hf(hf_config).expert_layout
     exporter = Gatherer.of_model(models, layout)
-    files = shards.plan_shards(exporter.tensors, shards.parse_size(max_shard_size))
+    further = holder_of_mtp(hf_config)
+    entries = {} if further is None else further.entries
+    copied = {
+        name: shards.TensorSpec(entry.dtype, entry.shape)
+        for name, entry in entries.items()
+        if name.startswith(MTP)
+    }
+    tensors = exporter.tensors | copied
+    files = shards.plan_shards(tensors, shards.parse_size(max_shard_size))
     with ExitStack() as stack:
         stage = together(lambda: _prepare(stack, path, files, force), path)
         first: list[Any] = [stage and stage.tree]
@@ -118,6 +128,7 @@ def save_hf(
             if writing is None or writing.exception() is None:
                 writing = thread.submit(_write, first[0], files, gathered)
         together(lambda: writing and writing.result(), path)
+        together(lambda: _copy(stage, files, further, copied), path)
         changes = Changes(labels=unwrap(models)[0].head_labels, files=changed_files or {})
         together(lambda: _publish(stage, files, hf_config, changes), path)
 
@@ -215,6 +226,18 @@ def _write(tree: Path, files: Sequence[shards.Shard], tensors: dict[str, Tensor]
                 out.seek(shard.offset(name))
                 out.write(as_bytes(tensors[name].cpu()))
             out.sync()
+
+
+def _copy(
+    stage: Staging | None,
+    files: Sequence[shards.Shard],
+    further: HuggingFaceCheckpoint | None,
+    names: Iterable[str],
+) -> None:
+    """Write the tensors that the running model does not have, on the first rank only."""
+    if stage is not None and further is not None:
+        for name in names:
+            _write(stage.tree, files, {name: further.read(name)})
 
 
 def _prepare(

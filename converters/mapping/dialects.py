@@ -159,6 +159,16 @@ PAI_MEGATRON_PATCH = Dialect(
 DIALECTS = (MEGATRON_BRIDGE, MS_SWIFT, PAI_MEGATRON_PATCH)
 
 
+def require_known_norms(maker: str, a: Architecture) -> None:
+    """Raise BadInput for models whose norms others store as w - 1, which is not exact in bf16."""
+    if a.delta_net is not None:
+        raise BadInput(
+            f"Qwen3.5 is neither written nor read in the keys of {maker}: its norms of gated delta "
+            "nets are stored as w - 1 there, so that no conversion would be bitwise. Convert to "
+            "Hugging Face with that project's own tool."
+        )
+
+
 def named(key: str) -> Dialect:
     """Return the dialect of this name; raise BadInput if there is none, or it is not written."""
     found = next((dialect for dialect in DIALECTS if dialect.key == key), None)

@@ -184,8 +184,8 @@ def table(
         expert_layout: layout of the fused experts on the HF side; default: the one declared.
         padded_vocab_size: rows of the mcore embedding and output layer; default: not padded.
         head: the head on the HF side.
-        mtp: whether to include the layers that predict a further token, which the running model
-            does not have.
+        mtp: whether to include the layer that predicts a further token, if the config names one;
+            the running model does not have it.
 
     Raises:
         BadInput: the expert layout of a MoE model is neither given nor declared, or the padded
@@ -206,7 +206,9 @@ def table(
     rows = [*vision_rows(architecture.vision), *_ends(architecture, padded, head)]
     for layer in range(architecture.num_hidden_layers):
         rows += _layer(architecture, layer, layout)
-    return [*rows, *(_mtp(architecture, layout) if mtp else ())]
+    if mtp and architecture.mtp_num_hidden_layers:
+        rows += _mtp(architecture, layout)
+    return rows
 
 
 def split_experts(rows: Iterable[Row], starts: tuple[str, ...]) -> list[Row]:
@@ -266,9 +268,9 @@ def extra_state_keys(a: Architecture, *, mtp: bool = False) -> Iterator[str]:
 def _extra_states(
     a: Architecture, prefix: str, place: list[tuple[int, int]], *, moe: bool, delta_net: bool
 ) -> Iterator[str]:
-    attention = ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm")
+    attention = ["linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"]
     if delta_net:
-        attention = ("in_proj", "out_norm", "out_proj")
+        attention = ["in_proj", "out_norm", "out_proj"]
     modules = [f"self_attention.{module}" for module in attention]
     modules += ["pre_mlp_layernorm"] if moe else ["mlp.linear_fc1", "mlp.linear_fc2"]
     if moe and a.shared_expert_intermediate_size:

@@ -22,7 +22,12 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
-from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect, maker_of
+from mcore_qwen3vl.converters.mapping.dialects import (
+    LANGUAGE,
+    Dialect,
+    maker_of,
+    require_known_norms,
+)
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, MTP, Row, vision_rows
 from mcore_qwen3vl.converters.place import DEFAULT_FORMAT, FORMATS, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
@@ -400,6 +405,7 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
     dialect = maker_of(folder, stored.index.tensors)
     if dialect is None:
         return stored
+    require_known_norms(dialect.maker, architecture)
     return TranslatedCheckpoint(
         stacked(stored, dialect, architecture), dialect, architecture.vision
     )

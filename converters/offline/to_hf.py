@@ -26,10 +26,11 @@ from mcore_qwen3vl.converters.hf.companions import (
     read_form,
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, holder_of_mtp
 from mcore_qwen3vl.converters.hf.shards import Shard
 from mcore_qwen3vl.converters.mapping.forms import Form, Names, renamed
 from mcore_qwen3vl.converters.mapping.table import (
+    MTP,
     Row,
     SourceTensor,
     max_rows,
@@ -47,7 +48,7 @@ from mcore_qwen3vl.converters.offline.engine import (
     group_units,
     unit_bytes,
 )
-from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
+from mcore_qwen3vl.converters.offline.to_mcore import mtp_notes, open_checkpoint, reading_notes
 from mcore_qwen3vl.converters.place import INDEX, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
@@ -224,24 +225,45 @@ def plan_mcore_to_hf(
         architecture, expert_layout=layout, padded_vocab_size=padded, head=form.head, mtp=mtp
     )
     checkpoint.require(rows)
+    further, notes = None, []
+    if architecture.mtp_num_hidden_layers and not mtp:
+        further = holder_of_mtp(folder)
+        notes += mtp_notes(architecture, mtp) if further is None else [f"mtp.* is from {folder}."]
+    if further is not None:
+        further.require(table(architecture, head=further.form.head, mtp=True))
+        whole = table(architecture, head=form.head, mtp=True)
+        rows += [row for row in whole if row.key.startswith(MTP)]
+        form = replace(form, split_experts=further.form.split_experts)
     sources = (source for row in rows for source in row.sources)
     if any(manifest.stated_checksum(stated, one) is None for one in sources):
         checkpoint.check_data()
     padding = padded - architecture.vocab_size
-    left_out = f"The last {padding} rows of the vocabulary are padding and were left out."
+    if padding:
+        notes.append(f"The last {padding} rows of the vocabulary are padding and were left out.")
+
+    def stream(row: Row, number: int, dtype: torch.dtype) -> Iterator[Tensor]:
+        if further is not None and row.key.startswith(MTP):
+            return stream_copy(further, row, number, dtype, swapped=False)
+        return stream_hf(checkpoint, row, number, dtype, stated)
+
+    def origin(row: Row, named: SourceTensor) -> tuple[str, torch.dtype]:
+        if further is not None and row.key.startswith(MTP):
+            return named.name, further.entries[named.name].dtype
+        return row.key, checkpoint.dtype(row.key)
+
     return lay_out(
         "mcore-to-hf",
         place.path,
         rows,
-        partial(stream_hf, checkpoint, stated=stated),
-        origin=lambda row, _: (row.key, checkpoint.dtype(row.key)),
+        stream,
+        origin=origin,
         hf_config=folder,
-        files=checkpoint.files,
+        files=[*checkpoint.files, *(further.files if further else ())],
         changes=Changes(None if expert_layout == "source" else expert_layout, wanted),
         max_shard_size=max_shard_size,
         layout=layout,
         form=form,
-        notes=(left_out,) if padding else (),
+        notes=tuple(notes),
     )
 
 

@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.hf.companions import (
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.dialects import Dialect
+from mcore_qwen3vl.converters.mapping.dialects import Dialect, require_known_norms
 from mcore_qwen3vl.converters.mapping.table import Row, extra_state_keys, max_rows, table
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     CheckpointIndex,
@@ -213,6 +213,7 @@ def plan(
     head, mtp = checkpoint.form.head.in_megatron, checkpoint.has_mtp
     rows = table(architecture, padded_vocab_size=padded, head=head, mtp=mtp)
     if dialect is not None:
+        require_known_norms(dialect.maker, architecture)
         checkpoint.form.require_language_model(source)
         rows = [dialect.row(row, architecture.vision) for row in rows]
     tensors = _targets(checkpoint, rows, wanted)
@@ -245,6 +246,7 @@ def plan(
         notes=(
             *checkpoint.form.notes,
             *reading_notes(checkpoint, wanted),
+            *mtp_notes(architecture, checkpoint.has_mtp),
             *processor_notes(checkpoint.path),
         ),
     )
@@ -272,6 +274,16 @@ def reading_notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) 
         written = dtype_name(dtype or quantized.DEQUANTIZED)
         notes.append(f"{count} tensors are FP8 and are written dequantised, as {written}.")
     return tuple(notes)
+
+
+def mtp_notes(architecture: Architecture, has_mtp: bool) -> tuple[str, ...]:
+    """Return a note if a checkpoint lacks the layer that predicts a further token."""
+    if has_mtp or not architecture.mtp_num_hidden_layers:
+        return ()
+    return (
+        "The checkpoint lacks the layer that predicts a further token (mtp.*), which its config "
+        "names, and so does the result: nothing decodes speculatively with it.",
+    )
 
 
 def _targets(

@@ -127,7 +127,7 @@ class Qwen3VLModel(GPTModel):
             )
         if recompute_vision is None:
             recompute_vision = config.recompute_granularity == "full"
-        if pre_process and architecture.vision.depth:
+        if pre_process:
             self.visual = VisionTower(
                 architecture,
                 config,
@@ -347,8 +347,6 @@ class Qwen3VLModel(GPTModel):
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states (s_local, B, H) and the local DeepStack rows (K, n, H), if any."""
         embeddings = self.embedding(token_ids, None)
-        if not self.architecture.vision.depth:
-            return embeddings, None
         if visual is None and not torch.is_grad_enabled():  # the tower would run only for gradients
             return embeddings, embeddings.new_empty(self._deepstack_in, 0, embeddings.shape[-1])
         features, deepstack = self.visual(visual)

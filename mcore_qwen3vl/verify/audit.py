@@ -24,7 +24,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mapping.table import MTP, table
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
@@ -287,6 +287,14 @@ def _layout_mistakes(name: str, right: Tensor, a: Architecture) -> Iterator[Cand
             shown = ", ".join(names[axis] for axis in order)
             moved = right.permute(0, *order).reshape(right.shape)
             yield "patch order", f"has its patches flattened as {shown}", moved
+    elif a.delta_net is not None and re.search(r"\.(in_proj_qkv|conv1d)\.", name):
+        net = a.delta_net
+        joined = dict(
+            zip("qkv", right.split([net.key_dim, net.key_dim, net.value_dim]), strict=True)
+        )
+        for letters in permutations("qkv"):
+            shown = ", ".join(f"all {letter}" for letter in letters)
+            yield "permuted QKV", f"is laid out as {shown}", torch.cat([joined[n] for n in letters])
     elif right.ndim == 2:
         transposed = right.T.reshape(right.shape)
         yield "transposed weight", "holds the transposed values", transposed
@@ -323,7 +331,7 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
     """Say how query, key and value rows are arranged in ``linear_qkv``, if not group by group."""
     if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
         return None
-    rows = table(weights.architecture)
+    rows = table(weights.architecture, mtp=name.startswith(MTP))
     row = next(r for r in rows if name in {source.name for source in r.sources})
     names = [source.name for source in row.sources]
     if not all(weights.examined.pieces.get(n) for n in names):
@@ -337,6 +345,15 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
             parts = ", ".join(f"all {letter}" for letter in order)
             yield f"is laid out as {parts} instead of group by group", joined
         yield "has keys and values swapped", row.to_mcore(q, v, k)
+        if weights.architecture.attn_output_gate:
+            pairs = q.unflatten(0, (-1, 2, 2 * half))
+            apart = q.unflatten(0, (2, -1, 2 * half))
+            for what, turned in (
+                ("has the query and the gate of each head swapped", pairs.flip(1)),
+                ("has all queries before all gates", pairs.transpose(0, 1)),
+                ("was taken apart as if all queries preceded all gates", apart.transpose(0, 1)),
+            ):
+                yield what, row.to_mcore(turned.reshape(q.shape), k, v)
         for shape, what in (
             ((-1, 2, half), "has the rotary halves of each head interleaved into pairs"),
             ((-1, half, 2), "has rotary pairs of each head taken apart into halves"),

@@ -12,7 +12,15 @@ from typing import Any
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3VLForConditionalGeneration, Qwen3VLModel, Qwen3VLMoeModel
+from transformers import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLModel,
+    Qwen3VLMoeModel,
+)
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -107,6 +115,38 @@ def cosmos(record: str, **attention: str) -> FormCase:
 
 def with_copied_head(tensors: Tensors) -> Tensors:
     return tensors | {"lm_head.weight": tensors["model.language_model.embed_tokens.weight"].clone()}
+
+
+def one_by_one(tensors: Tensors, start: str = "") -> Tensors:
+    """Write fused experts, (E, out, in), whose names begin so, as a tensor for each matrix."""
+    written: Tensors = {}
+    for name, tensor in tensors.items():
+        experts, _, kind = name.rpartition(".")
+        if not experts.endswith(".mlp.experts") or not name.startswith(start):
+            written[name] = tensor
+            continue
+        parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+        for expert, matrix in enumerate(tensor):
+            for part, values in zip(parts, matrix.chunk(len(parts)), strict=True):
+                written[f"{experts}.{expert}.{part}.weight"] = values.clone()
+    return written
+
+
+def language_model_alone(source: Path, target: Path) -> None:
+    """Write what a text-only release has: no tower, its section as config, and ``model.`` alone."""
+    shutil.copytree(source, target)
+    config = json.loads((source / "config.json").read_text())
+    text = config["text_config"] | {"tie_word_embeddings": config["tie_word_embeddings"]}
+    text["architectures"] = [
+        config["architectures"][0].replace("ForConditionalGeneration", "ForCausalLM")
+    ]
+    (target / "config.json").write_text(json.dumps(text))
+    tensors = {
+        name.replace("model.language_model.", "model."): tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+        if "visual" not in name
+    }
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
 @dataclass(frozen=True)
@@ -223,6 +263,40 @@ FORMS = {
         o_proj="to_out",
         q_norm="norm_q",
         k_norm="norm_k",
+    ),
+    "Qwen3.5": FormCase("hybrid", rewritten(dict), {}, None, Qwen3_5ForConditionalGeneration),
+    "Qwen3.5, tied": FormCase(
+        "hybrid-tied", rewritten(dict), {}, None, Qwen3_5ForConditionalGeneration
+    ),
+    "Qwen3.5 MoE": FormCase(
+        "hybrid-moe", rewritten(dict), {}, None, Qwen3_5MoeForConditionalGeneration
+    ),
+    "Qwen3.5 MoE as transformers saves it": FormCase(
+        "hybrid-moe-v5",
+        rewritten(dict),
+        {"split_experts": ["model.language_model."]},
+        "lacks the layer that predicts a further token",
+        Qwen3_5MoeForConditionalGeneration,
+    ),
+    "Qwen3.5 MoE, experts one by one": FormCase(
+        "hybrid-moe",
+        rewritten(one_by_one),
+        {"split_experts": ["model.language_model.", "mtp."]},
+        None,
+        Qwen3_5MoeForConditionalGeneration,
+    ),
+    "Qwen3.5 MoE, experts of mtp one by one": FormCase(
+        "hybrid-moe",
+        rewritten(lambda tensors: one_by_one(tensors, "mtp.")),
+        {"split_experts": ["mtp."]},
+        None,
+        Qwen3_5MoeForConditionalGeneration,
+    ),
+    "Qwen3.5's language model": FormCase(
+        "hybrid", language_model_alone, {"names": "text"}, None, Qwen3_5ForCausalLM
+    ),
+    "Qwen3.5's language model, MoE": FormCase(
+        "hybrid-moe", language_model_alone, {"names": "text"}, None, Qwen3_5MoeForCausalLM
     ),
     "another architecture": FormCase(
         "dense-v5",

@@ -89,6 +89,67 @@ def test_inspection_counts_what_is_there_under_its_names(
     assert {tensor.name for tensor in inspect_path(source).tensors} == set(tensors)
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "hybrid-moe"])
+def test_what_a_run_does_not_hold_is_copied_from_its_origin(
+    tiny: Tiny, tmp_path: Path, kind: str
+) -> None:
+    """A run's checkpoints have no mtp.*; an export names it, or takes it from --hf-config."""
+    origin = tiny(kind)
+    bare = copy(origin, tmp_path / "bare")
+    tensors = load(origin)
+    kept = {name: t for name, t in tensors.items() if not name.startswith("mtp.")}
+    save(kept, bare)
+    hf_to_mcore(bare, tmp_path / "run")
+    result = mcore_to_hf(tmp_path / "run", tmp_path / "without")
+    assert "lacks the layer that predicts a further token" in " ".join(result.notes)
+    assert load(tmp_path / "without").keys() == kept.keys()
+    result = mcore_to_hf(tmp_path / "run", tmp_path / "with", hf_config=origin)
+    assert result.notes == (f"mtp.* is from {origin}.",)
+    assert_same_tensors(origin, tmp_path / "with")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "model.language_model.layers.1.linear_attn.in_proj_qkv.weight",
+            lambda t: t[:-1],
+            r"in_proj_qkv.weight has shape \[287, 48\], but .* \[288, 48\]",
+        ),
+        (
+            "model.language_model.layers.1.linear_attn.conv1d.weight",
+            lambda t: t[..., 1:],
+            r"conv1d.weight has shape \[288, 1, 3\]",
+        ),
+        (
+            "model.language_model.layers.3.self_attn.q_proj.weight",
+            lambda t: t[:256],  # no gate
+            r"q_proj.weight has shape \[256, 48\], but .* \[512, 48\]",
+        ),
+        ("mtp.fc.weight", None, r"lacks the tensor mtp.fc.weight \[48, 96\]"),
+        ("model.language_model.layers.0.linear_attn.A_log", None, r"lacks the tensor .*A_log"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    tiny: Tiny, tmp_path: Path, name: str, change: Callable[..., torch.Tensor], message: str
+) -> None:
+    source = copy(tiny("hybrid"), tmp_path / "hf")
+    tensors = load(source)
+    changed = tensors.pop(name)
+    save(tensors | ({} if change is None else {name: change(changed).contiguous()}), source)
+    with pytest.raises(BadInput, match=message):
+        plan_hf_to_mcore(source)
+
+
+def test_other_formats_of_qwen3_5_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    for options, message in (
+        ({"format": "torch"}, "legacy format .* six tensors of unequal sizes"),
+        ({"dialect": "megatron-bridge"}, r"stored as w - 1 there"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            plan_hf_to_mcore(tiny("hybrid"), **options)
+
+
 def test_a_tied_head_that_differs_is_refused(form: Make, tmp_path: Path) -> None:
     source = copy(form("head stored though tied"), tmp_path / "hf")
     tensors = load(source)

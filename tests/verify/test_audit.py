@@ -46,6 +46,59 @@ def test_what_was_done_is_named(injector: FaultInjector, fault: Fault) -> None:
     assert all(sentence in note for _, sentence in list(result.mistakes.values())[:1])
 
 
+def heads_turned(query: torch.Tensor) -> torch.Tensor:
+    return query.unflatten(0, (-1, 2, 64)).flip(1).flatten(0, 2)
+
+
+def keys_first(joined: torch.Tensor) -> torch.Tensor:
+    query, key, value = joined.split([64, 64, 160])
+    return torch.cat([key, query, value])
+
+
+DELTA, MTP = "model.language_model.layers.0.linear_attn.", "mtp.layers.0."
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "verdict"),
+    [
+        (
+            "model.language_model.layers.3.self_attn.q_proj.weight",
+            heads_turned,
+            ("permuted QKV", "has the query and the gate of each head swapped"),
+        ),
+        (
+            f"{MTP}self_attn.q_proj.weight",
+            lambda t: t.unflatten(0, (-1, 2, 64)).transpose(0, 1).flatten(0, 2),
+            ("permuted QKV", "has all queries before all gates"),
+        ),
+        (
+            f"{DELTA}in_proj_qkv.weight",
+            keys_first,
+            ("permuted QKV", "is laid out as all k, all q, all v"),
+        ),
+        (
+            f"{DELTA}conv1d.weight",
+            keys_first,
+            ("permuted QKV", "is laid out as all k, all q, all v"),
+        ),
+        (
+            f"{DELTA}norm.weight",
+            lambda t: t - 1,
+            ("zero-centred norm", "holds w - 1, for norms that multiply by 1 + w"),
+        ),
+        (f"{DELTA}A_log", lambda t: t.bfloat16().float(), ("dtype", "was rounded to bfloat16")),
+    ],
+)
+def test_what_was_done_to_qwen3_5_is_named(tmp_path, name, change, verdict) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    write_tiny_checkpoint(right, family="qwen3.5")
+    tensors = load(copy(right, wrong))
+    tensors[name] = change(tensors[name]).contiguous()
+    save(tensors, wrong)
+    hf_to_mcore(wrong, tmp_path / "mcore")
+    assert audit(tmp_path / "mcore", right).mistakes == {name: verdict}
+
+
 @pytest.mark.parametrize("peer", PEERS)
 def test_a_right_conversion_of_another_project_is_right(peer: str) -> None:
     result = audit(HERE / peer, source_of(peer))

@@ -261,8 +261,11 @@ Region = Callable[[Tensor], Tensor]
 """What ranks exchange at one place of an adapter."""
 
 _LAYER = r"decoder\.layers\.\d+\."
-_COLUMN = rf"{_LAYER}(self_attention\.linear_qkv|mlp\.linear_fc1)\.weight|output_layer\.weight"
-_ROW = rf"{_LAYER}(self_attention\.linear_proj|mlp\.linear_fc2)\.weight"
+_MLP = r"mlp\.(shared_experts\.)?"
+_COLUMN = (
+    rf"{_LAYER}(self_attention\.(linear_qkv|in_proj)|{_MLP}linear_fc1)\.weight|output_layer\.weight"
+)
+_ROW = rf"{_LAYER}(self_attention\.(linear_proj|out_proj)|{_MLP}linear_fc2)\.weight"
 _EXPERT = rf"{_LAYER}mlp\.experts\.(local_experts\.\d+\.)?linear_fc([12])\.weight\d*"
 _ROUTER = rf"{_LAYER}mlp\.router\.weight"
 _VISION = (

@@ -171,7 +171,8 @@ def _adapt(
             _pair(name, kind, targets[name], weight, parts_of_matrix, shapes[name])
             for name in names
         ]
-        sites.append(Site(pairs, _rows(parts_of_matrix, pairs), kind, module, dropout))
+        rows = _rows(parts_of_matrix, pairs, divided=kind.cut == 0)
+        sites.append(Site(pairs, rows, kind, module, dropout))
     if kind is not None:
         _install(module, kind, sites)
     return [pair for site in sites for pair in site.pairs]
@@ -244,18 +245,24 @@ def _join_rows(rows: Sequence[slice]) -> tuple[range, ...]:
     return tuple(runs)
 
 
-def _rows(parts: Sequence[Part], pairs: Sequence[Pair]) -> Tensor:
-    """Return each of the weight's rows' place in the B factors below one another; -1: none."""
+def _rows(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) -> Tensor:
+    """Return each of the weight's rows' place in the B factors below one another; -1: none.
+
+    A B that is `divided` has its rows in the weight's order, and a whole one in Hugging Face's.
+    """
     starts = accumulate((len(pair.lora_B) for pair in pairs), initial=0)
     following = dict(zip((pair.name for pair in pairs), starts, strict=False))
+    starts_of = dict(following)
     rows = []
     for part in parts:
-        first = following.get(part.name)
+        first, count = following.get(part.name), len(part.local)
         if first is None:
-            rows.append(torch.full((len(part.local),), -1, device="cpu"))
-        else:
-            following[part.name] = first + len(part.local)
-            rows.append(torch.arange(first, following[part.name], device="cpu"))
+            rows.append(torch.full((count,), -1, device="cpu"))
+            continue
+        following[part.name] = first + count
+        if not divided:
+            first = starts_of[part.name] + part.matrix[0].start
+        rows.append(torch.arange(first, first + count, device="cpu"))
     return torch.cat(rows)
 
 

@@ -13,6 +13,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Factors, write_adapter
 from mcore_qwen3vl.converters.adapters.config import (
     ATTENTION,
+    DELTA_NET,
     EXPERTS,
     MLP,
     ROUTER,
@@ -64,6 +65,10 @@ ADAPTERS: dict[str, AdapterConfig] = {
     ),
     "whole router": _lora(3, 4, "o_proj", modules_to_save=("gate", "merger")),
     "experts and MLP": _lora(4, 6, *ATTENTION, *MLP, target_parameters=EXPERTS),
+    "hybrid": _lora(
+        *(4, 10, *ATTENTION, *DELTA_NET, *MLP), rank_pattern={"in_proj_qkv": 3, "in_proj_a": 2}
+    ),
+    "hybrid experts": _lora(3, 4, *ATTENTION, *DELTA_NET, *MLP, target_parameters=EXPERTS),
 }
 """The matrix's adapters, with targets, ranks, scalings and whole tensors; all values are random."""
 

@@ -300,6 +300,11 @@ LORA_MATRIX: tuple[MatrixRow, ...] = (
     row("moe", "pp2xep2xdp2", lora="experts", **uniform(2)),
     row("dense", "cp2", lora="q and v", **SELECTIVE),
     row("moe", "ep2xdp2", lora="router", **SELECTIVE_MOE),
+    row("qwen3.5", "single", "mixed", "packed", lora="hybrid"),
+    row("qwen3.5", "tp2", "padded-left", lora="hybrid"),
+    row("qwen3.5", "tp2xcp2+sp", "packed", lora="hybrid"),
+    row("qwen3.5-moe", "single", "packed", lora="hybrid experts"),
+    row("qwen3.5-moe", "tp2xep2+sp", "mixed", "packed", lora="hybrid experts"),
 )
 """Different things can go wrong in each row. Together, the rows combine every rule of
 ``mcore_qwen3vl.model.lora.adapter`` and every kind of target with every kind of parallelism."""

@@ -302,8 +302,8 @@ def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[Hook]:
     used: dict[str, int] = defaultdict(int)  # columns of a module's output so far
     for part in hf_parts([chunk]):
         owner, point = (n.rpartition(".")[0] for n in (part.parameter, part.name))
-        elsewhere = (".experts", "router", "q_layernorm", "k_layernorm", ".layer_norm_weight")
-        elsewhere += ("conv1d", "A_log", "dt_bias", "out_norm", "gate_weight")  # no module's output
+        elsewhere: tuple[str, ...] = (".experts", "router", "q_layernorm", "k_layernorm")
+        elsewhere += (".layer_norm_weight", "out_norm", "conv1d", "A_log", "dt_bias", "gate_weight")
         if not owner.startswith("decoder.") or any(name in part.parameter for name in elsewhere):
             continue
         rows, *columns = part.box

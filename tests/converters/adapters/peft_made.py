@@ -56,6 +56,17 @@ KINDS = {
         "dense",
         {"r": 2, "target_modules": ["attn.qkv", "attn.proj", "linear_fc1", "merger.linear_fc2"]},
     ),
+    "delta nets": Kind(
+        "hybrid-moe-float32",
+        {
+            "r": 3,
+            "target_modules": [
+                *ATTENTION,
+                *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "up_proj"),
+            ],
+            "target_parameters": EXPERTS,
+        },
+    ),
     "modules_to_save": Kind(
         "dense",
         {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens", "lm_head", "merger"]},
@@ -103,8 +114,8 @@ KINDS = {
 
 def base_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Load Hugging Face's model of a checkpoint."""
-    moe = Architecture.from_hf(path).is_moe
-    model = getattr(transformers, f"Qwen3VL{'Moe' if moe else ''}ForConditionalGeneration")
+    name = f"{Architecture.from_hf(path).family}ForConditionalGeneration"
+    model = getattr(transformers, name)
     return model.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
 
 

@@ -49,8 +49,11 @@ def test_equals_peft(
     source, target = made(kind), tmp_path / "merged"
     result = merge(source.base, source.folder, target, max_shard_size="300KB")
     assert result.files > 1
-    assert result.expert_layout in (None, "published")
+    hybrid = Architecture.from_hf(source.base).delta_net is not None
+    assert result.expert_layout in (None, "v5" if hybrid else "published")
     found, wanted, before = in_v5(target), peft_merged(source), in_v5(source.base)
+    for name in [name for name in found if name.startswith("mtp.")]:  # no tensor of PEFT's model
+        assert torch.equal(found.pop(name), before.pop(name))
     adapter = read_adapter(source.folder, source.base)
     architecture = Architecture.from_hf(target)
     if architecture.tie_word_embeddings:

@@ -56,7 +56,8 @@ EXPERTS = LAYER + "mlp.experts.gate_up_proj"
 
 
 def is_quantized(name: str) -> bool:
-    return ".layers." in name and name.split(".")[-2].endswith(("_proj", "experts"))
+    ends = ("_proj", "experts", "in_proj_qkv", "in_proj_z")
+    return ".layers." in name and name.split(".")[-2].endswith(ends)
 
 
 def quantize(tensors: Tensors) -> tuple[Tensors, Tensors]:
@@ -175,6 +176,28 @@ def test_fp8_is_imported_as_what_it_means(sources: Sources, tmp_path: Path, kind
     for target in ("back", "named"):
         assert json.loads((tmp_path / target / "config.json").read_text()) == original
     assert check_manifest(tmp_path / "mcore").ok
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_fp8_of_qwen3_5_is_imported_as_what_it_means(tmp_path: Path, apart: bool) -> None:
+    """Parts of a tensor begin inside blocks; experts of the further layer are quantised too."""
+    text = LARGE["text"] | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 150}
+    source = tmp_path / "hf"
+    write_tiny_checkpoint(source, family="qwen3.5", moe=True, dtype="bfloat16", text=text)
+    tensors = load(source)
+    stored, meant = quantize(split_experts(tensors, "v5") if apart else tensors)
+    save(stored, source)
+    edit_config(source, quantization_config=CONFIG)
+    hf_to_mcore(source, tmp_path / "mcore")
+    assert check_manifest(tmp_path / "mcore").ok
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    found = load(tmp_path / "back")
+    assert set(found) == set(meant)
+    assert any(name.startswith("mtp.") and is_quantized(name) for name in meant)
+    for name, tensor in meant.items():
+        assert torch.equal(found[name], tensor.to(tensors.get(name, found[name]).dtype)), name
+        in_float32 = name.endswith(("A_log", "linear_attn.norm.weight"))
+        assert found[name].dtype == (torch.float32 if in_float32 else torch.bfloat16), name
 
 
 RENAMED = {

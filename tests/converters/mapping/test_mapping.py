@@ -94,6 +94,59 @@ def test_qkv_puts_each_kv_group_together() -> None:
     # fmt: on
 
 
+def test_gates_follow_the_queries_of_their_group() -> None:
+    """HF has the query of head h at 100 h, then its gate at 100 h + 50."""
+
+    def numbered(*starts: int) -> Tensor:
+        return torch.tensor([[start + i] for start in starts for i in (0, 1)])
+
+    query = numbered(0, 50, 100, 150, 200, 250, 300, 350)
+    key, value = numbered(1000, 1100), numbered(2000, 2100)
+    how = transforms.qkv(heads=4, kv_heads=2, head_dim=2, gated=True)
+    got = how.to_mcore(query, key, value)
+    # fmt: off
+    assert got.flatten().tolist() == [
+        0, 1, 100, 101, 50, 51, 150, 151, 1000, 1001, 2000, 2001,
+        200, 201, 300, 301, 250, 251, 350, 351, 1100, 1101, 2100, 2101,
+    ]
+    # fmt: on
+    for found, wanted in zip(how.to_hf(got), (query, key, value), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_delta_net_is_cut_where_megatron_cuts_it() -> None:
+    """Each part has its rows of the HF tensor, and a box of it fetches no others."""
+    a = Architecture.from_hf(tiny_config(family="qwen3.5"))
+    rows = {row.key: row for row in table(a)}
+    name = layer_name(1, "linear_attn.in_proj_qkv.weight")
+    hf = {name: torch.randn(288, 48)}
+    starts = {"query": (0, 64), "key": (64, 128), "value": (128, 288)}
+    for part, (first, last) in starts.items():
+        row = rows[f"decoder.layers.1.self_attention.in_proj.weight.{part}"]
+        assert (row.global_shape, row.offset, row.tp_axis) == ((last - first, 48), (), 0)
+        box = (slice(3, 9), slice(10, 20))
+        fetched = row.take(lambda n, place: hf[n][place], box)
+        assert torch.equal(fetched, hf[name][first + 3 : first + 9, 10:20])
+        source = row.sources[0]
+        assert (source.piece_shape, source.first_value) == ((last - first, 48), first * 48)
+
+
+def test_published_tensors_of_qwen3_5_are_all_named() -> None:
+    """27B has 851 tensors of the language model with the head, and 15 of the further layer."""
+    a = Architecture.from_hf(SHAPES / "qwen3.5_27b.json")
+    names = hf_shapes(table(a, mtp=True)).keys()
+    assert sum(not name.startswith(("model.visual.", "mtp.")) for name in names) == 851
+    inside = ("input_layernorm", "post_attention_layernorm")
+    inside += tuple(f"self_attn.{n}" for n in ("q_norm", "k_norm"))
+    inside += tuple(f"self_attn.{n}_proj" for n in "qkvo")
+    inside += tuple(f"mlp.{n}_proj" for n in ("gate", "up", "down"))
+    outside = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    assert {name for name in names if name.startswith("mtp.")} == {
+        *(f"mtp.layers.0.{name}.weight" for name in inside),
+        *(f"mtp.{name}.weight" for name in outside),
+    }
+
+
 def test_gate_comes_before_up() -> None:
     gate, up = torch.tensor([[1], [2]]), torch.tensor([[3], [4]])
     assert transforms.concatenate(2, 2).to_mcore(gate, up).flatten().tolist() == [1, 2, 3, 4]
@@ -315,7 +368,13 @@ def test_undeclared_expert_layout_is_refused() -> None:
         table(replace(architecture(moe=True), expert_layout=None))
 
 
-@pytest.mark.parametrize("size", ["2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        *("2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b"),
+        *("qwen3.5_0.8b", "qwen3.5_27b", "qwen3.5_35b_a3b"),
+    ],
+)
 def test_parameters_are_those_of_the_hf_model(size: str) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 

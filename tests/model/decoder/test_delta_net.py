@@ -117,25 +117,3 @@ def test_a_gpu_needs_kernels_in_half_precision(monkeypatch: pytest.MonkeyPatch) 
         transformer_config(HYBRID, params_dtype=torch.bfloat16)
     transformer_config(HYBRID, params_dtype=torch.float32)
     transformer_config(HYBRID, params_dtype=torch.bfloat16, deterministic_mode=True)
-
-
-def test_a_language_model_without_a_vision_tower() -> None:
-    config = tiny_config(family="qwen3.5")
-    text = {**config["text_config"], "model_type": "qwen3_5_text", "tie_word_embeddings": False}
-
-    def difference() -> float:
-        initialize(Layout())
-        whole, alone = (
-            Qwen3VLModel.from_hf_config(Architecture.from_hf(c), params_dtype=torch.float32)
-            for c in (config, text)
-        )
-        missing = alone.load_state_dict(whole.state_dict(), strict=False).unexpected_keys
-        assert missing
-        assert all(name.startswith("visual.") for name in missing)
-        ids = torch.arange(LENGTH)[None]
-        positions = ids.expand(3, 1, LENGTH)
-        results = [model(ids, positions, labels=ids) for model in (whole, alone)]
-        results[1].sum().backward()
-        return float((results[0] - results[1]).detach().abs().max())
-
-    assert run_layout(difference, 1) == [0.0]

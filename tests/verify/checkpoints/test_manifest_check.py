@@ -47,6 +47,31 @@ def failed(path: Path) -> dict[str, str]:
     return {finding.name: finding.flaw for finding in check_manifest(path).failures}
 
 
+JOINED = "model.language_model.layers.1.linear_attn.in_proj_qkv.weight"
+
+
+def test_each_part_of_a_tensor_has_a_checksum(tiny: Tiny, tmp_path: Path) -> None:
+    """The key's rows of `JOINED` are changed in the checkpoint, and then the parts of its entry."""
+    mcore = tmp_path / "mcore"
+    hf_to_mcore(tiny("hybrid"), mcore)
+    entry, tensor = read(mcore)["tensors"][JOINED], load(tiny("hybrid"))[JOINED]
+    assert entry["rows"] == [[0, 64], [64, 128], [128, 288]]
+    assert entry["xxh3_128"] == [checksum(tensor[first:last]) for first, last in entry["rows"]]
+    assert not failed(mcore)
+    changed = tensor[64:128].contiguous().view(torch.uint8).numpy().tobytes()
+    (file,) = (f for f in (mcore / "release").glob("*.distcp") if changed in f.read_bytes())
+    content = file.read_bytes()
+    file.write_bytes(content.replace(changed, bytes([changed[0] ^ 1]) + changed[1:]))
+    assert failed(mcore) == {
+        JOINED: "has other bytes than the manifest's checksum in rows 64 to 127"
+    }
+    with pytest.raises(BadInput, match=r"in_proj_qkv.weight has other .* in rows 64 to 127"):
+        mcore_to_hf(mcore, tmp_path / "back")
+    file.write_bytes(content)
+    edit(mcore, lambda made: made["tensors"][JOINED].update(rows=[[0, 64], [64, 130], [130, 288]]))
+    assert failed(mcore).keys() == {JOINED}
+
+
 @pytest.fixture(scope="module")
 def mcore(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an mcore checkpoint of the case ``moe``; read-only."""

@@ -20,6 +20,8 @@ FAST = {
     "tied tp2xpp2+sp LoRA: whole tied",
     "moe ep2xdp2 LoRA: experts",
     "moe pp2xvpp2 LoRA: router",
+    "qwen3.5 tp2xcp2+sp LoRA: hybrid",
+    "qwen3.5-moe single LoRA: hybrid experts",
 }
 """With `test_lora_rules`, one row for each rule; `make test-all` and `make parity` run all rows."""
 

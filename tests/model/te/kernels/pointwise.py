@@ -28,17 +28,19 @@ def dswiglu(grad: Tensor, halves: Tensor, quantizer: Any) -> Tensor:
 
 
 def fused_rope_forward(t: Tensor, freqs: Tensor, *arguments: Any) -> Tensor:
-    """Rotate (s, B, heads, D) by (s, 1, 1, D) angles."""
+    """Rotate (s, B, heads, D) by (s, 1, 1, R) angles; values after the first R stay."""
     _only_plain(arguments)
-    turned = t.float() * freqs.cos() + _rotate_half(t.float()) * freqs.sin()
-    return turned.to(t.dtype)
+    head, rest = t[..., : freqs.shape[-1]].float(), t[..., freqs.shape[-1] :]
+    turned = head * freqs.cos() + _rotate_half(head) * freqs.sin()
+    return torch.cat((turned.to(t.dtype), rest), -1)
 
 
 def fused_rope_backward(grad: Tensor, freqs: Tensor, *arguments: Any) -> Tensor:
     """Apply the transposed rotation, which reads the sine of the other half."""
     _only_plain(arguments)
-    sines = grad.float() * freqs.sin()
-    return (grad.float() * freqs.cos() - _rotate_half(sines)).to(grad.dtype)
+    head, rest = grad[..., : freqs.shape[-1]].float(), grad[..., freqs.shape[-1] :]
+    turned = head * freqs.cos() - _rotate_half(head * freqs.sin())
+    return torch.cat((turned.to(grad.dtype), rest), -1)
 
 
 def _rotate_half(x: Tensor) -> Tensor:
