@@ -12,7 +12,9 @@ import pytest
 from PIL import Image
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.job import Job, train
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.parity.comparison import verify_parity
 
 COLOURS = ((220, 30, 30), (30, 180, 60), (40, 60, 220), (230, 220, 40))
 
@@ -109,3 +111,21 @@ def test_weighted_folders_padded(dense: Path, corpus: Path, tmp_path: Path) -> N
         tokens = entry["packing efficiency"] * 4 * job.seq_length
         assert round(entry["images/s"] / entry["tokens/s"] * tokens, 3) == 8
     assert len(validation_losses(tmp_path / "run")) == 2  # at the interval and at the end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moe", "layout", "other"), [(False, "cp2", "tp2"), (True, "tp2+sp", "ep2xdp2")]
+)
+def test_a_hybrid_model_trains_and_leaves_what_hugging_face_loads(
+    moe: bool, layout: str, other: str, corpus: Path, tmp_path: Path
+) -> None:
+    model = write_tiny_checkpoint(tmp_path / "model", family="qwen3.5", moe=moe)
+    data, run, export = corpus / "captions", tmp_path / "run", tmp_path / "export"
+    job = Job(model, data, Layout.parse(layout), steps=4, batch=2, seq_length=256, packing=True)
+    log = train(job, tmp_path / "log", "--save", str(run), "--save-hf", str(export), *DISTRIBUTED)
+    assert log[-1]["lm loss"] < log[0]["lm loss"]
+    report = verify_parity(
+        export / "iter_0000004", Layout.parse(other), ["mixed", "packed"], checkpoint=run
+    )
+    report.require()

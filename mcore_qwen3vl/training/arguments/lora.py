@@ -11,6 +11,7 @@ from typing import Annotated, get_args
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import (
     ATTENTION,
+    DELTA_NET,
     EXPERTS,
     MERGERS,
     MLP,
@@ -36,7 +37,10 @@ _PARAMETERS = (".weight", "gate_up_proj", "experts.down_proj")
 """Suffixes of the names that PEFT takes for parameters, not for modules."""
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")
-_NAMES = (*ATTENTION, *MLP, *MERGERS, *VISION, *EXPERTS, ROUTER, "mlp.gate", *_EMBEDDINGS)
+_NAMES = (
+    *(*ATTENTION, *DELTA_NET, *MLP, *MERGERS, *VISION, *EXPERTS),
+    *(ROUTER, "mlp.gate", *_EMBEDDINGS),
+)
 
 
 @dataclass(frozen=True)
