@@ -210,8 +210,12 @@ class Architecture:
     @property
     def kind(self) -> str:
         """The model's family, and whether it is dense or MoE, for messages."""
-        name = "Qwen3-VL" if self.delta_net is None else "Qwen3.5"
-        return f"{name} {'MoE' if self.is_moe else 'dense'}"
+        return f"{self.brand} {'MoE' if self.is_moe else 'dense'}"
+
+    @property
+    def brand(self) -> str:
+        """The models' name, for messages; Qwen3.5's stands for Qwen3.6 and 3.8 too."""
+        return "Qwen3-VL" if self.delta_net is None else "Qwen3.5"
 
     @property
     def mixed_layers(self) -> bool:

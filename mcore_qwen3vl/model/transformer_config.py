@@ -48,8 +48,8 @@ def transformer_config(
         )
     if not overrides.get("qk_layernorm", True):
         raise BadInput(
-            "qk_layernorm is False: the model would have no norms of queries and keys, which every "
-            "Qwen3-VL has, and would drop them from checkpoints silently. Leave it True."
+            "qk_layernorm is False: the model would have no norms of queries and keys, which the "
+            "model has, and would drop them from checkpoints silently. Leave it True."
         )
     dtype = overrides.get("params_dtype", getattr(torch, architecture.dtype))
     fields = config_fields(architecture)
@@ -130,7 +130,7 @@ def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
             "spec does not use: recompute core_attn, mlp or moe."
         )
     if overrides.get("attention_dropout"):
-        raise BadInput("The torch spec has no attention dropout; Qwen3-VL uses none either.")
+        raise BadInput("The torch spec has no attention dropout; these models use none either.")
 
 
 def _check_delta_net(net: DeltaNetArchitecture, fields: dict[str, Any]) -> None:

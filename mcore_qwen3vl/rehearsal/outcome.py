@@ -173,7 +173,7 @@ class Rehearsal:
         run = self.command
         name = "training" if run.script is None else Path(run.script).stem
         where = f"{run.layout} on {run.gpus} x {self.device.gpu.name}"
-        return f"Rehearsal of {name}: Qwen3-VL {Path(run.model).name}, {where}"
+        return f"Rehearsal of {name}: {Path(run.model).name}, {where}"
 
     @property
     def fits(self) -> bool:

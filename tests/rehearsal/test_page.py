@@ -59,7 +59,7 @@ def test_the_page_names_script_model_and_command(
     found.outcomes.append(outcome(36 * 10**9, device.usable))
     write_page(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    title = "Rehearsal of sft_8b: Qwen3-VL 8b, single on 1 x h100-80gb"
+    title = "Rehearsal of sft_8b: 8b, single on 1 x h100-80gb"
     assert f"<h1>{title}</h1>" in page
     assert f"{title}</title>" in page
     assert "mcore-qwen3vl rehearse sft_8b</dd>" in page

@@ -89,7 +89,7 @@ def _model(path: str | Path, a: Architecture) -> str:
     size = _millions(parameters.total(a))
     kind = f"MoE, {a.num_experts} experts" if a.is_moe else "dense"
     layers = f"{a.num_hidden_layers} decoder layers, {a.vision.depth} vision blocks"
-    return f"Qwen3-VL of {size} parameters ({kind}; {layers}), {path}"
+    return f"{a.brand} of {size} parameters ({kind}; {layers}), {path}"
 
 
 def _second(settings: Settings, a: Architecture) -> list[tuple[str, str]]:
