@@ -225,7 +225,8 @@ def plan_mcore_to_hf(
         architecture, expert_layout=layout, padded_vocab_size=padded, head=form.head, mtp=mtp
     )
     checkpoint.require(rows)
-    further, notes = None, []
+    further: HuggingFaceCheckpoint | None = None
+    notes: list[str] = []
     if architecture.mtp_num_hidden_layers and not mtp:
         further = holder_of_mtp(folder)
         notes += mtp_notes(architecture, mtp) if further is None else [f"mtp.* is from {folder}."]

@@ -53,7 +53,13 @@ def test_transformers_loads_what_comes_back(form: Make, tmp_path: Path, name: st
     assert not any(info.values())
 
 
-@pytest.mark.parametrize("name", ["before the move", "head stored though tied", "base, MoE"])
+COPIED = (
+    *("before the move", "head stored though tied", "base, MoE", "Qwen3.5"),
+    *("Qwen3.5 MoE as transformers saves it", "Qwen3.5's language model, MoE"),
+)
+
+
+@pytest.mark.parametrize("name", COPIED)
 def test_a_copy_keeps_the_form(form: Make, tmp_path: Path, name: str) -> None:
     hf_to_hf(form(name), tmp_path / "copy")
     assert_same_tensors(form(name), tmp_path / "copy")

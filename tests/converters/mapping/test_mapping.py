@@ -131,6 +131,27 @@ def test_a_delta_net_is_cut_where_megatron_cuts_it() -> None:
         assert (source.piece_shape, source.first_value) == ((last - first, 48), first * 48)
 
 
+def test_the_further_layer_has_the_keys_of_megatrons_mtp_block() -> None:
+    """As ``MultiTokenPredictionLayer`` has them: it joins (norm of embedding, norm of state)."""
+    a = Architecture.from_hf(tiny_config(family="qwen3.5"))
+    rows = {row.key: row for row in table(a, mtp=True) if row.key.startswith("mtp.")}
+    names = {
+        key.removeprefix("mtp.layers.0."): [source.name for source in row.sources]
+        for key, row in rows.items()
+    }
+    assert {key: n for key, n in names.items() if not key.startswith("transformer_layer.")} == {
+        "enorm.weight": ["mtp.pre_fc_norm_embedding.weight"],
+        "hnorm.weight": ["mtp.pre_fc_norm_hidden.weight"],
+        "eh_proj.weight": ["mtp.fc.weight"],
+        "final_layernorm.weight": ["mtp.norm.weight"],
+    }
+    assert names["transformer_layer.self_attention.linear_qkv.weight"] == [
+        f"mtp.layers.0.self_attn.{n}_proj.weight" for n in "qkv"
+    ]
+    assert (rows["mtp.layers.0.eh_proj.weight"].tp_axis, len(rows)) == (0, 12)
+    assert not any(row.key.startswith("mtp.") for row in table(a))
+
+
 def test_published_tensors_of_qwen3_5_are_all_named() -> None:
     """27B has 851 tensors of the language model with the head, and 15 of the further layer."""
     a = Architecture.from_hf(SHAPES / "qwen3.5_27b.json")
