@@ -113,11 +113,11 @@ class DeltaNet(GatedDeltaNet):
         parts = inputs.transpose(0, 1).split(self.feat_dim_split, dim=-1)
         # Copies, because a view that is kept would keep the whole projection.
         qkv, gate, beta, alpha = (part.contiguous() for part in parts)
-        kept, state = self._state(inference_context)
+        earlier, state = self._state(inference_context)
         plain = not qkv.is_cuda or qkv.dtype not in KERNEL_DTYPES or self.config.deterministic_mode
         convolve, apply_rule = _PLAIN if plain else _KERNELS
         samples = bounds if plain else packed
-        convolved = convolve(qkv, self._filters(), samples, kept)
+        convolved = convolve(qkv, self._filters(), samples, earlier)
         query, key, value = self._heads(convolved)
         # As in HF, also in half precision: in bf16, exp(A_log) would change the decay by 0.3 %.
         rate, shift = (get_parameter_local_cp(p, 0, cp) for p in (self.A_log, self.dt_bias))
@@ -125,7 +125,7 @@ class DeltaNet(GatedDeltaNet):
         log_decay = -rate.to(wide).exp() * F.softplus(alpha.to(wide) + shift)
         output, state = apply_rule(query, key, value, log_decay, beta.sigmoid(), samples, state)
         if inference_context is not None:
-            self._keep_state(inference_context, qkv, kept, state)
+            self._keep_state(inference_context, qkv, earlier, state)
         normed = self._gated_norm(output, gate)
         if self.cp_size > 1:
             normed = tensor_a2a_hp2cp(
@@ -178,14 +178,13 @@ class DeltaNet(GatedDeltaNet):
         """Return the last inputs of the convolution and S; None before the first token."""
         if context is None:
             return None, None
-        kept: tuple[Tensor | None, Tensor | None]
-        kept = context.key_value_memory_dict.get(self.layer_number, (None, None))
-        return kept
+        states: dict[int, tuple[Tensor, Tensor]] = context.key_value_memory_dict
+        return states.get(self.layer_number, (None, None))
 
-    def _keep_state(self, context: Any, qkv: Tensor, kept: Tensor | None, state: Tensor) -> None:
-        if kept is None:
-            kept = qkv.new_zeros(len(qkv), self.conv_kernel_dim - 1, qkv.shape[-1])
-        last = torch.cat((kept, qkv), 1)[:, 1 - self.conv_kernel_dim :]
+    def _keep_state(self, context: Any, qkv: Tensor, earlier: Tensor | None, state: Tensor) -> None:
+        if earlier is None:
+            earlier = qkv.new_zeros(len(qkv), self.conv_kernel_dim - 1, qkv.shape[-1])
+        last = torch.cat((earlier, qkv), 1)[:, 1 - self.conv_kernel_dim :]
         context.key_value_memory_dict[self.layer_number] = last, state
 
 
