@@ -10,7 +10,7 @@ import pytest
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from tests.converters.checkpoints import CASES
+from tests.converters.checkpoints import CASES, HYBRID_CASES
 
 
 @pytest.fixture(autouse=True)
@@ -21,13 +21,13 @@ def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives the read-only checkpoint directory of a case in `CASES`."""
+    """Return a function that gives the read-only checkpoint directory of one of these cases."""
     written: dict[str, Path] = {}
 
     def get(case: str) -> Path:
         if case not in written:
             path = tmp_path_factory.mktemp("tiny") / case
-            written[case] = write_tiny_checkpoint(path, **CASES[case])
+            written[case] = write_tiny_checkpoint(path, **(CASES | HYBRID_CASES)[case])
         return written[case]
 
     return get
