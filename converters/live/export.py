@@ -33,7 +33,7 @@ from mcore_qwen3vl.converters.live.sharded import (
     unwrap,
 )
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
-from mcore_qwen3vl.converters.mapping.table import MTP, hf_shapes
+from mcore_qwen3vl.converters.mapping.table import MTP, hf_shapes, table
 from mcore_qwen3vl.converters.offline.engine import group_units
 from mcore_qwen3vl.converters.place import INDEX, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
@@ -101,13 +101,13 @@ def save_hf(
             tensor; raised on every rank.
     """
     path, hf_config = Path(path), Path(hf_config)
-    layout = Architecture.from_hf(hf_config).expert_layout
-    exporter = Gatherer.of_model(models, layout)
+    architecture = Architecture.from_hf(hf_config)
+    exporter = Gatherer.of_model(models, architecture.expert_layout)
     further = holder_of_mtp(hf_config)
     entries = {} if further is None else further.entries
     copied = {
-        name: shards.TensorSpec(entry.dtype, entry.shape)
-        for name, entry in entries.items()
+        name: shards.TensorSpec(entries[name].dtype, shape)
+        for name, shape in hf_shapes(table(architecture, mtp=bool(entries))).items()
         if name.startswith(MTP)
     }
     tensors = exporter.tensors | copied

@@ -22,6 +22,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.live.export import export_hf, save_hf
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts
+from mcore_qwen3vl.converters.mapping.table import MTP
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import build_chunks
@@ -38,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "moe-v5": {"moe": True, "layout": "v5"},
     "mixed": {"moe": True, "text": {"mlp_only_layers": [0, 2]}},
     "bf16": {"moe": True, "dtype": "bfloat16"},
+    "qwen3.5": {"family": "qwen3.5"},
+    "qwen3.5-moe": {"family": "qwen3.5", "moe": True, "tie": True},
 }
 LAYOUTS = [
     ("dense", "single"),
@@ -54,8 +57,17 @@ LAYOUTS = [
     ("moe-v5", "tp2xetp2+sp"),
     ("mixed", "pp2xep2xdp2"),
     ("bf16", "tp2xpp2xep2+sp"),
+    ("qwen3.5", "tp2xpp2"),
+    ("qwen3.5", "cp2xdp2"),
+    ("qwen3.5-moe", "tp2xep2+sp"),
+    ("qwen3.5-moe", "pp2xep2xdp2"),
 ]
-FAST = [("tied", "tp2xpp2"), ("moe-v5", "tp2xetp2+sp"), ("mixed", "pp2xep2xdp2")]
+FAST = [
+    ("tied", "tp2xpp2"),
+    ("moe-v5", "tp2xetp2+sp"),
+    ("mixed", "pp2xep2xdp2"),
+    ("qwen3.5-moe", "tp2xep2+sp"),
+]
 SMALL_BUCKETS = 40_000
 
 
@@ -113,7 +125,8 @@ def test_what_was_loaded_is_exported_bitwise(tiny, tmp_path, case, layout):
                 assert torch.equal(tensor, expected[name]), name
                 assert tensor.dtype == expected[name].dtype
                 seen[name] = tensor
-        assert set(seen) == set(expected)
+        # No model has the layer that predicts a further token; `save_hf` copies it.
+        assert set(seen) == {name for name in expected if not name.startswith(MTP)}
         # Memory does not depend on the model's size: a bucket at most, or one larger tensor.
         padding = 16
         largest = max(tensor.nbytes for tensor in expected.values())
