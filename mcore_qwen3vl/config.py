@@ -212,6 +212,14 @@ class Architecture:
         """The model's family, and whether it is dense or MoE, for messages."""
         return f"{self.brand} {'MoE' if self.is_moe else 'dense'}"
 
+    def require_vision(self) -> None:
+        """Raise BadInput for a language model alone."""
+        if self.vision == NO_VISION:
+            raise BadInput(
+                "This is a language model alone, without a vision tower: it can be converted and "
+                "inspected, but not run. Use the whole checkpoint."
+            )
+
     @property
     def brand(self) -> str:
         """The models' name, for messages; Qwen3.5's stands for Qwen3.6 and 3.8 too."""

@@ -46,7 +46,7 @@ class Fields:
     """For fields that are not used: what becomes of them, see :attr:`Unused.why`."""
 
     def unused(self, values: Mapping[Any, Any]) -> list[Unused]:
-        """Return the fields of `given` that are not used, in their order.
+        """Return the fields of `values` that are not used, in their order.
 
         A field whose value is null is left out by its author, and so is not named.
         """

@@ -253,7 +253,7 @@ def _row_of(rows: Mapping[tuple[str, Shape], Row], parameter: str, piece: Sharde
     row = rows.get((piece.key, tuple(stacked)))
     if row is None:
         raise BadInput(
-            f"Parameter {parameter} ({piece.key}) does not belong to a Qwen3-VL checkpoint. "
+            f"Parameter {parameter} ({piece.key}) does not belong to the model's checkpoint. "
             "Remove added parameters first."
         )
     if row.global_shape != tuple(piece.global_shape):

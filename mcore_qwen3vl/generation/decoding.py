@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.config import Architecture, read_config_file, text_section
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.data.processor import load_processor
@@ -406,7 +406,7 @@ def load_generation_config(path: str | Path) -> GenerationConfig:
     if not (folder / "generation_config.json").is_file():
         if not (folder / "config.json").is_file():
             return GenerationConfig()
-        text = read_config_file(folder)["text_config"]
+        text = text_section(read_config_file(folder))
         return GenerationConfig(eos_token_id=text.get("eos_token_id"))
     try:
         return GenerationConfig.from_pretrained(folder)

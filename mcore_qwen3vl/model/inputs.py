@@ -323,7 +323,7 @@ def check_shapes(input_ids: Tensor, position_ids: Tensor, *, packed: bool) -> No
     batch, seq_len = input_ids.shape
     if position_ids.shape != (3, batch, seq_len):
         raise BadInput(
-            f"position_ids have shape {tuple(position_ids.shape)}; Qwen3-VL needs time, height and "
+            f"position_ids have shape {tuple(position_ids.shape)}; they have time, height and "
             f"width for each of the {batch} x {seq_len} tokens: (3, {batch}, {seq_len})."
         )
     if packed and batch != 1:

@@ -154,8 +154,8 @@ class Qwen3VLModel(GPTModel):
         ``TransformerConfig`` fields, such as those of ``Layout.config_overrides()``.
 
         Raises:
-            BadInput: the config is not Qwen3-VL's, the overrides contradict the spec, or the spec
-                is ``te`` and Transformer Engine is not installed.
+            BadInput: the config is of no known model, the overrides contradict the spec, or the
+                spec is ``te`` and Transformer Engine is not installed.
         """
         if not isinstance(architecture, Architecture):
             architecture = Architecture.from_hf(architecture)

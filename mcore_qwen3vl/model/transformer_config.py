@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mcore_qwen3vl.config import NO_VISION, Architecture, DeltaNetArchitecture
+from mcore_qwen3vl.config import Architecture, DeltaNetArchitecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import config_fields
 from mcore_qwen3vl.model.decoder.attention import rope_frequencies
@@ -41,11 +41,7 @@ def transformer_config(
     """
     _check_spec(spec, overrides)
     _check_graphs(overrides)
-    if architecture.vision == NO_VISION:
-        raise BadInput(
-            "This is a language model alone, without a vision tower: it can be converted and "
-            "inspected, but not run. Use the whole checkpoint."
-        )
+    architecture.require_vision()
     if not overrides.get("qk_layernorm", True):
         raise BadInput(
             "qk_layernorm is False: the model would have no norms of queries and keys, which the "

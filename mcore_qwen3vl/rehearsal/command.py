@@ -16,8 +16,6 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-
 import mcore_qwen3vl
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
@@ -26,8 +24,6 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K as K
 from mcore_qwen3vl.shapes import SHAPES
-from mcore_qwen3vl.tiny.records import write_half_images
-from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 from mcore_qwen3vl.training.arguments.command_line import (
     CommandLine,
     StrictParser,
@@ -291,6 +287,16 @@ ITERATIONS = 2
 """The first iteration allocates Adam's moments; the second is the one that counts."""
 
 
+def _require_torch_alone(architecture: Architecture) -> None:
+    if architecture.delta_net is not None:
+        raise BadInput(
+            "The simulated GPU does not run flash-linear-attention, whose kernels this model's "
+            "gated delta nets use in half precision. --estimate calculates their memory; "
+            "--deterministic-mode rehearses plain torch in their place, with other times and "
+            "another memory."
+        )
+
+
 def prepare(command: Command, folder: Path) -> Command:
     """Return the command to rehearse: two short iterations, random weights, data from `folder`.
 
@@ -299,8 +305,8 @@ def prepare(command: Command, folder: Path) -> Command:
     vocabulary of our own. They go through the real encoding, packing and batching.
 
     Raises:
-        BadInput: ``--data-path`` without a processor, sequences too short to make data for, or a
-            task without ``--data-path``.
+        BadInput: ``--data-path`` without a processor, sequences too short to make data for, a task
+            without ``--data-path``, or a model that needs kernels which do not run here.
     """
     model = command.line.model
     data = command.value("--data-path") or command.value("--train-data-path")
@@ -310,6 +316,9 @@ def prepare(command: Command, folder: Path) -> Command:
             f"--task {task} is rehearsed on your own records: give --data-path. Or drop --task, to "
             "rehearse the same layout with a language model's loss on made-up data."
         )
+    in_float32 = command.settings.model.fp32
+    if not in_float32 and command.value("--deterministic-mode") is None:
+        _require_torch_alone(Architecture.from_hf(model))
     prepared = command.without(*_RANDOM_START, *_NOT_REHEARSED)
     if data is None:
         prepared = _with_made_up_data(prepared, model, folder)
@@ -347,6 +356,10 @@ def sample_size(command: Command) -> tuple[int, int]:
 
 
 def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
+    # Imported here, because torch takes seconds.
+    from mcore_qwen3vl.tiny.records import write_half_images
+    from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
+
     settings, seq_length = command.settings, command.settings.data.seq_length
     if seq_length < SHORTEST:
         raise BadInput(
@@ -388,6 +401,8 @@ def _config(model: Path) -> Path:
 def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
     """Write the file of a teacher for whom K tokens and all others together are equally likely."""
     # Imported here, because they take seconds.
+    import numpy as np
+
     from mcore_qwen3vl.data.config import DataConfig
     from mcore_qwen3vl.data.loading.datasets import CrudeSamples
     from mcore_qwen3vl.data.loading.sources import parse_sources

@@ -43,7 +43,7 @@ def source_of(settings: Settings) -> Source | None:
     if settings.reference == "model":
         # A rehearsal starts from no weights.
         named = settings.preference.reference_model
-        return Source("--reference-model", named or str(settings.model.folder))
+        return Source("--reference-model", named or settings.model.hf_model or "")
     return None
 
 

@@ -19,6 +19,7 @@ from mcore_qwen3vl.demos import Demo, DemoStep
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from tests.command import exit_code
+from tests.converters.forms import language_model_alone
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,28 @@ def test_a_path_that_is_not_there_is_refused_without_torch(dense):
     assert [line.count("gone does not exist") for line in done.stderr.splitlines()] == [1] * len(
         commands
     )
+
+
+def test_a_misspelt_flag_of_a_rehearsal_is_refused_without_torch():
+    code = (
+        "import sys, mcore_qwen3vl.cli as cli\n"
+        "try: cli.main(['rehearse', 'sft_2b', '--frooze', 'x'])\n"
+        "except SystemExit as left: print(left.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr.count("--frooze")) == ("2 False\n", 1)
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "hi"), ("verify", "parity")])
+def test_a_language_model_alone_is_not_run(command, tmp_path, capsys):
+    model = write_tiny_checkpoint(tmp_path / "model", family="qwen3.5")
+    language_model_alone(model, tmp_path / "alone")
+    (tmp_path / "alone" / "generation_config.json").unlink(missing_ok=True)
+    words = [*command[:1], tmp_path / "alone", *command[1:], "--cpu"]
+    if command[0] == "verify":
+        words = [*command, tmp_path / "alone"]
+    assert exit_code(*words) == 2
+    assert "a language model alone, without a vision tower" in capsys.readouterr().err
 
 
 def test_version_and_short_help(capsys):

@@ -11,7 +11,7 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.rehearsal.command import Command, read_command, roles_of
+from mcore_qwen3vl.rehearsal.command import Command, prepare, read_command, roles_of
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal
 from mcore_qwen3vl.rehearsal.rehearse import check_command
 from mcore_qwen3vl.rehearsal.report import heading
@@ -72,6 +72,15 @@ def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:
 def test_what_cannot_be_read(words: list[str], gpus: int | None, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         read_command(words, gpus)
+
+
+def test_a_hybrid_model_is_rehearsed_without_its_kernels_alone(tmp_path: Path) -> None:
+    flags = ["--hf-model", str(SHAPES / "qwen3.5_0.8b.json"), "--packing", "--spec", "torch"]
+    with pytest.raises(BadInput, match=r"does not run flash-linear-attention.*--estimate"):
+        prepare(read_command(flags, 1), tmp_path)
+    prepared = prepare(read_command([*flags, "--deterministic-mode"], 1), tmp_path)
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert prepared.notes
 
 
 def test_flags_are_taken_out_with_their_values() -> None:

@@ -300,7 +300,7 @@ class RecordMedia:
         self.media: list[Media] = []
         for key in ("audio", "audios"):
             if record.get(key):
-                raise BadSample(f"{key} is given, and Qwen3-VL takes images and videos only.")
+                raise BadSample(f"{key} is given, and the model takes images and videos only.")
 
     def take(
         self, kind: Kind, reference: Any = None, fields: Mapping[str, Any] | None = None

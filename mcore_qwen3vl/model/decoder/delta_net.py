@@ -228,7 +228,8 @@ def _apply_by_kernel(
         g=log_decay,
         beta=beta,
         initial_state=state,
-        output_final_state=not torch.is_grad_enabled(),
+        # Of packed samples nobody keeps the states, one for each.
+        output_final_state=packed is None and not torch.is_grad_enabled(),
         use_qk_l2norm_in_kernel=True,
         **_packing(packed),
     )
@@ -236,11 +237,19 @@ def _apply_by_kernel(
 
 
 def _packing(packed: PackedSequence | None) -> dict[str, Tensor]:
-    """Return a kernel's arguments for packed samples; those on the host spare a host sync."""
+    """Return a kernel's arguments for packed samples.
+
+    With bounds on the host it makes its indices there, and copies them to the device, which waits.
+    It keeps them for calls with the same tensor, so that this happens once a micro-batch.
+    """
     if packed is None:
         return {}
-    bounds = torch.tensor(packed.bounds, dtype=torch.int32)
-    return {"cu_seqlens": packed.cu_seqlens_q, "cu_seqlens_cpu": bounds}
+    return {"cu_seqlens": packed.cu_seqlens_q, "cu_seqlens_cpu": _on_host(packed.bounds)}
+
+
+@lru_cache(maxsize=16)  # every layer of a micro-batch makes the same call
+def _on_host(bounds: tuple[int, ...]) -> Tensor:
+    return torch.tensor(bounds, dtype=torch.int32)
 
 
 _PLAIN: tuple[Any, Any] = causal_convolution, gated_delta_rule

@@ -81,6 +81,11 @@ def check(settings: Settings, architecture: Architecture) -> None:
             f"Megatron-Core trains MoE models under TP {tp} with "
             "sequence parallelism only: add --sequence-parallel."
         )
+    if settings.checkpoints.save and settings.checkpoints.ckpt_format == "torch":
+        # Imported here, because torch takes seconds.
+        from mcore_qwen3vl.converters.legacy.layout import require_equal_parts
+
+        require_equal_parts(architecture)
     _check_expert_overlap(parallel, compute)
     if architecture.is_moe and compute.moe_token_dispatcher_type == "flex":
         _check_flex(parallel, compute)

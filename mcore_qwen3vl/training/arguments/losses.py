@@ -240,11 +240,14 @@ def refuse_without(owner: str, settings: Any, names: Sequence[str]) -> None:
 def refuse_router_losses(run: RunSettings, owner: str, unit: str) -> None:
     """Raise BadInput if a router's loss is added to that of flag `owner`, a mean over `unit`."""
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if value := getattr(run.compute, name):
+        value = getattr(run.compute, name)
+        values = value if isinstance(value, tuple) else (value or 0.0,)  # one for each kind of loss
+        if any(values):
+            flag = " ".join([f"--{name.replace('_', '-')}", *(f"{value:g}" for value in values)])
             raise BadInput(
-                f"--{name.replace('_', '-')} {value:g} with {owner}: Megatron adds the router's "
-                f"losses up over tokens, and this loss is a mean over {unit}, so they would weigh "
-                "hundreds of times too much. Set it to 0."
+                f"{flag} with {owner}: Megatron adds the router's losses up over tokens, and this "
+                f"loss is a mean over {unit}, so they would weigh hundreds of times too much. Set "
+                "it to 0."
             )
 
 

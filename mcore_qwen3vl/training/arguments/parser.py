@@ -142,6 +142,7 @@ class ArgumentSetup:
         settings.task.check(settings, lora, architecture)
         # Checkpoints keep the arguments, and a run that goes on compares this one.
         args.reference_model = settings.preference.reference_model
+        args.teacher_top_k = settings.distillation.teacher_top_k
         args.full_validation = False  # Megatron's own would ask each rank's stream for its length
         if lora.trains_adapter:
             args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run
@@ -177,9 +178,9 @@ def _check_explicit(
 
 
 def _spec(value: list[str] | None, cpu: bool) -> str:
-    spec = (value or ["torch" if cpu else "te"])[0]
+    spec = " ".join(["torch" if cpu else "te"] if value is None else value)
     if spec not in SPECS:
-        raise BadInput(f"--spec is {spec}; it must be one of {', '.join(SPECS)}.")
+        raise BadInput(f"--spec is {spec or 'empty'}; it must be one of {', '.join(SPECS)}.")
     if cpu and spec == "te":
         raise BadInput("--spec te needs Transformer Engine on CUDA; with --cpu leave it out.")
     return spec

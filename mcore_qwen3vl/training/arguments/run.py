@@ -238,7 +238,7 @@ class ComputeSettings:
     moe_token_dispatcher_type: str | None = None
     moe_flex_dispatcher_backend: str | None = None
     moe_permute_fusion: bool = False
-    moe_aux_loss_coeff: float | None = None
+    moe_aux_loss_coeff: float | tuple[float, ...] | None = None
     moe_z_loss_coeff: float | None = None
     padded_vocab_size: int | None = None
 
@@ -259,7 +259,7 @@ class LogSettings:
     wandb_save_dir: Folder | None = None
 
 
-NOT_FLAGS = frozenset(
+NOT_READ_EARLY = frozenset(
     {
         *("rank", "world_size", "data_parallel_size", "virtual_pipeline_model_parallel_size"),
         *("padded_vocab_size", "moe_aux_loss_coeff"),

@@ -16,7 +16,7 @@ from mcore_qwen3vl.training.arguments.losses import (
     Reference,
 )
 from mcore_qwen3vl.training.arguments.run import (
-    NOT_FLAGS,
+    NOT_READ_EARLY,
     CheckpointSettings,
     ComputeSettings,
     DataSources,
@@ -90,4 +90,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def add_early_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of Megatron's that we read, for a parser that needs no megatron."""
     for owner in (CheckpointSettings, LoopSettings, ParallelSettings, ComputeSettings, LogSettings):
-        add_flags(parser.add_argument_group(), owner, leave_out=NOT_FLAGS)
+        add_flags(parser.add_argument_group(), owner, leave_out=NOT_READ_EARLY)

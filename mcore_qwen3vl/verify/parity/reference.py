@@ -308,6 +308,7 @@ class ReferenceCheckpoint:
         self.path = Path(path)
         identify(self.path).require_huggingface()
         self.architecture = Architecture.from_hf(self.path)
+        self.architecture.require_vision()
         self.adapter = None if lora is None else read_adapter(lora, self.path)
         self.lora = None if lora is None else Path(lora)
         self._passed = passed

@@ -15,6 +15,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import transformer_config as model_config
+from mcore_qwen3vl.model.decoder import delta_net
+from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.decoder.norm import RMSNorm
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.transformer_config import transformer_config
@@ -108,6 +110,14 @@ def test_zero_centred_norms_round_as_hugging_face(dtype: torch.dtype) -> None:
 def test_what_cannot_work_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         transformer_config(HYBRID, spec="te", **overrides)
+
+
+def test_all_layers_of_a_micro_batch_hand_the_kernels_the_same_bounds() -> None:
+    """flash-linear-attention keeps the indices that it makes of a tensor, by its identity."""
+    packed = PackedSequence.of(PACKING, torch.device("cpu"))
+    bounds = delta_net._packing(packed)["cu_seqlens_cpu"]
+    assert bounds.tolist() == [0, 7, 7, 20, LENGTH]
+    assert delta_net._packing(packed)["cu_seqlens_cpu"] is bounds
 
 
 def test_a_gpu_needs_kernels_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,25 @@ def test_an_overlap_of_the_experts_exchange_needs_half_precision(moe: Path) -> N
     assert parallel.virtual_pipeline_model_parallel_size == 2
 
 
+def test_a_hybrid_model_is_not_saved_in_the_legacy_format(tmp_path: Path) -> None:
+    model = write_tiny_checkpoint(tmp_path / "hybrid", family="qwen3.5")
+    flags = ("--ckpt-format", "torch", "--save", str(tmp_path / "run"))
+    with pytest.raises(BadInput, match=r"legacy format .* is neither written nor read"):
+        parsed(model, *flags)
+
+
+@pytest.mark.parametrize("words", [("te", "torch"), ()])
+def test_a_spec_is_one_word(words: tuple[str, ...], dense: Path) -> None:
+    with pytest.raises(BadInput, match=f"--spec is {' '.join(words) or 'empty'}; it must be one"):
+        parsed(dense, "--spec", *words)
+
+
+def test_router_losses_of_several_kinds_are_named(moe: Path) -> None:
+    flags = ("--loss", "simpo", "--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss")
+    with pytest.raises(BadInput, match=r"--moe-aux-loss-coeff 0.01 0.02 with --loss simpo"):
+        parsed(moe, *flags, "--moe-aux-loss-coeff", "0.01", "0.02")
+
+
 def test_experts_are_one_product(moe: Path, dense: Path) -> None:
     assert parsed(moe).args.moe_grouped_gemm
     assert not parsed(dense).args.moe_grouped_gemm

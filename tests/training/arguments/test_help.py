@@ -31,7 +31,7 @@ from mcore_qwen3vl.training.arguments.help import COMMON, asked_words, print_hel
 from mcore_qwen3vl.training.arguments.lora import RANK, LoraSettings
 from mcore_qwen3vl.training.arguments.losses import DistillationSettings, PreferenceSettings
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.arguments.run import NOT_FLAGS
+from mcore_qwen3vl.training.arguments.run import NOT_READ_EARLY
 from mcore_qwen3vl.training.arguments.settings import add_arguments, add_early_arguments
 from mcore_qwen3vl.training.arguments.tasks import TaskSettings
 from mcore_qwen3vl.training.run import main
@@ -69,7 +69,7 @@ def test_what_we_read_of_megatrons_flags_is_megatrons() -> None:
             assert (action.type or str) == (same.type or str), flag
             assert isinstance(action.default, bool) <= (same.nargs == 0), flag
     args = validate(["--cpu", "--hf-model", str(SHAPES / "2b.json"), "--train-iters", "1"], 1).args
-    assert all(hasattr(args, name) for name in NOT_FLAGS)
+    assert all(hasattr(args, name) for name in NOT_READ_EARLY)
 
 
 def test_no_flag_about_a_word() -> None:
