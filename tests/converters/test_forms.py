@@ -115,6 +115,20 @@ def test_what_a_run_does_not_hold_is_copied_from_its_origin(
 
 
 @pytest.mark.parametrize(
+def test_an_origin_does_not_undo_a_layout_that_is_asked_for(
+    form: Make, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Experts are fused though those of the origin are one by one, which `source` keeps."""
+    origin, run, back = form("Qwen3.5 MoE, experts one by one"), tmp_path / "run", tmp_path / "back"
+    bare = copy(origin, tmp_path / "bare")
+    save({name: t for name, t in load(origin).items() if not name.startswith("mtp.")}, bare)
+    hf_to_mcore(bare, run)
+    mcore_to_hf(run, back, hf_config=origin)
+    assert_same_tensors(origin, back)
+    mcore_to_hf(run, tmp_path / "fused", hf_config=origin, expert_layout="v5")
+    assert_same_tensors(tiny("hybrid-moe"), tmp_path / "fused")
+
+
     ("name", "change", "message"),
     [
         (
