@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +115,6 @@ def test_what_a_run_does_not_hold_is_copied_from_its_origin(
     assert_same_tensors(origin, tmp_path / "with")
 
 
-@pytest.mark.parametrize(
 def test_an_origin_does_not_undo_a_layout_that_is_asked_for(
     form: Make, tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -129,6 +129,7 @@ def test_an_origin_does_not_undo_a_layout_that_is_asked_for(
     assert_same_tensors(tiny("hybrid-moe"), tmp_path / "fused")
 
 
+@pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         (
@@ -210,7 +211,13 @@ def test_a_tensor_is_named_as_its_file_names_it(form: Make, tmp_path: Path) -> N
         plan_hf_to_mcore(source)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"names": "other"}', '{"names": "old"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{", "[]", '{"names": "other"}', '{"names": "old"}'),
+        *(json.dumps(USUAL | {"split_experts": split}) for split in ("abc", {"mtp.": 1})),
+    ],
+)
 def test_a_damaged_record_is_refused(form: Make, tmp_path: Path, content: str) -> None:
     hf_to_mcore(form("before the move"), tmp_path / "mcore")
     (tmp_path / "mcore/hf/checkpoint_form.json").write_text(content)

@@ -231,6 +231,10 @@ def test_later_iterations_are_not_what_the_manifest_is_about(mcore: Path, tmp_pa
         lambda m: m["tensors"][EXPERTS].pop("xxh3_128"),
         lambda m: m["tensors"][QUERY].update(xxh3_128=5),
         lambda m: m["tensors"][QUERY].update(shape="ab"),
+        *(
+            lambda m, rows=rows: m["tensors"][QUERY].update(rows=rows, xxh3_128=["0"] * 3)
+            for rows in ([[1], [2], [3]], [1, 2, 3], [["a", "b"]] * 3, "abc")
+        ),
     ],
 )
 def test_an_unusable_manifest_is_refused(
