@@ -443,7 +443,9 @@ def _mtp_layers(text: dict[str, Any]) -> int:
             "text_config.mtp_use_dedicated_embeddings is true; layers that predict a further token "
             "with an embedding of their own are not supported."
         )
-    return _integer({"mtp_num_hidden_layers": 0, **text}, "mtp_num_hidden_layers", most=1)
+    if text.get("mtp_num_hidden_layers") is None:
+        return 0
+    return _integer(text, "mtp_num_hidden_layers", most=1)
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:

@@ -303,6 +303,14 @@ def test_layer_types_are_optional_and_so_is_the_interval():
     assert Architecture.from_hf(config).delta_net_layers == (False, True, True, True)
 
 
+def test_a_config_without_a_further_layer_has_0_or_null_or_nothing():
+    config = hybrid()
+    for text in ({"mtp_num_hidden_layers": 0}, {"mtp_num_hidden_layers": None}, {}):
+        del config["text_config"]["mtp_num_hidden_layers"]
+        config["text_config"].update(text)
+        assert Architecture.from_hf(config).mtp_num_hidden_layers == 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

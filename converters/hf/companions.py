@@ -137,10 +137,10 @@ def read_form(folder: Path) -> Form:
         sound = kind in HEADS and type(labels) is int and type(bias) is bool
         if not sound or (labels > 0) != (kind == CLASSIFIER):
             raise ValueError(f"head {kind!r:.40}, labels {labels!r:.40}, bias {bias!r:.40}")
-        split = tuple(content.get("split_experts", ()))
-        if not all(isinstance(start, str) for start in split):
+        split = content.get("split_experts", [])
+        if not isinstance(split, list) or not all(isinstance(start, str) for start in split):
             raise ValueError(f"split_experts {split!r:.40}")
-        return Form(NAMES[content["names"]], Head(kind, labels, bias), split)
+        return Form(NAMES[content["names"]], Head(kind, labels, bias), tuple(split))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise BadInput(
             f"{file} does not say how the checkpoint's tensors are called ({error!r:.200}). "

@@ -170,7 +170,10 @@ def _check_form(manifest: dict[str, Any]) -> None:
         shape, sums = tensor["shape"], tensor[CHECKSUM]
         if not all(type(n) is int for n in shape) or not isinstance(tensor["dtype"], str):
             raise ValueError(f"shape or dtype of {name}")
-        count = len(tensor.get("rows") or range(shape[0])) if isinstance(sums, list) else 1
+        parts = tensor.get("rows", [])
+        if not all(type(n) is int for first, last in parts for n in (first, last)):
+            raise ValueError(f"rows of {name}")
+        count = len(parts or range(shape[0])) if isinstance(sums, list) else 1
         sums = sums if isinstance(sums, list) else [sums]
         if len(sums) != count or not all(isinstance(one, str) for one in sums):
             raise ValueError(f"{CHECKSUM} of {name}")

@@ -234,8 +234,10 @@ def plan_mcore_to_hf(
         further.require(table(architecture, head=further.form.head, mtp=True))
         whole = table(architecture, head=form.head, mtp=True)
         rows += [row for row in whole if row.key.startswith(MTP)]
-        form = replace(form, split_experts=further.form.split_experts)
-    sources = (source for row in rows for source in row.sources)
+        if expert_layout == "source":
+            form = replace(form, split_experts=further.form.split_experts)
+    written = split_experts(rows, form.split_experts)  # the manifest knows no such pieces
+    sources = (source for row in written for source in row.sources)
     if any(manifest.stated_checksum(stated, one) is None for one in sources):
         checkpoint.check_data()
     padding = padded - architecture.vocab_size

@@ -184,7 +184,10 @@ def mcore_to_hf(
     max_shard_size: MaxShardSize = "5GB",
     expert_layout: Annotated[
         ExpertLayoutChoice,
-        typer.Option(help="source: as the checkpoint came; published: transformers 4.57; v5."),
+        typer.Option(
+            help="source: as the checkpoint came; published: transformers 4.57; v5. Qwen3.5 has "
+            "one fused layout, which published and v5 both write."
+        ),
     ] = "source",
 ) -> "ConversionPlan":
     """Megatron-Core to Hugging Face (safetensors)."""
@@ -205,7 +208,10 @@ def hf_to_hf(
     src: HFSource,
     expert_layout: Annotated[
         ExpertLayoutChoice,
-        typer.Option(help="published: vLLM, transformers 4.57 and 5; v5: transformers 5; source."),
+        typer.Option(
+            help="published: vLLM, transformers 4.57 and 5; v5: transformers 5; source. Qwen3.5 "
+            "has one fused layout, which published and v5 both write."
+        ),
     ] = "source",
     dtype: Dtype = "keep",
     max_shard_size: MaxShardSize = "5GB",
@@ -238,7 +244,8 @@ def lora_merge(
     expert_layout: Annotated[
         ExpertLayoutChoice | None,
         typer.Option(
-            help="Layout to write; default: published for MoE (vLLM, transformers 4.57 and 5)."
+            help="Layout to write; default: published for MoE (vLLM, transformers 4.57 and 5). "
+            "Qwen3.5 has one fused layout, whichever is named."
         ),
     ] = None,
     dtype: Dtype = "keep",

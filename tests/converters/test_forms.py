@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,20 @@ def test_what_a_run_does_not_hold_is_copied_from_its_origin(
     assert_same_tensors(origin, tmp_path / "with")
 
 
+def test_an_origin_does_not_undo_a_layout_that_is_asked_for(
+    form: Make, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Experts are fused though those of the origin are one by one, which `source` keeps."""
+    origin, run, back = form("Qwen3.5 MoE, experts one by one"), tmp_path / "run", tmp_path / "back"
+    bare = copy(origin, tmp_path / "bare")
+    save({name: t for name, t in load(origin).items() if not name.startswith("mtp.")}, bare)
+    hf_to_mcore(bare, run)
+    mcore_to_hf(run, back, hf_config=origin)
+    assert_same_tensors(origin, back)
+    mcore_to_hf(run, tmp_path / "fused", hf_config=origin, expert_layout="v5")
+    assert_same_tensors(tiny("hybrid-moe"), tmp_path / "fused")
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -196,7 +211,13 @@ def test_a_tensor_is_named_as_its_file_names_it(form: Make, tmp_path: Path) -> N
         plan_hf_to_mcore(source)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"names": "other"}', '{"names": "old"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{", "[]", '{"names": "other"}', '{"names": "old"}'),
+        *(json.dumps(USUAL | {"split_experts": split}) for split in ("abc", {"mtp.": 1})),
+    ],
+)
 def test_a_damaged_record_is_refused(form: Make, tmp_path: Path, content: str) -> None:
     hf_to_mcore(form("before the move"), tmp_path / "mcore")
     (tmp_path / "mcore/hf/checkpoint_form.json").write_text(content)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted, plain, visible
+from mcore_qwen3vl.converters.hf.hf_checkpoint import holder_of_mtp
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.gpus import c_compiler
@@ -77,7 +78,7 @@ def summary(
         *([("validation", _validation(settings))] if settings.loop.valid_data_path else []),
         ("schedule", _schedule(settings)),
         ("memory", _memory(settings, a)),
-        ("writes", _writes(settings)),
+        ("writes", _writes(settings, a)),
     ]
     if not model.cpu and c_compiler() is None:
         rows.append(("kernels", "not fused: there is no C compiler (CC, gcc, clang)"))
@@ -268,7 +269,7 @@ def _turn_end(folder: Path) -> TurnEnd | None:
     return unlisted_turn_end(folder) if folder.is_dir() else None  # a config alone is a shape
 
 
-def _writes(settings: Settings) -> str:
+def _writes(settings: Settings, a: Architecture) -> str:
     model, logs, log_json = settings.model, settings.logs, settings.training.log_json
     save, interval = settings.checkpoints.save, settings.checkpoints.save_interval
     trains_adapter = settings.lora.trains_adapter
@@ -279,6 +280,12 @@ def _writes(settings: Settings) -> str:
     if model.save_hf:
         kind = "PEFT adapters" if trains_adapter else "Hugging Face checkpoints"
         writes.append(f"{kind} to {model.save_hf}")
+        copies = a.mtp_num_hidden_layers and not trains_adapter
+        if copies and holder_of_mtp(model.folder) is None:
+            writes[-1] += (
+                f" without mtp.*, the layer that predicts a further token, of which {model.folder} "
+                "has no weights: name a checkpoint that has them in --hf-model"
+            )
     budgets = [
         f"--{name.replace('_', '-')} {value:g}"
         for name, value in asdict(settings.data.media).items()

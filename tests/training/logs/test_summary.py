@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.checkpoints.resume import changed_files, save_companions
 from mcore_qwen3vl.training.folders import log_file
@@ -107,6 +109,19 @@ def test_the_summary_says_what_is_exported(dense: Path) -> None:
     assert said in rows(dense, *asked, *budgets)["writes"]
     found = rows(dense, *asked, *budgets, "--lora-rank", "4")
     assert f"{said}; an adapter has no processor" in found["writes"]
+
+
+def test_the_summary_says_if_an_export_lacks_the_further_layer(tmp_path: Path) -> None:
+    """A config names mtp.*, and --hf-model may be the ``hf`` folder of a Megatron checkpoint."""
+    model, bare = write_tiny_checkpoint(tmp_path / "model", family="qwen3.5"), tmp_path / "hf"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    asked = ("--cpu", "--save-hf", "out")
+    said = f"Hugging Face checkpoints to out without mtp.*, .* of which {bare} has no weights"
+    assert re.match(said, rows(bare, *asked)["writes"])
+    assert "mtp" not in rows(model, *asked)["writes"]
+    assert "mtp" not in rows(bare, "--cpu")["writes"]
+    lora = ("--load-hf", str(model), "--lora-rank", "4")
+    assert "mtp" not in rows(bare, *asked, *lora)["writes"]
 
 
 def test_a_trained_model_stops_at_the_end_of_a_turn(dense: Path, tmp_path: Path) -> None:

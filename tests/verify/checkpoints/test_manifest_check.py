@@ -72,6 +72,19 @@ def test_each_part_of_a_tensor_has_a_checksum(tiny: Tiny, tmp_path: Path) -> Non
     assert failed(mcore).keys() == {JOINED}
 
 
+def test_experts_written_one_by_one_are_checked_too(tiny: Tiny, tmp_path: Path) -> None:
+    """The manifest has no checksum of one matrix of an expert, but the file has one of its data."""
+    source, mcore, out = tiny("hybrid-moe-v5"), tmp_path / "mcore", tmp_path / "out"
+    hf_to_mcore(source, mcore)
+    expert = load(source)["model.language_model.layers.1.mlp.experts.3.down_proj.weight"]
+    data = expert.view(torch.uint8).numpy().tobytes()
+    (file,) = (f for f in (mcore / "release").glob("*.distcp") if data in f.read_bytes())
+    file.write_bytes(file.read_bytes().replace(data, bytes([data[0] ^ 1]) + data[1:]))
+    with pytest.raises(BadInput, match=r"layers\.1\.mlp\.experts.* CRC-32 is"):
+        mcore_to_hf(mcore, out)
+    assert not out.exists()
+
+
 @pytest.fixture(scope="module")
 def mcore(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an mcore checkpoint of the case ``moe``; read-only."""
@@ -218,6 +231,10 @@ def test_later_iterations_are_not_what_the_manifest_is_about(mcore: Path, tmp_pa
         lambda m: m["tensors"][EXPERTS].pop("xxh3_128"),
         lambda m: m["tensors"][QUERY].update(xxh3_128=5),
         lambda m: m["tensors"][QUERY].update(shape="ab"),
+        *(
+            lambda m, rows=rows: m["tensors"][QUERY].update(rows=rows, xxh3_128=["0"] * 3)
+            for rows in ([[1], [2], [3]], [1, 2, 3], [["a", "b"]] * 3, "abc")
+        ),
     ],
 )
 def test_an_unusable_manifest_is_refused(
