@@ -81,11 +81,12 @@ def check(settings: Settings, architecture: Architecture) -> None:
             f"Megatron-Core trains MoE models under TP {tp} with "
             "sequence parallelism only: add --sequence-parallel."
         )
-    if settings.checkpoints.save and settings.checkpoints.ckpt_format == "torch":
-        # Imported here, because torch takes seconds.
-        from mcore_qwen3vl.converters.legacy.layout import require_equal_parts
-
-        require_equal_parts(architecture)
+    legacy = settings.checkpoints.ckpt_format == "torch"
+    if settings.checkpoints.save and legacy and architecture.delta_net is not None:
+        raise BadInput(
+            "--ckpt-format torch: nothing here reads or converts a legacy checkpoint of a model "
+            "with gated delta nets. Leave it at torch_dist."
+        )
     _check_expert_overlap(parallel, compute)
     if architecture.is_moe and compute.moe_token_dispatcher_type == "flex":
         _check_flex(parallel, compute)
