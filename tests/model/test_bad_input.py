@@ -78,7 +78,7 @@ def _packing(*bounds: int) -> PackedSeqParams:
     [
         ("cp2", 30, {}, "length 30: pad lengths to a multiple of 4"),
         ("tp2+sp", 31, {}, "the 31 tokens of each CP rank"),
-        ("single", 8, {"position_ids": torch.zeros(1, 8)}, r"needs time, height and width"),
+        ("single", 8, {"position_ids": torch.zeros(1, 8)}, r"they have time, height and width"),
         ("single", 8, {"packed_seq_params": _packing(0, 6)}, "make the tail padding a sample"),
         ("cp2", 12, {"packed_seq_params": _packing(0, 6, 12)}, "packed sample.* has length 6"),
         (
