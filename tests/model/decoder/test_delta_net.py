@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import transformer_config as model_config
 from mcore_qwen3vl.model.decoder import delta_net
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
+from mcore_qwen3vl.model.decoder.delta_rule import causal_convolution, gated_delta_rule
 from mcore_qwen3vl.model.decoder.norm import RMSNorm
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.transformer_config import transformer_config
@@ -127,3 +130,67 @@ def test_a_gpu_needs_kernels_in_half_precision(monkeypatch: pytest.MonkeyPatch) 
         transformer_config(HYBRID, params_dtype=torch.bfloat16)
     transformer_config(HYBRID, params_dtype=torch.float32)
     transformer_config(HYBRID, params_dtype=torch.bfloat16, deterministic_mode=True)
+
+
+def test_the_kernels_get_and_give_what_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with the signatures of flash-linear-attention 0.6 compute in plain torch."""
+
+    def causal_conv1d(
+        x: Tensor, weight: Tensor, *, activation: str, cu_seqlens: Any = None, **rest: Any
+    ) -> tuple[Tensor, None]:
+        assert activation == "silu"
+        assert x.is_contiguous()
+        return causal_convolution(x, weight, bounds_of(x, cu_seqlens, **rest)), None
+
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **rest: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        assert rest.pop("use_qk_l2norm_in_kernel")
+        state, keeps = rest.pop("initial_state"), rest.pop("output_final_state")
+        bounds = bounds_of(q, rest.pop("cu_seqlens", None), **rest)
+        output, last = gated_delta_rule(q, k, v, g, beta, bounds, state)
+        return output, last if keeps else None
+
+    def bounds_of(x: Tensor, on_device: Any, cu_seqlens_cpu: Any = None) -> tuple[int, ...]:
+        if on_device is None:
+            return 0, x.shape[1]
+        assert torch.equal(on_device, cu_seqlens_cpu)
+        return tuple(cu_seqlens_cpu.tolist())
+
+    called: list[str] = []
+    kernels = {
+        "fla.modules.causal_conv1d": {"causal_conv1d": causal_conv1d},
+        "fla.ops.gated_delta_rule": {
+            name: lambda *args, name=name, **kw: called.append(name) or rule(*args, **kw)
+            for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+        },
+    }
+    for module, functions in kernels.items():
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**functions))
+
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(1, LENGTH, 6, generator=draw)
+    weight, earlier = torch.randn(6, 4, generator=draw), torch.randn(1, 3, 6, generator=draw)
+    packed = PackedSequence.of(PACKING, torch.device("cpu"))
+    convolve, apply_rule = delta_net._KERNELS
+    for samples, bounds, before in ((packed, packed.bounds, None), (None, (0, LENGTH), earlier)):
+        expected = causal_convolution(x, weight, bounds, before)
+        torch.testing.assert_close(convolve(x, weight, samples, before), expected)
+
+    query, key = (torch.randn(1, LENGTH, 2, 5, generator=draw) for _ in range(2))
+    value, beta = torch.randn(1, LENGTH, 4, 3, generator=draw), torch.rand(1, LENGTH, 4)
+    inputs = (query, key, value, -torch.rand(1, LENGTH, 4, generator=draw), beta)
+    state = torch.randn(1, 4, 5, 3, generator=draw)
+    with torch.no_grad():
+        output, last = apply_rule(*inputs, packed, None)
+        torch.testing.assert_close(output, gated_delta_rule(*inputs, packed.bounds)[0])
+        assert last is None  # nobody continues packed samples
+        for length in (LENGTH, 1):
+            first = [part[:, :length] for part in inputs]
+            for got, right in zip(
+                apply_rule(*first, None, state),
+                gated_delta_rule(*first, (0, length), state),
+                strict=True,
+            ):
+                torch.testing.assert_close(got, right)
+    assert called == [*["chunk_gated_delta_rule"] * 2, "fused_recurrent_gated_delta_rule"]
