@@ -96,7 +96,7 @@ class Inspection:
             form.split_experts,
         )
         stored = form.names.stored
-        named = ([replace(s, name=stored(s.alone or s.name)) for s in row.sources] for row in rows)
+        named = ([replace(s, name=stored(s.written_name)) for s in row.sources] for row in rows)
         return [replace(row, sources=tuple(n)) for row, n in zip(rows, named, strict=True)]
 
 
@@ -257,7 +257,7 @@ def _line(group: Sequence[Row]) -> MappingLine:
     sources = range(len(first.sources))
     return MappingLine(
         hf=tuple(_folded([_shown(row.sources[i]) for row in group]) for i in sources),
-        hf_shapes=tuple(s.piece_shape if s.alone else s.shape for s in first.sources),
+        hf_shapes=tuple(source.written_shape for source in first.sources),
         mcore=_folded([row.key for row in group]),
         shape=first.shape,
         stacked=first.global_shape[: len(first.offset)],

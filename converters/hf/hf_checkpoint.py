@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import MODEL_TYPES, read_config_file, ties_embeddings
+from mcore_qwen3vl.config import MODEL_TYPES, Architecture, read_config_file, ties_embeddings
 from mcore_qwen3vl.converters.hf.quantized import declared, dequantize, fuse, pair
 from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHeader
 from mcore_qwen3vl.converters.mapping import forms
@@ -35,15 +35,16 @@ _TURNED = (
 )
 
 
-def holder_of_mtp(folder: Path) -> HuggingFaceCheckpoint | None:
+def holder_of_mtp(folder: Path, architecture: Architecture) -> HuggingFaceCheckpoint | None:
     """Return the checkpoint in `folder` if it has layers that predict a further token.
 
     A running model has none, so that exports take them from the checkpoint that it was made from.
+    Of a model that never has them, no file but the config is looked at.
 
     Raises:
         BadInput: the weights in `folder` are damaged.
     """
-    if identify(folder).kind is not Kind.HUGGINGFACE:
+    if not architecture.mtp_num_hidden_layers or identify(folder).kind is not Kind.HUGGINGFACE:
         return None
     checkpoint = HuggingFaceCheckpoint(folder)
     return checkpoint if checkpoint.has_mtp else None

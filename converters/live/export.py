@@ -103,7 +103,7 @@ def save_hf(
     path, hf_config = Path(path), Path(hf_config)
     architecture = Architecture.from_hf(hf_config)
     exporter = Gatherer.of_model(models, architecture.expert_layout)
-    further = holder_of_mtp(hf_config)
+    further = holder_of_mtp(hf_config, architecture)
     entries = {} if further is None else further.entries
     copied = {
         name: shards.TensorSpec(entries[name].dtype, shape)

@@ -66,6 +66,16 @@ class SourceTensor:
         return shape if self.rows is None else (self.rows[1] - self.rows[0], *shape[1:])
 
     @property
+    def written_name(self) -> str:
+        """The name of the tensor in which the piece is written."""
+        return self.alone or self.name
+
+    @property
+    def written_shape(self) -> Shape:
+        """The shape of that tensor."""
+        return self.piece_shape if self.alone else self.shape
+
+    @property
     def piece(self) -> int | tuple[int, int] | None:
         """Which piece this is of those with a checksum; None: the whole tensor, or one alone."""
         if self.alone:

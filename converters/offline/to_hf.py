@@ -225,20 +225,18 @@ def plan_mcore_to_hf(
         architecture, expert_layout=layout, padded_vocab_size=padded, head=form.head, mtp=mtp
     )
     checkpoint.require(rows)
-    further: HuggingFaceCheckpoint | None = None
-    notes: list[str] = []
-    if architecture.mtp_num_hidden_layers and not mtp:
-        further = holder_of_mtp(folder)
-        notes += mtp_notes(architecture, mtp) if further is None else [f"mtp.* is from {folder}."]
+    further = None if mtp else holder_of_mtp(folder, architecture)
+    notes = list(mtp_notes(architecture, mtp))
     if further is not None:
+        notes = [f"mtp.* is from {folder}."]
         further.require(table(architecture, head=further.form.head, mtp=True))
         whole = table(architecture, head=form.head, mtp=True)
         rows += [row for row in whole if row.key.startswith(MTP)]
         if expert_layout == "source":
             form = replace(form, split_experts=further.form.split_experts)
-    written = split_experts(rows, form.split_experts)  # the manifest knows no such pieces
-    sources = (source for row in written for source in row.sources)
-    if any(manifest.stated_checksum(stated, one) is None for one in sources):
+    sources = (source for row in rows for source in row.sources)
+    # The manifest has no checksums of an expert's single matrices.
+    if form.split_experts or any(manifest.stated_checksum(stated, one) is None for one in sources):
         checkpoint.check_data()
     padding = padded - architecture.vocab_size
     if padding:
@@ -306,10 +304,9 @@ def lay_out(
     rows = split_experts(rows, form.split_experts)
     for row in rows:
         for named in row.sources:
-            name = names.stored(named.alone or named.name)
+            name = names.stored(named.written_name)
             origins[name], kept = origin(row, named)
-            shape = named.piece_shape if named.alone else named.shape
-            spec = shards.TensorSpec(dtype or kept, shape)
+            spec = shards.TensorSpec(dtype or kept, named.written_shape)
             if tensors.setdefault(name, spec) != spec:
                 raise BadInput(
                     f"{source}: the parts of {name} have different dtypes. Choose one with --dtype."
@@ -360,7 +357,7 @@ def _units(rows: list[Row], names: Names, files: tuple[Shard, ...]) -> Iterator[
     places: dict[str, list[tuple[Row, int]]] = {}
     for row in rows:
         for number, source in enumerate(row.sources):
-            name = names.stored(source.alone or source.name)
+            name = names.stored(source.written_name)
             places.setdefault(name, []).append((row, number))
     size = unit_bytes(sum(shard.data_bytes for shard in files))
     for shard in files:

@@ -281,7 +281,7 @@ def _writes(settings: Settings, a: Architecture) -> str:
         kind = "PEFT adapters" if trains_adapter else "Hugging Face checkpoints"
         writes.append(f"{kind} to {model.save_hf}")
         copies = a.mtp_num_hidden_layers and not trains_adapter
-        if copies and holder_of_mtp(model.folder) is None:
+        if copies and holder_of_mtp(model.folder, a) is None:
             writes[-1] += (
                 f" without mtp.*, the layer that predicts a further token, of which {model.folder} "
                 "has no weights: name a checkpoint that has them in --hf-model"

@@ -173,6 +173,16 @@ def test_weights_of_a_quantised_model_are_not_called_quantised(tiny, tmp_path):
     assert json.loads((tmp_path / "a" / "config.json").read_text()) == config
 
 
+def test_weights_beside_the_config_are_not_looked_at_without_need(tiny, tmp_path):
+    """Only Qwen3.5's ``mtp.*`` are copied from there; of others a part of a download suffices."""
+    source, partly = tiny("tied"), tmp_path / "partly"
+    shutil.copytree(source, partly)
+    (partly / "model.safetensors").write_bytes(b"cut short")
+    on_ranks(source, "single", lambda c: save_hf(c, tmp_path / "a", hf_config=partly))
+    expected, exported = (load_file(p / "model.safetensors") for p in (source, tmp_path / "a"))
+    assert all(torch.equal(expected[name], exported[name]) for name in expected)
+
+
 def test_an_expert_parallel_rank_reads_its_share_of_the_experts(tiny):
     source = tiny("moe")
     layout = Layout(ep=4, dp=4)
