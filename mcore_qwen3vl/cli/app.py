@@ -127,6 +127,7 @@ def tiny(
 ) -> None:
     """Write a tiny random checkpoint with tokenizer, processor and chat template."""
     console.quiet_libraries()
+    from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.tiny import SERVABLE, TINY, read_vocabulary, write_tiny_checkpoint
 
     if servable and family != "qwen3-vl":
@@ -139,8 +140,8 @@ def tiny(
         )
     kind = "MoE" if moe else "dense"
     written = {"out": path, "family": family, "kind": kind, "seed": seed}
-    name = family.replace("qwen3-vl", "Qwen3-VL").replace("qwen", "Qwen")
-    console.present(json, written, console.say, f"wrote a tiny {name} {kind} to {path}")
+    name = Architecture.from_hf(path).kind
+    console.present(json, written, console.say, f"wrote a tiny {name} to {path}")
 
 
 @app.command("demo")

@@ -318,7 +318,7 @@ def prepare(command: Command, folder: Path) -> Command:
         )
     in_float32 = command.settings.model.fp32
     if not in_float32 and command.value("--deterministic-mode") is None:
-        _require_torch_alone(Architecture.from_hf(model))
+        _require_torch_alone(command.line.architecture)
     prepared = command.without(*_RANDOM_START, *_NOT_REHEARSED)
     if data is None:
         prepared = _with_made_up_data(prepared, model, folder)
