@@ -110,7 +110,7 @@ FAULTS: dict[str, tuple[str, str, str, str, Patch]] = {
 def test_a_mistake_is_seen(name: str, matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
     model, layout, batch, part, plant = FAULTS[name]
     plant(monkeypatch)
-    report = matrix.run(MatrixRow(model, layout, (batch,)))
+    report = matrix.compare_row(MatrixRow(model, layout, (batch,)))
     failed = {p for (_, p), summary in report.parts().items() if summary.failed}
     assert part in failed
     assert ("logits" in failed) == (part == "logits")  # otherwise another mistake was made
