@@ -152,7 +152,7 @@ class Relevance(Readout):
 class Rewards(Readout):
     """The scores of a reward model."""
 
-    kind = TaskModel.of(ONE_SCORE)
+    kind = TaskModel.with_labels(ONE_SCORE)
 
     def values(self, output: Tensor) -> list[dict[str, Any]]:
         return [{"reward": value} for value in output[:, 0].tolist()]
@@ -166,7 +166,7 @@ class Classes(Readout):
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
-        self.kind = TaskModel.of(labels)
+        self.kind = TaskModel.with_labels(labels)
 
     def values(self, output: Tensor) -> list[dict[str, Any]]:
         logits = output.double()

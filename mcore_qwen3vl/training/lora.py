@@ -26,7 +26,7 @@ from mcore_qwen3vl.model.lora.attach import (
     attach,
     load_saved,
     trained_names,
-    whole,
+    whole_patterns,
     whole_tensors,
 )
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -169,7 +169,7 @@ class LoraRun:
         else:
             load_factors(chunk, self._start.factors)
             load_saved([chunk], whole_tensors(self._start))
-        choice.train(whole(chunk, self._saved))
+        choice.train(whole_patterns(chunk, self._saved))
 
     def export(self, model: Any, folder: Path) -> None:
         """Write a PEFT adapter directory; a collective."""

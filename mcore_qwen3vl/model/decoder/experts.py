@@ -82,7 +82,7 @@ class GroupedExperts(nn.Module):
         Returns:
             (T, H) weighted outputs, and no bias.
         """
-        groups = Groups.of(tokens_per_expert, tokens.device)
+        groups = Groups.from_counts(tokens_per_expert, tokens.device)
         halves, _bias = self.linear_fc1(tokens, groups)  # (T, 2 * inner / etp): gate, then up
         inputs, weights = halves.detach(), probs.detach()
         inner = self._swiglu(halves, probs)
@@ -97,7 +97,7 @@ class GroupedExperts(nn.Module):
         return {
             f"{prefix}{name}.{entry}": described
             for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2))
-            for entry, described in linear.entries(
+            for entry, described in linear.sharded_entries(
                 f"{prefix}experts.{name}.", tuple(sharded_offsets)
             )
         }
@@ -144,7 +144,7 @@ class GroupedLinear(nn.Module):
         """Apply each expert's matrix to its tokens: (T, in) -> (T, out), and no bias."""
         return grouped_product(tokens, self.weight, groups), None
 
-    def entries(
+    def sharded_entries(
         self, key: str, offsets: tuple[Offset, ...]
     ) -> Iterator[tuple[str, ShardedTensorFactory | ShardedObject]]:
         """Yield the entries in ``sharded_state_dict()``, by name below this module.
@@ -223,7 +223,7 @@ class Groups:
     ends: Tensor  # (E,) int32, on the rows' device: the index after each run's last row
 
     @classmethod
-    def of(cls, counts: Tensor | Sequence[int], device: torch.device) -> Groups:
+    def from_counts(cls, counts: Tensor | Sequence[int], device: torch.device) -> Groups:
         """Build groups from the numbers of rows on `device`, without a host sync."""
         if not isinstance(counts, Tensor):
             counts = torch.tensor(counts, device="cpu")

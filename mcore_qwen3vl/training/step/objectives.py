@@ -45,7 +45,7 @@ from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.head import Head, likeliest, log_probs_of
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.model.lora.adapter import switched_off
+from mcore_qwen3vl.model.lora.adapter import without_factors
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.objectives.losses import (
     classification_losses,
@@ -385,7 +385,7 @@ def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
 def without_adapter(model: Any) -> Iterator[Any]:
     """Give the chunks in evaluation mode, without their adapters and without gradients."""
     chunks = unwrap_model(model if isinstance(model, list) else [model])
-    with evaluation_mode(model), switched_off([chunk.adapter for chunk in chunks]):
+    with evaluation_mode(model), without_factors([chunk.adapter for chunk in chunks]):
         yield model
 
 

@@ -313,7 +313,7 @@ class ReferenceCheckpoint:
         self.architecture.require_vision()
         self.adapter = None if lora is None else read_adapter(lora, self.path)
         self.lora = None if lora is None else Path(lora)
-        self._passed = on_pass
+        self._on_pass = on_pass
         self._models: dict[torch.dtype, Reference] = {}
         self._expected: dict[tuple[object, ...], Expected] = {}
         self._stepped: dict[tuple[object, ...], Stepped] = {}
@@ -375,7 +375,7 @@ class ReferenceCheckpoint:
                 expected = replace(expected, gradients=saved)
                 model.model.zero_grad(set_to_none=True)
             self._expected[key] = expected
-            self._passed()
+            self._on_pass()
         return self._expected[key]
 
     def _step_on(

@@ -51,7 +51,7 @@ def test_samples_of_a_pack_are_apart(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     """Errors show when attention alone takes a pack for one sample."""
-    complete = PackedSequence.of.__func__  # type: ignore[attr-defined]
+    complete = PackedSequence.from_params.__func__  # type: ignore[attr-defined]
 
     def of(cls: Any, params: Any, device: Any) -> Any:
         packed = complete(cls, params, device)
@@ -65,7 +65,7 @@ def test_samples_of_a_pack_are_apart(
             max_seqlen_kv=length,
         )
 
-    monkeypatch.setattr(PackedSequence, "of", classmethod(of))
+    monkeypatch.setattr(PackedSequence, "from_params", classmethod(of))
     assert worst(matrix.compare_row(row("dense", layout, "packed")), "logits") > FAR_OFF
 
 

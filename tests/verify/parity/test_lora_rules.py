@@ -110,7 +110,7 @@ def test_expert_factors_are_reduced_over_their_own_ranks(matrix: Matrix, monkeyp
 
 
 def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: Any) -> None:
-    monkeypatch.setattr(adapter, "summed_over", lambda group: adapter.local)
+    monkeypatch.setattr(adapter, "gradient_sum", lambda group: adapter.local)
     report = matrix.compare_row(MatrixRow.build("moe", "tp2xetp2+sp", "image", lora="experts"))
     assert worst(report, "gradients", "gate_up_proj.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.lora_B") > FAR_OFF

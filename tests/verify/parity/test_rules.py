@@ -156,13 +156,13 @@ def test_padding_that_the_router_counts(matrix: Matrix, monkeypatch: Any) -> Non
 
 def test_samples_of_a_pack_that_see_one_another(matrix: Matrix, monkeypatch: Any) -> None:
     """Errors show if the bounds are lost, so that the pack is one sample."""
-    of = attention.PackedSequence.of.__func__
+    of = attention.PackedSequence.from_params.__func__
 
     def unbounded(cls: Any, *arguments: Any) -> Any:
         packed = of(cls, *arguments)
         return replace(packed, bounds=(0, packed.bounds[-1]))
 
-    monkeypatch.setattr(attention.PackedSequence, "of", classmethod(unbounded))
+    monkeypatch.setattr(attention.PackedSequence, "from_params", classmethod(unbounded))
     assert worst(matrix.compare_row(MatrixRow("dense", "single", ("packed",))), "logits") > FAR_OFF
 
 
