@@ -160,8 +160,8 @@ class LoraRun:
     def adapt(self, chunk: Qwen3VLModel, choice: Freezing) -> None:
         """Add the adapter to a chunk that has the base weights; a resume loads its values later.
 
-        `choice`, of :func:`mcore_qwen3vl.model.lora.attach.freezing`, is the same for all chunks,
-        and is applied to each afterwards.
+        `choice`, of :func:`mcore_qwen3vl.model.lora.attach.adapter_freezing`, is the same for all
+        chunks, and is applied to each afterwards.
         """
         attach(chunk, self.targets, dropout=self.config.lora_dropout)
         if self._start is None:

@@ -34,8 +34,8 @@ class _Fields(TransformerConfig):
 
 def fields_from_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the ``TransformerConfig`` fields that Megatron's arguments set."""
-    given = core_transformer_config_from_args(args, _Fields)
-    return {field.name: getattr(given, field.name) for field in fields(TransformerConfig)}
+    flag_values = core_transformer_config_from_args(args, _Fields)
+    return {field.name: getattr(flag_values, field.name) for field in fields(TransformerConfig)}
 
 
 def model_provider(

@@ -33,7 +33,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs
 
 
-def reads() -> bool:
+def rank_reads() -> bool:
     """Return whether this is the first rank of a first pipeline stage."""
     return _is_first_of_stage() and parallel_state.get_pipeline_model_parallel_rank() == 0
 
