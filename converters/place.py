@@ -228,7 +228,7 @@ def identify(source: str | Path) -> Place:
     """Return what a path or hub id is; nothing is fetched."""
     path = Path(source)
     rules = RULES if str(path) == str(source) else RULES[1:]  # ./a/b is no hub id
-    rule, folder = next((r, found) for r in rules if (found := r.find(path)) is not None)
+    rule, folder = next((r, f) for r in rules if (f := r.find(path)) is not None)
     numbered = _ITERATION.fullmatch(folder.name)
     iteration = int(numbered[1]) if numbered else RELEASE if folder.name == RELEASE else None
     format, flaw, of_run = None, "", iteration is not None

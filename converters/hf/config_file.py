@@ -50,7 +50,7 @@ class Changes:
 
         None if `config`, which the source weights came with, is right as it is.
         """
-        wanted = quantized.without(config)
+        wanted = quantized.without_quantization(config)
         if self.untied:
             wanted |= {"tie_word_embeddings": False}
             if "tie_word_embeddings" in (text := text_section(wanted)):

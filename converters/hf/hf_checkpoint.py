@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import MODEL_TYPES, Architecture, read_config_file, ties_embeddings
-from mcore_qwen3vl.converters.hf.quantized import declared, dequantize, fuse, pair
+from mcore_qwen3vl.converters.hf.quantized import (
+    declared_quantization,
+    dequantize,
+    fuse_experts,
+    pair_factors,
+)
 from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHeader
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import CHUNK_BYTES, MTP, TEXT, Row, hf_shapes
@@ -69,14 +74,15 @@ class HuggingFaceCheckpoint:
     Raises:
         BadInput: there are no safetensors files; a file is cut short or not safetensors; the index
             names a file that is absent or in another directory, or disagrees with the files; or
-            the quantisation is of a kind that is not understood (see `quantized.declared`).
+            the quantisation is of a kind that is not understood (see
+            `quantized.declared_quantization`).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         refuse_special_files(path)
         config = read_config_file(path) if (path / "config.json").exists() else {}
-        self.quantization = declared(config)
+        self.quantization = declared_quantization(config)
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
         self.files = [path / file for file in files]
@@ -90,13 +96,13 @@ class HuggingFaceCheckpoint:
         shapes = {name: entry.shape for name, entry in self.entries.items()}
         family = MODEL_TYPES.get(str(config.get("model_type")), MODEL_TYPES["qwen3_vl"])
         tied, has_vision = ties_embeddings(config), family.has_vision
-        self.form = forms.recognise(shapes, tied=tied, has_vision=has_vision)
+        self.form = forms.recognise_form(shapes, tied=tied, has_vision=has_vision)
         leaves_out = self.form.names.leaves_out
         self.left_out = {name: e for name, e in self.entries.items() if leaves_out(name)}
         kept = {name: e for name, e in self.entries.items() if name not in self.left_out}
-        stored, self.scales = pair(kept, self.quantization)
-        self.headers = forms.renamed(stored, self.form.names)
-        self.entries, self.split = fuse(self.headers, config)
+        stored, self.scales = pair_factors(kept, self.quantization)
+        self.headers = forms.rename_entries(stored, self.form.names)
+        self.entries, self.split = fuse_experts(self.headers, config)
         self.has_mtp = any(name.startswith(MTP) for name in self.entries)
         if family.hybrid:  # transformers itself writes these one by one
             split = tuple(
@@ -114,7 +120,9 @@ class HuggingFaceCheckpoint:
         entry = self.headers.get(name) or self.scales[name]
         return bring_in(self._files[entry.file].tensor(entry.name)[box])
 
-    def read(self, name: str, box: Selection = (), dtype: torch.dtype | None = None) -> Tensor:
+    def read_tensor(
+        self, name: str, box: Selection = (), dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return `box` of a tensor, by default all of it; the result is not to be written to.
 
         Args:
@@ -127,7 +135,7 @@ class HuggingFaceCheckpoint:
             BadInput: a value does not fit `dtype`.
         """
         if (split := self.split.get(name)) is not None:
-            return split.take(box, lambda part, place: self.read(part, place, dtype))
+            return split.take(box, lambda part, place: self.read_tensor(part, place, dtype))
         entry = self.headers[name]
         stored = self.stored(name, box)
         if entry.scale is None:
@@ -154,13 +162,13 @@ class HuggingFaceCheckpoint:
                     "calls for. Nothing is initialised at random here: fetch the complete "
                     "checkpoint."
                 )
-            found = self.entries[name].shape
-            if found != shape:
-                turned = ".experts." in name and found == (shape[0], shape[2], shape[1])
+            stored_shape = self.entries[name].shape
+            if stored_shape != shape:
+                turned = ".experts." in name and stored_shape == (shape[0], shape[2], shape[1])
                 raise BadInput(
-                    f"{self.path}: tensor {stored(name)} has shape {list(found)}, but config.json "
-                    f"makes it {list(shape)}. The config and the weights belong to different models"
-                    f"{_TURNED if turned else ''}."
+                    f"{self.path}: tensor {stored(name)} has shape {list(stored_shape)}, but "
+                    f"config.json makes it {list(shape)}. The config and the weights belong to "
+                    f"different models{_TURNED if turned else ''}."
                 )
         for name in self.entries:
             if name not in wanted:
@@ -272,10 +280,10 @@ def _check_shards(index: Path, files: set[str]) -> None:
     the form of a headless model.
     """
     sets = Counter(NUMBERED.sub(r"\1*-of-\2", file) for file in files if NUMBERED.search(file))
-    for name, found in sets.items():
-        if found < int(name.rpartition("-")[2]):
+    for name, count in sets.items():
+        if count < int(name.rpartition("-")[2]):
             raise BadInput(
-                f"{index} names {found} of the shards {name}.safetensors. The index belongs to "
+                f"{index} names {count} of the shards {name}.safetensors. The index belongs to "
                 "another checkpoint or is damaged: copy it again."
             )
 

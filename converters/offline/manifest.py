@@ -175,7 +175,7 @@ def _check_form(manifest: dict[str, Any]) -> None:
             raise ValueError(f"rows of {name}")
         count = len(parts or range(shape[0])) if isinstance(sums, list) else 1
         sums = sums if isinstance(sums, list) else [sums]
-        if len(sums) != count or not all(isinstance(one, str) for one in sums):
+        if len(sums) != count or not all(isinstance(checksum, str) for checksum in sums):
             raise ValueError(f"{CHECKSUM} of {name}")
 
 

@@ -29,7 +29,7 @@ from verl.workers.engine import (
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
-from mcore_qwen3vl.converters.live.export import export_hf, export_merged, save_hf, together
+from mcore_qwen3vl.converters.live.export import export_hf, export_merged, run_together, save_hf
 from mcore_qwen3vl.converters.live.load import load_weights
 from mcore_qwen3vl.converters.live.sharded import load_factors, unwrap
 from mcore_qwen3vl.converters.place import Kind, identify
@@ -268,7 +268,7 @@ class Bridge:
                     file.replace(Path(path) / file.name)
                 shutil.rmtree(beside)
 
-        together(move, path)
+        run_together(move, path)
 
 
 def _layout(config: Any, architecture: Architecture) -> Layout:
