@@ -95,7 +95,7 @@ class Inspection:
             table(self.architecture, padded_vocab_size=padded, head=form.head, mtp=self.has_mtp),
             form.split_experts,
         )
-        stored = form.names.stored
+        stored = form.names.stored_name
         named = ([replace(s, name=stored(s.written_name)) for s in row.sources] for row in rows)
         return [replace(row, sources=tuple(n)) for row, n in zip(rows, named, strict=True)]
 
@@ -151,7 +151,7 @@ def _megatron(place: Place, hf_config: Path | None) -> Inspection:
 def _huggingface(path: Path) -> Inspection:
     checkpoint = HuggingFaceCheckpoint(path)
     tensors = tuple(
-        _info(checkpoint.form.names.stored(name), entry.shape, entry.stored)
+        _info(checkpoint.form.names.stored_name(name), entry.shape, entry.stored)
         for name, entry in (checkpoint.headers | checkpoint.scales).items()
     )
     facts: dict[str, Any] = {"kind": "huggingface", "files": len(checkpoint.files)}

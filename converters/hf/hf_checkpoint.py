@@ -110,13 +110,13 @@ class HuggingFaceCheckpoint:
             )
             self.form = replace(self.form, split_experts=split)
 
-    def stored(self, name: str, box: Selection = ()) -> Tensor:
+    def read_stored(self, name: str, box: Selection = ()) -> Tensor:
         """Return `box` of a tensor as the file has it: a view of the file, not to be written to.
 
         For fused experts that are stored one by one, it is a copy.
         """
         if (split := self.split.get(name)) is not None:
-            return split.take(box, self.stored)
+            return split.take(box, self.read_stored)
         entry = self.headers.get(name) or self.scales[name]
         return bring_in(self._files[entry.file].tensor(entry.name)[box])
 
@@ -137,11 +137,11 @@ class HuggingFaceCheckpoint:
         if (split := self.split.get(name)) is not None:
             return split.take(box, lambda part, place: self.read_tensor(part, place, dtype))
         entry = self.headers[name]
-        stored = self.stored(name, box)
+        stored = self.read_stored(name, box)
         if entry.scale is None:
             return cast(stored, dtype or entry.dtype, name)
         place = explicit(box, entry.shape)
-        factors, (rows, columns) = self.stored(entry.scale, place[:-2]), place[-2:]
+        factors, (rows, columns) = self.read_stored(entry.scale, place[:-2]), place[-2:]
         return dequantize(stored, factors, rows, columns, dtype or entry.dtype, name)
 
     def require(self, rows: Iterable[Row]) -> None:
@@ -154,7 +154,7 @@ class HuggingFaceCheckpoint:
         wanted = hf_shapes(list(rows))
         if forms.LM_HEAD in wanted:
             self.form.require_language_model(self.path)
-        stored = self.form.names.stored
+        stored = self.form.names.stored_name
         for name, shape in wanted.items():
             if name not in self.entries:
                 raise BadInput(
@@ -188,7 +188,7 @@ class HuggingFaceCheckpoint:
         boxes = [(slice(first, min(first + step, rows)),) for first in range(0, rows, step)]
 
         def bits(name: str, box: Selection) -> Tensor:
-            return self.stored(name, box).view(torch.uint8)
+            return self.read_stored(name, box).view(torch.uint8)
 
         dtypes = {self.entries[name].stored for name in (forms.INPUT_EMBEDDING, forms.LM_HEAD)}
         if len(dtypes) > 1 or not all(
@@ -197,7 +197,7 @@ class HuggingFaceCheckpoint:
             raise BadInput(
                 f"{self.path}: config.json ties the embeddings (tie_word_embeddings), but the "
                 f"stored {forms.LM_HEAD} differs from "
-                f"{self.form.names.stored(forms.INPUT_EMBEDDING)}. Set tie_word_embeddings to "
+                f"{self.form.names.stored_name(forms.INPUT_EMBEDDING)}. Set tie_word_embeddings to "
                 "false in config.json if the model has a head of its own, or remove "
                 f"{forms.LM_HEAD}."
             )

@@ -67,7 +67,7 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
             if spared and part.name == SCORE:
                 continue
             part.local.copy_(checkpoint.read_tensor(part.name, part.box, part.local.dtype))
-            read += checkpoint.stored(part.name, part.box).nbytes
+            read += checkpoint.read_stored(part.name, part.box).nbytes
     return read
 
 

@@ -41,7 +41,7 @@ class Names:
     note: str = ""
     read_by_transformers: bool = True
 
-    def stored(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return what this form calls the tensor that the table calls `name`."""
         for current, here in self.parts:
             name = name.replace(current, here)
@@ -50,7 +50,7 @@ class Names:
                 return here + name.removeprefix(current)
         return name
 
-    def current(self, name: str) -> str:
+    def current_name(self, name: str) -> str:
         """Return what the table calls the tensor that this form calls `name`."""
         for current, here in self.parts:
             name = name.replace(here, current)
@@ -246,11 +246,11 @@ def recognise_form(shapes: Mapping[str, Shape], *, tied: bool, has_vision: bool)
     """
     refuse_wrapped(shapes, "the checkpoint")
     schemes = {
-        names.stored(INPUT_EMBEDDING): names  # of two that call it alike, the later one
+        names.stored_name(INPUT_EMBEDDING): names  # of two that call it alike, the later one
         for names in NAMES.values()
         if names not in ((TEXT_ONLY,) if has_vision else (OLD, COSMOS, COSMOS_NEW))
-        and names.stored(INPUT_EMBEDDING) in shapes
-        and (not names.parts or names.stored(FIRST_QUERY) in shapes)
+        and names.stored_name(INPUT_EMBEDDING) in shapes
+        and (not names.parts or names.stored_name(FIRST_QUERY) in shapes)
     }
     if len(schemes) > 1:
         both = " and ".join(schemes)
@@ -274,7 +274,7 @@ def rename_entries[Entry](entries: Mapping[str, Entry], names: Names) -> dict[st
     """
     entries_by_name: dict[str, Entry] = {}
     for name, entry in entries.items():
-        current = names.current(name)
+        current = names.current_name(name)
         if current in entries_by_name:
             raise BadInput(
                 f"the checkpoint holds the tensor {current} under two names: files of two "

@@ -500,7 +500,7 @@ def _vision_shapes(v: VisionArchitecture) -> Iterator[tuple[str, Shape]]:
     """Yield the names and shapes of the parameters of HF's ``Qwen3VLVisionModel``."""
     hidden, merged = v.hidden_size, v.hidden_size * v.spatial_merge_size**2
     patch = (v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
-    yield from _biased("patch_embed.", {"proj": (hidden, *patch)})
+    yield from _with_biases("patch_embed.", {"proj": (hidden, *patch)})
     yield "pos_embed.weight", (v.num_position_embeddings, hidden)
     block: dict[str, Shape] = {
         "norm1": (hidden,),
@@ -511,15 +511,15 @@ def _vision_shapes(v: VisionArchitecture) -> Iterator[tuple[str, Shape]]:
         "mlp.linear_fc2": (hidden, v.intermediate_size),
     }
     for number in range(v.depth):
-        yield from _biased(f"blocks.{number}.", block)
+        yield from _with_biases(f"blocks.{number}.", block)
     linears = {"linear_fc1": (merged, merged), "linear_fc2": (v.out_hidden_size, merged)}
     # The first merger's norm precedes the patch merge; the others' follow it.
-    yield from _biased("merger.", {"norm": (hidden,), **linears})
+    yield from _with_biases("merger.", {"norm": (hidden,), **linears})
     for number in range(len(v.deepstack_visual_indexes)):
-        yield from _biased(f"deepstack_merger_list.{number}.", {"norm": (merged,), **linears})
+        yield from _with_biases(f"deepstack_merger_list.{number}.", {"norm": (merged,), **linears})
 
 
-def _biased(prefix: str, weights: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+def _with_biases(prefix: str, weights: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
     for name, shape in weights.items():
         yield f"{prefix}{name}.weight", shape
         yield f"{prefix}{name}.bias", shape[:1]

@@ -165,7 +165,7 @@ class MegatronCheckpoint(ABC):
     def tensor(self, key: str) -> Tensor:
         """Return the whole tensor under `key`."""
         shape = self.index.tensors[key].shape
-        return self._read(key, (), (0,) * len(shape), shape)
+        return self._read_chunks(key, (), (0,) * len(shape), shape)
 
     def read_box(self, row: Row, box: Box) -> Tensor:
         """Return a box of a row's piece: a view of the file if one chunk covers it, else a copy.
@@ -175,9 +175,9 @@ class MegatronCheckpoint(ABC):
         """
         start = (*row.offset, *(part.start for part in box))
         size = (*(1 for _ in row.offset), *(part.stop - part.start for part in box))
-        return self._read(row.key, row.offset, start, size).view(size[len(row.offset) :])
+        return self._read_chunks(row.key, row.offset, start, size).view(size[len(row.offset) :])
 
-    def _read(self, key: str, corner: Shape, start: Shape, size: Shape) -> Tensor:
+    def _read_chunks(self, key: str, corner: Shape, start: Shape, size: Shape) -> Tensor:
         out: Tensor | None = None
         filled = 0
         for chunk in self._chunks[key].get(corner, ()):

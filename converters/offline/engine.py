@@ -98,7 +98,7 @@ class ConversionPlan:
         return len({tensor.target.split("[")[0] for tensor in self.planned})
 
     @property
-    def counted(self) -> str:
+    def tensors_in_words(self) -> str:
         """The number of tensors in the target and their format: ``98 Megatron-Core tensors``."""
         return tensors_in(self.direction, self.tensors)
 
@@ -203,7 +203,7 @@ class ConversionResult:
     notes: tuple[str, ...] = ()
 
     @property
-    def counted(self) -> str:
+    def tensors_in_words(self) -> str:
         """The number of tensors in the target and their format: ``98 Megatron-Core tensors``."""
         return tensors_in(self.direction, self.tensors)
 

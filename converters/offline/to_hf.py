@@ -174,7 +174,7 @@ def stream_hf(
         )
 
 
-def _stated(
+def _stated_checksums(
     checkpoint: MegatronCheckpoint, names: Names, layout: ExpertLayout | None
 ) -> dict[str, dict[str, Any]]:
     """Return the checksums in the checkpoint's manifest; none for iterations trained since.
@@ -218,7 +218,7 @@ def plan_mcore_to_hf(
     checkpoint = open_megatron(place, architecture)
     layout = chosen_layout(architecture, expert_layout)
     form = read_form(folder)
-    stated = _stated(checkpoint, form.names, layout)
+    stated = _stated_checksums(checkpoint, form.names, layout)
     form = form if expert_layout == "source" else form.for_transformers
     padded, mtp = checkpoint.vocab_size, checkpoint.has_mtp
     rows = table(
@@ -305,7 +305,7 @@ def lay_out(
     rows = split_experts(rows, form.split_experts)
     for row in rows:
         for named in row.sources:
-            name = names.stored(named.written_name)
+            name = names.stored_name(named.written_name)
             origins[name], kept = origin(row, named)
             spec = shards.TensorSpec(dtype or kept, named.written_shape)
             if tensors.setdefault(name, spec) != spec:
@@ -358,7 +358,7 @@ def _units(rows: list[Row], names: Names, files: tuple[Shard, ...]) -> Iterator[
     places: dict[str, list[tuple[Row, int]]] = {}
     for row in rows:
         for number, source in enumerate(row.sources):
-            name = names.stored(source.written_name)
+            name = names.stored_name(source.written_name)
             places.setdefault(name, []).append((row, number))
     size = unit_bytes(sum(shard.data_bytes for shard in files))
     for shard in files:

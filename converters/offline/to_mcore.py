@@ -149,10 +149,10 @@ class RowReader:
         row, how = self.row, self.row.rearrangement
         if not how.in_order:  # a checksum needs the rows in order
             boxes = (tuple(slice(0, n) for n in s.piece_shape) for s in row.sources)
-            yield row.to_mcore(*(self._read(n, box) for n, box in enumerate(boxes)))
+            yield row.to_mcore(*(self._read_piece(n, box) for n, box in enumerate(boxes)))
             return
         columns = tuple(slice(0, n) for n in row.shape[1:])
-        yield from how.stream(self._read, columns, max_rows(row, self.dtype))
+        yield from how.stream(self._read_piece, columns, max_rows(row, self.dtype))
 
     def checksums(self) -> list[manifest.Checksum]:
         """Return the checksum of each HF piece, after checking that it was read to its end."""
@@ -164,7 +164,7 @@ class RowReader:
             checksums.append((source.name, source.piece, self._sums[number].hexdigest(), before))
         return checksums
 
-    def _read(self, number: int, box: Box) -> Tensor:
+    def _read_piece(self, number: int, box: Box) -> Tensor:
         """Read a box of HF piece `number` and add it to the piece's checksum.
 
         Boxes are whole rows in order. Vocabulary padding reads the first row again.
@@ -182,7 +182,7 @@ class RowReader:
         if not all_finite(part):
             self.nonfinite.add(source.name)
         if self._source.entries[source.name].stored != self.dtype:
-            self._before_cast[number].update(as_bytes(self._source.stored(source.name, place)))
+            self._before_cast[number].update(as_bytes(self._source.read_stored(source.name, place)))
         return part
 
 

@@ -469,7 +469,7 @@ class WithoutDDP:
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Sum over the ranks that have other tokens: DP x CP, and for experts their own DP."""
         groups: Any = self.module.pg_collection
-        for parameter in self._trained():
+        for parameter in self._trained_parameters():
             group = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
             if parameter.grad is None:  # on this rank; another may have one
                 parameter.grad = torch.zeros_like(parameter)
@@ -478,11 +478,11 @@ class WithoutDDP:
                 dist.all_reduce(parameter.grad, group=group)
 
     def scale_gradients(self, factor: Tensor) -> None:
-        for parameter in self._trained():
+        for parameter in self._trained_parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(factor)
 
-    def _trained(self) -> list[nn.Parameter]:
+    def _trained_parameters(self) -> list[nn.Parameter]:
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if any(hasattr(parameter, "main_grad") for parameter in trained):
             raise BadInput(

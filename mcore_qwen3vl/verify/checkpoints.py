@@ -417,7 +417,7 @@ def roundtrip(
 
 
 def _describe_result(result: ConversionResult) -> str:
-    return f"{result.counted}, {result.nbytes:,} bytes in {result.seconds:.1f} s"
+    return f"{result.tensors_in_words}, {result.nbytes:,} bytes in {result.seconds:.1f} s"
 
 
 def adapter_roundtrip(

@@ -277,11 +277,11 @@ def test_a_saved_data_state_that_names_code(places: dict[str, Path]) -> None:
     file = places["data"].with_name("rank_00000.pt")
     torch.save({"loader": Code(places["marker"])}, file)
     with pytest.raises(BadInput, match=r"rank_00000\.pt asks for \S+") as refused:
-        data_state._read(file)
+        data_state._read_state(file)
     assert "weights_only" not in str(refused.value)
     file.write_bytes(file.read_bytes()[:99])
     with pytest.raises(BadInput, match="cut short or damaged"):
-        data_state._read(file)
+        data_state._read_state(file)
     assert not places["marker"].exists()
 
 

@@ -189,13 +189,15 @@ class AdapterModule(nn.Module):
         silently save the first rank's factors for both.
         """
         return {
-            f"{prefix}{path}.{factor}": self._sharded(pair, factor)
+            f"{prefix}{path}.{factor}": self._sharded_factor(pair, factor)
             for path, pair in self.pairs()
             for factor in pair.places
             if getattr(pair, factor).numel()
         }
 
-    def _sharded(self, pair: Pair, factor: FactorName) -> ShardedTensor | ShardedTensorFactory:
+    def _sharded_factor(
+        self, pair: Pair, factor: FactorName
+    ) -> ShardedTensor | ShardedTensorFactory:
         groups, place = self._groups, pair.places[factor]
         tp, copies = (
             (groups.tp, groups.dp_cp) if pair.expert is None else (groups.expt_tp, groups.expt_dp)

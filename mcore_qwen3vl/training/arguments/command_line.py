@@ -146,7 +146,7 @@ class CommandLine:
         A Megatron version whose flags are not listed here decides with its own parser. Building
         that parser takes seconds, so the list is what answers a typo at once.
         """
-        if (sorting := Sorting.installed()) is None:
+        if (sorting := Sorting.for_installed()) is None:
             return
         known = {*_parser()._option_string_actions, *sorting.known}
         if unknown := [flag for flag in self._flags() if flag not in known]:
@@ -156,7 +156,7 @@ class CommandLine:
 
     def unused(self) -> list[Unused]:
         """Return the flags that change nothing in the run."""
-        sorting = Sorting.installed()
+        sorting = Sorting.for_installed()
         reasons = dict(sorting.no_effect) if sorting else {}
         ours = _parser()._option_string_actions.keys()
         reasons |= {
@@ -195,7 +195,7 @@ class Sorting:
         return self.reaching | self.refused.keys() | self.no_effect.keys()
 
     @classmethod
-    def installed(cls) -> Sorting | None:
+    def for_installed(cls) -> Sorting | None:
         """Return the sorting of the installed megatron-core; None for a version without one."""
         file = flag_list(version("megatron-core"))
         return cls.from_text(file.read_text(encoding="utf-8")) if file.exists() else None

@@ -223,7 +223,7 @@ class SharedBatches:
         """Do the host's work for a batch; on every rank in the same order."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has its own
-        read, visual = self._read(), None
+        read, visual = self._read_batch(), None
         if isinstance(read, Batch) and read.visual is not None and self._loader is not None:
             visual, read = read.visual, replace(read, visual=without_pixels(read.visual))
             if self._device.type == "cuda":
@@ -269,7 +269,7 @@ class SharedBatches:
                 tensor.record_stream(current)
         return batch
 
-    def _read(self) -> Batch | BadInput | None:
+    def _read_batch(self) -> Batch | BadInput | None:
         """Return the next batch, or the error that stops the run, which other ranks need too."""
         if self._loader is not None:
             try:

@@ -67,7 +67,7 @@ def keep_own_parts(optimizer: Any) -> None:
         if (other := _flag_of_other_state(part)) is None:
             parts = _Parts(part)
             setattr(part, SAVE, parts.declare)
-            setattr(part, LOAD, parts.take)
+            setattr(part, LOAD, parts.load)
         elif dist.get_rank() == 0:
             log.warning(
                 "%s: checkpoints gather the optimizer's state on the first data-parallel rank, "
@@ -160,7 +160,7 @@ class _Parts:
         return state
 
     @torch.no_grad()
-    def take(self, state_dict: Mapping[int, Mapping[str, Any]]) -> None:
+    def load(self, state_dict: Mapping[int, Mapping[str, Any]]) -> None:
         """Put the loaded state into the optimizer, where it was not already loaded in place.
 
         `state_dict` is the result of :meth:`declare`, without what the checkpoint lacks.
