@@ -72,7 +72,7 @@ class Part:
         return first
 
     @property
-    def matrix(self) -> tuple[slice, slice]:
+    def rows_and_columns(self) -> tuple[slice, slice]:
         """Rows and columns of the box; for fused experts, in the expert's matrix."""
         rows, columns = (side for side in self.box[-2:] if isinstance(side, slice))
         return rows, columns

@@ -222,7 +222,7 @@ def _build_pair(
     parts = [part for part in parts_of_weight if part.name == name]
     out, into = shape[-2:]
     a, b = Place((target.r, into), None), Place((out, target.r), None)
-    boxes = [part.matrix for part in parts]
+    boxes = [part.rows_and_columns for part in parts]
     if kind.cut == 0:
         grain = gcd(kind.head_rows, *(len(part.local) for part in parts))
         b = Place(b.shape, 0, _join_rows([rows for rows, _ in boxes]), grain)
@@ -261,7 +261,7 @@ def _row_places(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) 
             continue
         following[part.name] = first + count
         if not divided:
-            first = starts_of[part.name] + part.matrix[0].start
+            first = starts_of[part.name] + part.rows_and_columns[0].start
         rows.append(torch.arange(first, first + count, device="cpu"))
     return torch.cat(rows)
 

@@ -92,7 +92,7 @@ def check(settings: Settings, architecture: Architecture) -> None:
         _check_flex(parallel, compute)
     _check_graphs(compute)
     if not model.cpu and c_compiler() is None:
-        _check_uncompiled(settings)
+        _refuse_compiled_kernels(settings)
     if compute.layer_spec == "torch":
         _check_torch_spec(compute, loop.optimizer if architecture.is_moe else None)
 
@@ -178,7 +178,7 @@ def _check_graphs(compute: ComputeSettings) -> None:
         )
 
 
-def _check_uncompiled(settings: Settings) -> None:
+def _refuse_compiled_kernels(settings: Settings) -> None:
     compiled = {
         "--compile-pointwise": settings.training.compile_pointwise,
         "--moe-permute-fusion": settings.compute.moe_permute_fusion,

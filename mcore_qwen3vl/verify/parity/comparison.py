@@ -31,7 +31,7 @@ from mcore_qwen3vl.verify.parity.reference import (
     AFTER_STEP,
     Expected,
     ReferenceCheckpoint,
-    return_when_freed,
+    return_freed_memory,
 )
 from mcore_qwen3vl.verify.report import Report
 
@@ -129,7 +129,7 @@ def verify_parity(
         case.layout.validate(reference.architecture)
         if device == "cuda":
             check_gpus()
-        return_when_freed()
+        return_freed_memory()
         case = _fit_memory(reference, case, names, say)
         source = None if checkpoint is None else Path(checkpoint)
         return compare_case(

@@ -44,7 +44,7 @@ PIECE_VALUES = 1 << 22
 M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
-def return_when_freed() -> None:
+def return_freed_memory() -> None:
     """Let this process, and those forked from it, return a tensor's memory when it is freed.
 
     By default glibc keeps freed tensors of up to 32 MiB while anything that was allocated after

@@ -49,11 +49,11 @@ def worst(report: Report) -> dict[tuple[str, str], float]:
 
 FREE_TENSORS = """
 import psutil, torch
-from mcore_qwen3vl.verify.parity.reference import return_when_freed
+from mcore_qwen3vl.verify.parity.reference import return_freed_memory
 
 process, values = psutil.Process(), 8 * 2**20 // 4
 torch.ones(3 * values)  # once it is freed, glibc keeps all tensors of a smaller size
-return_when_freed()
+return_freed_memory()
 tensors = [torch.ones(values) for _ in range(50)]
 last = torch.ones(values)
 before = process.memory_info().rss
