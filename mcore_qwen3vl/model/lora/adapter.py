@@ -309,7 +309,7 @@ def gradient_sum(group: Any) -> Region:
 class Kind:
     """The properties of a linear that its adapters depend on."""
 
-    cut: Literal[0, 1] | None  # axis of the weight that is divided; None: every rank holds all
+    partition_dim: Literal[0, 1] | None  # the divided axis of the weight; None: all ranks hold all
     group: Any  # of the ranks that hold its parts: the TP group, or the ETP group for experts
     sequence_parallel: bool = False  # in training, ranks have other tokens at the input or output
     expert: bool = False
@@ -321,9 +321,9 @@ class Kind:
 
     def region(self, linear: Any) -> Region:
         """Return the region between A and B for `linear`."""
-        if self.expert or self.cut is None:
+        if self.expert or self.partition_dim is None:
             return local
-        return (column if self.cut == 0 else row)(self.group, linear)
+        return (column if self.partition_dim == 0 else row)(self.group, linear)
 
     @property
     def undivided_region(self) -> Region:
@@ -333,21 +333,23 @@ class Kind:
     @property
     def inputs_differ(self) -> bool:
         """Whether the ranks of the group see different values of the input."""
-        return self.cut == 1 or (self.cut == 0 and self.sequence_parallel)
+        return self.partition_dim == 1 or (self.partition_dim == 0 and self.sequence_parallel)
 
     def mark(self, pair: Pair, weight: Tensor) -> None:
         """Mark both factors, so that Megatron reduces and counts their gradients correctly."""
         # Like the weight's: the data-parallel group, and for undivided weights the sum over TP.
         names = ["allreduce"]
-        if self.cut is None:
+        if self.partition_dim is None:
             names += ["sequence_parallel", "average_gradients_across_tp_domain"]
         for factor, name in product((pair.lora_A, pair.lora_B), names):
             if hasattr(weight, name):
                 setattr(factor, name, getattr(weight, name))
-        if self.cut is None:
+        if self.partition_dim is None:
             return
-        cut, undivided = (pair.lora_B, pair.lora_A) if self.cut == 0 else (pair.lora_A, pair.lora_B)
-        set_tensor_model_parallel_attributes(cut, True, self.cut, 1)
+        divided, undivided = (
+            (pair.lora_B, pair.lora_A) if self.partition_dim == 0 else (pair.lora_A, pair.lora_B)
+        )
+        set_tensor_model_parallel_attributes(divided, True, self.partition_dim, 1)
         if not self.expert:
             undivided.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
@@ -355,13 +357,13 @@ class Kind:
 def kind_of(chunk: Any, parameter: str) -> Kind | None:
     """Return the kind of a weight, by its local name; None: it cannot have an adapter."""
     groups, config = chunk.pg_collection, chunk.config
-    rows_are_cut = re.fullmatch(_COLUMN, parameter)
-    if rows_are_cut or re.fullmatch(_ROW, parameter):
+    rows_are_divided = re.fullmatch(_COLUMN, parameter)
+    if rows_are_divided or re.fullmatch(_ROW, parameter):
         if groups.tp.size() == 1:
             return Kind(None, groups.tp)
         uneven = "linear_qkv" in parameter and config.num_query_groups % groups.tp.size()
         return Kind(
-            0 if rows_are_cut else 1,
+            0 if rows_are_divided else 1,
             groups.tp,
             config.sequence_parallel,
             head_rows=config.kv_channels if uneven else 0,

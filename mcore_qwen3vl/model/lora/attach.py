@@ -171,7 +171,7 @@ def _adapt_module(
             _build_pair(name, kind, targets[name], weight, parts_of_matrix, shapes[name])
             for name in names
         ]
-        rows = _row_places(parts_of_matrix, pairs, divided=kind.cut == 0)
+        rows = _row_places(parts_of_matrix, pairs, divided=kind.partition_dim == 0)
         sites.append(Site(pairs, rows, kind, module, dropout))
     if kind is not None:
         _install(module, kind, sites)
@@ -223,10 +223,10 @@ def _build_pair(
     out, into = shape[-2:]
     a, b = Place((target.r, into), None), Place((out, target.r), None)
     boxes = [part.rows_and_columns for part in parts]
-    if kind.cut == 0:
+    if kind.partition_dim == 0:
         grain = gcd(kind.head_rows, *(len(part.local) for part in parts))
         b = Place(b.shape, 0, _join_rows([rows for rows, _ in boxes]), grain)
-    elif kind.cut == 1:
+    elif kind.partition_dim == 1:
         (_, columns), *_ = boxes
         a = Place(a.shape, 1, (range(columns.start, columns.stop),), columns.stop - columns.start)
     expert = (parts[0].expert, shape[0]) if kind.expert else None
@@ -277,7 +277,7 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     weight = chunk.shared_embedding_or_output_weight()
     hidden = chunk.architecture.hidden_size
     a, b = Place((target.r, hidden), None), Place((vocabulary, target.r), None)
-    if kind.cut == 0:
+    if kind.partition_dim == 0:
         b = Place(
             b.shape, 0, (range(first, first + count),) if count else (), gcd(rows, vocabulary)
         )

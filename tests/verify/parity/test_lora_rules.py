@@ -25,7 +25,7 @@ def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: A
 
     def wrong(self: adapter.Kind, pair: Pair, weight: Any) -> None:
         original(self, pair, weight)
-        if self.cut == cut and self.expert == expert:
+        if self.partition_dim == cut and self.expert == expert:
             for factor in (pair.lora_A, pair.lora_B):
                 if hasattr(factor, mark):
                     setattr(factor, mark, value)
