@@ -300,12 +300,14 @@ def regroup(state: dict[Any, Any], parts: int) -> dict[Any, Any]:
     saved = [state] if "optimizer" in state else [state[number] for number in numbers]
     if len(saved) == parts:
         return state
+    # Megatron looks its groups up by their settings, which include `is_expert_parallel`, and skips
+    # the others. Of two that are equal it takes the last, so the saved ones come last.
     groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
     both = [{**group, "is_expert_parallel": flag} for flag in (True, False) for group in groups]
     said = {key: value for key, value in saved[0].items() if key not in (*numbers, "param_state")}
     said |= {"optimizer": {**saved[0]["optimizer"], "param_groups": [*both, *groups]}}
-    asked = [state] if parts == 1 else [state.get(number, {}) for number in range(parts)]
+    requested = [state] if parts == 1 else [state.get(number, {}) for number in range(parts)]
     # A rank may own none of a small optimizer's parameters.
-    owned = [{key: part[key] for key in ("param_state",) if key in part} for part in asked]
+    owned = [{key: part[key] for key in ("param_state",) if key in part} for part in requested]
     chain = {number: {**said, **own_part} for number, own_part in enumerate(owned)}
     return chain[0] if parts == 1 else chain

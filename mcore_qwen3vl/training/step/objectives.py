@@ -221,6 +221,7 @@ def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
         raise BadInput("The batch has no tokens of a teacher.")
     if batch.teacher.ids.ndim == 3:  # a live teacher's, at these positions
         return batch.teacher.ids, batch.teacher.log_probs
+    # A file has rows for the trained positions alone, in order, and a last one for all others.
     trained = batch.loss_weights > 0
     number = trained.flatten().cumsum(0).view_as(trained) - 1
     row = number.where(trained, len(batch.teacher.ids) - 1).index_select(1, positions)
