@@ -272,7 +272,7 @@ def _ranges(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], FileRa
         key, offset = at["fqn"], at.state.get("offset")
         if not isinstance(key, str):
             raise pickle.UnpicklingError("a key that is not text")
-        known = ranges.setdefault((key, offset and _shape(offset)), file_range := _range(info))
+        known = ranges.setdefault((key, offset and _shape(offset)), file_range := _read_range(info))
         if known is not file_range:
             raise pickle.UnpicklingError(f"{key:.100} is in two places")
     ordered = sorted((r for r in ranges.values() if r.length), key=lambda r: (r.file, r.offset))
@@ -298,7 +298,7 @@ def _tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -> Chunke
     return tensor
 
 
-def _range(info: Record) -> FileRange:
+def _read_range(info: Record) -> FileRange:
     file, offset, length = info["relative_path"], info["offset"], info["length"]
     if not isinstance(file, str) or file != PurePosixPath(file).name or file in ("", "..", "."):
         raise pickle.UnpicklingError(

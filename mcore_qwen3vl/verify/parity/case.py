@@ -118,7 +118,7 @@ class Case:
         return self.overlap and self.distributed_optimizer
 
     @property
-    def multiple(self) -> int:
+    def length_multiple(self) -> int:
         """The number that sequence lengths must be a multiple of."""
         return length_multiple(self.layout.cp, self.layout.tp, self.layout.sp)
 

@@ -162,7 +162,7 @@ def needs_of(reference: ReferenceCheckpoint, case: Case, batches: Sequence[str])
     size = 8 if case.dtype == "fp64" else 4
     gradients = size * trained.total() if case.gradients else 0
     largest = size * max(trained.values()) if case.gradients else 0
-    made = [build_batch(name, a, multiple=case.multiple) for name in batches]
+    made = [build_batch(name, a, multiple=case.length_multiple) for name in batches]
     tokens = [sum(m.input_ids.numel() for m in batch.micro_batches) for batch in made]
     logits = size * a.vocab_size * (max(tokens) if case.gradients else sum(tokens))
 
@@ -257,7 +257,9 @@ def compare_case(
             "device": describe_device(case.device, case.layout.world_size),
         },
     )
-    made = tuple(build_batch(n, reference.architecture, multiple=case.multiple) for n in batches)
+    made = tuple(
+        build_batch(n, reference.architecture, multiple=case.length_multiple) for n in batches
+    )
     case.validate(reference.architecture, made)
     for names in _runs(made, case, _batches_per_run(reference, case) if in_files else len(made)):
         with scratch_folder("mcore-qwen3vl-parity-") if in_files else nullcontext() as folder:

@@ -364,10 +364,10 @@ class ReferenceCheckpoint:
         self._stepped.clear()
 
     def _results_of(self, batch: str, case: Case, folder: Path | None) -> Expected:
-        key = (batch, case.multiple, case.dtype, case.gradients)
+        key = (batch, case.length_multiple, case.dtype, case.gradients)
         if key not in self._expected:
             with computing_in(case.torch_dtype):
-                built = build_batch(batch, self.architecture, multiple=case.multiple)
+                built = build_batch(batch, self.architecture, multiple=case.length_multiple)
             model = self.model(case.torch_dtype, weights_in_files=case.weights_in_files)
             expected = model.compute_expected(built, gradients=case.gradients)
             if folder is not None:
@@ -381,7 +381,7 @@ class ReferenceCheckpoint:
     def _step_on(
         self, expected: Expected, case: Case, adamw: AdamW, folder: Path | None
     ) -> Stepped:
-        key = (expected.batch.name, case.multiple, case.dtype, adamw, case.overlaps_gather)
+        key = (expected.batch.name, case.length_multiple, case.dtype, adamw, case.overlaps_gather)
         if key not in self._stepped:
             model = self.model(case.torch_dtype, weights_in_files=case.weights_in_files)
             del self._models[case.torch_dtype]
