@@ -70,7 +70,7 @@ def experts(device: torch.device) -> dict[str, float]:
     counts = [37, 0, 129, 5]
 
     def ours(rows: Tensor, matrices: Tensor) -> Tensor:
-        return grouped_product(rows, matrices, Groups.of(counts, rows.device))
+        return grouped_product(rows, matrices, Groups.from_counts(counts, rows.device))
 
     def each(rows: Tensor, matrices: Tensor) -> Tensor:
         pairs = zip(rows.split(counts), matrices, strict=True)
@@ -95,10 +95,11 @@ def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
             shapes += [(sum(on_host.key_lengths), groups, size)] * 2
 
             def segmented(*qkv: Tensor, segments: Any = on_host) -> Tensor:
-                return attention._segmented(*(x[:, None] for x in qkv), segments, None)[:, 0]
+                rows = (x[:, None] for x in qkv)
+                return attention._attend_by_segment(*rows, segments, None)[:, 0]
 
             def kernel(*qkv: Tensor, segments: Any = on_device) -> Tensor:
-                return attention._varlen(*qkv, segments)
+                return attention._attend_in_one_kernel(*qkv, segments)
 
             ours = kernel if device.type == "cuda" else segmented
             name = f"decoder {heads} x {size} over {groups}, CP {cp} rank {rank}"

@@ -80,7 +80,7 @@ def plan_hf_to_mcore(
     source = identify(src)
     source.require_huggingface()
     plan_per_layout = format_named(format).plan
-    wanted = None if dialect is None else dialects.named(dialect)
+    wanted = None if dialect is None else dialects.dialect_named(dialect)
     common: Any = {"dtype": dtype, "make_vocab_size_divisible_by": make_vocab_size_divisible_by}
     if plan_per_layout is not None:
         if wanted is not None:

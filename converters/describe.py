@@ -95,7 +95,7 @@ class Inspection:
             table(self.architecture, padded_vocab_size=padded, head=form.head, mtp=self.has_mtp),
             form.split_experts,
         )
-        stored = form.names.stored
+        stored = form.names.stored_name
         named = ([replace(s, name=stored(s.written_name)) for s in row.sources] for row in rows)
         return [replace(row, sources=tuple(n)) for row, n in zip(rows, named, strict=True)]
 
@@ -151,7 +151,7 @@ def _megatron(place: Place, hf_config: Path | None) -> Inspection:
 def _huggingface(path: Path) -> Inspection:
     checkpoint = HuggingFaceCheckpoint(path)
     tensors = tuple(
-        _info(checkpoint.form.names.stored(name), entry.shape, entry.stored)
+        _info(checkpoint.form.names.stored_name(name), entry.shape, entry.stored)
         for name, entry in (checkpoint.headers | checkpoint.scales).items()
     )
     facts: dict[str, Any] = {"kind": "huggingface", "files": len(checkpoint.files)}
@@ -256,9 +256,9 @@ def _line(group: Sequence[Row]) -> MappingLine:
     first = group[0]
     sources = range(len(first.sources))
     return MappingLine(
-        hf=tuple(_folded([_shown(row.sources[i]) for row in group]) for i in sources),
+        hf=tuple(_fold_names([_show_source(row.sources[i]) for row in group]) for i in sources),
         hf_shapes=tuple(source.written_shape for source in first.sources),
-        mcore=_folded([row.key for row in group]),
+        mcore=_fold_names([row.key for row in group]),
         shape=first.shape,
         stacked=first.global_shape[: len(first.offset)],
         transform=describe(first.rearrangement),
@@ -269,14 +269,14 @@ def _line(group: Sequence[Row]) -> MappingLine:
     )
 
 
-def _shown(source: SourceTensor) -> str:
+def _show_source(source: SourceTensor) -> str:
     """Return the name, with the rows if the piece is a part of the tensor of that name."""
     if source.rows is None or source.alone:
         return source.name
     return f"{source.name}[{source.rows[0]}:{source.rows[1]}]"
 
 
-def _folded(names: Sequence[str]) -> str:
+def _fold_names(names: Sequence[str]) -> str:
     """Return one name for all `names`, with the several numbers of a place in braces."""
     places = [set(map(int, place)) for place in zip(*map(_NUMBER.findall, names), strict=True)]
     shown = iter(f"{{{_ranges(sorted(n))}}}" if len(n) > 1 else str(*n) for n in places)

@@ -228,7 +228,7 @@ def identify(source: str | Path) -> Place:
     """Return what a path or hub id is; nothing is fetched."""
     path = Path(source)
     rules = RULES if str(path) == str(source) else RULES[1:]  # ./a/b is no hub id
-    rule, folder = next((r, found) for r in rules if (found := r.find(path)) is not None)
+    rule, folder = next((r, f) for r in rules if (f := r.find(path)) is not None)
     numbered = _ITERATION.fullmatch(folder.name)
     iteration = int(numbered[1]) if numbered else RELEASE if folder.name == RELEASE else None
     format, flaw, of_run = None, "", iteration is not None
@@ -327,7 +327,7 @@ def _verl_huggingface(path: Path) -> Path | None:
     return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
-def _run(path: Path) -> Path | None:
+def _tracked_folder(path: Path) -> Path | None:
     """ms-swift writes a tracker beside Hugging Face weights, with or without Megatron's."""
     if not (path / TRACKER).is_file() or _verl_step(path) != path:
         return None
@@ -367,7 +367,7 @@ RULES = (
     Rule("an iteration of an adapter's run", Kind.ADAPTER, _run_of_adapter, "ms-swift", _ADAPTER),
     Rule("an iteration", Kind.MEGATRON, lambda path: path if _format_in(path) else None),
     Rule("a step of VERL's", Kind.MEGATRON, _verl_weights, "VERL"),
-    Rule("a run, or a conversion", Kind.MEGATRON, _run),
+    Rule("a run, or a conversion", Kind.MEGATRON, _tracked_folder),
     Rule("Hugging Face weights", Kind.HUGGINGFACE, _holding(SINGLE, INDEX)),
     Rule(
         "a step of VERL's without Megatron's weights",

@@ -85,7 +85,7 @@ def _convert(folder: Path, dense: bool, status: Callable[[str], object]) -> Demo
 
     def convert() -> tuple[str, None]:
         summary = hf_to_mcore(hf, mcore)
-        return f"{summary.counted}, {summary.nbytes / 1e6:.2f} MB, torch_dist", None
+        return f"{summary.tensors_in_words}, {summary.nbytes / 1e6:.2f} MB, torch_dist", None
 
     def compare() -> tuple[str, bool]:
         inputs = prompt_inputs(hf)
@@ -99,7 +99,7 @@ def _convert(folder: Path, dense: bool, status: Callable[[str], object]) -> Demo
         return text, relative <= TOLERANCE
 
     def convert_back() -> tuple[str, None]:
-        return f"{mcore_to_hf(mcore, back).counted}, safetensors", None
+        return f"{mcore_to_hf(mcore, back).tensors_in_words}, safetensors", None
 
     def check() -> tuple[str, bool]:
         report = compare_checkpoints(hf, back)

@@ -143,9 +143,9 @@ class Layout:
             counts = read_split(self.split)
         else:
             uneven = ((0, self.first), (self.pp - 1, self.last))
-            own = {stage: count for stage, count in uneven if count is not None}
-            equal = (num_layers - sum(own.values())) // max(self.pp - len(own), 1)
-            counts = [own.get(stage, equal) // self.vpp for stage in range(self.pp)] * self.vpp
+            fixed = {stage: count for stage, count in uneven if count is not None}
+            equal = (num_layers - sum(fixed.values())) // max(self.pp - len(fixed), 1)
+            counts = [fixed.get(stage, equal) // self.vpp for stage in range(self.pp)] * self.vpp
         ends = list(accumulate(counts))
         return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 

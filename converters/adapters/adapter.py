@@ -135,7 +135,7 @@ def whole_shape(name: str, applied: Applied) -> Shape:
     return applied.saved[name] if name in applied.saved else applied.slots[name].base
 
 
-def some(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
     """Return the first `SHOWN` names and the number of the others, for a message."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(name[:200] for name in names[:SHOWN]) + more
@@ -314,7 +314,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
         name: _factors(name, slot, tensors, stored, file) for name, slot in applied.slots.items()
     }
     saved = {
-        name: _whole(name, tensors.read(key), whole_shape(name, applied), file)
+        name: _check_saved(name, tensors.read_tensor(key), whole_shape(name, applied), file)
         for key, name in keys.items()
         if key in tensors.shapes
     }
@@ -368,7 +368,7 @@ class AdapterFile:
                 )
             self.shapes[key], self.dtypes[key] = shape, FLOATS[dtype]
 
-    def read(self, key: str) -> Tensor:
+    def read_tensor(self, key: str) -> Tensor:
         """Return the tensor under `key`, a view of the file."""
         try:
             tensor = bring_in(self._tensors.tensor(key))
@@ -391,18 +391,18 @@ def _require_keys(file: Path, keys: set[str], saved: Mapping[str, str], applied:
     if keys and len(missing) == len(wanted):
         raise BadInput(
             f"{file} calls none of its tensors as PEFT does in this model: it holds "
-            f"{some(sorted(keys))}, and PEFT writes {some(missing)}. The names have another "
+            f"{some_of(sorted(keys))}, and PEFT writes {some_of(missing)}. The names have another "
             "prefix, or are of another model: rename them, or save the adapter with PEFT's "
             "save_pretrained."
         )
     if missing:
         raise BadInput(
-            f"{file} lacks {some(missing)} of the {len(wanted)} tensors that {ADAPTER_CONFIG} "
+            f"{file} lacks {some_of(missing)} of the {len(wanted)} tensors that {ADAPTER_CONFIG} "
             "calls for. PEFT would leave them at random values; copy the adapter again."
         )
     if foreign := sorted(keys - set(wanted)):
         raise BadInput(
-            f"{file} holds {some(foreign)}, which {ADAPTER_CONFIG} does not call for in this "
+            f"{file} holds {some_of(foreign)}, which {ADAPTER_CONFIG} does not call for in this "
             "model. PEFT would ignore it silently. Check that the adapter is for this model, "
             "and that its config was saved with it."
         )
@@ -418,13 +418,13 @@ def _factors(name: str, slot: Slot, tensors: AdapterFile, roles: Roles, file: Pa
                 f"{name} {list(slot.base)} makes it {list(shape)}. The adapter belongs to another "
                 "model, or its config to another adapter."
             )
-    a, b = tensors.read(slot.a_key), tensors.read(slot.b_key)
+    a, b = tensors.read_tensor(slot.a_key), tensors.read_tensor(slot.b_key)
     if fused and roles == "swapped":
         a, b = swap(a, b, slot.base[0])
     return Factors(a, b, slot.r, slot.scaling)
 
 
-def _whole(name: str, tensor: Tensor, shape: Shape, file: Path) -> Tensor:
+def _check_saved(name: str, tensor: Tensor, shape: Shape, file: Path) -> Tensor:
     """Check a whole parameter; swap the last two axes of experts of transformers 4.57."""
     if tuple(tensor.shape) == shape:
         return tensor
@@ -466,7 +466,7 @@ def write_adapter(
     config.require_supported()
     applied = apply(config, hf_config, linear_router=True)
     tied = Architecture.from_hf(config_content(hf_config)).tie_word_embeddings
-    tensors = dict(_stored(applied, factors, _with_tied(saved, applied, tied), roles))
+    tensors = dict(_checked_tensors(applied, factors, _with_tied(saved, applied, tied), roles))
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         # PEFT too stores the names that it matches; releases differ on them.
         config = replace(config, target_modules=applied.spelled_out)
@@ -497,7 +497,7 @@ def _with_tied(saved: Mapping[str, Tensor], applied: Applied, tied: bool) -> dic
     return dict(saved) | dict.fromkeys((LM_HEAD, INPUT_EMBEDDING), saved[embeddings.pop()])
 
 
-def _stored(
+def _checked_tensors(
     applied: Applied, factors: Mapping[str, Factors], saved: Mapping[str, Tensor], roles: Roles
 ) -> Iterator[tuple[str, Tensor]]:
     """Check that the given tensors are those of the config; yield PEFT's keys and tensors."""
@@ -508,7 +508,9 @@ def _stored(
     ):
         if present != wanted:
             names = sorted(present ^ wanted)
-            raise BadInput(f"the {what} given are not those the config calls for: {some(names)}.")
+            raise BadInput(
+                f"the {what} given are not those the config calls for: {some_of(names)}."
+            )
     memory: set[int] = set()
     for name, slot in applied.slots.items():
         a, b = factors[name].a, factors[name].b
@@ -519,17 +521,17 @@ def _stored(
             )
         if len(slot.base) == 3 and roles == "swapped":
             a, b = swap(a, b, slot.base[0])
-        yield slot.a_key, _own(a, memory)
-        yield slot.b_key, _own(b, memory)
+        yield slot.a_key, _unshare(a, memory)
+        yield slot.b_key, _unshare(b, memory)
     for name, tensor in saved.items():
         if tuple(tensor.shape) != whole_shape(name, applied):
             raise BadInput(
                 f"{name} is {list(tensor.shape)} and not {list(whole_shape(name, applied))}."
             )
-        yield (BASE_LAYER if name in factors else f"{PREFIX}{name}"), _own(tensor, memory)
+        yield (BASE_LAYER if name in factors else f"{PREFIX}{name}"), _unshare(tensor, memory)
 
 
-def _own(tensor: Tensor, memory: set[int]) -> Tensor:
+def _unshare(tensor: Tensor, memory: set[int]) -> Tensor:
     """Return `tensor`, contiguous and in its own memory: safetensors refuses shared memory."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype not in DTYPES.values():

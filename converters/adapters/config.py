@@ -190,7 +190,7 @@ class AdapterConfig:
         if not self.names_a_linear_router or selects:
             return self
         modules = self.target_modules or ()
-        routers = {f"{_spelled_out(name)}.weight" for name in modules if _is_router(name)}
+        routers = {f"{_spell_out(name)}.weight" for name in modules if _is_router(name)}
         ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
         return replace(
             self,
@@ -273,12 +273,12 @@ def _is_router(name: object) -> bool:
     return isinstance(name, str) and (name == "gate" or name.endswith(".gate"))
 
 
-def _spelled_out(name: str) -> str:
+def _spell_out(name: str) -> str:
     return "mlp.gate" if name == "gate" else name
 
 
 def _router_pattern(key: str) -> str:
-    return f"{_spelled_out(key)}.weight" if _is_router(key) else key
+    return f"{_spell_out(key)}.weight" if _is_router(key) else key
 
 
 Preset = Literal["language", "language-aligner", "all"]
@@ -499,7 +499,7 @@ def lora_layers(wrapped: Any) -> Iterator[tuple[str, str, Any]]:
 def _slots(wrapped: Any) -> Iterator[tuple[str, Slot]]:
     for path, name, layer in lora_layers(wrapped):
         if not ADAPTED.fullmatch(name):
-            raise _unsupported(name)
+            raise _unsupported_error(name)
         parameter = hasattr(layer, "parameter_name")  # PEFT's ParamWrapper
         base = layer.get_param() if parameter else layer.get_base_layer().weight
         slot = Slot(
@@ -514,7 +514,7 @@ def _slots(wrapped: Any) -> Iterator[tuple[str, Slot]]:
         yield name, slot
 
 
-def _unsupported(name: str) -> BadInput:
+def _unsupported_error(name: str) -> BadInput:
     remedy = "Remove it from the targets."
     if name.endswith("patch_embed.proj.weight"):
         remedy = "It is a convolution, which the target `proj` matches too: use `attn.proj`."
@@ -558,9 +558,11 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
                 "experts and the router are named in target_parameters."
             )
     if isinstance(config.target_modules, tuple):
-        yield from _unmatched("target_modules", config.target_modules, adapted, applied)
+        yield from _unmatched_names("target_modules", config.target_modules, adapted, applied)
     parameters = list(applied.slots)
-    yield from _unmatched("target_parameters", config.target_parameters or (), parameters, applied)
+    yield from _unmatched_names(
+        "target_parameters", config.target_parameters or (), parameters, applied
+    )
     for name, pattern in (("rank", config.rank_pattern), ("alpha", config.alpha_pattern)):
         for key in pattern or ():
             # Same rule as peft.utils.other.get_pattern_key; a parameter is matched by its own name.
@@ -587,7 +589,7 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
             yield f"modules_to_save names {name!r}, which is not a module of the model."
 
 
-def _unmatched(
+def _unmatched_names(
     field: str, names: Iterable[str], adapted: list[str], applied: Applied
 ) -> Iterator[str]:
     for name in names:

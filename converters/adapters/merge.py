@@ -179,19 +179,19 @@ class Merged:
             row = replace(row, sources=(stored,))
             yield from stream_copy(self.base, row, 0, dtype, swapped=swapped)
         elif named.index is not None:
-            expert = self._merged(named, (named.index,), factors)
+            expert = self._merge(named, (named.index,), factors)
             yield cast(expert.T if self.swapped else expert, dtype, named.name)
         else:
             for rows in row_chunks(*named.piece_shape[:2]):
-                merged = self._merged(named, named.place((rows,)), factors)
+                merged = self._merge(named, named.place((rows,)), factors)
                 yield cast(merged, dtype, named.name)
 
-    def _merged(self, named: SourceTensor, box: Selection, factors: Factors | None) -> Tensor:
+    def _merge(self, named: SourceTensor, box: Selection, factors: Factors | None) -> Tensor:
         """Return `box`, rows of a tensor or one of its experts, (out, in), merged in float32."""
         if named.name in self.adapter.saved:
             weight = self.adapter.saved[named.name][box].float()
         else:
-            weight = self.base.read(self._stored_name(named.name), box, torch.float32)
+            weight = self.base.read_tensor(self._stored_name(named.name), box, torch.float32)
             if named.index is not None and self.architecture.expert_layout == "published":
                 weight = weight.T
         if factors is None:

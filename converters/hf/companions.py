@@ -44,13 +44,13 @@ def companion_files(path: Path) -> dict[str, Path]:
     Raises:
         BadInput: a file is a link that leads out of the checkpoint.
     """
-    found = [
+    files = [
         file
         for file in _files(path)
         if file.name not in (INDEX, FORM_FILE) and file.suffix not in WEIGHTS and _is_small(file)
     ]
-    refuse_links_out(found, path)
-    return {str(file.relative_to(path)): file for file in found}
+    refuse_links_out(files, path)
+    return {str(file.relative_to(path)): file for file in files}
 
 
 def unused_files(path: Path) -> list[Unused]:

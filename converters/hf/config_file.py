@@ -50,7 +50,7 @@ class Changes:
 
         None if `config`, which the source weights came with, is right as it is.
         """
-        wanted = quantized.without(config)
+        wanted = quantized.without_quantization(config)
         if self.untied:
             wanted |= {"tie_word_embeddings": False}
             if "tie_word_embeddings" in (text := text_section(wanted)):
@@ -78,7 +78,7 @@ def with_layout(config: Config, layout: ExpertLayout) -> Config:
         return config
     text, vision = config["text_config"], config["vision_config"]
     family = "qwen3_vl_moe" if family_of(config).moe else "qwen3_vl"
-    (_published if layout == "published" else _v5)(text, vision, family)
+    (_change_to_published if layout == "published" else _change_to_v5)(text, vision, family)
     # transformers 5 writes a wrong flag here; 4.57 follows it.
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     config["transformers_version"] = VERSIONS[layout]
@@ -107,7 +107,7 @@ def dumps(config: Config) -> bytes:
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _published(text: Config, vision: Config, family: str) -> None:
+def _change_to_published(text: Config, vision: Config, family: str) -> None:
     rope = rope_of(text)
     text.pop("rope_parameters", None)
     text["rope_theta"] = rope.pop("rope_theta")
@@ -118,7 +118,7 @@ def _published(text: Config, vision: Config, family: str) -> None:
     vision["model_type"] = family
 
 
-def _v5(text: Config, vision: Config, family: str) -> None:
+def _change_to_v5(text: Config, vision: Config, family: str) -> None:
     text["rope_parameters"] = rope_of(text)
     text.pop("rope_scaling", None)
     text.pop("rope_theta", None)

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import MODEL_TYPES, Architecture, read_config_file, ties_embeddings
-from mcore_qwen3vl.converters.hf.quantized import declared, dequantize, fuse, pair
+from mcore_qwen3vl.converters.hf.quantized import (
+    declared_quantization,
+    dequantize,
+    fuse_experts,
+    pair_factors,
+)
 from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHeader
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import CHUNK_BYTES, MTP, TEXT, Row, hf_shapes
@@ -69,14 +74,15 @@ class HuggingFaceCheckpoint:
     Raises:
         BadInput: there are no safetensors files; a file is cut short or not safetensors; the index
             names a file that is absent or in another directory, or disagrees with the files; or
-            the quantisation is of a kind that is not understood (see `quantized.declared`).
+            the quantisation is of a kind that is not understood (see
+            `quantized.declared_quantization`).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         refuse_special_files(path)
         config = read_config_file(path) if (path / "config.json").exists() else {}
-        self.quantization = declared(config)
+        self.quantization = declared_quantization(config)
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
         self.files = [path / file for file in files]
@@ -90,13 +96,13 @@ class HuggingFaceCheckpoint:
         shapes = {name: entry.shape for name, entry in self.entries.items()}
         family = MODEL_TYPES.get(str(config.get("model_type")), MODEL_TYPES["qwen3_vl"])
         tied, has_vision = ties_embeddings(config), family.has_vision
-        self.form = forms.recognise(shapes, tied=tied, has_vision=has_vision)
+        self.form = forms.recognise_form(shapes, tied=tied, has_vision=has_vision)
         leaves_out = self.form.names.leaves_out
         self.left_out = {name: e for name, e in self.entries.items() if leaves_out(name)}
         kept = {name: e for name, e in self.entries.items() if name not in self.left_out}
-        stored, self.scales = pair(kept, self.quantization)
-        self.headers = forms.renamed(stored, self.form.names)
-        self.entries, self.split = fuse(self.headers, config)
+        stored, self.scales = pair_factors(kept, self.quantization)
+        self.headers = forms.rename_entries(stored, self.form.names)
+        self.entries, self.split = fuse_experts(self.headers, config)
         self.has_mtp = any(name.startswith(MTP) for name in self.entries)
         if family.hybrid:  # transformers itself writes these one by one
             split = tuple(
@@ -104,17 +110,19 @@ class HuggingFaceCheckpoint:
             )
             self.form = replace(self.form, split_experts=split)
 
-    def stored(self, name: str, box: Selection = ()) -> Tensor:
+    def read_stored(self, name: str, box: Selection = ()) -> Tensor:
         """Return `box` of a tensor as the file has it: a view of the file, not to be written to.
 
         For fused experts that are stored one by one, it is a copy.
         """
         if (split := self.split.get(name)) is not None:
-            return split.take(box, self.stored)
+            return split.take(box, self.read_stored)
         entry = self.headers.get(name) or self.scales[name]
         return bring_in(self._files[entry.file].tensor(entry.name)[box])
 
-    def read(self, name: str, box: Selection = (), dtype: torch.dtype | None = None) -> Tensor:
+    def read_tensor(
+        self, name: str, box: Selection = (), dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return `box` of a tensor, by default all of it; the result is not to be written to.
 
         Args:
@@ -127,13 +135,13 @@ class HuggingFaceCheckpoint:
             BadInput: a value does not fit `dtype`.
         """
         if (split := self.split.get(name)) is not None:
-            return split.take(box, lambda part, place: self.read(part, place, dtype))
+            return split.take(box, lambda part, place: self.read_tensor(part, place, dtype))
         entry = self.headers[name]
-        stored = self.stored(name, box)
+        stored = self.read_stored(name, box)
         if entry.scale is None:
             return cast(stored, dtype or entry.dtype, name)
         place = explicit(box, entry.shape)
-        factors, (rows, columns) = self.stored(entry.scale, place[:-2]), place[-2:]
+        factors, (rows, columns) = self.read_stored(entry.scale, place[:-2]), place[-2:]
         return dequantize(stored, factors, rows, columns, dtype or entry.dtype, name)
 
     def require(self, rows: Iterable[Row]) -> None:
@@ -146,7 +154,7 @@ class HuggingFaceCheckpoint:
         wanted = hf_shapes(list(rows))
         if forms.LM_HEAD in wanted:
             self.form.require_language_model(self.path)
-        stored = self.form.names.stored
+        stored = self.form.names.stored_name
         for name, shape in wanted.items():
             if name not in self.entries:
                 raise BadInput(
@@ -154,13 +162,13 @@ class HuggingFaceCheckpoint:
                     "calls for. Nothing is initialised at random here: fetch the complete "
                     "checkpoint."
                 )
-            found = self.entries[name].shape
-            if found != shape:
-                turned = ".experts." in name and found == (shape[0], shape[2], shape[1])
+            stored_shape = self.entries[name].shape
+            if stored_shape != shape:
+                turned = ".experts." in name and stored_shape == (shape[0], shape[2], shape[1])
                 raise BadInput(
-                    f"{self.path}: tensor {stored(name)} has shape {list(found)}, but config.json "
-                    f"makes it {list(shape)}. The config and the weights belong to different models"
-                    f"{_TURNED if turned else ''}."
+                    f"{self.path}: tensor {stored(name)} has shape {list(stored_shape)}, but "
+                    f"config.json makes it {list(shape)}. The config and the weights belong to "
+                    f"different models{_TURNED if turned else ''}."
                 )
         for name in self.entries:
             if name not in wanted:
@@ -180,7 +188,7 @@ class HuggingFaceCheckpoint:
         boxes = [(slice(first, min(first + step, rows)),) for first in range(0, rows, step)]
 
         def bits(name: str, box: Selection) -> Tensor:
-            return self.stored(name, box).view(torch.uint8)
+            return self.read_stored(name, box).view(torch.uint8)
 
         dtypes = {self.entries[name].stored for name in (forms.INPUT_EMBEDDING, forms.LM_HEAD)}
         if len(dtypes) > 1 or not all(
@@ -189,7 +197,7 @@ class HuggingFaceCheckpoint:
             raise BadInput(
                 f"{self.path}: config.json ties the embeddings (tie_word_embeddings), but the "
                 f"stored {forms.LM_HEAD} differs from "
-                f"{self.form.names.stored(forms.INPUT_EMBEDDING)}. Set tie_word_embeddings to "
+                f"{self.form.names.stored_name(forms.INPUT_EMBEDDING)}. Set tie_word_embeddings to "
                 "false in config.json if the model has a head of its own, or remove "
                 f"{forms.LM_HEAD}."
             )
@@ -272,10 +280,10 @@ def _check_shards(index: Path, files: set[str]) -> None:
     the form of a headless model.
     """
     sets = Counter(NUMBERED.sub(r"\1*-of-\2", file) for file in files if NUMBERED.search(file))
-    for name, found in sets.items():
-        if found < int(name.rpartition("-")[2]):
+    for name, count in sets.items():
+        if count < int(name.rpartition("-")[2]):
             raise BadInput(
-                f"{index} names {found} of the shards {name}.safetensors. The index belongs to "
+                f"{index} names {count} of the shards {name}.safetensors. The index belongs to "
                 "another checkpoint or is damaged: copy it again."
             )
 

@@ -64,17 +64,17 @@ LEFTOVER = re.compile(
 _VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 
 
-def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the ``quantization_config`` of a ``config.json``, or None if there is none.
 
     Raises:
         BadInput: the quantisation is of a kind that is not understood; the message names it.
     """
-    found = _declarations(config)
-    if not found:
+    declarations = _declarations(config)
+    if not declarations:
         return None
-    quantization = found[0]
-    if not isinstance(quantization, dict) or any(other != quantization for other in found):
+    quantization = declarations[0]
+    if not isinstance(quantization, dict) or any(other != quantization for other in declarations):
         raise BadInput(
             "config.json holds several quantization_config objects that differ, or one that is "
             "not an object."
@@ -112,22 +112,22 @@ def unused_of_quantization(config: Mapping[str, Any]) -> list[Unused]:
     return [unused for section in sections for unused in FIELDS.unused(section)]
 
 
-def without(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` without its declarations of quantisation."""
     keys = ("quantization_config", "compression_config")
     return {
-        name: without(value) if name in ("text_config", "vision_config") else value
+        name: without_quantization(value) if name in ("text_config", "vision_config") else value
         for name, value in config.items()
         if name not in keys
     }
 
 
-def pair(
+def pair_factors(
     stored: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorHeader], dict[str, TensorHeader]]:
     """Match each FP8 tensor with the tensor of its factors.
 
-    `quantization` is what `declared` returned.
+    `quantization` is what `declared_quantization` returned.
 
     Returns:
         The headers of the model's tensors, with `scale` and the dtype to read set on those in FP8;
@@ -240,11 +240,11 @@ class SplitExperts:
         if self.swapped:
             rows, columns = columns, rows
         if isinstance(expert, int):
-            return self._one(expert, rows, columns, get)
+            return self._read_matrix(expert, rows, columns, get)
         experts = range(expert.start, expert.stop)
-        return torch.stack([self._one(e, rows, columns, get) for e in experts])
+        return torch.stack([self._read_matrix(e, rows, columns, get) for e in experts])
 
-    def _one(
+    def _read_matrix(
         self, expert: int, rows: slice, columns: slice, get: Callable[[str, Selection], Tensor]
     ) -> Tensor:
         pieces = []
@@ -253,11 +253,11 @@ class SplitExperts:
             start, stop = max(rows.start - above, 0), min(rows.stop - above, self.height)
             if start < stop:
                 pieces.append(get(name, (slice(start, stop), columns)))
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return whole.T if self.swapped else whole
+        matrix = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return matrix.T if self.swapped else matrix
 
 
-def fuse(
+def fuse_experts(
     entries: Mapping[str, TensorHeader], config: dict[str, Any]
 ) -> tuple[dict[str, TensorHeader], dict[str, SplitExperts]]:
     """Return headers with fused tensors for experts stored one by one, and how those are stored.
@@ -268,15 +268,15 @@ def fuse(
         BadInput: an expert is missing, or differs in shape or dtype from the others; experts are
             stored both one by one and fused; or the config contradicts itself.
     """
-    found: dict[str, set[int]] = {}
+    experts_of: dict[str, set[int]] = {}
     fused: dict[str, TensorHeader] = {}
     for name, entry in entries.items():
         if (named := NAME.fullmatch(name)) is not None:
-            found.setdefault(named[1], set()).add(int(named[2]))
+            experts_of.setdefault(named[1], set()).add(int(named[2]))
         else:
             fused[name] = entry
     split: dict[str, SplitExperts] = {}
-    for prefix, experts in found.items():
+    for prefix, experts in experts_of.items():
         if missing := set(range(len(experts))) - experts:
             raise BadInput(
                 f"the checkpoint stores {prefix} one by one and has {len(experts)} of them, but "
@@ -287,7 +287,7 @@ def fuse(
             if name in fused:
                 raise BadInput(f"{prefix} are stored both one by one and fused, as {name}.")
             names = [[f"{prefix}.{e}.{kind}.weight" for kind in kinds] for e in range(len(experts))]
-            first = _alike(names, entries)
+            first = _require_alike(names, entries)
             height, columns = first.shape
             rows = height * len(kinds)
             swapped = declared_expert_layout(config) == "published"
@@ -297,7 +297,7 @@ def fuse(
     return fused, split
 
 
-def _alike(names: list[list[str]], entries: Mapping[str, TensorHeader]) -> TensorHeader:
+def _require_alike(names: list[list[str]], entries: Mapping[str, TensorHeader]) -> TensorHeader:
     """Check that all tensors in `names` have the same shape and dtype; return the first header."""
     first: TensorHeader | None = None
     for name in (name for expert in names for name in expert):

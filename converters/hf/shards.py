@@ -41,7 +41,7 @@ class TensorHeader:
 
     Attributes:
         name, file: names of the tensor, in the file, and of the file.
-        dtype: default dtype of what `HuggingFaceCheckpoint.read` returns.
+        dtype: default dtype of what `HuggingFaceCheckpoint.read_tensor` returns.
         stored: dtype in the file; differs from `dtype` if the tensor is quantised.
         scale: name of the tensor that holds a quantised tensor's factors, else None.
     """

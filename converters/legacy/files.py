@@ -78,7 +78,7 @@ class RankFile:
         """Return the number of decoder layers in chunk `vp`: one more than the highest index."""
         # A larger number is no layer's; it is left over, and refused by its name.
         numbers = (re.match(r"decoder\.layers\.(\d{1,4})\.", name) for name in self.models[vp])
-        return max((int(found[1]) + 1 for found in numbers if found), default=0)
+        return max((int(match[1]) + 1 for match in numbers if match), default=0)
 
 
 def open_ranks(folder: Path, sums: Sums | None = None) -> list[RankFile]:
@@ -88,28 +88,28 @@ def open_ranks(folder: Path, sums: Sums | None = None) -> list[RankFile]:
         BadInput: there are no files, one is damaged or missing, or they belong to different
             checkpoints.
     """
-    found = []
+    rank_files = []
     for path in _rank_files(folder):
         refuse_special_files(path.parent)
         content = load(path, sums=sums)
         layout = _layout(content, path)
         models = [_state(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)]
-        found.append(RankFile(path, _rank(path, layout), layout, models))
-    for file in found:
-        if file.layout != found[0].layout:
+        rank_files.append(RankFile(path, _rank(path, layout), layout, models))
+    for file in rank_files:
+        if file.layout != rank_files[0].layout:
             raise BadInput(
-                f"{found[0].path} was saved under {found[0].layout} and {file.path} under "
-                f"{file.layout}. They are of different checkpoints."
+                f"{rank_files[0].path} was saved under {rank_files[0].layout} and {file.path} "
+                f"under {file.layout}. They are of different checkpoints."
             )
-    _require_all_ranks(folder, found)
-    return found
+    _require_all_ranks(folder, rank_files)
+    return rank_files
 
 
-def _require_all_ranks(folder: Path, found: list[RankFile]) -> None:
+def _require_all_ranks(folder: Path, rank_files: list[RankFile]) -> None:
     """Raise BadInput unless the files hold every part of each tensor, and every expert."""
-    layout = found[0].layout
-    tp = {(file.rank.pp, file.rank.tp) for file in found}
-    experts = {(file.rank.pp, file.rank.ep, file.rank.tp % layout.etp) for file in found}
+    layout = rank_files[0].layout
+    tp = {(file.rank.pp, file.rank.tp) for file in rank_files}
+    experts = {(file.rank.pp, file.rank.ep, file.rank.tp % layout.etp) for file in rank_files}
     for pp in range(layout.pp):
         absent = [f"TP rank {n}" for n in range(layout.tp) if (pp, n) not in tp]
         absent += [
@@ -146,9 +146,9 @@ def _layout(content: Any, path: Path) -> Layout:
     }
     for value in sizes.values():
         if type(value) is not int or value < 1:
-            given = value if type(value) is int else f"a {type(value).__name__}"
+            shown = value if type(value) is int else f"a {type(value).__name__}"
             raise BadInput(
-                f"{path}: the arguments give {given} as a parallel size. Copy the checkpoint again."
+                f"{path}: the arguments give {shown} as a parallel size. Copy the checkpoint again."
             )
     layout = Layout(**sizes)
     if not getattr(args, "num_experts", None):
@@ -179,7 +179,7 @@ def _rank(path: Path, layout: Layout) -> Rank:
 def _state(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     state = content.get(key)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        there = ", ".join(_shown(name) for name in content)
+        there = ", ".join(_shorten(name) for name in content)
         raise BadInput(
             f"{path} holds no {key!r} with parameters by their names, but {there:.200}. Copy it "
             "again."
@@ -202,7 +202,7 @@ def check_run(folder: Path, args: Namespace) -> None:
     if getattr(saved, "spec", None) is not None:  # Megatron's own models have none
         names.append("spec")
     different = [
-        f"{name} {_shown(getattr(saved, name))} instead of {getattr(args, name)}"
+        f"{name} {_shorten(getattr(saved, name))} instead of {getattr(args, name)}"
         for name in names
         if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
     ]
@@ -225,7 +225,7 @@ def check_run(folder: Path, args: Namespace) -> None:
             )
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Shorten a value from a file for a message; only these types are sure to give short text."""
     items = value if isinstance(value, list) else [value]
     plain = all(item is None or isinstance(item, int | str) for item in items)

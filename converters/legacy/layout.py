@@ -94,16 +94,16 @@ class Stage:
     last: bool
 
 
-def stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
+def pipeline_stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
     """Return the pipeline's chunks, of ``counts[vp][pp]`` layers, in the order of the network."""
-    found: list[Stage] = []
+    pipeline: list[Stage] = []
     start, chunks = 0, sum(len(of_pp) for of_pp in counts)
     for vp, of_pp in enumerate(counts):
         for pp, count in enumerate(of_pp):
             layers = range(start, start + count)
-            found.append(Stage(pp, vp, layers, len(found) == chunks - 1))
+            pipeline.append(Stage(pp, vp, layers, len(pipeline) == chunks - 1))
             start += count
-    return found
+    return pipeline
 
 
 def share_out(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> list[list[Row]]:
@@ -113,17 +113,17 @@ def share_out(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> 
     as its output layer. The table has no row for the copy, so one is added here.
     """
     first, last = pipeline[0], pipeline[-1]
-    held: dict[Stage, list[Row]] = {stage: [] for stage in pipeline}
+    shares: dict[Stage, list[Row]] = {stage: [] for stage in pipeline}
     of_layer = {layer: stage for stage in pipeline for layer in stage.layers}
     for row in rows:
         if row.layer is not None:
             if row.layer in of_layer:
-                held[of_layer[row.layer]].append(row)
+                shares[of_layer[row.layer]].append(row)
             continue
-        held[last if row.key in (OUTPUT, FINAL_NORM) else first].append(row)
+        shares[last if row.key in (OUTPUT, FINAL_NORM) else first].append(row)
         if tied and row.key == EMBEDDING and first != last:
-            held[last].append(replace(row, key=OUTPUT))
-    return list(held.values())
+            shares[last].append(replace(row, key=OUTPUT))
+    return list(shares.values())
 
 
 def model_key(vp: int, vpp: int) -> str:
@@ -162,13 +162,13 @@ def extra_state(row: Row, name: str, spec: Spec) -> Iterator[str]:
         yield name.replace("linear_proj.weight", "core_attention._extra_state")
 
 
-def boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
+def rank_boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
     """Return the boxes of one TP rank's part of a row's piece, in order along the TP axis."""
-    whole = tuple(slice(0, n) for n in shape)
+    full = tuple(slice(0, n) for n in shape)
     axis = row.tp_axis
     if axis is None or axis >= len(shape):
-        return [whole]
+        return [full]
     part = shape[axis] // row.tp_parts
     width = part // size
     starts = (number * part + index * width for number in range(row.tp_parts))
-    return [(*whole[:axis], slice(at, at + width), *whole[axis + 1 :]) for at in starts]
+    return [(*full[:axis], slice(at, at + width), *full[axis + 1 :]) for at in starts]

@@ -20,11 +20,11 @@ from mcore_qwen3vl.converters.legacy.layout import (
     OUTPUT,
     Spec,
     Stage,
-    boxes,
     local_name,
+    pipeline_stages,
+    rank_boxes,
     require_equal_parts,
     share_out,
-    stages,
 )
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, table
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
@@ -68,7 +68,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
         super().require(rows, unread)
         for key, tensor in self.index.tensors.items():
             if not fill(tensor.chunks, tensor.shape):
-                raise self._unfilled(key)
+                raise self._unfilled_error(key)
 
     def arguments(self) -> Mapping[str, Any]:
         return vars(saved_arguments(self.folder))
@@ -85,7 +85,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
                 ) from None
         return tensor
 
-    def _unfilled(self, key: str) -> BadInput:
+    def _unfilled_error(self, key: str) -> BadInput:
         return BadInput(
             f"{self.folder}: the ranks' parts of {key} do not make up the whole tensor. A layer or "
             "an expert is missing from a rank's file."
@@ -94,15 +94,15 @@ class LegacyCheckpoint(MegatronCheckpoint):
     def _find_parts(self, a: Architecture) -> None:
         """Fill the index with the parts of each row's tensor in the ranks' files."""
         pp, vpp = range(self.layout.pp), range(self.layout.vpp)
-        pipeline = stages([[self._by_tp[rank, 0].layers(vp) for rank in pp] for vp in vpp])
+        pipeline = pipeline_stages([[self._by_tp[rank, 0].layers(vp) for rank in pp] for vp in vpp])
         self._layers = sum(len(stage.layers) for stage in pipeline)
         vocabulary = self._by_tp[0, 0].models[0].get(EMBEDDING)
         padded = len(vocabulary) * self.layout.tp if isinstance(vocabulary, Tensor) else 0
         rows = table(a, expert_layout="published", padded_vocab_size=max(padded, a.vocab_size))
         shares = share_out(rows, pipeline, tied=a.tie_word_embeddings)
-        for stage, held in zip(pipeline, shares, strict=True):
+        for stage, stage_rows in zip(pipeline, shares, strict=True):
             known = set()
-            for row in held:
+            for row in stage_rows:
                 for name in self._names(row, stage):
                     known.add(name)
                     if not (a.tie_word_embeddings and name == OUTPUT):  # the embedding's copy
@@ -135,9 +135,10 @@ class LegacyCheckpoint(MegatronCheckpoint):
             local = file.tensor(stage.vp, name)
             size = [n * count if axis == row.tp_axis else n for axis, n in enumerate(local.shape)]
             stored = self._entry(row, local, tuple(size), f"{file.path}: {name}")
-            found = boxes(row, tuple(size), part, count)
-            cuts = [local] if len(found) == 1 else local.tensor_split(len(found), row.tp_axis or 0)
-            for box, values in zip(found, cuts, strict=True):
+            places = rank_boxes(row, tuple(size), part, count)
+            pieces, axis = len(places), row.tp_axis or 0
+            cuts = [local] if pieces == 1 else local.tensor_split(pieces, axis)
+            for box, values in zip(places, cuts, strict=True):
                 corner = (*row.offset, *(side.start for side in box))
                 values = values[(None,) * len(row.offset)]
                 stored.chunks.append(Chunk(corner, tuple(values.shape), FileRange(FILE, 0, 0)))
@@ -151,12 +152,12 @@ class LegacyCheckpoint(MegatronCheckpoint):
         stacked = list(row.global_shape[: len(row.offset)])
         if len(stacked) > (row.expert is not None):
             stacked[0] = self._layers
-        whole = (*stacked, *shape)
-        entry = self.index.tensors.setdefault(row.key, ChunkedTensor(local.dtype, whole))
-        if (entry.dtype, entry.shape) != (local.dtype, whole):
+        global_shape = (*stacked, *shape)
+        entry = self.index.tensors.setdefault(row.key, ChunkedTensor(local.dtype, global_shape))
+        if (entry.dtype, entry.shape) != (local.dtype, global_shape):
             raise BadInput(
-                f"{where} has {row.key} {list(whole)} {local.dtype}, but other ranks or layers "
-                f"have {list(entry.shape)} {entry.dtype}. The files do not belong together."
+                f"{where} has {row.key} {list(global_shape)} {local.dtype}, but other ranks or "
+                f"layers have {list(entry.shape)} {entry.dtype}. The files do not belong together."
             )
         return entry
 

@@ -24,14 +24,14 @@ from mcore_qwen3vl.converters.legacy.layout import (
     Rank,
     Spec,
     Stage,
-    boxes,
     extra_state,
     local_name,
     model_key,
+    pipeline_stages,
+    rank_boxes,
     ranks,
     require_equal_parts,
     share_out,
-    stages,
 )
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, max_rows
 from mcore_qwen3vl.converters.offline import to_mcore
@@ -80,7 +80,7 @@ class ToLegacy:
     def file(self, unit: Unit, tree: Path) -> Path | None:
         return tree / RELEASE / unit.name / FILE if isinstance(unit.work[0], Rank) else None
 
-    def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
+    def run_unit(self, unit: Unit, tree: Path, advance: Callable[[int, str], None]) -> Any:
         file = self.file(unit, tree)
         if file is None:
             # Ranks read parts of tensors, some repeatedly; a checksum needs one whole pass.
@@ -88,11 +88,11 @@ class ToLegacy:
             for reader in readers:
                 for _ in reader.chunks():
                     pass
-            return to_mcore.summed(readers)
+            return to_mcore.unit_result(readers)
         file.parent.mkdir(exist_ok=True)
         models = list(self.models(unit.work[0]))
         with DirectFile(file, create=True) as out:
-            write_archive(out, self._content(models), self._storages(models, moved))
+            write_archive(out, self._content(models), self._storages(models, advance))
             out.sync()
         return {"size": file.stat().st_size}
 
@@ -108,8 +108,8 @@ class ToLegacy:
     @cached_property
     def _pipeline(self) -> list[tuple[Stage, list[Row]]]:
         a, layout = self.mcore.architecture, self.layout
-        counts = [len(held) for held in layout.virtual_stages(a.num_hidden_layers)]
-        pipeline = stages([list(counts) for counts in batched(counts, layout.pp)])
+        counts = [len(layers) for layers in layout.virtual_stages(a.num_hidden_layers)]
+        pipeline = pipeline_stages([list(counts) for counts in batched(counts, layout.pp)])
         shares = share_out(self.rows, pipeline, tied=a.tie_word_embeddings)
         return list(zip(pipeline, shares, strict=True))
 
@@ -123,9 +123,9 @@ class ToLegacy:
             name = local_name(row, stage, experts, self.spec)
             index, size = rank.share(row, layout)
             dtype = self.mcore.tensors.get(row.key, self.mcore.tensors[EMBEDDING]).dtype
-            found = boxes(row, row.shape, index, size)
+            places = rank_boxes(row, row.shape, index, size)
             shape = tuple(n // size if i == row.tp_axis else n for i, n in enumerate(row.shape))
-            yield _LocalTensor(name, row, found, shape, dtype)
+            yield _LocalTensor(name, row, places, shape, dtype)
 
     def _content(self, models: _Models) -> dict[str, Any]:
         """Return what ``megatron.training.checkpointing.generate_state_dict`` would make."""
@@ -143,19 +143,19 @@ class ToLegacy:
         return content
 
     def _storages(
-        self, models: _Models, moved: Callable[[int, str], None]
+        self, models: _Models, advance: Callable[[int, str], None]
     ) -> Iterator[tuple[int, Iterator[Tensor]]]:
         for _, tensors in models:
             for tensor in tensors:
                 yield tensor.nbytes, self._memory(tensor)
-                moved(tensor.nbytes, tensor.name)
+                advance(tensor.nbytes, tensor.name)
 
     def _memory(self, tensor: _LocalTensor) -> Iterator[Tensor]:
         """Yield the tensor's values in order, in chunks; views of the source where possible."""
         row, source = tensor.row, self.mcore.source
 
         def fetch(name: str, box: Selection) -> Tensor:
-            return source.read(name, box, tensor.dtype)
+            return source.read_tensor(name, box, tensor.dtype)
 
         step = max_rows(row, tensor.dtype)
         for rows, *columns in tensor.boxes:

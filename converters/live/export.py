@@ -113,7 +113,7 @@ def save_hf(
     tensors = exporter.tensors | copied
     files = shards.plan_shards(tensors, shards.parse_size(max_shard_size))
     with ExitStack() as stack:
-        stage = together(lambda: _prepare(stack, path, files, force), path)
+        stage = run_together(lambda: _prepare(stack, path, files, force), path)
         first: list[Any] = [stage and stage.tree]
         dist.broadcast_object_list(first)
         thread = stack.enter_context(ThreadPoolExecutor(1))
@@ -127,10 +127,10 @@ def save_hf(
             # rank writes no more, but still joins the collectives.
             if writing is None or writing.exception() is None:
                 writing = thread.submit(_write, first[0], files, gathered)
-        together(lambda: writing and writing.result(), path)
-        together(lambda: _copy(stage, files, further, copied), path)
+        run_together(lambda: writing and writing.result(), path)
+        run_together(lambda: _copy(stage, files, further, copied), path)
         changes = Changes(labels=unwrap(models)[0].head_labels, files=changed_files or {})
-        together(lambda: _publish(stage, files, hf_config, changes), path)
+        run_together(lambda: _publish(stage, files, hf_config, changes), path)
 
 
 class Gatherer:
@@ -153,7 +153,7 @@ class Gatherer:
         for part in parts:
             if part.main:
                 self._parts.setdefault(part.name, []).append(part)
-        dtypes = self._agree(shapes)
+        dtypes = self._agree_on_dtypes(shapes)
         self.tensors = {name: shards.TensorSpec(dtypes[name], s) for name, s in shapes.items()}
 
     @classmethod
@@ -192,15 +192,15 @@ class Gatherer:
             dist.reduce(flat.view(torch.int32), dst=only)
         return tensors
 
-    def _agree(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.dtype]:
+    def _agree_on_dtypes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.dtype]:
         """Check that the ranks hold every tensor whole, in one dtype, and return the dtypes."""
-        held = {
+        local_counts = {
             name: (parts[0].local.dtype, sum(part.local.numel() for part in parts))
             for name, parts in self._parts.items()
         }
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, held)
-        found: dict[str, torch.dtype] = {}
+        dist.all_gather_object(ranks, local_counts)
+        agreed: dict[str, torch.dtype] = {}
         for name, shape in shapes.items():
             parts = [rank[name] for rank in ranks if name in rank]
             dtypes, count = {dtype for dtype, _ in parts}, sum(numel for _, numel in parts)
@@ -211,8 +211,8 @@ class Gatherer:
                     f"({kinds or 'no dtype'}): pass all pipeline chunks of the model, on every "
                     "rank, in one dtype."
                 )
-            found[name] = dtypes.pop()
-        return found
+            agreed[name] = dtypes.pop()
+        return agreed
 
 
 def _write(tree: Path, files: Sequence[shards.Shard], tensors: dict[str, Tensor]) -> None:
@@ -237,7 +237,7 @@ def _copy(
     """Write the tensors that the running model does not have, on the first rank only."""
     if stage is not None and further is not None:
         for name in names:
-            _write(stage.tree, files, {name: further.read(name)})
+            _write(stage.tree, files, {name: further.read_tensor(name)})
 
 
 def _prepare(
@@ -265,7 +265,7 @@ def _publish(
     stage.publish()
 
 
-def together[Result](work: Callable[[], Result], path: str | Path) -> Result:
+def run_together[Result](work: Callable[[], Result], path: str | Path) -> Result:
     """Run `work` on every rank; if it fails on one, fail on all, so that none waits for it.
 
     Raises:
@@ -312,19 +312,19 @@ def save_adapter(
     saved = {name: shape for name, shape in applied.saved.items() if not (tied and name == LM_HEAD)}
     if tied and LM_HEAD in applied.saved:
         saved[INPUT_EMBEDDING] = applied.saved[LM_HEAD]
-    tensors = _on_first(models, saved | _factor_shapes(targets))
+    tensors = _gather_on_first(models, saved | _factor_shapes(targets))
 
     def write() -> None:
         if dist.get_rank() != 0:
             return
-        whole = {name: tensors[name] for name in saved}
+        saved_tensors = {name: tensors[name] for name in saved}
         factors = _factors(tensors, targets)
-        write_adapter(path, config, factors, whole, hf_config, force=force)
+        write_adapter(path, config, factors, saved_tensors, hf_config, force=force)
 
-    together(write, path)
+    run_together(write, path)
 
 
-def _on_first(models: Models, shapes: dict[str, Shape]) -> dict[str, Tensor]:
+def _gather_on_first(models: Models, shapes: dict[str, Shape]) -> dict[str, Tensor]:
     """Return the whole tensors in host memory on the first rank, nothing on the others."""
     with torch.no_grad():
         parts = chain(hf_parts(models, expert_layout="v5"), factor_parts(models))

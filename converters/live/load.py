@@ -66,8 +66,8 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
         for part in hf_parts(chunks, expert_layout=layout):
             if spared and part.name == SCORE:
                 continue
-            part.local.copy_(checkpoint.read(part.name, part.box, part.local.dtype))
-            read += checkpoint.stored(part.name, part.box).nbytes
+            part.local.copy_(checkpoint.read_tensor(part.name, part.box, part.local.dtype))
+            read += checkpoint.read_stored(part.name, part.box).nbytes
     return read
 
 
@@ -130,5 +130,5 @@ def load_checkpoint(models: Models, path: str | Path) -> None:
             # The checkpoint's vocabulary may be padded to another size than the model's.
             last = min(first.stop, row.shape[0] - row.rearrangement.padding)
             if first.start < last:
-                values = checkpoint.read(row, (slice(first.start, last), *columns))
+                values = checkpoint.read_box(row, (slice(first.start, last), *columns))
                 piece.data[: len(values)].copy_(values)

@@ -72,7 +72,7 @@ class Part:
         return first
 
     @property
-    def matrix(self) -> tuple[slice, slice]:
+    def rows_and_columns(self) -> tuple[slice, slice]:
         """Rows and columns of the box; for fused experts, in the expert's matrix."""
         rows, columns = (side for side in self.box[-2:] if isinstance(side, slice))
         return rows, columns
@@ -165,17 +165,17 @@ def check_replicas(models: Any) -> None:
         BadInput: copies differ; the message gives the number of such tensors and the first names.
             Raised on every rank.
     """
-    own = {
+    checksums = {
         (part.name, str(part.box)): xxhash.xxh3_128_hexdigest(as_bytes(part.local.cpu()))
         for part in hf_parts(unwrap(models))
     }
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
-    found: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    for held in ranks:
-        for place, checksum in held.items():
-            found[place].add(checksum)
-    differing = list(dict.fromkeys(name for (name, _), sums in found.items() if len(sums) > 1))
+    dist.all_gather_object(ranks, checksums)
+    sums_of: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for rank_checksums in ranks:
+        for place, checksum in rank_checksums.items():
+            sums_of[place].add(checksum)
+    differing = list(dict.fromkeys(name for (name, _), sums in sums_of.items() if len(sums) > 1))
     if differing:
         names = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
         raise BadInput(
@@ -217,8 +217,8 @@ def load_factors(models: Models, factors: Mapping[str, Any]) -> None:
     """
     for part in factor_parts(models):
         name, _, factor = part.name.rpartition(".")
-        whole: Tensor = factors[name].a if factor == "lora_A" else factors[name].b
-        part.local.copy_(whole[part.box])
+        factor_values: Tensor = factors[name].a if factor == "lora_A" else factors[name].b
+        part.local.copy_(factor_values[part.box])
 
 
 @torch.no_grad()
@@ -238,14 +238,14 @@ def initialize_factors(models: Models, seed: int) -> None:
     for part in factor_parts(models):
         by_name.setdefault(part.name, []).append(part)
     for name, parts in by_name.items():
-        whole = torch.zeros(()).expand(shapes[name])
+        values = torch.zeros(()).expand(shapes[name])
         if name.endswith("lora_A"):
             generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
             bound = shapes[name][1] ** -0.5
-            whole = torch.empty(shapes[name], dtype=torch.float32)
-            whole.uniform_(-bound, bound, generator=generator)
+            values = torch.empty(shapes[name], dtype=torch.float32)
+            values.uniform_(-bound, bound, generator=generator)
         for part in parts:
-            part.local.copy_(whole[part.box])
+            part.local.copy_(values[part.box])
 
 
 def _row_of(rows: Mapping[tuple[str, Shape], Row], parameter: str, piece: ShardedTensor) -> Row:

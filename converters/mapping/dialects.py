@@ -4,7 +4,7 @@ The table speaks of this project's keys. What others write is a row here. All of
 Megatron's own keys for the language model, after a prefix; they differ in the vision tower, which
 the table keeps as Hugging Face has it. Each row was compared with checkpoints that the maker's own
 converter wrote (``tests/converters/peers``). Whether layers are stacked or have keys of their own
-is no matter of the dialect (`megatron_checkpoint.stacked`).
+is no matter of the dialect (`megatron_checkpoint.stack_layers`).
 """
 
 from __future__ import annotations
@@ -94,19 +94,19 @@ class Dialect:
         """Return how the dialect stores what `row`, a row of the vision tower, stores."""
         name = row.key.removeprefix(_VISION)
         for module in self.modules:
-            found = re.match(re.escape(module.ours).replace(r"\{\}", r"(\d+)"), name)
-            if found is None:
+            match = re.match(re.escape(module.ours).replace(r"\{\}", r"(\d+)"), name)
+            if match is None:
                 continue
-            start = self.vision + module.theirs.format(*found.groups())
-            row = replace(row, key=start + name[found.end() :])
+            start = self.vision + module.theirs.format(*match.groups())
+            row = replace(row, key=start + name[match.end() :])
             if module.by_head:
                 how = transforms.fused_qkv(v.num_heads, v.hidden_size // v.num_heads)
                 row = replace(row, rearrangement=how)
-            if not found.groups() or "{}" in module.theirs:
+            if not match.groups() or "{}" in module.theirs:
                 return row
             blocks = module.ours.startswith("blocks.")
             count = v.depth if blocks else len(v.deepstack_visual_indexes)
-            shape, offset = (count, *row.global_shape), (int(found[1]),)
+            shape, offset = (count, *row.global_shape), (int(match[1]),)
             return replace(row, global_shape=shape, offset=offset)
         return replace(row, key=self.vision + name)
 
@@ -169,14 +169,14 @@ def require_known_norms(maker: str, a: Architecture) -> None:
         )
 
 
-def named(key: str) -> Dialect:
+def dialect_named(key: str) -> Dialect:
     """Return the dialect of this name; raise BadInput if there is none, or it is not written."""
-    found = next((dialect for dialect in DIALECTS if dialect.key == key), None)
-    if found is None or found.unwritten:
+    dialect = next((dialect for dialect in DIALECTS if dialect.key == key), None)
+    if dialect is None or dialect.unwritten:
         known = " and ".join(dialect.key for dialect in DIALECTS if not dialect.unwritten)
-        why = "is not known" if found is None else f"is only read, since {found.unwritten}"
+        why = "is not known" if dialect is None else f"is only read, since {dialect.unwritten}"
         raise BadInput(f"dialect {key!r} {why}: {known} can be written.")
-    return found
+    return dialect
 
 
 def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
@@ -194,11 +194,11 @@ def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
     def starts(sign: str) -> bool:
         return any(name.startswith(sign) for name in names)
 
-    found = next((dialect for dialect in DIALECTS if starts(dialect.sign)), None)
-    if found is None:
+    dialect = next((dialect for dialect in DIALECTS if starts(dialect.sign)), None)
+    if dialect is None:
         known = " and of ".join(dialect.maker for dialect in DIALECTS)
         raise BadInput(
             f"{folder} has the keys of an unknown project, which are not understood here; those of "
             f"{known} are. Convert it to Hugging Face with its own tool."
         )
-    return found
+    return dialect

@@ -41,7 +41,7 @@ class Names:
     note: str = ""
     read_by_transformers: bool = True
 
-    def stored(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return what this form calls the tensor that the table calls `name`."""
         for current, here in self.parts:
             name = name.replace(current, here)
@@ -50,7 +50,7 @@ class Names:
                 return here + name.removeprefix(current)
         return name
 
-    def current(self, name: str) -> str:
+    def current_name(self, name: str) -> str:
         """Return what the table calls the tensor that this form calls `name`."""
         for current, here in self.parts:
             name = name.replace(here, current)
@@ -236,7 +236,7 @@ def refuse_wrapped(names: Iterable[str], where: str) -> None:
             )
 
 
-def recognise(shapes: Mapping[str, Shape], *, tied: bool, has_vision: bool) -> Form:
+def recognise_form(shapes: Mapping[str, Shape], *, tied: bool, has_vision: bool) -> Form:
     """Tell the form of a checkpoint from the names that its tensors have in the files.
 
     The config says whether it ties head and embedding, and whether there is a vision tower.
@@ -245,17 +245,17 @@ def recognise(shapes: Mapping[str, Shape], *, tied: bool, has_vision: bool) -> F
         BadInput: tensors are named in two ways, or by a wrapper.
     """
     refuse_wrapped(shapes, "the checkpoint")
-    found = {
-        names.stored(INPUT_EMBEDDING): names  # of two that call it alike, the later one
+    schemes = {
+        names.stored_name(INPUT_EMBEDDING): names  # of two that call it alike, the later one
         for names in NAMES.values()
         if names not in ((TEXT_ONLY,) if has_vision else (OLD, COSMOS, COSMOS_NEW))
-        and names.stored(INPUT_EMBEDDING) in shapes
-        and (not names.parts or names.stored(FIRST_QUERY) in shapes)
+        and names.stored_name(INPUT_EMBEDDING) in shapes
+        and (not names.parts or names.stored_name(FIRST_QUERY) in shapes)
     }
-    if len(found) > 1:
-        both = " and ".join(found)
+    if len(schemes) > 1:
+        both = " and ".join(schemes)
         raise BadInput(f"the checkpoint holds both {both}: files of two checkpoints are mixed.")
-    return Form(next(iter(found.values()), CURRENT), _head(shapes, tied))
+    return Form(next(iter(schemes.values()), CURRENT), _head(shapes, tied))
 
 
 def _head(shapes: Mapping[str, Shape], tied: bool) -> Head:
@@ -266,19 +266,19 @@ def _head(shapes: Mapping[str, Shape], tied: bool) -> Head:
     return AS_CONFIG if tied else Head(HEADLESS)
 
 
-def renamed[Entry](entries: Mapping[str, Entry], names: Names) -> dict[str, Entry]:
+def rename_entries[Entry](entries: Mapping[str, Entry], names: Names) -> dict[str, Entry]:
     """Return `entries` under the table's names.
 
     Raises:
         BadInput: two of them come to have one name.
     """
-    found: dict[str, Entry] = {}
+    entries_by_name: dict[str, Entry] = {}
     for name, entry in entries.items():
-        current = names.current(name)
-        if current in found:
+        current = names.current_name(name)
+        if current in entries_by_name:
             raise BadInput(
                 f"the checkpoint holds the tensor {current} under two names: files of two "
                 "checkpoints are mixed."
             )
-        found[current] = entry
-    return found
+        entries_by_name[current] = entry
+    return entries_by_name

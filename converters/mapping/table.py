@@ -433,25 +433,25 @@ def _delta_net(a: Architecture, net: DeltaNetArchitecture, layer: _Layer) -> Ite
     mcore keeps apart what a parameter joins, because TP cuts each part (``GatedDeltaNet``).
     """
     hidden, heads, qk, v = a.hidden_size, net.num_value_heads, net.key_dim, net.value_dim
-    own, joined = "self_attention.", 2 * qk + v
-    yield layer.same(f"{own}in_proj.layer_norm_weight", "input_layernorm", hidden)
-    for key, whole in (
+    prefix, joined = "self_attention.", 2 * qk + v
+    yield layer.same(f"{prefix}in_proj.layer_norm_weight", "input_layernorm", hidden)
+    for key, source_tensor in (
         ("in_proj", layer.source("linear_attn.in_proj_qkv", joined, hidden)),
         ("conv1d", layer.source("linear_attn.conv1d", joined, 1, net.conv_kernel_dim)),
     ):
         for part, rows in (("query", (0, qk)), ("key", (qk, 2 * qk)), ("value", (2 * qk, joined))):
-            source = replace(whole, rows=rows)
+            source = replace(source_tensor, rows=rows)
             shape, how = source.piece_shape, transforms.identity(rows[1] - rows[0])
-            yield layer.row(f"{own}{key}.weight.{part}", shape, (source,), how, tp_axis=0)
+            yield layer.row(f"{prefix}{key}.weight.{part}", shape, (source,), how, tp_axis=0)
     for part, name, count in (("z", "z", v), ("beta", "b", heads), ("alpha", "a", heads)):
-        key = f"{own}in_proj.weight.{part}"
+        key = f"{prefix}in_proj.weight.{part}"
         yield layer.same(key, f"linear_attn.in_proj_{name}", count, hidden, tp_axis=0)
     for name in ("A_log", "dt_bias"):
         source = SourceTensor(layer.name(f"linear_attn.{name}"), (heads,))
         how = transforms.identity(heads)
-        yield layer.row(f"{own}{name}", (heads,), (source,), how, tp_axis=0)
-    yield layer.same(f"{own}out_norm.weight", "linear_attn.norm", net.value_head_dim)
-    yield layer.same(f"{own}out_proj.weight", "linear_attn.out_proj", hidden, v, tp_axis=1)
+        yield layer.row(f"{prefix}{name}", (heads,), (source,), how, tp_axis=0)
+    yield layer.same(f"{prefix}out_norm.weight", "linear_attn.norm", net.value_head_dim)
+    yield layer.same(f"{prefix}out_proj.weight", "linear_attn.out_proj", hidden, v, tp_axis=1)
 
 
 def _mlp(a: Architecture, layer: _Layer) -> Iterator[Row]:
@@ -500,7 +500,7 @@ def _vision_shapes(v: VisionArchitecture) -> Iterator[tuple[str, Shape]]:
     """Yield the names and shapes of the parameters of HF's ``Qwen3VLVisionModel``."""
     hidden, merged = v.hidden_size, v.hidden_size * v.spatial_merge_size**2
     patch = (v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
-    yield from _biased("patch_embed.", {"proj": (hidden, *patch)})
+    yield from _with_biases("patch_embed.", {"proj": (hidden, *patch)})
     yield "pos_embed.weight", (v.num_position_embeddings, hidden)
     block: dict[str, Shape] = {
         "norm1": (hidden,),
@@ -511,15 +511,15 @@ def _vision_shapes(v: VisionArchitecture) -> Iterator[tuple[str, Shape]]:
         "mlp.linear_fc2": (hidden, v.intermediate_size),
     }
     for number in range(v.depth):
-        yield from _biased(f"blocks.{number}.", block)
+        yield from _with_biases(f"blocks.{number}.", block)
     linears = {"linear_fc1": (merged, merged), "linear_fc2": (v.out_hidden_size, merged)}
     # The first merger's norm precedes the patch merge; the others' follow it.
-    yield from _biased("merger.", {"norm": (hidden,), **linears})
+    yield from _with_biases("merger.", {"norm": (hidden,), **linears})
     for number in range(len(v.deepstack_visual_indexes)):
-        yield from _biased(f"deepstack_merger_list.{number}.", {"norm": (merged,), **linears})
+        yield from _with_biases(f"deepstack_merger_list.{number}.", {"norm": (merged,), **linears})
 
 
-def _biased(prefix: str, weights: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+def _with_biases(prefix: str, weights: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
     for name, shape in weights.items():
         yield f"{prefix}{name}.weight", shape
         yield f"{prefix}{name}.bias", shape[:1]

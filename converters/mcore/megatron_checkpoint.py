@@ -99,7 +99,7 @@ class MegatronCheckpoint(ABC):
         """Return the values of one chunk, a view of the file."""
 
     @abstractmethod
-    def _unfilled(self, key: str) -> BadInput:
+    def _unfilled_error(self, key: str) -> BadInput:
         """Return the error for chunks that do not fill the tensor."""
 
     def check_data(self) -> None:
@@ -135,18 +135,18 @@ class MegatronCheckpoint(ABC):
             BadInput: a tensor is missing, has another shape, or belongs to no row.
         """
         wanted = {row.key: row.global_shape for row in rows}
-        found = {key: self.index.tensors[key] for key in self.model_keys() if key not in unread}
+        stored = {key: self.index.tensors[key] for key in self.model_keys() if key not in unread}
         for key, shape in wanted.items():
-            if key not in found:
+            if key not in stored:
                 raise BadInput(
                     f"{self.folder} lacks the tensor {key} {list(shape)}, which the Hugging Face "
                     "config calls for. Was it saved by another model, or is another config meant?"
                 )
-            if found[key].shape != shape:
-                raise wrong_shape(self.folder, key, found[key].shape, shape)
-        if extra := min((key for key in found if key not in wanted), default=None):
+            if stored[key].shape != shape:
+                raise wrong_shape_error(self.folder, key, stored[key].shape, shape)
+        if extra := min((key for key in stored if key not in wanted), default=None):
             raise BadInput(
-                f"{self.folder} holds the tensor {extra} {list(found[extra].shape)}, which is no "
+                f"{self.folder} holds the tensor {extra} {list(stored[extra].shape)}, which is no "
                 "part of the model that the Hugging Face config describes. Dropping it in silence "
                 "would lose data, so nothing was converted."
             )
@@ -165,9 +165,9 @@ class MegatronCheckpoint(ABC):
     def tensor(self, key: str) -> Tensor:
         """Return the whole tensor under `key`."""
         shape = self.index.tensors[key].shape
-        return self._read(key, (), (0,) * len(shape), shape)
+        return self._read_chunks(key, (), (0,) * len(shape), shape)
 
-    def read(self, row: Row, box: Box) -> Tensor:
+    def read_box(self, row: Row, box: Box) -> Tensor:
         """Return a box of a row's piece: a view of the file if one chunk covers it, else a copy.
 
         Raises:
@@ -175,9 +175,9 @@ class MegatronCheckpoint(ABC):
         """
         start = (*row.offset, *(part.start for part in box))
         size = (*(1 for _ in row.offset), *(part.stop - part.start for part in box))
-        return self._read(row.key, row.offset, start, size).view(size[len(row.offset) :])
+        return self._read_chunks(row.key, row.offset, start, size).view(size[len(row.offset) :])
 
-    def _read(self, key: str, corner: Shape, start: Shape, size: Shape) -> Tensor:
+    def _read_chunks(self, key: str, corner: Shape, start: Shape, size: Shape) -> Tensor:
         out: Tensor | None = None
         filled = 0
         for chunk in self._chunks[key].get(corner, ()):
@@ -191,14 +191,14 @@ class MegatronCheckpoint(ABC):
             out[inside.wanted] = part
             filled += part.numel()
         if out is None or filled != out.numel():
-            raise self._unfilled(key)
+            raise self._unfilled_error(key)
         return out
 
 
-def wrong_shape(folder: Path, key: str, found: Shape, wanted: Shape) -> BadInput:
+def wrong_shape_error(folder: Path, key: str, stored: Shape, wanted: Shape) -> BadInput:
     """Return the error for a tensor that does not have the shape that the config gives it."""
     return BadInput(
-        f"{folder}: tensor {key} has shape {list(found)}, but the Hugging Face config makes it "
+        f"{folder}: tensor {key} has shape {list(stored)}, but the Hugging Face config makes it "
         f"{list(wanted)}. They are different models."
     )
 
@@ -218,7 +218,7 @@ def _by_corner(tensor: ChunkedTensor) -> dict[Shape, list[Chunk]]:
     return table
 
 
-def stacked(
+def stack_layers(
     stored: MegatronCheckpoint, dialect: Dialect, architecture: Architecture
 ) -> StackedLayers:
     """Return a checkpoint in a dialect with the layers stacked that the table has stacked."""
@@ -242,43 +242,43 @@ class StackedLayers(MegatronCheckpoint):
 
     def __init__(self, stored: MegatronCheckpoint, starts: Iterable[str]) -> None:
         self._stored = stored
-        self._own: dict[tuple[str, Shape], str] = {}  # key by tensor and (layer,)
+        self._layer_keys: dict[tuple[str, Shape], str] = {}  # key by tensor and (layer,)
         index, layers = CheckpointIndex(objects=stored.index.objects), Counter[str]()
         pattern = re.compile(rf"({'|'.join(map(re.escape, starts))})(0|[1-9]\d{{0,3}})\.")
         for key, entry in stored.index.tensors.items():
-            if (found := pattern.match(key)) is None:
+            if (match := pattern.match(key)) is None:
                 index.tensors[key] = entry
             else:
-                name = found[1] + key[found.end() :]
-                self._own[name, (int(found[2]),)] = key
+                name = match[1] + key[match.end() :]
+                self._layer_keys[name, (int(match[2]),)] = key
                 layers[name] += 1
-        for (name, place), key in self._own.items():
+        for (name, place), key in self._layer_keys.items():
             entry = stored.index.tensors[key]
             shape = (layers[name], *entry.shape)
-            whole = index.tensors.setdefault(name, ChunkedTensor(entry.dtype, shape))
-            alike = (whole.dtype, whole.shape) == (entry.dtype, shape)
+            stack = index.tensors.setdefault(name, ChunkedTensor(entry.dtype, shape))
+            alike = (stack.dtype, stack.shape) == (entry.dtype, shape)
             if not alike or place[0] >= layers[name] or name in stored.index.tensors:
                 raise BadInput(
                     f"{stored.folder}: {key} does not fit the {layers[name]} layers that have such "
                     "a tensor. One is missing, or files of two checkpoints are mixed."
                 )
-            whole.chunks += [
+            stack.chunks += [
                 Chunk((*place, *c.offsets), (1, *c.sizes), c.data) for c in entry.chunks
             ]
         super().__init__(stored.folder, index, stored.data_files)
         self.files = stored.files
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
-        if (own := self._own.get((key, chunk.offsets[:1]))) is None:
+        if (layer_key := self._layer_keys.get((key, chunk.offsets[:1]))) is None:
             return self._stored._tensor(key, chunk)
         part = Chunk(chunk.offsets[1:], chunk.sizes[1:], chunk.data)
-        return self._stored._tensor(own, part).unsqueeze(0)
+        return self._stored._tensor(layer_key, part).unsqueeze(0)
 
     def check_data(self) -> None:
         self._stored.check_data()
 
-    def _unfilled(self, key: str) -> BadInput:
-        return self._stored._unfilled(key)
+    def _unfilled_error(self, key: str) -> BadInput:
+        return self._stored._unfilled_error(key)
 
     def arguments(self) -> Mapping[str, Any]:
         return self._stored.arguments()
@@ -308,10 +308,10 @@ class TranslatedCheckpoint(MegatronCheckpoint):
             if (entry := tensors.get(theirs.key)) is None:
                 continue
             if entry.shape != theirs.global_shape:
-                raise wrong_shape(stored.folder, theirs.key, entry.shape, theirs.global_shape)
+                raise wrong_shape_error(stored.folder, theirs.key, entry.shape, theirs.global_shape)
             corner = (0,) * len(row.shape)
-            whole = Chunk(corner, row.shape, FileRange(theirs.key, 0, 0))
-            index.tensors[row.key] = ChunkedTensor(entry.dtype, row.shape, [whole])
+            single_chunk = Chunk(corner, row.shape, FileRange(theirs.key, 0, 0))
+            index.tensors[row.key] = ChunkedTensor(entry.dtype, row.shape, [single_chunk])
             self._vision[row.key] = row, theirs
             translated.add(theirs.key)
         for key, entry in tensors.items():
@@ -328,17 +328,18 @@ class TranslatedCheckpoint(MegatronCheckpoint):
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
         if key not in self._vision:
-            own = LANGUAGE + key
-            return self._stored._tensor(own if own in self._stored.index.tensors else key, chunk)
+            if LANGUAGE + key in self._stored.index.tensors:
+                key = LANGUAGE + key
+            return self._stored._tensor(key, chunk)
         row, theirs = self._vision[key]
-        whole = self._stored.read(theirs, tuple(slice(0, n) for n in theirs.shape))
-        return row.to_mcore(*theirs.to_hf(whole))
+        values = self._stored.read_box(theirs, tuple(slice(0, n) for n in theirs.shape))
+        return row.to_mcore(*theirs.to_hf(values))
 
     def check_data(self) -> None:
         self._stored.check_data()
 
-    def _unfilled(self, key: str) -> BadInput:
-        return self._stored._unfilled(key)
+    def _unfilled_error(self, key: str) -> BadInput:
+        return self._stored._unfilled_error(key)
 
     def arguments(self) -> Mapping[str, Any]:
         return self._stored.arguments()
@@ -407,7 +408,7 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
         return stored
     require_known_norms(dialect.maker, architecture)
     return TranslatedCheckpoint(
-        stacked(stored, dialect, architecture), dialect, architecture.vision
+        stack_layers(stored, dialect, architecture), dialect, architecture.vision
     )
 
 

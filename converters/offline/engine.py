@@ -61,8 +61,8 @@ class Conversion(Protocol):
     def file(self, unit: Unit, tree: Path) -> Path | None:
         """Return the file whose size a finished unit's result gives; None if it writes none."""
 
-    def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
-        """Do one unit durably, report with `moved(bytes, name)`, return JSON for the journal."""
+    def run_unit(self, unit: Unit, tree: Path, advance: Callable[[int, str], None]) -> Any:
+        """Do one unit durably, report with `advance(bytes, name)`, return JSON for the journal."""
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
         """Write what depends on all units; `results` is by unit name, in the plan's order."""
@@ -98,7 +98,7 @@ class ConversionPlan:
         return len({tensor.target.split("[")[0] for tensor in self.planned})
 
     @property
-    def counted(self) -> str:
+    def tensors_in_words(self) -> str:
         """The number of tensors in the target and their format: ``98 Megatron-Core tensors``."""
         return tensors_in(self.direction, self.tensors)
 
@@ -203,7 +203,7 @@ class ConversionResult:
     notes: tuple[str, ...] = ()
 
     @property
-    def counted(self) -> str:
+    def tensors_in_words(self) -> str:
         """The number of tensors in the target and their format: ``98 Megatron-Core tensors``."""
         return tensors_in(self.direction, self.tensors)
 
@@ -254,9 +254,9 @@ def write(
         with staging(dst, planned.fingerprint, force=force, replaceable=_is_checkpoint) as stage:
             resumed = _run_units(planned, stage, workers or default_workers(), progress)
             results = {u.name: stage.done[u.name] for u in planned.units}
-            found = nonfinite_notes(results.values())
-            if strict and found:
-                raise CheckFailed(f"{planned.source}: {' '.join(found)} Nothing was written.")
+            nonfinite = nonfinite_notes(results.values())
+            if strict and nonfinite:
+                raise CheckFailed(f"{planned.source}: {' '.join(nonfinite)} Nothing was written.")
             planned.conversion.finish(stage.tree, results)
             stage.publish()
     except OSError as error:
@@ -276,7 +276,7 @@ def write(
         expert_layout=planned.expert_layout,
         resumed_units=resumed,
         seconds=time.monotonic() - started,
-        notes=(*planned.notes, *found),
+        notes=(*planned.notes, *nonfinite),
     )
 
 
@@ -308,14 +308,14 @@ def _run_units(
     meter.add(sum(unit.nbytes for unit in plan.units if unit.name in kept), "resumed")
     stop = threading.Event()
 
-    def moved(nbytes: int, name: str) -> None:
+    def advance(nbytes: int, name: str) -> None:
         meter.add(nbytes, name)
         if stop.is_set():
             raise _Stopped
 
     def work(unit: Unit) -> None:
         if not stop.is_set():
-            stage.finish(unit.name, plan.conversion.run(unit, stage.tree, moved))
+            stage.finish(unit.name, plan.conversion.run_unit(unit, stage.tree, advance))
 
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work, unit) for unit in plan.units if unit.name not in kept]

@@ -87,7 +87,7 @@ def dumps(
         "checksum": f"{CHECKSUM} of a tensor's bytes as converted, row-major and little-endian; "
         "of each expert apart where experts are fused",
     }
-    stored = checkpoint.form.names.stored
+    stored = checkpoint.form.names.stored_name
     lines = ",\n".join(
         f"  {json.dumps(stored(name))}: {json.dumps(tensor)}" for name, tensor in tensors.items()
     )
@@ -106,7 +106,7 @@ def _tensor(
         "source_dtype": dtype_name(entry.stored),
     }
     if name in checkpoint.split:
-        stored = checkpoint.form.names.stored
+        stored = checkpoint.form.names.stored_name
         parts = [tuple(map(stored, expert)) for expert in checkpoint.split[name].parts]
         tensor["source_tensors"] = [
             part.replace(".experts.0.", ".experts.{expert}.") for part in parts[0]
@@ -121,7 +121,7 @@ def _tensor(
 
 def _scale(checkpoint: HuggingFaceCheckpoint, name: str) -> dict[str, Any]:
     """Return the manifest's entry for the factors of a quantised tensor."""
-    factors = checkpoint.stored(name)
+    factors = checkpoint.read_stored(name)
     return {
         "name": name,
         "shape": list(factors.shape),
@@ -175,7 +175,7 @@ def _check_form(manifest: dict[str, Any]) -> None:
             raise ValueError(f"rows of {name}")
         count = len(parts or range(shape[0])) if isinstance(sums, list) else 1
         sums = sums if isinstance(sums, list) else [sums]
-        if len(sums) != count or not all(isinstance(one, str) for one in sums):
+        if len(sums) != count or not all(isinstance(checksum, str) for checksum in sums):
             raise ValueError(f"{CHECKSUM} of {name}")
 
 

@@ -28,7 +28,7 @@ from mcore_qwen3vl.converters.hf.companions import (
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, holder_of_mtp
 from mcore_qwen3vl.converters.hf.shards import Shard
-from mcore_qwen3vl.converters.mapping.forms import Form, Names, renamed
+from mcore_qwen3vl.converters.mapping.forms import Form, Names, rename_entries
 from mcore_qwen3vl.converters.mapping.table import (
     MTP,
     Row,
@@ -115,7 +115,7 @@ class ToHuggingFace:
     def file(self, unit: Unit, tree: Path) -> Path:
         return tree / unit.work[0].shard.file
 
-    def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
+    def run_unit(self, unit: Unit, tree: Path, advance: Callable[[int, str], None]) -> Any:
         shard = unit.work[0].shard
         nonfinite: set[str] = set()
 
@@ -126,7 +126,7 @@ class ToHuggingFace:
                     if not all_finite(chunk):
                         nonfinite.add(fill.name)
                     out.write(as_bytes(chunk))
-                moved(fill.nbytes, fill.name)
+                advance(fill.nbytes, fill.name)
             out.sync()
         return {"size": shard.size, "nonfinite": sorted(nonfinite)}
 
@@ -153,19 +153,19 @@ def stream_hf(
     """
     named = row.sources[source]
     expected = manifest.stated_checksum(stated, named)
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
 
     def fetch(box: Box) -> Tensor:
-        return checkpoint.read(row, box)
+        return checkpoint.read_box(row, box)
 
     columns = tuple(slice(0, n) for n in row.shape[1:])
     rows = max_rows(row, dtype)
     for chunk in row.rearrangement.stream_back(source, fetch, columns, rows):
         if expected is not None:
             chunk = chunk.contiguous()  # once, for the checksum and for the writer
-            found.update(as_bytes(chunk))
+            digest.update(as_bytes(chunk))
         yield cast(chunk, dtype, row.key)
-    if expected is not None and found.hexdigest() != expected:
+    if expected is not None and digest.hexdigest() != expected:
         raise BadInput(
             f"{checkpoint.folder}: {named.name} has other bytes than {manifest.FILE} "
             f"states{named.piece_words}, so it was damaged or changed after the conversion. "
@@ -174,7 +174,7 @@ def stream_hf(
         )
 
 
-def _stated(
+def _stated_checksums(
     checkpoint: MegatronCheckpoint, names: Names, layout: ExpertLayout | None
 ) -> dict[str, dict[str, Any]]:
     """Return the checksums in the checkpoint's manifest; none for iterations trained since.
@@ -185,7 +185,7 @@ def _stated(
     made = {} if file is None else manifest.read(file)
     if made.get("iteration") != checkpoint.folder.name:
         return {}
-    tensors, same = renamed(made["tensors"], names), made["expert_layout"] == layout
+    tensors, same = rename_entries(made["tensors"], names), made["expert_layout"] == layout
     return {n: t for n, t in tensors.items() if same or isinstance(t[manifest.CHECKSUM], str)}
 
 
@@ -218,7 +218,7 @@ def plan_mcore_to_hf(
     checkpoint = open_megatron(place, architecture)
     layout = chosen_layout(architecture, expert_layout)
     form = read_form(folder)
-    stated = _stated(checkpoint, form.names, layout)
+    stated = _stated_checksums(checkpoint, form.names, layout)
     form = form if expert_layout == "source" else form.for_transformers
     padded, mtp = checkpoint.vocab_size, checkpoint.has_mtp
     rows = table(
@@ -230,13 +230,14 @@ def plan_mcore_to_hf(
     if further is not None:
         notes = [f"mtp.* is from {folder}."]
         further.require(table(architecture, head=further.form.head, mtp=True))
-        whole = table(architecture, head=form.head, mtp=True)
-        rows += [row for row in whole if row.key.startswith(MTP)]
+        all_rows = table(architecture, head=form.head, mtp=True)
+        rows += [row for row in all_rows if row.key.startswith(MTP)]
         if expert_layout == "source":
             form = replace(form, split_experts=further.form.split_experts)
     sources = (source for row in rows for source in row.sources)
     # The manifest has no checksums of an expert's single matrices.
-    if form.split_experts or any(manifest.stated_checksum(stated, one) is None for one in sources):
+    checksums = (manifest.stated_checksum(stated, source) for source in sources)
+    if form.split_experts or None in checksums:
         checkpoint.check_data()
     padding = padded - architecture.vocab_size
     if padding:
@@ -304,7 +305,7 @@ def lay_out(
     rows = split_experts(rows, form.split_experts)
     for row in rows:
         for named in row.sources:
-            name = names.stored(named.written_name)
+            name = names.stored_name(named.written_name)
             origins[name], kept = origin(row, named)
             spec = shards.TensorSpec(dtype or kept, named.written_shape)
             if tensors.setdefault(name, spec) != spec:
@@ -357,7 +358,7 @@ def _units(rows: list[Row], names: Names, files: tuple[Shard, ...]) -> Iterator[
     places: dict[str, list[tuple[Row, int]]] = {}
     for row in rows:
         for number, source in enumerate(row.sources):
-            name = names.stored(source.written_name)
+            name = names.stored_name(source.written_name)
             places.setdefault(name, []).append((row, number))
     size = unit_bytes(sum(shard.data_bytes for shard in files))
     for shard in files:
@@ -435,7 +436,7 @@ def stream_copy(
     """
     source = row.sources[number]
     if source.index is not None:
-        expert = checkpoint.read(source.name, source.place(()), dtype)
+        expert = checkpoint.read_tensor(source.name, source.place(()), dtype)
         yield expert.T if swapped else expert
         return
     step, stored = max_rows(row, dtype), checkpoint.entries[source.name].shape[0]
@@ -444,8 +445,10 @@ def stream_copy(
     for first in range(0, end, step):
         box = source.place((slice(first, min(first + step, end)),))
         if added:
-            total += checkpoint.read(source.name, box, torch.float32).sum(0, dtype=torch.float64)
-        yield checkpoint.read(source.name, box, dtype)
+            total += checkpoint.read_tensor(source.name, box, torch.float32).sum(
+                0, dtype=torch.float64
+            )
+        yield checkpoint.read_tensor(source.name, box, dtype)
     for first in range(0, added, step):
         mean = cast((total / stored).float(), dtype, source.name)
         yield mean.repeat(min(step, added - first), 1)

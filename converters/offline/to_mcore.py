@@ -81,20 +81,20 @@ class ToMcore:
     def file(self, unit: Unit, tree: Path) -> Path:
         return self.folder(tree) / unit.name
 
-    def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
+    def run_unit(self, unit: Unit, tree: Path, advance: Callable[[int, str], None]) -> Any:
         file = self.file(unit, tree)
         readers = self.readers(unit)
         with DistcpFile(file) as out:
             for reader in readers:
                 out.write_row(reader.row, reader.dtype, reader.chunks())
-                moved(reader.row.numel * reader.dtype.itemsize, reader.row.key)
+                advance(reader.row.numel * reader.dtype.itemsize, reader.row.key)
             out.sync()
         chunks = [
             [key, chunk.offsets, chunk.sizes, chunk.data.offset, chunk.data.length]
             for key, tensor in out.index.tensors.items()
             for chunk in tensor.chunks
         ]
-        return {"size": file.stat().st_size, "chunks": chunks, **summed(readers)}
+        return {"size": file.stat().st_size, "chunks": chunks, **unit_result(readers)}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
         folder = self.folder(tree)
@@ -118,7 +118,7 @@ class ToMcore:
         """Write the files beside the weights in any mcore format; the tracker comes last."""
         copy_companions(self.source.path, tree / HF_FOLDER, Changes(dtype=self.dtype))
         write_form(tree / HF_FOLDER, self.source.form)
-        checksums = (found for result in results.values() for found in result.get("checksums", ()))
+        checksums = (entry for result in results.values() for entry in result.get("checksums", ()))
         content = manifest.dumps(self.source, self.facts, self.dtype, checksums)
         write_durably(tree / manifest.FILE, content)
         write_durably(tree / TRACKER, str(self.tracker).encode())
@@ -149,47 +149,47 @@ class RowReader:
         row, how = self.row, self.row.rearrangement
         if not how.in_order:  # a checksum needs the rows in order
             boxes = (tuple(slice(0, n) for n in s.piece_shape) for s in row.sources)
-            yield row.to_mcore(*(self._read(n, box) for n, box in enumerate(boxes)))
+            yield row.to_mcore(*(self._read_piece(n, box) for n, box in enumerate(boxes)))
             return
         columns = tuple(slice(0, n) for n in row.shape[1:])
-        yield from how.stream(self._read, columns, max_rows(row, self.dtype))
+        yield from how.stream(self._read_piece, columns, max_rows(row, self.dtype))
 
     def checksums(self) -> list[manifest.Checksum]:
         """Return the checksum of each HF piece, after checking that it was read to its end."""
-        found: list[manifest.Checksum] = []
+        checksums: list[manifest.Checksum] = []
         for number, source in enumerate(self.row.sources):
             if self._rows_read[number] != source.piece_shape[0]:
                 raise AssertionError(f"{source.name} was not read to its end")
             before = self._before_cast[number].hexdigest() if number in self._before_cast else None
-            found.append((source.name, source.piece, self._sums[number].hexdigest(), before))
-        return found
+            checksums.append((source.name, source.piece, self._sums[number].hexdigest(), before))
+        return checksums
 
-    def _read(self, number: int, box: Box) -> Tensor:
+    def _read_piece(self, number: int, box: Box) -> Tensor:
         """Read a box of HF piece `number` and add it to the piece's checksum.
 
         Boxes are whole rows in order. Vocabulary padding reads the first row again.
         """
         source, (rows, *columns) = self.row.sources[number], box
         place = source.place(box)
-        part = self._source.read(source.name, place, self.dtype)
+        part = self._source.read_tensor(source.name, place, self.dtype)
         if rows.start < self._rows_read[number]:
             return part
-        whole = columns == [slice(0, n) for n in source.piece_shape[1:]]
-        if not whole or rows.start != self._rows_read[number]:
+        is_row_range = columns == [slice(0, n) for n in source.piece_shape[1:]]
+        if not is_row_range or rows.start != self._rows_read[number]:
             raise AssertionError(f"{source.name}: {box} comes out of order")
         self._rows_read[number] = rows.stop
         self._sums[number].update(as_bytes(part))
         if not all_finite(part):
             self.nonfinite.add(source.name)
         if self._source.entries[source.name].stored != self.dtype:
-            self._before_cast[number].update(as_bytes(self._source.stored(source.name, place)))
+            self._before_cast[number].update(as_bytes(self._source.read_stored(source.name, place)))
         return part
 
 
-def summed(readers: Sequence[RowReader]) -> dict[str, Any]:
+def unit_result(readers: Sequence[RowReader]) -> dict[str, Any]:
     """Return a finished unit's checksums and non-finite tensors, in the form of the journal."""
     return {
-        "checksums": [one for reader in readers for one in reader.checksums()],
+        "checksums": [checksum for reader in readers for checksum in reader.checksums()],
         "nonfinite": sorted({name for reader in readers for name in reader.nonfinite}),
     }
 
@@ -230,7 +230,7 @@ def plan(
     return ConversionPlan(
         direction="hf-to-mcore",
         source=str(source),
-        planned=tuple(_planned(rows, tensors)),
+        planned=tuple(_plan_tensors(rows, tensors)),
         units=units,
         companion_files=companions,
         expert_layout=architecture.expert_layout,
@@ -306,7 +306,7 @@ def _targets(
     return tensors
 
 
-def _planned(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[PlannedTensor]:
+def _plan_tensors(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[PlannedTensor]:
     for row in rows:
         first = row.sources[0]
         if first.index:
@@ -339,13 +339,13 @@ def _objects(
             no_save_rng=True,
         )
         keys = dialect.extra_state_keys(architecture)
-    yield "common_state/shard_0_1", _saved([common])
-    empty = _saved([None])
+    yield "common_state/shard_0_1", _pickle([common])
+    empty = _pickle([None])
     for key in keys:
         yield key, empty
 
 
-def _saved(value: Any) -> bytes:
+def _pickle(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -62,7 +62,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             self._view(chunk.data)
         for key in self.model_keys():
             if not fill(self.index.tensors[key].chunks, self.index.tensors[key].shape):
-                raise self._unfilled(key)
+                raise self._unfilled_error(key)
 
     def arguments(self) -> Mapping[str, Any]:
         if (file := self.folder / "common.pt").is_file():  # before Megatron 0.19
@@ -73,7 +73,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
                 return arguments_in(load(self.folder / place.file, part))
         return {}
 
-    def _unfilled(self, key: str) -> BadInput:
+    def _unfilled_error(self, key: str) -> BadInput:
         return BadInput(
             f"{self.folder / metadata.FILE}: the chunks of {key} do not fill the tensor once "
             "each. A rank's file is missing from the checkpoint, or the metadata is damaged."
@@ -104,18 +104,18 @@ class TorchDistCheckpoint(MegatronCheckpoint):
     def _view(self, place: FileRange) -> memoryview:
         file = self.folder / place.file
         try:
-            whole = self._mapped.get(place.file) or map_file(file)
+            mapped = self._mapped.get(place.file) or map_file(file)
         except (OSError, ValueError) as error:
             raise BadInput(
                 f"{file} cannot be read ({error}). The checkpoint is incomplete."
             ) from None
-        self._mapped[place.file] = whole
-        if place.offset + place.length > len(whole):
+        self._mapped[place.file] = mapped
+        if place.offset + place.length > len(mapped):
             raise BadInput(
-                f"{file} has {len(whole)} bytes, but .metadata places data up "
+                f"{file} has {len(mapped)} bytes, but .metadata places data up "
                 f"to byte {place.offset + place.length}. The file is cut short: copy it again."
             )
-        return whole[place.offset : place.offset + place.length]
+        return mapped[place.offset : place.offset + place.length]
 
 
 def _check_backend(folder: Path) -> None:

@@ -239,8 +239,8 @@ class _Unpickler(RestrictedUnpickler):
 
 def _record_of(module: str, name: str) -> Any:
     """Return the stand-in for a class or function; raise Refused if no sound file names it."""
-    if (found := STAND_INS.get((CALLED.get(module, module), name))) is not None:
-        return found
+    if (stand_in := STAND_INS.get((CALLED.get(module, module), name))) is not None:
+        return stand_in
     if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
         return dtype
     raise Refused(f"{module}.{name}")
@@ -272,8 +272,8 @@ def _ranges(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], FileRa
         key, offset = at["fqn"], at.state.get("offset")
         if not isinstance(key, str):
             raise pickle.UnpicklingError("a key that is not text")
-        known = ranges.setdefault((key, offset and _shape(offset)), found := _range(info))
-        if known is not found:
+        known = ranges.setdefault((key, offset and _shape(offset)), file_range := _read_range(info))
+        if known is not file_range:
             raise pickle.UnpicklingError(f"{key:.100} is in two places")
     ordered = sorted((r for r in ranges.values() if r.length), key=lambda r: (r.file, r.offset))
     for first, second in pairwise(ordered):
@@ -290,7 +290,7 @@ def _tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -> Chunke
     for chunk in described["chunks"]:
         offsets, sizes = _shape(chunk["offsets"]), _shape(chunk["sizes"])
         inside = len(offsets) == len(sizes) == len(tensor.shape) and all(
-            at + n <= whole for at, n, whole in zip(offsets, sizes, tensor.shape, strict=True)
+            at + n <= extent for at, n, extent in zip(offsets, sizes, tensor.shape, strict=True)
         )
         if not inside:
             raise pickle.UnpicklingError(f"a chunk of {key} lies outside the tensor")
@@ -298,7 +298,7 @@ def _tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -> Chunke
     return tensor
 
 
-def _range(info: Record) -> FileRange:
+def _read_range(info: Record) -> FileRange:
     file, offset, length = info["relative_path"], info["offset"], info["length"]
     if not isinstance(file, str) or file != PurePosixPath(file).name or file in ("", "..", "."):
         raise pickle.UnpicklingError(

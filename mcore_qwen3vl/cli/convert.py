@@ -99,7 +99,7 @@ def _show_plan(plan: "ConversionPlan") -> None:
     for note in plan.notes:
         output.print(plain(note))
     output.print(
-        f"{plan.counted} in {counted(len(plan.planned), 'piece')}, "
+        f"{plan.tensors_in_words} in {counted(len(plan.planned), 'piece')}, "
         f"{size(plan.nbytes)} in {counted(len(plan.units), 'unit')} of work; "
         f"{counted(len(plan.companion_files), 'other file')}. Nothing was written."
     )
@@ -110,7 +110,7 @@ def _show_summary(summary: "ConversionResult") -> None:
     rate = size(summary.nbytes / max(summary.seconds, 1e-9))
     output.print(f"[bold green]done[/] {plain(summary.target)}")
     output.print(
-        f"{summary.counted}, {size(summary.nbytes)} of "
+        f"{summary.tensors_in_words}, {size(summary.nbytes)} of "
         f"{'/'.join(summary.dtypes)} in {counted(summary.files, 'file')} and "
         f"{counted(len(summary.companion_files), 'other file')}, "
         f"{summary.seconds:.1f} s ({rate}/s)"

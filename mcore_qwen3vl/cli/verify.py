@@ -246,7 +246,7 @@ def verify_trace(
     micro = None
     if prompt is not None:
         micro = from_prompt(
-            hf, prompt, image or [], video or [], multiple=Case(layout=layout).multiple
+            hf, prompt, image or [], video or [], multiple=Case(layout=layout).length_multiple
         )
     return trace(
         hf,

@@ -168,8 +168,8 @@ def prompts_from_inputs(architecture: Architecture, inputs: Mapping[str, Tensor]
         input_ids,
         attention_mask,
         position_ids,
-        attention_mask.sum(1) + deltas.squeeze(1),
-        visual_inputs(
+        next_position=attention_mask.sum(1) + deltas.squeeze(1),
+        visual=visual_inputs(
             architecture,
             input_ids,
             inputs.get("pixel_values"),

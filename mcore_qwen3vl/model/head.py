@@ -52,7 +52,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.lora.adapter import Site
 from mcore_qwen3vl.model.pointwise import Pointwise
-from mcore_qwen3vl.model.weight_gradients import add_product, stand_in
+from mcore_qwen3vl.model.weight_gradients import add_product, stand_in_gradient
 
 CHUNK_LOGITS = 2**27
 """Number of logits in one chunk: 0.5 GiB in float32."""
@@ -284,7 +284,7 @@ class TermGradient:
             return self._of_hidden, None
         if not self._direct:
             return self._of_hidden, self._of_weight.to(self._weight.dtype)
-        return self._of_hidden, stand_in(self._weight)
+        return self._of_hidden, stand_in_gradient(self._weight)
 
 
 FLOOR = math.log(1e-30)
@@ -542,13 +542,14 @@ class Head(ColumnParallelLinear):
             if self.adapter is not None:
                 logits = self.adapter.add(input_, logits)
             gathered = logits.shape[-1] == self.output_size
-            own = self.vocab_size if gathered else self._columns().count
-            return mask_columns(logits, own), bias
+            column_count = self.vocab_size if gathered else self._columns().count
+            return mask_columns(logits, column_count), bias
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        more = [self.adapter.factored(input_)] if self.adapter and self.adapter.on else []
+        adapter = self.adapter if self.adapter and self.adapter.is_active else None
+        more = [adapter.scaled_factors(input_)] if adapter else []
         return reduce(hidden, weight, columns=self._columns(), more=more)
 
     def _logits_of(self, tokens: Sequence[int], hidden: Tensor, weight: Tensor) -> Tensor:

@@ -263,7 +263,7 @@ class Qwen3VLModel(GPTModel):
             arguments of :meth:`GPTModel.forward`.
         """
         device = input_ids.device
-        packed = packed_seq_params and PackedSequence.of(packed_seq_params, device)
+        packed = packed_seq_params and PackedSequence.from_params(packed_seq_params, device)
         check_shapes(input_ids, position_ids, packed=packed is not None)
         batch, seq_len = input_ids.shape
         divided = self.config.sequence_parallel
@@ -330,7 +330,7 @@ class Qwen3VLModel(GPTModel):
         to take this rank's part of a loss mask: ``loss_mask[:, model.local_tokens(S)]``.
         """
         host = torch.device("cpu")
-        packed = packed_seq_params and PackedSequence.of(packed_seq_params, host)
+        packed = packed_seq_params and PackedSequence.from_params(packed_seq_params, host)
         cp, tp = self.pg_collection.cp, self.pg_collection.tp
         return local_positions(
             seq_len,
@@ -400,8 +400,8 @@ def _losses(
 class TaskModel(Qwen3VLModel):
     """A model with a :class:`ScoreHead`, or one that ends in the final norm if it has no labels.
 
-    Call it with an ``output_processor``. :meth:`of` makes the class for some labels. Source: HF
-    ``GenericForSequenceClassification``; without labels ``Qwen3VL[Moe]Model``, whose
+    Call it with an ``output_processor``. :meth:`with_labels` makes the class for some labels.
+    Source: HF ``GenericForSequenceClassification``; without labels ``Qwen3VL[Moe]Model``, whose
     ``last_hidden_state`` the processor receives. The embedding is tied to no head, so that the last
     pipeline stage needs no copy of it.
     """
@@ -428,7 +428,7 @@ class TaskModel(Qwen3VLModel):
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
 
     @classmethod
-    def of(cls, labels: Labels, seed: int = 1) -> type[Self]:
+    def with_labels(cls, labels: Labels, seed: int = 1) -> type[Self]:
         """Return the class of models with `labels`, whose new heads have the seed `seed`."""
         return type(cls.__name__, (cls,), {"head_labels": labels, "seed": seed})
 
@@ -469,7 +469,7 @@ class WithoutDDP:
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Sum over the ranks that have other tokens: DP x CP, and for experts their own DP."""
         groups: Any = self.module.pg_collection
-        for parameter in self._trained():
+        for parameter in self._trained_parameters():
             group = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
             if parameter.grad is None:  # on this rank; another may have one
                 parameter.grad = torch.zeros_like(parameter)
@@ -478,11 +478,11 @@ class WithoutDDP:
                 dist.all_reduce(parameter.grad, group=group)
 
     def scale_gradients(self, factor: Tensor) -> None:
-        for parameter in self._trained():
+        for parameter in self._trained_parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(factor)
 
-    def _trained(self) -> list[nn.Parameter]:
+    def _trained_parameters(self) -> list[nn.Parameter]:
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if any(hasattr(parameter, "main_grad") for parameter in trained):
             raise BadInput(

@@ -100,11 +100,11 @@ def recipe_of(output: Tensor) -> Recipe | None:
 
 def remember_outputs_of(module: nn.Module) -> None:
     """Register a recipe for each output of a deterministic module from one tensor to one tensor."""
-    module.register_forward_pre_hook(_whole)
+    module.register_forward_pre_hook(_copy_view)
     module.register_forward_hook(_remember)
 
 
-def _whole(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+def _copy_view(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Copy an input that is part of a larger tensor, because keeping it would keep all of that."""
     return (inputs[0].contiguous(),)
 

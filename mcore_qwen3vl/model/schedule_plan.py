@@ -108,15 +108,15 @@ class _LayerPlan(TransformerLayerSchedulePlan):
         super()._build_callable_nodes(*args)
         first, layer = self.pre_dispatch_computation, self.layer
         if layer.is_moe_layer:
-            first.submodule = partial(_without_padding, layer, first.submodule)
+            first.submodule = partial(_route_without_padding, layer, first.submodule)
         for node in (first, self.mlp):
-            node.submodule = partial(_recomputing, layer, node.submodule)
+            node.submodule = partial(_compute_recomputing, layer, node.submodule)
         dense = isinstance(self.moe_combine, NoopScheduleNode)
         last = self.mlp if dense else self.moe_combine
-        last.submodule = partial(_finish, layer, last.submodule)
+        last.submodule = partial(_add_features, layer, last.submodule)
 
 
-def _without_padding(layer: DeepStackLayer, part: Part, node: Any, hidden: Tensor) -> Any:
+def _route_without_padding(layer: DeepStackLayer, part: Part, node: Any, hidden: Tensor) -> Any:
     """Route without counting padding in the router's losses."""
     mask = node.chunk_state.padding_mask  # (B, s_local)
     if mask is None:
@@ -127,12 +127,12 @@ def _without_padding(layer: DeepStackLayer, part: Part, node: Any, hidden: Tenso
         return part(node, hidden)
 
 
-def _recomputing(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor) -> Any:
+def _compute_recomputing(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor) -> Any:
     with layer.recomputing():
         return part(node, *inputs)
 
 
-def _finish(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor) -> Tensor:
+def _add_features(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor) -> Tensor:
     """Add the layer's features to its output, and append those of later stages to the chunk's."""
     state = node.chunk_state
     hidden = layer.add_features(part(node, *inputs), state.features, state.destination)

@@ -30,7 +30,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def stand_in(weight: Tensor) -> Tensor | None:
+def stand_in_gradient(weight: Tensor) -> Tensor | None:
     """Tell DDP that `weight`'s gradient is in ``main_grad``, and return what autograd must pass on.
 
     DDP's hook runs when a gradient arrives, and ignores its values. A tied head needs none: the
@@ -77,5 +77,5 @@ class _Linear(MegatronLinear):
         of_inputs, of_weight, *others = MegatronLinear.backward(ctx, gradient)
         added = ctx.gradient_accumulation_fusion and ctx.main_grad is not None
         if added and of_weight is None and hasattr(ctx.parameter, "grad_added_to_main_grad"):
-            of_weight = stand_in(ctx.parameter)
+            of_weight = stand_in_gradient(ctx.parameter)
         return of_inputs, of_weight, *others

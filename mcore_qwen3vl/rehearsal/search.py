@@ -175,7 +175,7 @@ def estimate_stages(
 ) -> list[memory.Memory]:
     """Return the modelled memory of a rank of each pipeline stage, in order."""
     layout = Layout.from_flags(command.settings.parallel, command.gpus, moe=a.is_moe)
-    return memory.of_settings(command.settings, a, layout, trained)
+    return memory.stages_of_settings(command.settings, a, layout, trained)
 
 
 def step_seconds(command: Command, a: Architecture, gpu: Gpu, constants: Constants) -> float:

@@ -170,6 +170,7 @@ class _Parts(NamedTuple):
     after: dict[str, float]  # once a step
 
     def total(self, micro_batches: int) -> dict[str, float]:
+        """Return the seconds of a step with so many micro-batches, by activity."""
         total: defaultdict[str, float] = defaultdict(float)
         for spent in (direction for chunk in self.chunks for direction in chunk):
             for name, seconds in spent.items():

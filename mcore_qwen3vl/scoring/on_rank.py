@@ -28,7 +28,12 @@ from mcore_qwen3vl.model.head import Head, likeliest, token_log_probs
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.scoring.records import BlockResults, Records
-from mcore_qwen3vl.training.broadcast.batches import SharedBatches, StageFeed, host_group, reads
+from mcore_qwen3vl.training.broadcast.batches import (
+    SharedBatches,
+    StageFeed,
+    host_group,
+    rank_reads,
+)
 from mcore_qwen3vl.training.step.forward import forward
 from mcore_qwen3vl.training.step.objectives import EMBED, SCORES, judge, relevance
 
@@ -152,7 +157,7 @@ class Relevance(Readout):
 class Rewards(Readout):
     """The scores of a reward model."""
 
-    kind = TaskModel.of(ONE_SCORE)
+    kind = TaskModel.with_labels(ONE_SCORE)
 
     def values(self, output: Tensor) -> list[dict[str, Any]]:
         return [{"reward": value} for value in output[:, 0].tolist()]
@@ -166,7 +171,7 @@ class Classes(Readout):
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
-        self.kind = TaskModel.of(labels)
+        self.kind = TaskModel.with_labels(labels)
 
     def values(self, output: Tensor) -> list[dict[str, Any]]:
         logits = output.double()
@@ -209,7 +214,7 @@ class Scorer:
         for chunk in self._chunks:
             chunk.eval()
         self._readout = readout
-        self._records = records() if reads() else None
+        self._records = records() if rank_reads() else None
         self._host_group, self._feed = host_group(), StageFeed.between_stages()
         self._device = next(self._chunks[0].parameters()).device
 

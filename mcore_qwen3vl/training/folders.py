@@ -112,8 +112,10 @@ def _checkpoint_around(folder: Path) -> Path | None:
     for place in (folder, *folder.parents):
         kind = identify(place).kind
         # With a tracker it is a run, perhaps with Hugging Face files beside it.
-        whole = kind in (Kind.MEGATRON, Kind.HUGGINGFACE) and not (place / TRACKER).is_file()
-        if whole or kind is Kind.ADAPTER:
+        is_checkpoint = (
+            kind in (Kind.MEGATRON, Kind.HUGGINGFACE) and not (place / TRACKER).is_file()
+        )
+        if is_checkpoint or kind is Kind.ADAPTER:
             return place
     return None
 
@@ -121,15 +123,15 @@ def _checkpoint_around(folder: Path) -> Path | None:
 def check_export(save: str | None, exports: str | None) -> None:
     """Raise BadInput if ``--save-hf`` holds exports of another run than the one in ``--save``."""
     folder = Path(exports or "")
-    found = [folder_name(step) for step in numbered_iterations(folder)] if exports else []
-    found += ["best"] if exports and (folder / "best").exists() else []
+    exported = [folder_name(step) for step in numbered_iterations(folder)] if exports else []
+    exported += ["best"] if exports and (folder / "best").exists() else []
     owner = owner_of(exports)
     # Earlier versions named no owner. Then a run that goes on is taken for it.
     goes_on = bool(save and numbered_iterations(Path(save)))
-    own = owner == owner_of(save) if owner else goes_on
-    if found and not own:
+    is_ours = owner == owner_of(save) if owner else goes_on
+    if exported and not is_ours:
         raise BadInput(
-            f"{exports} holds the export {found[-1]} of another run, which this one "
+            f"{exports} holds the export {exported[-1]} of another run, which this one "
             "would overwrite. Name another folder with --save-hf, or remove it."
         )
 
@@ -149,7 +151,7 @@ def claim(save: str | None, exports: str) -> None:
 
 
 @contextmanager
-def locked(folders: Sequence[str | None]) -> Iterator[None]:
+def lock_folders(folders: Sequence[str | None]) -> Iterator[None]:
     """Lock the `folders` that a run writes to, as one rank does, or raise BadInput."""
     with ExitStack() as locks:
         for folder in {Path(place).resolve() for place in folders if place}:

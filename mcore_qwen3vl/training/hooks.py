@@ -84,7 +84,7 @@ def wrap_all(wrappers: Mapping[str, Wrapper]) -> None:
         wrap(import_module(module), name, wrappers[name])
 
 
-def unchanged(original: Any, *args: Any, **kwargs: Any) -> Any:
+def call_original(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Call Megatron's function as it is."""
     return original(*args, **kwargs)
 
@@ -129,7 +129,7 @@ class AsyncHostCopy:
             self._values.copy_(values, non_blocking=True)
             self._event.record()
 
-    def read(self) -> list[float]:
+    def wait(self) -> list[float]:
         """Return the values; waits if they have not arrived, which a step later they have."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
@@ -154,7 +154,7 @@ class Signals:
         everyone = mine.new_empty(dist.get_world_size(group))
         dist.all_gather_into_tensor(everyone, mine, group=group)
         before, self._gathered = self._gathered, AsyncHostCopy(everyone)
-        return [0] * len(everyone) if before is None else before.read()
+        return [0] * len(everyone) if before is None else before.wait()
 
 
 class Stats:
@@ -227,7 +227,7 @@ class NormCheck:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        iteration, (norm,) = pending[0], pending[1].read()
+        iteration, (norm,) = pending[0], pending[1].wait()
         if not math.isfinite(norm):
             raise self._explain(iteration)
 

@@ -111,6 +111,6 @@ def death_of_a_rank(failures: Mapping[int, Any]) -> str:
         for rank, failure in failures.items()
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM  # torchrun's signal
     }
-    rank, failure = min((killed or failures).items(), key=lambda one: one[1].timestamp)
+    rank, failure = min((killed or failures).items(), key=lambda item: item[1].timestamp)
     said = f"rank {rank} {death(failure.exitcode)}"
     return f"{said}; the others cannot go on without it" if rank in killed else said

@@ -26,7 +26,7 @@ from mcore_qwen3vl.model.lora.attach import (
     attach,
     load_saved,
     trained_names,
-    whole,
+    whole_patterns,
     whole_tensors,
 )
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -160,8 +160,8 @@ class LoraRun:
     def adapt(self, chunk: Qwen3VLModel, choice: Freezing) -> None:
         """Add the adapter to a chunk that has the base weights; a resume loads its values later.
 
-        `choice`, of :func:`mcore_qwen3vl.model.lora.attach.freezing`, is the same for all chunks,
-        and is applied to each afterwards.
+        `choice`, of :func:`mcore_qwen3vl.model.lora.attach.adapter_freezing`, is the same for all
+        chunks, and is applied to each afterwards.
         """
         attach(chunk, self.targets, dropout=self.config.lora_dropout)
         if self._start is None:
@@ -169,7 +169,7 @@ class LoraRun:
         else:
             load_factors(chunk, self._start.factors)
             load_saved([chunk], whole_tensors(self._start))
-        choice.train(whole(chunk, self._saved))
+        choice.train(whole_patterns(chunk, self._saved))
 
     def export(self, model: Any, folder: Path) -> None:
         """Write a PEFT adapter directory; a collective."""

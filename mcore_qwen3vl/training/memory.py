@@ -32,7 +32,7 @@ from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.second_model import architecture_of, layout_for
 
 Recompute = Literal["none", "cheap", "full"] | int
-"""What the backward pass recomputes; see :func:`by_stage`."""
+"""What the backward pass recomputes; see :func:`estimate_stages`."""
 
 TrainedCounts = Counter[Group]
 """Number of parameters that a LoRA run trains, in each group."""
@@ -65,7 +65,7 @@ class Memory:
         return f"{self.total / GB:.1f} GB a GPU ({listing})"
 
 
-def by_stage(
+def estimate_stages(
     a: Architecture,
     layout: Layout,
     tokens: int,
@@ -95,28 +95,28 @@ def by_stage(
     # The distributed optimizer divides states over the ranks that hold the same weights.
     shared_copies = layout.dp * layout.cp
     expert_copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
-    own = tokens / layout.cp
-    visual = own * visual_share if vision else 0.0
-    alive = min(own * a.vocab_size / layout.tp, CHUNK_LOGITS)
+    rank_tokens = tokens / layout.cp
+    visual = rank_tokens * visual_share if vision else 0.0
+    alive = min(rank_tokens * a.vocab_size / layout.tp, CHUNK_LOGITS)
     stages = []
     for stage in range(layout.pp):
-        held = rank_parameters(a, layout, stage, frozen)
+        frozen_counts = rank_parameters(a, layout, stage, frozen)
         shared, experts = rank_parameters(a, layout, stage, factors)
         memory = Memory(
-            weights=WEIGHT * (sum(held) + shared + experts),
+            weights=WEIGHT * (sum(frozen_counts) + shared + experts),
             gradients=GRADIENT * (shared + experts),
             optimizer=OPTIMIZER * (shared / shared_copies + experts / expert_copies),
-            activations=_activations(a, layout, own, visual, recompute, stage),
+            activations=_activations(a, layout, rank_tokens, visual, recompute, stage),
             logits=LOGIT * alive if stage == layout.pp - 1 else 0.0,
         )
         stages.append(memory)
     return stages
 
 
-def of_settings(
+def stages_of_settings(
     settings: Settings, a: Architecture, layout: Layout, trained: TrainedCounts | None
 ) -> list[Memory]:
-    """Return :func:`by_stage` for a run's settings, which need not be validated.
+    """Return :func:`estimate_stages` for a run's settings, which need not be validated.
 
     The weights include those of a second model, whose activations do not stay in memory.
     """
@@ -126,12 +126,12 @@ def of_settings(
     if compute.recompute_granularity == "full":
         layers = compute.recompute_num_layers if compute.recompute_method == "block" else None
         recompute = "full" if layers is None else layers
-    stages = by_stage(a, layout, tokens, recompute, trained)
+    stages = estimate_stages(a, layout, tokens, recompute, trained)
     second = architecture_of(settings, a)
     if second is None:
         return stages
-    own = layout_for(layout, a, second)
-    frozen = (WEIGHT * sum(rank_parameters(second, own, stage)) for stage in range(own.pp))
+    layout = layout_for(layout, a, second)
+    frozen = (WEIGHT * sum(rank_parameters(second, layout, stage)) for stage in range(layout.pp))
     return [
         replace(stage, weights=stage.weights + more)
         for stage, more in zip(stages, frozen, strict=True)
@@ -149,8 +149,11 @@ def trained_of(settings: Settings, a: Architecture, model: Path) -> TrainedCount
 
 def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
     """Return the decoder layers of each pipeline rank, all its VPP chunks together."""
-    held = layout.virtual_stages(a.num_hidden_layers)
-    return [[n for layers in held[rank :: layout.pp] for n in layers] for rank in range(layout.pp)]
+    virtual_stages = layout.virtual_stages(a.num_hidden_layers)
+    return [
+        [n for layers in virtual_stages[rank :: layout.pp] for n in layers]
+        for rank in range(layout.pp)
+    ]
 
 
 def rank_parameters(
@@ -191,10 +194,10 @@ def _activations(
 
     A CP rank has `tokens` of a micro-batch; `visual` of them are features of a tower that trains.
     """
-    held = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]
+    virtual_stages = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]
     each = [
         [_layer_activations(a, layout, tokens, n, recompute == "cheap") for n in layers]
-        for layers in held
+        for layers in virtual_stages
     ]
     again = recompute if isinstance(recompute, int) else a.num_hidden_layers
     again = 0 if recompute in ("none", "cheap") else again

@@ -16,7 +16,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.attach import freezing as freezing_of_adapters
+from mcore_qwen3vl.model.lora.attach import adapter_freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.training.arguments.run import LOSSES, CheckpointSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
@@ -34,8 +34,8 @@ class _Fields(TransformerConfig):
 
 def fields_from_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the ``TransformerConfig`` fields that Megatron's arguments set."""
-    given = core_transformer_config_from_args(args, _Fields)
-    return {field.name: getattr(given, field.name) for field in fields(TransformerConfig)}
+    flag_values = core_transformer_config_from_args(args, _Fields)
+    return {field.name: getattr(flag_values, field.name) for field in fields(TransformerConfig)}
 
 
 def model_provider(
@@ -75,8 +75,8 @@ def model_provider(
     if training.compile_pointwise:
         pointwise.switch_on()
     labels = settings.labels
-    kind = Qwen3VLModel if labels is None else TaskModel.of(labels, loop.seed)
-    freezing = freezing_of_adapters() if lora else Freezing(training.freeze, training.trainable)
+    kind = Qwen3VLModel if labels is None else TaskModel.with_labels(labels, loop.seed)
+    freezing = adapter_freezing() if lora else Freezing(training.freeze, training.trainable)
 
     def provide(
         pre_process: bool = True,

@@ -26,7 +26,7 @@ from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
 from mcore_qwen3vl.training.arguments.parser import Parsed, parse, without_help_texts
-from mcore_qwen3vl.training.folders import locked
+from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.progress import RunProgress
 from mcore_qwen3vl.training.logs.quiet import quiet
@@ -61,7 +61,7 @@ def main(command: CommandLine) -> int:
             settings, first = parsed.settings, parsed.settings.parallel.rank == 0
             if first:
                 run.introduce(screen, parsed.explicit)
-            with locked([settings.checkpoints.save, settings.model.save_hf] if first else []):
+            with lock_folders([settings.checkpoints.save, settings.model.save_hf] if first else []):
                 return run.train()
 
 
@@ -154,7 +154,7 @@ class Run:
         validations = self.checkpoints.validations
         with closing(self.progress) as progress:
             try:
-                with metrics.explained_tensorboard(self.settings.logs.tensorboard_dir):
+                with metrics.explain_tensorboard_errors(self.settings.logs.tensorboard_dir):
                     self._pretrain()
                 self.data.close()
             except RuntimeError as error:
@@ -165,8 +165,8 @@ class Run:
             except SystemExit as leaving:  # Megatron's way out when a signal or a limit stops it
                 if leaving.code:
                     raise
-                stopped = self._stopped_by()
-                if validations.exhausted and not stopped:
+                stopped = self._signal_exit_code()
+                if validations.is_exhausted and not stopped:
                     progress.say(f"stopped early after step {progress.steps}: {validations}")
                     return 0
                 if self.skips:
@@ -203,7 +203,7 @@ class Run:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, handler)
 
-    def _stopped_by(self) -> int:
+    def _signal_exit_code(self) -> int:
         """Return 128 + N if signal N stopped the run, or 0 if a limit did."""
         from megatron.training.global_vars import get_signal_handler
 
@@ -266,9 +266,9 @@ class Run:
             "checkpoint_and_decide_exit": checkpoints.after_iteration,
             "all_gather_item": hooks.Signals().gather,
             "save_checkpoint_and_time": checkpoints.save,
-            "generate_state_dict": keep_trained if self.lora else hooks.unchanged,
+            "generate_state_dict": keep_trained if self.lora else hooks.call_original,
             "get_write_results_queue": (
-                hooks.unchanged if settings.checkpoints.async_save else hooks.results_queue
+                hooks.call_original if settings.checkpoints.async_save else hooks.results_queue
             ),
         }
 
@@ -381,7 +381,7 @@ class Run:
         config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
         variable, config.variable_seq_lengths = config.variable_seq_lengths, True
         try:  # with --packing too, a validation's batches differ in length
-            with self.metrics.paused():
+            with self.metrics.pause():
                 result = original(*args, **kwargs)
         finally:
             config.variable_seq_lengths = variable
@@ -392,7 +392,7 @@ class Run:
             # Megatron writes these to its logs as its own.
             parts = self.forward_step.validation_sets.report()
             losses |= {name: torch.tensor(value) for name, value in parts.items()}
-            self.checkpoints.validated(iteration, losses)
+            self.checkpoints.record_validation(iteration, losses)
         if losses and is_new and is_last_rank():
             numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
             listing = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())

@@ -131,8 +131,8 @@ class SecondModel:
         from megatron.core.utils import unwrap_model
         from megatron.training.training import get_model
 
-        own = _arguments(args, self._trained, self._architecture)
-        provider = model_provider(self._settings, self._architecture, own)
+        second_args = _arguments(args, self._trained, self._architecture)
+        provider = model_provider(self._settings, self._architecture, second_args)
         self._chunks = get_model(provider, wrap_with_ddp=False)
         start_from(unwrap_model(self._chunks), self._source.path)
         for chunk in self._chunks:
@@ -209,10 +209,10 @@ def _check_inputs(
                     f"{name} has {field} {getattr(theirs, field)}, and --hf-model has "
                     f"{getattr(ours, field)}: both read the same batches, so these must be equal."
                 )
-    own = identify(resolve(source.path, weights=False)).config()
+    second_folder = identify(resolve(source.path, weights=False)).config()
     vocabularies = [
         vocabulary_of(load_processor(folder).tokenizer, trained.vocab_size)
-        for folder in (own, settings.model.folder)
+        for folder in (second_folder, settings.model.folder)
     ]
     if vocabularies[0] != vocabularies[1]:
         raise BadInput(

@@ -401,7 +401,7 @@ def _name_other_tensor(weights: _Weights, name: str, actual: Tensor) -> Verdict 
     shape = tuple(actual.shape)
     alike = [n for n, e in weights.hf.entries.items() if tuple(e.shape) == shape and n != name]
     for other in alike[:SEARCH_LIMIT]:
-        start = weights.hf.read(other, (slice(1),)).to(actual.dtype)
+        start = weights.hf.read_tensor(other, (slice(1),)).to(actual.dtype)
         if torch.equal(start, actual[:1]) and torch.equal(weights.stored(other), actual):
             return _kind_of_mix_up(name, other), f"holds the values of {other}"
     return None

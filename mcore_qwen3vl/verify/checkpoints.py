@@ -25,7 +25,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.hf import config_file, quantized
 from mcore_qwen3vl.converters.hf.companions import companion_files, digest, read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.forms import renamed
+from mcore_qwen3vl.converters.mapping.forms import rename_entries
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from mcore_qwen3vl.converters.offline import manifest
@@ -170,14 +170,14 @@ class Side:
     def take(self, row: Row, box: Box) -> Tensor:
         """Read a box of an mcore piece."""
         if isinstance(self.stored, MegatronCheckpoint):
-            return self.stored.read(row, box)
-        return row.take(self.stored.read, box)
+            return self.stored.read_box(row, box)
+        return row.take(self.stored.read_tensor, box)
 
     def read_tensor(self, name: str, expert: int | None = None) -> Tensor:
         """Return an HF tensor; of fused experts, (1, ...), that of `expert`."""
         if not isinstance(self.stored, MegatronCheckpoint):
             box = () if expert is None else (slice(expert, expert + 1),)
-            return self.stored.read(name, box)
+            return self.stored.read_tensor(name, box)
         wanted = [p for p in self.pieces[name] if p.source.index == expert]
         dtype = self.dtype_of(name)
         parts = [
@@ -191,7 +191,7 @@ class Side:
     def digest(self, name: str) -> str:
         """Return a companion file's hash; that of a config leaves its quantisation settings out."""
         if name == "config.json" and getattr(self.stored, "quantization", None) is not None:
-            config = quantized.without(read_config_file(self.companions[name]))
+            config = quantized.without_quantization(read_config_file(self.companions[name]))
             return sha256(config_file.dumps(config)).hexdigest()
         return digest(self.companions[name])
 
@@ -300,7 +300,7 @@ def check_manifest(
         mtp=checkpoint.has_mtp,
     )
     checkpoint.require(rows)
-    stated: dict[str, dict[str, Any]] = renamed(made["tensors"], form.names)
+    stated: dict[str, dict[str, Any]] = rename_entries(made["tensors"], form.names)
     problems = dict(_misfits(rows, checkpoint, stated))
     sound = {name: tensor for name, tensor in stated.items() if name not in problems}
     pieces = [
@@ -417,7 +417,7 @@ def roundtrip(
 
 
 def _describe_result(result: ConversionResult) -> str:
-    return f"{result.counted}, {result.nbytes:,} bytes in {result.seconds:.1f} s"
+    return f"{result.tensors_in_words}, {result.nbytes:,} bytes in {result.seconds:.1f} s"
 
 
 def adapter_roundtrip(

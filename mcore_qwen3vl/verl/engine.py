@@ -29,7 +29,7 @@ from verl.workers.engine import (
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
-from mcore_qwen3vl.converters.live.export import export_hf, export_merged, save_hf, together
+from mcore_qwen3vl.converters.live.export import export_hf, export_merged, run_together, save_hf
 from mcore_qwen3vl.converters.live.load import load_weights
 from mcore_qwen3vl.converters.live.sharded import load_factors, unwrap
 from mcore_qwen3vl.converters.place import Kind, identify
@@ -38,8 +38,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.adapter import switched_off
-from mcore_qwen3vl.model.lora.attach import freezing, load_saved, whole_tensors
+from mcore_qwen3vl.model.lora.adapter import without_factors
+from mcore_qwen3vl.model.lora.attach import adapter_freezing, load_saved, whole_tensors
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
@@ -137,7 +137,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
                 f"megatron.{OWN} freezes parts of the model, and model.lora freezes all of it: "
                 "leave one of them out."
             )
-        return freezing()
+        return adapter_freezing()
 
     def _build_chunk(
         self,
@@ -195,7 +195,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
                 "The reference is configured as the base model of an adapter, but there is no "
                 "adapter: set model.lora.rank."
             )
-        return switched_off(adapters)
+        return without_factors(adapters)
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> NoReturn:
         raise BadInput(
@@ -268,7 +268,7 @@ class Bridge:
                     file.replace(Path(path) / file.name)
                 shutil.rmtree(beside)
 
-        together(move, path)
+        run_together(move, path)
 
 
 def _layout(config: Any, architecture: Architecture) -> Layout:

@@ -27,7 +27,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 from mcore_qwen3vl.training.broadcast import data_state
-from mcore_qwen3vl.training.checkpoints.resume import explained
+from mcore_qwen3vl.training.checkpoints.resume import explain_load_errors
 from mcore_qwen3vl.verify.job import Job
 from tests.command import exit_code
 
@@ -277,11 +277,11 @@ def test_a_saved_data_state_that_names_code(places: dict[str, Path]) -> None:
     file = places["data"].with_name("rank_00000.pt")
     torch.save({"loader": Code(places["marker"])}, file)
     with pytest.raises(BadInput, match=r"rank_00000\.pt asks for \S+") as refused:
-        data_state._read(file)
+        data_state._read_state(file)
     assert "weights_only" not in str(refused.value)
     file.write_bytes(file.read_bytes()[:99])
     with pytest.raises(BadInput, match="cut short or damaged"):
-        data_state._read(file)
+        data_state._read_state(file)
     assert not places["marker"].exists()
 
 
@@ -297,7 +297,7 @@ def test_an_object_of_a_checkpoint_that_names_code(places: dict[str, Path]) -> N
         except pickle.UnpicklingError as error:
             raise CheckpointException("torch's words", {0: (error, StackSummary())}) from error
 
-    run = explained(CheckpointSettings(load="run"), batch=None)
+    run = explain_load_errors(CheckpointSettings(load="run"), batch=None)
     with pytest.raises(BadInput, match="asks for") as refusal, run:
         load()
     assert "weights_only" not in str(refusal.value)

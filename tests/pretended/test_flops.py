@@ -17,7 +17,7 @@ COUNTS = [3, 0, 5]
 def counted(rows: Tensor, matrices: Tensor, together: bool) -> int:
     with CountWork() as flops:
         if together:
-            result = grouped_product(rows, matrices, Groups.of(COUNTS, rows.device))
+            result = grouped_product(rows, matrices, Groups.from_counts(COUNTS, rows.device))
         else:
             runs = zip(rows.split(COUNTS), matrices, strict=True)
             result = torch.cat([run @ one.T for run, one in runs])

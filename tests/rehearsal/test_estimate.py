@@ -52,7 +52,7 @@ def test_every_stage_has_the_estimate_of_its_flags(
     assert found["kind"] == "modelled, not measured"
     assert (found["gpus"], found["layout"]) == (64, "tp4xpp4xep8xdp4+sp")
     a, layout = Architecture.from_hf(SHAPES / "30b_a3b.json"), Layout.parse(found["layout"])
-    expected = memory.by_stage(a, layout, 4096, recompute)
+    expected = memory.estimate_stages(a, layout, 4096, recompute)
     assert [stage["total"] for stage in found["stages"]] == [m.total for m in expected]
     assert [stage["layers"] for stage in found["stages"]] == [12] * 4
 

@@ -43,7 +43,7 @@ def test_two_stages_of_a_model_that_is_only_a_config(
     assert [role["role"]["rank"] for role in (first, last)] == [0, 2]
     # Weights, gradients and optimizer states equal the model's, which the estimate counts.
     a = Architecture.from_hf(config)
-    for role, expected in zip((first, last), memory.by_stage(a, layout, 512), strict=True):
+    for role, expected in zip((first, last), memory.estimate_stages(a, layout, 512), strict=True):
         held = role["held at the peak"]
         assert sum(role["parameters"].values()) == expected.weights / memory.WEIGHT
         assert held["weights"] == pytest.approx(expected.weights, rel=0.02)  # there is padding

@@ -149,7 +149,7 @@ def test_batches_padded_to_their_longest_sample_cross_pipeline_stages(
 
 
 def test_numbers_arrive_as_they_were() -> None:
-    assert AsyncHostCopy(torch.tensor([3, 5], dtype=torch.int32)).read() == [3, 5]
+    assert AsyncHostCopy(torch.tensor([3, 5], dtype=torch.int32)).wait() == [3, 5]
 
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf"), torch.tensor([float("nan")])])

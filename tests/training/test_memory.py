@@ -26,7 +26,7 @@ HYBRID_MOE = Architecture.from_hf(tiny_config(family="qwen3.5", moe=True))
 
 def estimate(*args: Any, **kwargs: Any) -> memory.Memory:
     """Return the estimate of the fullest rank."""
-    return max(memory.by_stage(*args, **kwargs), key=lambda stage: stage.total)
+    return max(memory.estimate_stages(*args, **kwargs), key=lambda stage: stage.total)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def estimate(*args: Any, **kwargs: Any) -> memory.Memory:
 def test_memory_counts_the_parameters_that_ranks_hold(a: Architecture, layout: str) -> None:
     chosen = Layout.parse(layout)
     ranks = run_layout(held_parameters, chosen.world_size, a, chosen)
-    estimates = memory.by_stage(a, chosen, 128)
+    estimates = memory.estimate_stages(a, chosen, 128)
     held = {memory.WEIGHT * count for count in ranks}
     assert {estimate.weights for estimate in estimates} == held
 

@@ -96,7 +96,9 @@ def test_lora(name: str, case: Any, on_ranks: Any, tmp_path: Path) -> None:
     stored = HuggingFaceCheckpoint(merged)
     assert set(report["handed"]) == set(stored.entries)
     for tensor_name, tensor in report["handed"].items():
-        assert torch.allclose(tensor, stored.read(tensor_name), rtol=0, atol=1e-6), tensor_name
+        assert torch.allclose(tensor, stored.read_tensor(tensor_name), rtol=0, atol=1e-6), (
+            tensor_name
+        )
     (log_probs,) = on_ranks(1, of_checkpoint, merged, given.samples)
     for ours, theirs in zip(report["log_probs"], log_probs, strict=True):
         assert float((ours[:-1] - theirs[:-1]).abs().max()) < TOLERANCE

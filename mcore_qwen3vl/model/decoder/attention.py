@@ -229,7 +229,7 @@ class PackedSequence(PackedSeqParams):
     bounds: tuple[int, ...] = ()  # from 0 to the full length, padding included
 
     @classmethod
-    def of(cls, params: PackedSeqParams, device: torch.device) -> PackedSequence:
+    def from_params(cls, params: PackedSeqParams, device: torch.device) -> PackedSequence:
         """Complete `params` for both layer specs; `device` is that of the attention kernels.
 
         They have ``cu_seqlens_q``, or ``cu_seqlens_q_padded`` if samples end in padding, which then
@@ -353,7 +353,7 @@ class TorchAttention(MegatronModule):
         size, rank = self.cp_group.size(), self.cp_group.rank()
         bounds: tuple[int, ...] = (0, len(key) * size)
         if packed_seq_params is not None:
-            bounds = PackedSequence.of(packed_seq_params, query.device).bounds
+            bounds = PackedSequence.from_params(packed_seq_params, query.device).bounds
         segments = causal_segments(bounds, size, rank, query.device)
         if size > 1:
             # One collective for both; its backward reduces and scatters.
@@ -361,13 +361,15 @@ class TorchAttention(MegatronModule):
             pair = gather_from_sequence_parallel_region(pair, group=self.cp_group)
             key, value = pair.index_select(0, segments.key_rows).chunk(2, dim=-1)
         if packed and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            output = self._varlen(query[:, 0], key[:, 0], value[:, 0], segments).unsqueeze(1)
+            output = self._attend_in_one_kernel(
+                query[:, 0], key[:, 0], value[:, 0], segments
+            ).unsqueeze(1)
         else:
-            output = self._segmented(query, key, value, segments, attention_mask)
+            output = self._attend_by_segment(query, key, value, segments, attention_mask)
         output = output.flatten(2)  # (s, B, heads * D)
         return output.squeeze(1) if packed else output
 
-    def _segmented(
+    def _attend_by_segment(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, valid: Tensor | None
     ) -> Tensor:
         """Return (s, B, heads, D), from one SDPA call per segment."""
@@ -396,7 +398,9 @@ class TorchAttention(MegatronModule):
             outputs.append(output.permute(2, 0, 1, 3))
         return torch.cat(outputs)
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    def _attend_in_one_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments
+    ) -> Tensor:
         """Return (t, heads, D), computing all segments in one kernel."""
         cu_seq_q, cu_seq_k = segments.cu_seqlens(query.device)
         grouped: dict[str, Any] = {"enable_gqa": True}

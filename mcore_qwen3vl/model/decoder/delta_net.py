@@ -94,13 +94,13 @@ class DeltaNet(GatedDeltaNet):
         """
         cp = self.pg_collection.cp
         if attention_mask is not None:
-            hidden_states = self._without_padding(hidden_states, attention_mask)
+            hidden_states = self._zero_padding(hidden_states, attention_mask)
         inputs, _bias = self.in_proj(hidden_states)  # (s, B, ...)
         length = len(inputs) * self.cp_size
         bounds: tuple[int, ...] = (0, length)
         packed = None
         if packed_seq_params is not None:
-            packed = PackedSequence.of(packed_seq_params, inputs.device)
+            packed = PackedSequence.from_params(packed_seq_params, inputs.device)
             bounds = packed.bounds
         if self.cp_size > 1:
             sections = self.in_proj_split_sections
@@ -134,7 +134,7 @@ class DeltaNet(GatedDeltaNet):
         result: tuple[Tensor, Tensor | None] = self.out_proj(normed)
         return result
 
-    def _without_padding(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    def _zero_padding(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
         """Set the rows of padding to zero, which as the first rows leave the state zero."""
         parallel = self.config.sequence_parallel
         length = len(hidden) * self.cp_size * (self.tp_size if parallel else 1)

@@ -84,7 +84,7 @@ def gated_delta_rule(
     wide = torch.promote_types(query.dtype, torch.float32)
     inputs = [x.to(wide).transpose(1, 2) for x in (query, key, value, log_decay, beta)]
     samples = [
-        _sample([x[:, :, start:stop] for x in inputs], state)
+        _apply_to_sample([x[:, :, start:stop] for x in inputs], state)
         for start, stop in pairwise(bounds)
         if stop > start
     ]
@@ -92,13 +92,13 @@ def gated_delta_rule(
     return output.to(query.dtype), samples[-1][1]
 
 
-def _sample(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+def _apply_to_sample(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run one sample, (B, heads, S, ...), chunk by chunk; return (B, heads, S, V) and the state."""
     query, key, value, log_decay, beta = inputs
     length = query.shape[2]
     size = min(CHUNK, length)
     shared = value.shape[1] // key.shape[1]
-    query, key = (_normalised(x).repeat_interleave(shared, dim=1) for x in (query, key))
+    query, key = (_normalise(x).repeat_interleave(shared, dim=1) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     padding = -length % size
     chunks = (F.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
@@ -128,5 +128,5 @@ def _sample(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Ten
     return torch.cat(outputs, 2)[:, :, :length], state
 
 
-def _normalised(x: Tensor) -> Tensor:
+def _normalise(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)

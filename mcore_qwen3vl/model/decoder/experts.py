@@ -82,7 +82,7 @@ class GroupedExperts(nn.Module):
         Returns:
             (T, H) weighted outputs, and no bias.
         """
-        groups = Groups.of(tokens_per_expert, tokens.device)
+        groups = Groups.from_counts(tokens_per_expert, tokens.device)
         halves, _bias = self.linear_fc1(tokens, groups)  # (T, 2 * inner / etp): gate, then up
         inputs, weights = halves.detach(), probs.detach()
         inner = self._swiglu(halves, probs)
@@ -97,7 +97,7 @@ class GroupedExperts(nn.Module):
         return {
             f"{prefix}{name}.{entry}": described
             for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2))
-            for entry, described in linear.entries(
+            for entry, described in linear.sharded_entries(
                 f"{prefix}experts.{name}.", tuple(sharded_offsets)
             )
         }
@@ -108,27 +108,28 @@ class GroupedLinear(nn.Module):
 
     Args:
         shape: (out, in) of one whole expert, before ETP divides it.
-        cut: the axis of (out, in) that ETP divides; on axis 0 gate and up are divided separately.
+        partition_dim: the axis of (out, in) that ETP divides; on axis 0 gate and up are divided
+            separately.
     """
 
     def __init__(
         self,
         experts: int,
         shape: tuple[int, int],
-        cut: Literal[0, 1],
+        partition_dim: Literal[0, 1],
         config: TransformerConfig,
         init_method: Callable[[Tensor], Any] | None,
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__()
-        self._cut, self._groups = cut, groups
+        self._partition_dim, self._groups = partition_dim, groups
         part = [experts, *shape]
-        part[1 + cut] = divide(part[1 + cut], groups.expt_tp.size())
+        part[1 + partition_dim] = divide(part[1 + partition_dim], groups.expt_tp.size())
         # As mcore's linears: on the GPU, or with CPU initialization on torch's default device.
         on_host = config.use_cpu_initialization
         device = None if on_host else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(part, dtype=config.params_dtype, device=device))
-        set_tensor_model_parallel_attributes(self.weight, True, 1 + cut, 1)
+        set_tensor_model_parallel_attributes(self.weight, True, 1 + partition_dim, 1)
         if config.perform_initialization and init_method is not None:
             tracker = get_expert_parallel_rng_tracker_name()
             states = nullcontext() if on_host else get_cuda_rng_tracker().fork(tracker)
@@ -144,7 +145,7 @@ class GroupedLinear(nn.Module):
         """Apply each expert's matrix to its tokens: (T, in) -> (T, out), and no bias."""
         return grouped_product(tokens, self.weight, groups), None
 
-    def entries(
+    def sharded_entries(
         self, key: str, offsets: tuple[Offset, ...]
     ) -> Iterator[tuple[str, ShardedTensorFactory | ShardedObject]]:
         """Yield the entries in ``sharded_state_dict()``, by name below this module.
@@ -184,10 +185,10 @@ class GroupedLinear(nn.Module):
     ) -> Iterator[ShardedTensor]:
         """Yield the boxes of one expert (out, in)."""
         stacked, etp = len(offsets), self._groups.expt_tp
-        parts = matrix.chunk(2) if self._cut == 0 else (matrix,)
+        parts = matrix.chunk(2) if self._partition_dim == 0 else (matrix,)
         for number, part in enumerate(parts):
             index, count = number * etp.size() + etp.rank(), len(parts) * etp.size()
-            place = (stacked + self._cut, index, count)
+            place = (stacked + self._partition_dim, index, count)
             yield ShardedTensor.from_rank_offsets(
                 key, part, *offsets, place, replica_id=replica, prepend_axis_num=stacked
             )
@@ -223,7 +224,7 @@ class Groups:
     ends: Tensor  # (E,) int32, on the rows' device: the index after each run's last row
 
     @classmethod
-    def of(cls, counts: Tensor | Sequence[int], device: torch.device) -> Groups:
+    def from_counts(cls, counts: Tensor | Sequence[int], device: torch.device) -> Groups:
         """Build groups from the numbers of rows on `device`, without a host sync."""
         if not isinstance(counts, Tensor):
             counts = torch.tensor(counts, device="cpu")

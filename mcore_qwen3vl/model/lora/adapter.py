@@ -22,7 +22,7 @@ its gradient over TP, as it does for norms.
 
 Under ETP the token dispatcher gathers the experts' inputs and sums their outputs, and does the same
 for gradients, so activations need nothing here. But every rank computes the gradient of a whole
-factor from its part of the other factor: :func:`summed_over` adds these gradients up.
+factor from its part of the other factor: :func:`gradient_sum` adds these gradients up.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Pair(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.scaling, self.expert = name, scaling, expert
-        self.on = True  # see `switched_off`
+        self.is_active = True  # see `without_factors`
         self.places: dict[FactorName, Place] = {"lora_A": a, "lora_B": b}
         for factor, place in self.places.items():
             value = torch.zeros(place.local_shape, dtype=like.dtype, device=like.device)
@@ -189,13 +189,15 @@ class AdapterModule(nn.Module):
         silently save the first rank's factors for both.
         """
         return {
-            f"{prefix}{path}.{factor}": self._sharded(pair, factor)
+            f"{prefix}{path}.{factor}": self._sharded_factor(pair, factor)
             for path, pair in self.pairs()
             for factor in pair.places
             if getattr(pair, factor).numel()
         }
 
-    def _sharded(self, pair: Pair, factor: FactorName) -> ShardedTensor | ShardedTensorFactory:
+    def _sharded_factor(
+        self, pair: Pair, factor: FactorName
+    ) -> ShardedTensor | ShardedTensorFactory:
         groups, place = self._groups, pair.places[factor]
         tp, copies = (
             (groups.tp, groups.dp_cp) if pair.expert is None else (groups.expt_tp, groups.expt_dp)
@@ -213,19 +215,19 @@ class AdapterModule(nn.Module):
 
 
 @contextmanager
-def switched_off(adapters: Sequence[AdapterModule]) -> Iterator[None]:
+def without_factors(adapters: Sequence[AdapterModule]) -> Iterator[None]:
     """Let the chunks of these adapters compute as if they had no factors.
 
     A tensor that an adapter trains whole, in place of a base weight, stays in use.
     """
     pairs = [pair for adapter in adapters for _, pair in adapter.pairs()]
     for pair in pairs:
-        pair.on = False
+        pair.is_active = False
     try:
         yield
     finally:
         for pair in pairs:
-            pair.on = True
+            pair.is_active = True
 
 
 def _pieces(
@@ -239,10 +241,10 @@ def _pieces(
     """Divide a factor into parts of one regular grid, which is all that a checkpoint can hold."""
     stacked = [(0, *expert)] if expert else []
     pieces = []
-    for local, whole in place.boxes(place.grain):
+    for local, box_in_factor in place.boxes(place.grain):
         offsets = list(stacked)
         if place.axis is not None:
-            start, count = whole[place.axis].start, place.shape[place.axis] // place.grain
+            start, count = box_in_factor[place.axis].start, place.shape[place.axis] // place.grain
             offsets.append((place.axis + len(stacked), start // place.grain, count))
         part = tensor if tensor[local].shape == tensor.shape else tensor[local]
         piece = ShardedTensor.from_rank_offsets(
@@ -296,7 +298,7 @@ def row(group: Any, linear: Any) -> Region:
     return lambda x: (scattered if linear.sequence_parallel else reduced)(x, group=group)
 
 
-def summed_over(group: Any) -> Region:
+def gradient_sum(group: Any) -> Region:
     """Return a region that keeps a whole factor, and sums its gradient over `group`."""
     if group.size() == 1:
         return local
@@ -307,7 +309,7 @@ def summed_over(group: Any) -> Region:
 class Kind:
     """The properties of a linear that its adapters depend on."""
 
-    cut: Literal[0, 1] | None  # axis of the weight that is divided; None: every rank holds all
+    partition_dim: Literal[0, 1] | None  # the divided axis of the weight; None: all ranks hold all
     group: Any  # of the ranks that hold its parts: the TP group, or the ETP group for experts
     sequence_parallel: bool = False  # in training, ranks have other tokens at the input or output
     expert: bool = False
@@ -319,47 +321,49 @@ class Kind:
 
     def region(self, linear: Any) -> Region:
         """Return the region between A and B for `linear`."""
-        if self.expert or self.cut is None:
+        if self.expert or self.partition_dim is None:
             return local
-        return (column if self.cut == 0 else row)(self.group, linear)
+        return (column if self.partition_dim == 0 else row)(self.group, linear)
 
     @property
-    def whole(self) -> Region:
+    def undivided_region(self) -> Region:
         """The region for the factor that is not divided."""
-        return summed_over(self.group) if self.expert else local
+        return gradient_sum(self.group) if self.expert else local
 
     @property
-    def distinct(self) -> bool:
+    def inputs_differ(self) -> bool:
         """Whether the ranks of the group see different values of the input."""
-        return self.cut == 1 or (self.cut == 0 and self.sequence_parallel)
+        return self.partition_dim == 1 or (self.partition_dim == 0 and self.sequence_parallel)
 
     def mark(self, pair: Pair, weight: Tensor) -> None:
         """Mark both factors, so that Megatron reduces and counts their gradients correctly."""
         # Like the weight's: the data-parallel group, and for undivided weights the sum over TP.
         names = ["allreduce"]
-        if self.cut is None:
+        if self.partition_dim is None:
             names += ["sequence_parallel", "average_gradients_across_tp_domain"]
         for factor, name in product((pair.lora_A, pair.lora_B), names):
             if hasattr(weight, name):
                 setattr(factor, name, getattr(weight, name))
-        if self.cut is None:
+        if self.partition_dim is None:
             return
-        cut, whole = (pair.lora_B, pair.lora_A) if self.cut == 0 else (pair.lora_A, pair.lora_B)
-        set_tensor_model_parallel_attributes(cut, True, self.cut, 1)
+        divided, undivided = (
+            (pair.lora_B, pair.lora_A) if self.partition_dim == 0 else (pair.lora_A, pair.lora_B)
+        )
+        set_tensor_model_parallel_attributes(divided, True, self.partition_dim, 1)
         if not self.expert:
-            whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            undivided.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
 
 def kind_of(chunk: Any, parameter: str) -> Kind | None:
     """Return the kind of a weight, by its local name; None: it cannot have an adapter."""
     groups, config = chunk.pg_collection, chunk.config
-    rows_are_cut = re.fullmatch(_COLUMN, parameter)
-    if rows_are_cut or re.fullmatch(_ROW, parameter):
+    rows_are_divided = re.fullmatch(_COLUMN, parameter)
+    if rows_are_divided or re.fullmatch(_ROW, parameter):
         if groups.tp.size() == 1:
             return Kind(None, groups.tp)
         uneven = "linear_qkv" in parameter and config.num_query_groups % groups.tp.size()
         return Kind(
-            0 if rows_are_cut else 1,
+            0 if rows_are_divided else 1,
             groups.tp,
             config.sequence_parallel,
             head_rows=config.kv_channels if uneven else 0,
@@ -398,7 +402,7 @@ class Site:
         self, pairs: Sequence[Pair], rows: Tensor, kind: Kind, linear: Any, dropout: float = 0.0
     ) -> None:
         self.pairs, self._kind, self._rows = list(pairs), kind, len(rows)
-        self._region, self._whole = kind.region(linear), kind.whole
+        self._region, self._undivided_region = kind.region(linear), kind.undivided_region
         self._dropout = dropout
         in_order = torch.arange(len(rows), device="cpu")
         filled = sum(len(pair.lora_B) for pair in pairs)
@@ -417,13 +421,13 @@ class Site:
         return (output, *rest) if isinstance(outputs, tuple) else output
 
     @property
-    def on(self) -> bool:
-        """Whether the adapters act; see :func:`switched_off`."""
-        return self.pairs[0].on
+    def is_active(self) -> bool:
+        """Whether the adapters act; see :func:`without_factors`."""
+        return self.pairs[0].is_active
 
     def add(self, x: Tensor, output: Tensor) -> Tensor:
         """Add the adapters' part for the input `x` to the linear's `output`, (..., rows)."""
-        if not self.on:
+        if not self.is_active:
             return output
         a, matrix, scaling = self._product(x, output.dtype)
         if output.shape[-1] != self._rows:  # the linear gathered it
@@ -435,7 +439,7 @@ class Site:
             return flat.view(output.shape)
         return _AddProduct.apply(output, a, matrix, scaling)
 
-    def factored(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def scaled_factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two factors of the adapters' part for the input `x` (s_local, B, in).
 
         The first is (s, B, sum of ranks), with the scaling; the second is (rows, sum of ranks).
@@ -445,10 +449,10 @@ class Site:
 
     def _product(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
         """Return A times `x`, B, and the scaling of their product."""
-        factors = [self.whole(*pair(), of=pair) for pair in self.pairs]
+        factors = [self.apply_undivided_region(*pair(), of=pair) for pair in self.pairs]
         # A router computes in float32.
         down, up = ([factor.to(dtype) for factor in side] for side in zip(*factors, strict=True))
-        a = self._down(x.to(dtype), down)
+        a = self._apply_a(x.to(dtype), down)
         if self._scaling is not None:
             return a, self.matrix(up), self._scaling
         # Scaling B instead would round its values in bf16, and the loss's error would pass 2 E.
@@ -472,19 +476,19 @@ class Site:
         self._order = to_device(self._order, matrix.device)
         return matrix.index_select(0, self._order)
 
-    def whole(self, a: Tensor, b: Tensor, *, of: Pair) -> tuple[Tensor, Tensor]:
-        """Apply `Kind.whole` to the undivided factors of a pair, or of stacked pairs like it."""
+    def apply_undivided_region(self, a: Tensor, b: Tensor, *, of: Pair) -> tuple[Tensor, Tensor]:
+        """Apply `Kind.undivided_region` to the undivided factors of a pair, or of stacked ones."""
         if of.places["lora_A"].axis is None:
-            a = self._whole(a)
+            a = self._undivided_region(a)
         if of.places["lora_B"].axis is None:
-            b = self._whole(b)
+            b = self._undivided_region(b)
         return a, b
 
-    def _down(self, x: Tensor, factors: list[Tensor]) -> Tensor:
+    def _apply_a(self, x: Tensor, factors: list[Tensor]) -> Tensor:
         """Apply the A factors: (..., in) -> (..., sum of ranks)."""
         if self._dropout > 0 and self.pairs[0].training:
             # Ranks that hold different values of the input need different masks.
-            states = get_cuda_rng_tracker().fork if self._kind.distinct else nullcontext
+            states = get_cuda_rng_tracker().fork if self._kind.inputs_differ else nullcontext
             parts = []
             for a in factors:
                 with states():
@@ -509,12 +513,12 @@ class GroupedSite:
 
         Transformer Engine's linear is called with numbers of tokens on the host instead of groups.
         """
-        if not self._sites[0].on:
+        if not self._sites[0].is_active:
             return outputs
         tokens, groups, *_ = inputs
         output, *rest = outputs
         if not isinstance(groups, Groups):
-            groups = Groups.of(groups, tokens.device)
+            groups = Groups.from_counts(groups, tokens.device)
         return (self._add(tokens, output, groups), *rest)
 
     def _add(self, tokens: Tensor, output: Tensor, groups: Groups) -> Tensor:
@@ -522,7 +526,9 @@ class GroupedSite:
         pairs = [pair for site in self._sites for pair in site.pairs]
         downs, ups = zip(*(pair() for pair in pairs), strict=True)
         # A (E, r, in) and B (E, out, r).
-        down, up = self._sites[0].whole(torch.stack(downs), torch.stack(ups), of=pairs[0])
+        down, up = self._sites[0].apply_undivided_region(
+            torch.stack(downs), torch.stack(ups), of=pairs[0]
+        )
         inner = grouped_product(tokens, down.to(output.dtype), groups) * pairs[0].scaling
         part = grouped_product(inner, up.to(output.dtype), groups)
         # Autograd forbids in-place changes of a Function's views.

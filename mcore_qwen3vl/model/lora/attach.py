@@ -57,7 +57,7 @@ def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Ad
     adapter = AdapterModule(chunk.pg_collection)
     parts = list(hf_parts(chunk, expert_layout="v5"))
     for path, of_module in groupby(parts, key=lambda part: part.parameter.rpartition(".")[0]):
-        for pair in _adapt(chunk, path, list(of_module), targets, dropout):
+        for pair in _adapt_module(chunk, path, list(of_module), targets, dropout):
             adapter.put(pair)
     if LM_HEAD in targets and chunk.post_process:
         adapter.put(_adapt_head(chunk, targets[LM_HEAD], dropout))
@@ -75,13 +75,13 @@ def adapt(chunks: Sequence[Qwen3VLModel], adapter: Adapter) -> Freezing:
     that is returned to every chunk, to train only what `adapter` holds.
 
     Raises:
-        BadInput: see :func:`attach` and :func:`whole`.
+        BadInput: see :func:`attach` and :func:`whole_patterns`.
     """
-    choice = freezing()
+    choice = adapter_freezing()
     saved = whole_tensors(adapter)
     for chunk in chunks:
         attach(chunk, adapter.factors, dropout=adapter.config.lora_dropout)
-        choice.train(whole(chunk, saved))
+        choice.train(whole_patterns(chunk, saved))
     load_factors(chunks, adapter.factors)
     load_saved(chunks, saved)
     return choice
@@ -115,12 +115,12 @@ def load_saved(chunks: Sequence[Qwen3VLModel], saved: Mapping[str, Tensor]) -> N
             part.local.copy_(saved[part.name][part.box])
 
 
-def freezing() -> Freezing:
-    """Return a choice in which only adapters train; :func:`whole` gives patterns to add."""
+def adapter_freezing() -> Freezing:
+    """Return a choice in which only adapters train; for more see :func:`whole_patterns`."""
     return Freezing(trainable=[r"adapter\."])
 
 
-def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
+def whole_patterns(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
     """Yield patterns for ``Freezing.train``: the parameters of `chunk` that hold `saved`.
 
     Those are Hugging Face's names of what trains whole. A tied head means the embedding too.
@@ -152,14 +152,14 @@ def trained_names(chunk: Qwen3VLModel) -> set[str]:
     return {name for name, parameter in named if parameter.requires_grad}
 
 
-def _adapt(
+def _adapt_module(
     chunk: Qwen3VLModel, path: str, parts: Sequence[Part], targets: Targets, dropout: float
 ) -> list[Pair]:
     """Adapt one module; most have no target, and get no pairs."""
     shapes, module = weight_shapes(chunk.architecture), chunk.get_submodule(path)
     sites, kind = [], None
-    for (parameter, _), of_one in groupby(parts, key=_matrix):
-        parts_of_matrix = list(of_one)
+    for (parameter, _), matrix_parts in groupby(parts, key=_matrix_key):
+        parts_of_matrix = list(matrix_parts)
         names = _targets_of(parts_of_matrix, targets)
         if not names:
             continue
@@ -168,17 +168,17 @@ def _adapt(
             raise BadInput(f"LoRA on {names[0]} is not supported: leave it out of the targets.")
         weight = chunk.get_parameter(parameter)
         pairs = [
-            _pair(name, kind, targets[name], weight, parts_of_matrix, shapes[name])
+            _build_pair(name, kind, targets[name], weight, parts_of_matrix, shapes[name])
             for name in names
         ]
-        rows = _rows(parts_of_matrix, pairs, divided=kind.cut == 0)
+        rows = _row_places(parts_of_matrix, pairs, divided=kind.partition_dim == 0)
         sites.append(Site(pairs, rows, kind, module, dropout))
     if kind is not None:
         _install(module, kind, sites)
     return [pair for site in sites for pair in site.pairs]
 
 
-def _matrix(part: Part) -> tuple[str, int | None]:
+def _matrix_key(part: Part) -> tuple[str, int | None]:
     """Return the parameter's name, and the expert's number if it holds several experts."""
     first = part.box[0]
     return part.parameter, first if isinstance(first, int) else None
@@ -206,7 +206,7 @@ def _install(module: nn.Module, kind: Kind, sites: Sequence[Site]) -> None:
     module.register_forward_hook(GroupedSite(sites).hook if kind.grouped else sites[0].hook)
 
 
-def _pair(
+def _build_pair(
     name: str,
     kind: Kind,
     target: Target,
@@ -222,11 +222,11 @@ def _pair(
     parts = [part for part in parts_of_weight if part.name == name]
     out, into = shape[-2:]
     a, b = Place((target.r, into), None), Place((out, target.r), None)
-    boxes = [part.matrix for part in parts]
-    if kind.cut == 0:
+    boxes = [part.rows_and_columns for part in parts]
+    if kind.partition_dim == 0:
         grain = gcd(kind.head_rows, *(len(part.local) for part in parts))
         b = Place(b.shape, 0, _join_rows([rows for rows, _ in boxes]), grain)
-    elif kind.cut == 1:
+    elif kind.partition_dim == 1:
         (_, columns), *_ = boxes
         a = Place(a.shape, 1, (range(columns.start, columns.stop),), columns.stop - columns.start)
     expert = (parts[0].expert, shape[0]) if kind.expert else None
@@ -245,7 +245,7 @@ def _join_rows(rows: Sequence[slice]) -> tuple[range, ...]:
     return tuple(runs)
 
 
-def _rows(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) -> Tensor:
+def _row_places(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) -> Tensor:
     """Return each of the weight's rows' place in the B factors below one another; -1: none.
 
     A B that is `divided` has its rows in the weight's order, and a whole one in Hugging Face's.
@@ -261,7 +261,7 @@ def _rows(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) -> Ten
             continue
         following[part.name] = first + count
         if not divided:
-            first = starts_of[part.name] + part.matrix[0].start
+            first = starts_of[part.name] + part.rows_and_columns[0].start
         rows.append(torch.arange(first, first + count, device="cpu"))
     return torch.cat(rows)
 
@@ -277,7 +277,7 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     weight = chunk.shared_embedding_or_output_weight()
     hidden = chunk.architecture.hidden_size
     a, b = Place((target.r, hidden), None), Place((vocabulary, target.r), None)
-    if kind.cut == 0:
+    if kind.partition_dim == 0:
         b = Place(
             b.shape, 0, (range(first, first + count),) if count else (), gcd(rows, vocabulary)
         )

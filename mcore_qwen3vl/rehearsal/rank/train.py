@@ -87,7 +87,11 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     watch = _Watch(rank, on_setup)
     work, log = watch.work, partial(watch.in_phase, LOG)
     wrapped: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-        (provider, "DataProvider", lambda base: read_on_every_stage(base, watch.show, watch.use)),
+        (
+            provider,
+            "DataProvider",
+            lambda base: provider_of_every_stage(base, watch.show, watch.use),
+        ),
         (training, "setup_model_and_optimizer", watch.setup),
         (training, "train_step", watch.step),
         (run.Run, "_log", log),
@@ -480,7 +484,7 @@ def shapes_from_neighbours() -> Iterator[None]:
         yield
 
 
-def read_on_every_stage(
+def provider_of_every_stage(
     base: Any, on_batch: Callable[[Batch], None], on_data: Callable[[Any], None]
 ) -> Any:
     """Derive a data provider that reads batches itself on every pipeline stage."""

@@ -92,7 +92,7 @@ def check(settings: Settings, architecture: Architecture) -> None:
         _check_flex(parallel, compute)
     _check_graphs(compute)
     if not model.cpu and c_compiler() is None:
-        _check_uncompiled(settings)
+        _refuse_compiled_kernels(settings)
     if compute.layer_spec == "torch":
         _check_torch_spec(compute, loop.optimizer if architecture.is_moe else None)
 
@@ -178,7 +178,7 @@ def _check_graphs(compute: ComputeSettings) -> None:
         )
 
 
-def _check_uncompiled(settings: Settings) -> None:
+def _refuse_compiled_kernels(settings: Settings) -> None:
     compiled = {
         "--compile-pointwise": settings.training.compile_pointwise,
         "--moe-permute-fusion": settings.compute.moe_permute_fusion,
@@ -263,20 +263,20 @@ def unused_data_flags(settings: Settings, explicit: Collection[str]) -> list[Unu
     """Return what the command line sets, by its ``dest`` names in `explicit`, and no rank uses."""
     from mcore_qwen3vl.data.loading.readers import is_table
 
-    loop, found = settings.loop, []
+    loop, unused = settings.loop, []
     paths = [source.path for source in parse_sources(loop.training_data)]
     if "shuffle_buffer" in explicit and all(
         path.suffix in (".json", ".jsonl") or is_table(path) for path in paths
     ):
         why = "each epoch of these data has a permutation of its own"
-        found.append(Unused(COMMAND_LINE, "--shuffle-buffer", why))
+        unused.append(Unused(COMMAND_LINE, "--shuffle-buffer", why))
     held_out = parse_sources(loop.valid_data_path) if loop.valid_data_path else []
     why = "a validation reads each data set once"
     if len({source.weight for source in held_out}) > 1:
-        found.append(Unused("--valid-data-path", "weight", why))
+        unused.append(Unused("--valid-data-path", "weight", why))
     if {source.epochs for source in held_out} - {None, 1}:
-        found.append(Unused("--valid-data-path", "epochs", why))
-    return found
+        unused.append(Unused("--valid-data-path", "epochs", why))
+    return unused
 
 
 def _check_epochs(epochs: int | None, loop: LoopSettings) -> None:
@@ -354,8 +354,8 @@ def _check_tracked(place: Place, flag: str) -> None:
 def _check_step(folder: Path, step: int) -> None:
     if (folder / folder_name(step)).is_dir():
         return
-    found = numbered_iterations(folder)
-    listed = f"it has {', '.join(map(str, found))}" if found else "it has none"
+    saved_steps = numbered_iterations(folder)
+    listed = f"it has {', '.join(map(str, saved_steps))}" if saved_steps else "it has none"
     raise BadInput(f"--ckpt-step {step}: {folder} has no checkpoint of that step; {listed}.")
 
 

@@ -146,7 +146,7 @@ class CommandLine:
         A Megatron version whose flags are not listed here decides with its own parser. Building
         that parser takes seconds, so the list is what answers a typo at once.
         """
-        if (sorting := Sorting.installed()) is None:
+        if (sorting := Sorting.for_installed()) is None:
             return
         known = {*_parser()._option_string_actions, *sorting.known}
         if unknown := [flag for flag in self._flags() if flag not in known]:
@@ -156,7 +156,7 @@ class CommandLine:
 
     def unused(self) -> list[Unused]:
         """Return the flags that change nothing in the run."""
-        sorting = Sorting.installed()
+        sorting = Sorting.for_installed()
         reasons = dict(sorting.no_effect) if sorting else {}
         ours = _parser()._option_string_actions.keys()
         reasons |= {
@@ -195,13 +195,13 @@ class Sorting:
         return self.reaching | self.refused.keys() | self.no_effect.keys()
 
     @classmethod
-    def installed(cls) -> Sorting | None:
+    def for_installed(cls) -> Sorting | None:
         """Return the sorting of the installed megatron-core; None for a version without one."""
         file = flag_list(version("megatron-core"))
-        return cls.of(file.read_text(encoding="utf-8")) if file.exists() else None
+        return cls.from_text(file.read_text(encoding="utf-8")) if file.exists() else None
 
     @classmethod
-    def of(cls, text: str) -> Sorting:
+    def from_text(cls, text: str) -> Sorting:
         """Read a list of flags, one per line, below lines that say what becomes of them."""
         kinds: dict[str, dict[str, str]] = {"reaching": {}, "refused": {}, "no effect": {}}
         kind = reason = ""
@@ -230,7 +230,7 @@ def as_saved(load: str | None, save: str | None) -> str | None:
 
 
 def flag_list(megatron: str) -> Path:
-    """Return the file of a megatron-core version's flags for `Sorting.of`; it may not exist."""
+    """Return the file that `Sorting.from_text` reads for a megatron-core; it may not exist."""
     return Path(__file__).with_name(f"megatron-core-{megatron}.txt")
 
 
@@ -278,12 +278,12 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 def refuse_unknown(words: Collection[str], known: Collection[str]) -> NoReturn:
     """Raise BadInput, which suggests the flags that misspelt ones may mean."""
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-    close = list(dict.fromkeys(meant for flag in flags for meant in _meant(flag, known)))
+    close = list(dict.fromkeys(meant for flag in flags for meant in _likely_flags(flag, known)))
     meant = f" Did you mean {' or '.join(close)}?" if close else ""
     raise BadInput(f"{_UNKNOWN}{' '.join(words)}.{meant} {_HELP}")
 
 
-def _meant(flag: str, known: Collection[str]) -> list[str]:
+def _likely_flags(flag: str, known: Collection[str]) -> list[str]:
     """Return the flags that `flag` may stand for, the likeliest first."""
     if flag in _ELSEWHERE:
         return [_ELSEWHERE[flag]]

@@ -90,7 +90,7 @@ def print_megatron_help(words: Sequence[str] = ()) -> NoReturn:
         add_help=False,
     )
     add_arguments(add_megatron_arguments(parser))
-    if sorting := Sorting.installed():
+    if sorting := Sorting.for_installed():
         for kind, reasons in (("refused", sorting.refused), ("no effect", sorting.no_effect)):
             for flag, why in reasons.items():
                 action = parser._option_string_actions[flag]

@@ -123,12 +123,16 @@ class LoraSettings:
         """Return the adapter config that the flags ask for, or raise BadInput if they disagree."""
         source = self.lora_config or self.lora_init
         if source is None:
-            return _tied(self._with_score(self._from_flags(architecture), task), architecture)
-        one = "lora_config" if self.lora_config else "lora_init"
-        others = [name for name in (*_ASKING, *_DETAILS) if name != one and getattr(self, name)]
+            return _tie_weights(
+                self._with_score(self._from_flags(architecture), task), architecture
+            )
+        source_name = "lora_config" if self.lora_config else "lora_init"
+        others = [
+            name for name in (*_ASKING, *_DETAILS) if name != source_name and getattr(self, name)
+        ]
         if others:
             raise BadInput(
-                f"--{one.replace('_', '-')} decides this already: drop {_flags(others)}."
+                f"--{source_name.replace('_', '-')} decides this already: drop {_flags(others)}."
             )
         config = self._with_score(AdapterConfig.from_file(Path(source)), task)
         init = config.raw.get("init_lora_weights", True)
@@ -140,14 +144,14 @@ class LoraSettings:
         if self.lora_init:
             require_tying(config, architecture, source)
             return config
-        return _tied(config, architecture)
+        return _tie_weights(config, architecture)
 
     def _with_score(self, config: AdapterConfig, task: Task | None) -> AdapterConfig:
         """Return `config` with the head ``score``, as PEFT makes it for tasks that have one."""
-        whole = config.modules_to_save or ()
-        if (SCORE in whole) == (task in SCORED):
+        modules = config.modules_to_save or ()
+        if (SCORE in modules) == (task in SCORED):
             return config
-        if SCORE in whole:
+        if SCORE in modules:
             raise BadInput(
                 f"The adapter trains {SCORE}, the head of a reward model or a classifier: add "
                 "--task reward or classify, or leave it out of modules_to_save."
@@ -158,7 +162,7 @@ class LoraSettings:
                 "adapter that has it, or leave --lora-init out."
             )
         return replace(
-            config, modules_to_save=(*whole, SCORE), raw={**config.raw, "task_type": "SEQ_CLS"}
+            config, modules_to_save=(*modules, SCORE), raw={**config.raw, "task_type": "SEQ_CLS"}
         )
 
     def _from_flags(self, architecture: Architecture) -> AdapterConfig:
@@ -184,7 +188,7 @@ class LoraSettings:
 
 def require_tying(config: AdapterConfig, architecture: Architecture, where: str) -> None:
     """Raise BadInput if `config` trains a tied output layer and embedding apart."""
-    if config != _tied(config, architecture):
+    if config != _tie_weights(config, architecture):
         raise BadInput(
             f"{where} trains embed_tokens or lm_head without ensure_weight_tying: PEFT then trains "
             "two copies of what this model ties, and Megatron has one. Make it with "
@@ -211,10 +215,10 @@ def _targets(
     return modules or None, parameters or None
 
 
-def _tied(config: AdapterConfig, architecture: Architecture) -> AdapterConfig:
+def _tie_weights(config: AdapterConfig, architecture: Architecture) -> AdapterConfig:
     """Return `config` with PEFT's weight tying on, if it trains embeddings that the model ties."""
-    whole = config.modules_to_save or ()
-    named = any(name.rpartition(".")[2] in _EMBEDDINGS for name in whole)
+    modules = config.modules_to_save or ()
+    named = any(name.rpartition(".")[2] in _EMBEDDINGS for name in modules)
     if not (architecture.tie_word_embeddings and named):
         return config
     return replace(config, ensure_weight_tying=True)

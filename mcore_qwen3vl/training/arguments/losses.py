@@ -61,18 +61,18 @@ class PreferenceSettings:
         values = {name: getattr(self, name) for name in names}
         return Kto(**{name: value for name, value in values.items() if value is not None})
 
-    def of_pairs(self, loss: str) -> Preference:
+    def pair_settings(self, loss: str) -> Preference:
         """Return the settings of a `loss` over pairs; BadInput for a value out of range."""
         kind = self.dpo_loss if loss == "dpo" else loss
-        given = {
+        values = {
             "kind": kind,
             "beta": self.beta,
             "label_smoothing": self.dpo_label_smoothing,
             "rpo_alpha": self.rpo_alpha,
             "gamma": self.simpo_gamma,
         }
-        given = {name: value for name, value in given.items() if value is not None}
-        return Preference(**(DEFAULTS.get(kind or "", {}) | given))
+        values = {name: value for name, value in values.items() if value is not None}
+        return Preference(**(DEFAULTS.get(kind or "", {}) | values))
 
     def reference_of(self, loss: str, lora: LoraSettings) -> Reference | None:
         """Return where the log-probabilities of `loss`'s reference come from; None: it has none.
@@ -81,7 +81,9 @@ class PreferenceSettings:
         it off would lose that, so the default is then ``file``, or ``model`` for KTO, which has no
         file.
         """
-        if loss not in (*LOSSES, KTO) or (loss in LOSSES and not self.of_pairs(loss).has_reference):
+        if loss not in (*LOSSES, KTO) or (
+            loss in LOSSES and not self.pair_settings(loss).has_reference
+        ):
             return None
         if self.reference is not None:
             return self.reference
@@ -101,10 +103,10 @@ class PreferenceSettings:
             )
         for name, losses in _LOSSES_OF.items():
             if loss not in losses:
-                refuse_without(f"--loss {listed(losses)}", self, [name])
+                refuse_without(f"--loss {join_names(losses)}", self, [name])
         if loss not in (*LOSSES, KTO):
             return self
-        _ = self.kto if loss == KTO else self.of_pairs(loss)
+        _ = self.kto if loss == KTO else self.pair_settings(loss)
         if run.data.overlong == "truncate":
             raise BadInput(
                 f"--overlong truncate with --loss {loss}: an answer that is cut has no "
@@ -205,9 +207,9 @@ class DistillationSettings:
                 f"--overlong truncate with --loss {DISTILL}: the teacher saw whole samples. Leave "
                 "the flag out: samples that are too long are then left out."
             )
-        whole = run.training.head_chunk == 0
-        if whole or run.compute.defer_embedding_wgrad_compute:
-            flag = "--no-chunked-head" if whole else "--defer-embedding-wgrad-compute"
+        not_chunked = run.training.head_chunk == 0
+        if not_chunked or run.compute.defer_embedding_wgrad_compute:
+            flag = "--no-chunked-head" if not_chunked else "--defer-embedding-wgrad-compute"
             raise BadInput(
                 f"{flag} with --loss {DISTILL}, which reads the logits in chunks: drop the flag."
             )
@@ -225,15 +227,15 @@ def preference_defaults(explicit: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe_aux_loss_coeff": 0.0}
 
 
-def listed(losses: Sequence[str]) -> str:
+def join_names(losses: Sequence[str]) -> str:
     """Return names as text: "dpo", "dpo or simpo", "dpo, simpo or orpo"."""
     return " or ".join(filter(None, (", ".join(losses[:-1]), losses[-1])))
 
 
 def refuse_without(owner: str, settings: Any, names: Sequence[str]) -> None:
     """Raise BadInput if one of `names` is set, which have a meaning only with the flag `owner`."""
-    if given := [name for name in names if getattr(settings, name) is not None]:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+    if misplaced := [name for name in names if getattr(settings, name) is not None]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in misplaced)
         raise BadInput(f"{flags} is set without {owner}: add it, or drop the flag.")
 
 

@@ -54,7 +54,7 @@ def parse(command: CommandLine) -> Parsed:
     from mcore_qwen3vl.training.checkpoints.resume import check_companions
 
     setup = ArgumentSetup(command, int(os.environ.get("WORLD_SIZE", "1")))
-    with _explained():
+    with _explain_flag_errors():
         args = parse_and_validate_args(extra_args_provider=setup.prepare)
     parsed = setup.finish(args)
     checkpoints = parsed.settings.checkpoints
@@ -73,7 +73,7 @@ def validate(argv: Sequence[str], world_size: int) -> Parsed:
 
     command = CommandLine(argv)
     setup = ArgumentSetup(command, world_size)
-    with _explained(), without_help_texts():
+    with _explain_flag_errors(), without_help_texts():
         args = parse_args(extra_args_provider=setup.prepare)
         args.rank, args.world_size = 0, world_size
         validate_args(args)
@@ -94,7 +94,7 @@ class ArgumentSetup:
         # By default every rank would print a screenful of all Megatron flags.
         parser.error = partial(refuse, parser)  # type: ignore[method-assign]
         command, a = self._command, self._command.architecture
-        explicit = _parsed(add_arguments(parser), command.words)
+        explicit = _parse_explicit(add_arguments(parser), command.words)
         fixed = architecture_arguments(a)
         _check_explicit(parser, explicit, fixed)
         self.explicit = frozenset(explicit)
@@ -112,7 +112,7 @@ class ArgumentSetup:
             # The same command starts a run and resumes it.
             explicit["load"] = as_saved(explicit.get("load", save), save)
         layout = command.layout(self._world_size)
-        if kept := Kept.of(explicit):
+        if kept := Kept.from_command(explicit):
             self._kept_batch = kept.batch is not None
             parser.set_defaults(**kept.defaults(explicit, layout.dp))
         # Megatron's own call then adds the defaults to what is parsed already.
@@ -149,7 +149,7 @@ class ArgumentSetup:
         return Parsed(settings, args, self.explicit)
 
 
-def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+def _parse_explicit(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
     """Return the arguments that `argv` itself sets, by ``dest`` name, without any default."""
     defaults = [(action, action.default) for action in parser._actions]
     for action, _ in defaults:
@@ -204,7 +204,7 @@ def without_help_texts() -> Iterator[None]:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explain_flag_errors() -> Iterator[None]:
     """Turn Megatron's errors about flags into ours."""
     try:
         yield
@@ -239,7 +239,7 @@ class Kept:
     batch: int | None
 
     @classmethod
-    def of(cls, explicit: Mapping[str, Any]) -> Kept | None:
+    def from_command(cls, explicit: Mapping[str, Any]) -> Kept | None:
         """Return what the run that the command line resumes was trained with, or None."""
         from mcore_qwen3vl.data.loader import RECORDS
         from mcore_qwen3vl.training.broadcast import data_state
@@ -252,14 +252,16 @@ class Kept:
         saved = None if iteration is None else data_state.first_of(load, iteration)
         if saved is None:
             return None
-        given = ("global_batch_size", "step_batch_size_schedule", "rampup_batch_size")
+        batch_flags = ("global_batch_size", "step_batch_size_schedule", "rampup_batch_size")
         return cls(
             load,
             saved["world_size"],
             saved["num_workers"],
             saved.get("balance", False),
             saved.get("order") == RECORDS,
-            None if any(name in explicit for name in given) else saved.get(data_state.GLOBAL_BATCH),
+            None
+            if any(name in explicit for name in batch_flags)
+            else saved.get(data_state.GLOBAL_BATCH),
         )
 
     def _workers_of(self, ranks: int) -> int | None:
@@ -278,10 +280,10 @@ class Kept:
         workers = asked if self.numbered and asked is not None else self._workers_of(ranks)
         if workers is None:
             raise BadInput(
-                f"{self._described()} Each worker has its own place in the data, and they cannot "
+                f"{self._describe()} Each worker has its own place in the data, and they cannot "
                 f"be divided over {counted(ranks, 'data-parallel rank')}: use "
-                f"{self._possible(micro_batch_size)}, or start the data anew with these weights: "
-                f"--load {self.load} --finetune, and another --save."
+                f"{self._possible_ranks(micro_batch_size)}, or start the data anew with these "
+                f"weights: --load {self.load} --finetune, and another --save."
             )
         rows, flags = micro_batch_size * ranks, []
         if self.batch is not None and self.batch % rows:
@@ -291,13 +293,13 @@ class Kept:
             flags += [f"--num-workers {workers}"]
         if flags:
             raise BadInput(
-                f"{self._described()} To go on with {counted(ranks, 'data-parallel rank')} of "
+                f"{self._describe()} To go on with {counted(ranks, 'data-parallel rank')} of "
                 f"micro-batch {micro_batch_size}, add {' '.join(flags)}."
             )
         batch = {} if self.batch is None else {"global_batch_size": self.batch}
         return {"num_workers": workers, **batch}
 
-    def _described(self) -> str:
+    def _describe(self) -> str:
         batch = "" if self.batch is None else f", and a global batch of {self.batch}"
         each = " each" if self.ranks > 1 else ""
         return (
@@ -305,7 +307,7 @@ class Kept:
             f"{counted(self.workers, 'data worker')}{each}{batch}."
         )
 
-    def _possible(self, micro_batch_size: int) -> str:
+    def _possible_ranks(self, micro_batch_size: int) -> str:
         """List the numbers of data-parallel ranks that can go on without another flag."""
         workers, rows = self.workers * self.ranks, (self.batch or 0) // micro_batch_size
         fit = [n for n in range(1, workers + 1) if workers % n == rows % n == 0]

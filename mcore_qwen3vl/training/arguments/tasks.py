@@ -167,7 +167,7 @@ def _labels(
     preprocess: str | None,
     trust: bool,
 ) -> Labels:
-    if (named := _named(folders)) is not None:
+    if (named := _named_labels(folders)) is not None:
         folder, labels = named
         if count not in (None, len(labels)):
             raise BadInput(
@@ -185,7 +185,7 @@ def _labels(
     return labels
 
 
-def _named(folders: tuple[str, ...]) -> tuple[str, Labels] | None:
+def _named_labels(folders: tuple[str, ...]) -> tuple[str, Labels] | None:
     """Return the first folder whose ``config.json`` names labels, and the labels."""
     for folder in folders:
         config = Path(folder) / "config.json"

@@ -33,7 +33,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs
 
 
-def reads() -> bool:
+def rank_reads() -> bool:
     """Return whether this is the first rank of a first pipeline stage."""
     return _is_first_of_stage() and parallel_state.get_pipeline_model_parallel_rank() == 0
 
@@ -193,10 +193,13 @@ class SharedBatches:
         return self._position
 
     def _next(self) -> Batch:
+        """Return the next batch on the device, and begin to read the one that follows it."""
         if self._ahead is None:
             prepared = self._prepare()
         else:
-            prepared = self._upcoming.result() if self._upcoming else self._first(self._ahead)
+            prepared = (
+                self._upcoming.result() if self._upcoming else self._prepare_first(self._ahead)
+            )
             self._upcoming = None
         light = prepared.light
         if isinstance(light, BadInput):
@@ -204,13 +207,13 @@ class SharedBatches:
         if self._ahead is not None:
             self._position = self._loader.position() if isinstance(self._loader, Loader) else None
             self._upcoming = self._ahead.submit(self._prepare)
-        for show in self._on_batch:
-            show(light)
-        with self._beside_computation():
-            batch = self._on_device(prepared, light)
+        for callback in self._on_batch:
+            callback(light)
+        with self._on_copy_stream():
+            batch = self._move_to_device(prepared, light)
         return self._hand_over(batch)
 
-    def _first(self, ahead: Executor) -> _Prepared:
+    def _prepare_first(self, ahead: Executor) -> _Prepared:
         """Prepare the first batch on the caller's thread, because it starts the loader's processes.
 
         A process forked by another thread tears down this thread's state when it starts. It hangs
@@ -223,7 +226,7 @@ class SharedBatches:
         """Do the host's work for a batch; on every rank in the same order."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has its own
-        read, visual = self._read(), None
+        read, visual = self._read_batch(), None
         if isinstance(read, Batch) and read.visual is not None and self._loader is not None:
             visual, read = read.visual, replace(read, visual=without_pixels(read.visual))
             if self._device.type == "cuda":
@@ -241,19 +244,21 @@ class SharedBatches:
             light = replace(pinned, visual=light.visual, cu_seqlens=light.cu_seqlens)
         return _Prepared(light, pixels_follow, visual)
 
-    def _on_device(self, prepared: _Prepared, light: Batch) -> Batch:
+    def _move_to_device(self, prepared: _Prepared, light: Batch) -> Batch:
         # The host needs the values of cu_seqlens.
         moved = replace(light, visual=None).to(self._device, non_blocking=True)
         batch = replace(moved, visual=light.visual, cu_seqlens=light.cu_seqlens)
         if light.visual is None or not prepared.pixels_follow:
             return batch
         patches: dict[str, Any] = {
-            name: self._patches(getattr(prepared.visual, name, None), getattr(light.visual, name))
+            name: self._broadcast_patches(
+                getattr(prepared.visual, name, None), getattr(light.visual, name)
+            )
             for name in PER_PATCH
         }
         return replace(batch, visual=replace(light.visual, **patches))
 
-    def _beside_computation(self) -> Any:
+    def _on_copy_stream(self) -> Any:
         if self._device.type != "cuda":
             return nullcontext()
         if self._copies is None:
@@ -269,7 +274,7 @@ class SharedBatches:
                 tensor.record_stream(current)
         return batch
 
-    def _read(self) -> Batch | BadInput | None:
+    def _read_batch(self) -> Batch | BadInput | None:
         """Return the next batch, or the error that stops the run, which other ranks need too."""
         if self._loader is not None:
             try:
@@ -278,7 +283,7 @@ class SharedBatches:
                 return error
         return self._feed.receive() if self._feed else None
 
-    def _patches(self, full: Tensor | None, shape: Tensor) -> Tensor:
+    def _broadcast_patches(self, full: Tensor | None, shape: Tensor) -> Tensor:
         """Broadcast the first rank's `full` to all ranks, which know only its `shape`."""
         if full is None:
             full = torch.empty_like(shape, device=self._device)

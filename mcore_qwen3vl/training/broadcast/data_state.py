@@ -87,7 +87,7 @@ def load(
             f"{folder} holds no data state, so training cannot continue with the next sample. If "
             "the data should start from the beginning, load the checkpoint with --finetune."
         )
-    states = [_read(file) for file in (files if len(files) != dp_size else [files[dp_rank]])]
+    states = [_read_state(file) for file in (files if len(files) != dp_size else [files[dp_rank]])]
     saved = {tuple(state.pop(SOURCES, ())) for state in states}.pop()
     for state in states:
         for key in (GLOBAL_BATCH, EPOCHS):
@@ -110,7 +110,7 @@ def load(
 def first_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
     """Return the first data-parallel rank's state in a checkpoint; None if none was saved."""
     file = folder_of(checkpoints, iteration) / "rank_00000.pt"
-    return _read(file) if file.exists() else None
+    return _read_state(file) if file.exists() else None
 
 
 def _describe_sources(sources: Sequence[Source]) -> list[tuple[str, int]]:
@@ -138,7 +138,7 @@ def _listing(described: Sequence[tuple[str, int | None]]) -> str:
     )
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_state(file: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:

@@ -37,7 +37,7 @@ from mcore_qwen3vl.training.broadcast.batches import (
     SharedBatches,
     StageFeed,
     host_group,
-    reads,
+    rank_reads,
     wait_for_measuring,
 )
 from mcore_qwen3vl.unused import Unused
@@ -46,7 +46,7 @@ from mcore_qwen3vl.unused import Unused
 def data_config(settings: Settings) -> DataConfig:
     """Derive from the flags how samples become batches, or raise BadInput for a bad length."""
     parallel, data, loss = settings.parallel, settings.data, settings.training.loss
-    local, multiple = _tokens_of_a_product(settings.compute), _whole(settings)
+    local, multiple = _token_multiple(settings.compute), _length_multiple(settings)
     if data.seq_length % multiple:
         quantized = f" (FP8 and FP4 need a multiple of {local} on each rank)"
         raise BadInput(
@@ -85,18 +85,18 @@ def validation_config(settings: Settings) -> DataConfig:
         balance=False,
         micro_batch_size=settings.loop.eval_micro_batch_size,
         pad_to_longest=config.pad_to_longest or config.packing,
-        length_multiple=_whole(settings),
+        length_multiple=_length_multiple(settings),
     )
 
 
-def _whole(settings: Settings) -> int:
+def _length_multiple(settings: Settings) -> int:
     """Return what the length of a batch must be a multiple of."""
-    parallel, local = settings.parallel, _tokens_of_a_product(settings.compute)
+    parallel, local = settings.parallel, _token_multiple(settings.compute)
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     return length_multiple(cp, tp, parallel.sequence_parallel, local=local)
 
 
-def _tokens_of_a_product(compute: ComputeSettings) -> int:
+def _token_multiple(compute: ComputeSettings) -> int:
     """Return what a rank's token count must be a multiple of, for linear layers in FP8 or FP4."""
     if compute.fp8:
         return get_fp8_align_size(Fp8Recipe(compute.fp8_recipe))
@@ -255,8 +255,8 @@ class DataProvider:
         )
 
     def _reads(self) -> bool:
-        """Return whether this rank reads; see :func:`.batches.reads`."""
-        return reads()
+        """Return whether this rank reads; see :func:`.batches.rank_reads`."""
+        return rank_reads()
 
     def save_state(self, directory: str, iteration: int) -> None:
         """Save this data-parallel rank's position in the training data."""

@@ -49,7 +49,7 @@ class Validations:
         )
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether the last ``--early-stop-patience`` validations were no better than the best."""
         if self._patience is None or self.best is None:
             return False
@@ -59,17 +59,17 @@ class Validations:
         """Read the resumed run's losses up to its checkpoint's iteration; a collective."""
         if not self._wanted:
             return
-        found: list[Any] = [None]
+        shared: list[Any] = [None]
         load = self._checkpoints.load
         assert load is not None
         file = Path(load) / FILE
         if dist.get_rank() == 0 and file.exists():
-            found = [json.loads(file.read_text(encoding="utf-8"))]
-        dist.broadcast_object_list(found, src=0)
-        if found[0] is not None:
-            self._losses = [(i, loss) for i, loss in found[0]["losses"] if i <= iteration]
+            shared = [json.loads(file.read_text(encoding="utf-8"))]
+        dist.broadcast_object_list(shared, src=0)
+        if shared[0] is not None:
+            self._losses = [(i, loss) for i, loss in shared[0]["losses"] if i <= iteration]
             if load == self._checkpoints.save:
-                self._kept, self.exported = found[0]["kept"], found[0].get("exported")
+                self._kept, self.exported = shared[0]["kept"], shared[0].get("exported")
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
         """Record the loss of the validation after `iteration`; a collective.
@@ -109,7 +109,7 @@ class Validations:
         before = args.save_interval, args.exit_interval
         if self.is_best(iteration):
             args.save_interval = iteration
-        if self.exhausted:
+        if self.is_exhausted:
             args.exit_interval = iteration
         yield
         args.save_interval, args.exit_interval = before

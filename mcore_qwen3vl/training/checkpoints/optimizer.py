@@ -58,16 +58,16 @@ def keep_own_parts(optimizer: Any) -> None:
     Raises:
         BadInput: the installed megatron-core lacks one of the methods in :data:`USED`.
     """
-    for part in _distributed(optimizer):
+    for part in _distributed_parts(optimizer):
         if missing := [name for name in USED if not hasattr(part, name)]:
             raise BadInput(
                 f"DistributedOptimizer of the installed megatron-core has no {missing[0]}, so the "
                 "optimizer's state cannot be saved in parts. Install the pinned version."
             )
-        if (other := _other_state(part)) is None:
+        if (other := _flag_of_other_state(part)) is None:
             parts = _Parts(part)
             setattr(part, SAVE, parts.declare)
-            setattr(part, LOAD, parts.take)
+            setattr(part, LOAD, parts.load)
         elif dist.get_rank() == 0:
             log.warning(
                 "%s: checkpoints gather the optimizer's state on the first data-parallel rank, "
@@ -89,15 +89,15 @@ def check_state_of_weights(optimizer: Any, directory: str) -> None:
     """
     device = torch.cuda.current_device()
     wrong, total = torch.zeros((), dtype=torch.int64, device=device), 0
-    for part in _distributed(optimizer):
-        if _other_state(part) is not None:
+    for part in _distributed_parts(optimizer):
+        if _flag_of_other_state(part) is not None:
             continue
-        for parameter, span in _owned(part):
+        for parameter, span in _owned_ranges(part):
             if parameter.dtype not in HALVES or part._is_distopt_quantized_param(parameter):
                 continue
             weight = part._get_main_param_and_optimizer_states(parameter)["param"]
-            own = parameter.view(-1)[span.start : span.stop]
-            wrong += (weight.to(own.dtype) != own).sum()
+            owned_part = parameter.view(-1)[span.start : span.stop]
+            wrong += (weight.to(owned_part.dtype) != owned_part).sum()
             total += len(span)
     counts = torch.stack([wrong, wrong.new_tensor(total)])
     dist.all_reduce(counts)
@@ -113,13 +113,13 @@ def check_state_of_weights(optimizer: Any, directory: str) -> None:
         )
 
 
-def _distributed(optimizer: Any) -> Iterator[DistributedOptimizer]:
+def _distributed_parts(optimizer: Any) -> Iterator[DistributedOptimizer]:
     for part in chained_optimizers(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             yield part
 
 
-def _other_state(optimizer: DistributedOptimizer) -> str | None:
+def _flag_of_other_state(optimizer: DistributedOptimizer) -> str | None:
     """Return the flag because of which the state is no float32 tensor on the device, or None."""
     if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         return "--use-precision-aware-optimizer"
@@ -146,37 +146,38 @@ class _Parts:
         instance = self._optimizer.distributed_optimizer_instance_id
         state: dict[int, dict[str, list[ShardedTensor]]] = {}
         asked = []
-        for number, (parameter, span) in enumerate(_owned(self._optimizer)):
+        for number, (parameter, span) in enumerate(_owned_ranges(self._optimizer)):
             if parameter not in by_parameter:
                 raise ValueError(f"an optimized parameter {tuple(parameter.shape)} is not saved")
             boxes = list(_boxes(by_parameter[parameter], span, instance))
             tensors = self._tensors(parameter)
             state[number] = {
-                name: [box.of(name, tensor) for box in boxes] for name, tensor in tensors.items()
+                name: [box.view_of(name, tensor) for box in boxes]
+                for name, tensor in tensors.items()
             }
             asked.append(tensors)
         self._asked = asked if is_loading else []
         return state
 
     @torch.no_grad()
-    def take(self, state_dict: Mapping[int, Mapping[str, Any]]) -> None:
+    def load(self, state_dict: Mapping[int, Mapping[str, Any]]) -> None:
         """Put the loaded state into the optimizer, where it was not already loaded in place.
 
         `state_dict` is the result of :meth:`declare`, without what the checkpoint lacks.
         """
         asked, self._asked = self._asked, []
-        for number, (parameter, _) in enumerate(_owned(self._optimizer)):
+        for number, (parameter, _) in enumerate(_owned_ranges(self._optimizer)):
             read = {name: asked[number][name] for name in state_dict[number]}
             self._optimizer._set_main_param_and_optimizer_states(parameter, read)
 
     def _tensors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the weight and moments of a range by their names in checkpoints, each (n,)."""
-        found = self._optimizer._get_main_param_and_optimizer_states(parameter)
+        states = self._optimizer._get_main_param_and_optimizer_states(parameter)
         names = ("param", *self._optimizer.optimizer_state_keys)
-        return {name: found[name].detach().view(-1) for name in names}
+        return {name: states[name].detach().view(-1) for name in names}
 
 
-def _owned(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, range]]:
+def _owned_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, range]]:
     """Yield each parameter that this rank owns a part of, with the range of flattened elements."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
@@ -193,7 +194,7 @@ class _Box:
     first: int  # index in the range of the box's first element
     strides: Shape
 
-    def of(self, name: str, tensor: Tensor) -> ShardedTensor:
+    def view_of(self, name: str, tensor: Tensor) -> ShardedTensor:
         """Return the box as a view of `tensor`: one state of the range, (n,)."""
         first = tensor.storage_offset() + self.first
         data = tensor.as_strided(self.place.local_shape, self.strides, first)
@@ -210,9 +211,9 @@ def _boxes(
     1 of row 2. If the weight is stored as two tensors of two rows each, as SwiGLU's gate and up
     projection are, the first two boxes are in one and the third is in the other.
     """
-    whole = torch.empty(entry.data.shape, device="meta")
-    pieces = [(piece, _extent_of(piece.data, whole)) for piece in _pieces(entry, whole)]
-    for box in flat_range(tuple(whole.shape), span.start, span.stop):
+    base = torch.empty(entry.data.shape, device="meta")
+    pieces = [(piece, _extent_of(piece.data, base)) for piece in _pieces(entry, base)]
+    for box in flat_range(tuple(base.shape), span.start, span.stop):
         for piece, extent in pieces:
             both = overlap(box, extent)
             if both is None:
@@ -220,39 +221,39 @@ def _boxes(
             inside = tuple(part.start for part in both.stored)
             sizes = tuple(part.stop - part.start for part in both.stored)
             at = (a + b for a, b in zip(extent.offsets, inside, strict=True))
-            first = sum(a * stride for a, stride in zip(at, whole.stride(), strict=True))
-            chosen = whole.dim() - piece.data.dim()  # axes that select one of several experts
+            first = sum(a * stride for a, stride in zip(at, base.stride(), strict=True))
+            chosen = base.dim() - piece.data.dim()  # axes that select one of several experts
             place = _place(piece, inside[chosen:], sizes[chosen:], instance)
             stacked = (1,) * piece.prepend_axis_num
             yield _Box(place, first - span.start, (*stacked, *piece.data.stride()))
 
 
-def _pieces(entry: ShardedTensor | ShardedTensorFactory, whole: Tensor) -> list[ShardedTensor]:
-    """Return the stored tensors that a parameter is divided into, with views of `whole` as data.
+def _pieces(entry: ShardedTensor | ShardedTensorFactory, base: Tensor) -> list[ShardedTensor]:
+    """Return the stored tensors that a parameter is divided into, with views of `base` as data.
 
     Raises:
         ValueError: the stored tensors are not boxes that together make up the parameter.
     """
     if not isinstance(entry, ShardedTensorFactory):
-        return [replace(entry, data=whole, dtype=whole.dtype)]
-    pieces = list(nested_values(entry.build_fn(entry.key, whole, entry.replica_id, None)))
+        return [replace(entry, data=base, dtype=base.dtype)]
+    pieces = list(nested_values(entry.build_fn(entry.key, base, entry.replica_id, None)))
     views = all(
-        (piece.data is whole or piece.data._base is whole)
-        and piece.data.stride() == whole.stride()[whole.dim() - piece.data.dim() :]
+        (piece.data is base or piece.data._base is base)
+        and piece.data.stride() == base.stride()[base.dim() - piece.data.dim() :]
         for piece in pieces
     )
-    if not views or sum(piece.data.numel() for piece in pieces) != whole.numel():
+    if not views or sum(piece.data.numel() for piece in pieces) != base.numel():
         raise ValueError(f"{entry.key} is not stored as boxes of the parameter")
     return pieces
 
 
-def _extent_of(view: Tensor, whole: Tensor) -> Extent:
-    """Return the box of row-major `whole` that `view` covers; `view` may lack leading axes."""
+def _extent_of(view: Tensor, base: Tensor) -> Extent:
+    """Return the box of row-major `base` that `view` covers; `view` may lack leading axes."""
     rest, corner = int(view.storage_offset()), []
-    for stride in whole.stride():
+    for stride in base.stride():
         at, rest = divmod(rest, stride)
         corner.append(at)
-    return Extent(tuple(corner), (1,) * (whole.dim() - view.dim()) + tuple(view.shape))
+    return Extent(tuple(corner), (1,) * (base.dim() - view.dim()) + tuple(view.shape))
 
 
 def _place(piece: ShardedTensor, inside: Shape, sizes: Shape, instance: int) -> ShardedTensor:
@@ -282,12 +283,12 @@ def take_other_chains(optimizer: Any) -> None:
 
     @functools.wraps(load)
     def load_any(state_dict: dict[Any, Any]) -> None:
-        load(regrouped(state_dict, len(parts)))
+        load(regroup(state_dict, len(parts)))
 
     optimizer.load_state_dict = load_any
 
 
-def regrouped(state: dict[Any, Any], parts: int) -> dict[Any, Any]:
+def regroup(state: dict[Any, Any], parts: int) -> dict[Any, Any]:
     """Rearrange `state` for a chain of `parts` optimizers.
 
     Args:
@@ -299,12 +300,14 @@ def regrouped(state: dict[Any, Any], parts: int) -> dict[Any, Any]:
     saved = [state] if "optimizer" in state else [state[number] for number in numbers]
     if len(saved) == parts:
         return state
-    groups = [group for one in saved for group in one["optimizer"]["param_groups"]]
+    # Megatron looks its groups up by their settings, which include `is_expert_parallel`, and skips
+    # the others. Of two that are equal it takes the last, so the saved ones come last.
+    groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
     both = [{**group, "is_expert_parallel": flag} for flag in (True, False) for group in groups]
     said = {key: value for key, value in saved[0].items() if key not in (*numbers, "param_state")}
     said |= {"optimizer": {**saved[0]["optimizer"], "param_groups": [*both, *groups]}}
-    asked = [state] if parts == 1 else [state.get(number, {}) for number in range(parts)]
+    requested = [state] if parts == 1 else [state.get(number, {}) for number in range(parts)]
     # A rank may own none of a small optimizer's parameters.
-    owned = [{key: one[key] for key in ("param_state",) if key in one} for one in asked]
-    chain = {number: {**said, **own} for number, own in enumerate(owned)}
+    owned = [{key: part[key] for key in ("param_state",) if key in part} for part in requested]
+    chain = {number: {**said, **own_part} for number, own_part in enumerate(owned)}
     return chain[0] if parts == 1 else chain

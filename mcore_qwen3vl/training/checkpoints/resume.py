@@ -243,7 +243,7 @@ def changed_files(settings: Settings) -> dict[str, bytes]:
 
 
 @contextmanager
-def explained(checkpoints: CheckpointSettings, batch: int | None) -> Iterator[None]:
+def explain_load_errors(checkpoints: CheckpointSettings, batch: int | None) -> Iterator[None]:
     """Explain Megatron's errors about a checkpoint that does not fit the command line.
 
     `batch` is the run's global batch; None: its length is a number of samples.
@@ -264,13 +264,13 @@ def explained(checkpoints: CheckpointSettings, batch: int | None) -> Iterator[No
                 raise failure from None
             if isinstance(failure, pickle.UnpicklingError):
                 raise refused_by_torch(f"The checkpoint in {directory}", failure) from None
-            if lacks := _lacks(directory, failure):
+            if lacks := _explain_missing_parameter(directory, failure):
                 raise lacks from None
         raise
     except AssertionError as error:
         if "OptimizerParamScheduler" not in str(error):
             raise
-        differing = _schedules(error, checkpoints, batch)
+        differing = _explain_schedules(error, checkpoints, batch)
         raise BadInput(
             f"The checkpoint in {directory} was made with another schedule: {differing}. "
             "Add --override-opt-param-scheduler to take the command line's, or "
@@ -286,7 +286,7 @@ def explained(checkpoints: CheckpointSettings, batch: int | None) -> Iterator[No
             f"--load {directory} --finetune, and a new --save."
         ) from error
     except KeyError as error:
-        if lacks := _lacks(directory, error):
+        if lacks := _explain_missing_parameter(directory, error):
             raise lacks from None
         if error.args[0] not in ("optimizer", "opt_param_scheduler", "rng_state"):
             raise
@@ -296,16 +296,16 @@ def explained(checkpoints: CheckpointSettings, batch: int | None) -> Iterator[No
         ) from error
 
 
-def _lacks(directory: str, error: BaseException) -> BadInput | None:
+def _explain_missing_parameter(directory: str, error: BaseException) -> BadInput | None:
     """Explain that a parameter was not saved; None if that is not what `error` says."""
-    found = _UNSAVED_PARAMETER.match(str(error.args[0])) if isinstance(error, KeyError) else None
-    if found is None:
+    match = _UNSAVED_PARAMETER.match(str(error.args[0])) if isinstance(error, KeyError) else None
+    if match is None:
         return None
     remedies = "Give that run's flags; "
-    if found["state"]:  # the weights are there
+    if match["state"]:  # the weights are there
         remedies += "or add --no-load-optim, to go on with a new optimizer; "
     return BadInput(
-        f"The checkpoint in {directory} holds no {found['state'] or ''}{found['name']}, which this "
+        f"The checkpoint in {directory} holds no {match['state'] or ''}{match['name']}, which this "
         "command trains: it was saved by a run that trained other parts (--freeze, --trainable) or "
         f"another task (--task). {remedies}or take its weights only, with --load {directory} "
         "--finetune and another --save."
@@ -320,7 +320,7 @@ def other_parts(
     Megatron loads the optimizer's state of the parameters that still train, unless it
     `starts_anew`.
     """
-    was, trains = _choice(before), _choice(now)
+    was, trains = _trained_in_words(before), _trained_in_words(now)
     if was == trains:
         return None
     state = (
@@ -340,7 +340,7 @@ def other_reference(before: str | None, now: str | None) -> str | None:
     )
 
 
-def _choice(training: TrainingSettings) -> str:
+def _trained_in_words(training: TrainingSettings) -> str:
     flags = [
         f"--{name} {' '.join(patterns)}"
         for name in ("freeze", "trainable")
@@ -349,21 +349,23 @@ def _choice(training: TrainingSettings) -> str:
     return f"what {' '.join(flags)} leaves" if flags else "all parameters"
 
 
-def _schedules(error: AssertionError, checkpoints: CheckpointSettings, batch: int | None) -> str:
+def _explain_schedules(
+    error: AssertionError, checkpoints: CheckpointSettings, batch: int | None
+) -> str:
     """Say Megatron's complaint in other words: what it calls iterations are samples."""
-    found = _OTHER_SCHEDULE.search(str(error))
-    if found is None:
+    match = _OTHER_SCHEDULE.search(str(error))
+    if match is None:
         return str(error)
-    ours, theirs = found["ours"], found["theirs"]
+    ours, theirs = match["ours"], match["theirs"]
     named = {
         "total number of iterations": "length, from --train-iters, --num-epochs or "
         "--lr-decay-iters,",
         "warmup iterations": "warm-up, from --lr-warmup-iters or -fraction,",
-    }.get(found["what"])
+    }.get(match["what"])
     if named:
         ours = _length(ours, batch)
         theirs = _length(theirs, batch and _saved_batch(checkpoints, batch))
-    return f"its {named or found['what']} is {theirs}, and {ours} in this command"
+    return f"its {named or match['what']} is {theirs}, and {ours} in this command"
 
 
 def _length(samples: str, batch: int | None) -> str:
@@ -394,11 +396,11 @@ def damage(folder: Path) -> str | None:
     by_file: dict[str, list[FileRange]] = {}
     for data in [*chunks, *index.objects.values()]:
         by_file.setdefault(data.file, []).append(data)
-    reasons = (_damaged_file(folder / name, ranges) for name, ranges in by_file.items())
+    reasons = (_damage_of_file(folder / name, ranges) for name, ranges in by_file.items())
     return next((reason for reason in reasons if reason), None)
 
 
-def _damaged_file(file: Path, ranges: list[FileRange]) -> str | None:
+def _damage_of_file(file: Path, ranges: list[FileRange]) -> str | None:
     if not file.exists():
         return f"{file} is missing"
     size, needed = file.stat().st_size, max(data.offset + data.length for data in ranges)

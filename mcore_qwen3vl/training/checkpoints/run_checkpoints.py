@@ -67,27 +67,27 @@ class RunCheckpoints:
             megatron.ckpt_step = readable  # the step that Megatron loads
             checkpoints = replace(checkpoints, ckpt_step=readable)
         batch = self._settings.loop.global_batch_size if megatron.train_iters else None
-        with resume.explained(checkpoints, batch):
-            found = original(model, *args, **kwargs)
-        step, folder = found[0], checkpoints.load or ""
+        with resume.explain_load_errors(checkpoints, batch):
+            result = original(model, *args, **kwargs)
+        step, folder = result[0], checkpoints.load or ""
         if not step:
             self._clear_exports(0)
-            return found
+            return result
         optimizer = args[0] if args else kwargs.get("optimizer")
         self._trained = model, optimizer
         if optimizer is not None:
             check_state_of_weights(optimizer, folder)
         self._on_disk = folder, step
         self.validations.resume(step)
-        if self.validations.exhausted:
+        if self.validations.is_exhausted:
             megatron.train_iters = step  # where Megatron's loop ends
         self._run.progress.say(f"resuming after step {step} of {folder}")
         self._clear_exports(step)
         # An earlier run was stopped between the two, or somebody has removed the export.
-        if self._exports(step) and self._lacks(self._export_folder(step)):
+        if self._exports_step(step) and self._is_missing(self._export_folder(step)):
             self._export(model, optimizer, step, self._export_folder(step))
         self._export_best(model, optimizer, step)
-        return found
+        return result
 
     def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
         """Say so if the checkpoint's run trained other parts, or had another reference."""
@@ -111,7 +111,7 @@ class RunCheckpoints:
         folder = self._save
         assert folder is not None
         self._run.norms.settle()
-        with self._run.metrics.paused(), explained_save(folder, iteration):
+        with self._run.metrics.pause(), explain_save_errors(folder, iteration):
             if dist.get_rank() == 0:
                 resume.save_companions(self._settings)
             if self._run.lora:
@@ -123,7 +123,7 @@ class RunCheckpoints:
         self._on_disk = folder, iteration
         self._run.progress.say(f"step {iteration}: saved to {folder}")
 
-    def validated(self, iteration: int, losses: Mapping[str, Any]) -> None:
+    def record_validation(self, iteration: int, losses: Mapping[str, Any]) -> None:
         """Record a validation's losses; a collective."""
         self.validations.add(iteration, losses)
         # The last validation follows the last save.
@@ -139,19 +139,19 @@ class RunCheckpoints:
             leaving: bool = original(model, optimizer, scheduler, iteration, *rest)
         self.validations.keep(iteration)
         self._trained = model, optimizer
-        if self._exports(iteration):
+        if self._exports_step(iteration):
             self._export(model, optimizer, iteration, self._export_folder(iteration))
         self._export_best(model, optimizer, iteration)
         return leaving
 
-    def _exports(self, iteration: int) -> bool:
+    def _exports_step(self, iteration: int) -> bool:
         """Return whether ``--save-hf`` has this step."""
         interval = self._settings.model.save_hf_interval
-        last = iteration == self._run.args.train_iters or self.validations.exhausted
+        last = iteration == self._run.args.train_iters or self.validations.is_exhausted
         due = last or (interval and iteration % interval == 0)
         return bool(self._exports_to and due)
 
-    def _lacks(self, folder: Path) -> bool:
+    def _is_missing(self, folder: Path) -> bool:
         """Return whether the first rank finds no `folder`; a collective."""
         lacks = [not folder.exists()]
         dist.broadcast_object_list(lacks)
@@ -161,7 +161,7 @@ class RunCheckpoints:
         """Export the best step as ``--save-hf`` ``/best``, unless it is there; a collective."""
         if self._exports_to and self.validations.is_best(iteration):
             folder = Path(self._exports_to) / BEST
-            if self.validations.exported != iteration or self._lacks(folder):
+            if self.validations.exported != iteration or self._is_missing(folder):
                 self._export(model, optimizer, iteration, folder)
                 self.validations.note_export(iteration)
 
@@ -176,9 +176,9 @@ class RunCheckpoints:
         remains = [*folder.glob(".*.incomplete")] if dist.get_rank() == 0 else []
         for left in remains:
             shutil.rmtree(left, ignore_errors=True)
-        numbers = [int(found[1]) for f in remains if (found := _INTERRUPTED.fullmatch(f.name))]
+        numbers = [int(match[1]) for f in remains if (match := _INTERRUPTED.fullmatch(f.name))]
         steps = range(step, (self._run.args.train_iters or step) + 1)
-        everyone = [[n for n in numbers if n not in steps or not self._exports(n)]]
+        everyone = [[n for n in numbers if n not in steps or not self._exports_step(n)]]
         dist.broadcast_object_list(everyone)
         best = self.validations.best
         keeps_best = self._settings.training.keep_best
@@ -202,7 +202,7 @@ class RunCheckpoints:
         first = self._settings.parallel.rank == 0
         if first and self._exports_to:
             claim(self._save, self._exports_to)
-        with self._run.metrics.paused():
+        with self._run.metrics.pause():
             if training.should_disable_forward_pre_hook(self._run.args):
                 training.force_param_sync(model, optimizer=optimizer)  # overlapped gathers
             if self._run.lora is None:
@@ -223,7 +223,7 @@ class RunCheckpoints:
 
 
 @contextmanager
-def explained_save(directory: str, iteration: int) -> Iterator[None]:
+def explain_save_errors(directory: str, iteration: int) -> Iterator[None]:
     """Explain a disk's failure while a checkpoint is saved; every rank saves inside this.
 
     The partial checkpoint is removed, as far as possible, to free its space.
@@ -240,19 +240,19 @@ def explained_save(directory: str, iteration: int) -> Iterator[None]:
             reason = _first_of_any(reason or disk_error(save, _PROBE))
         if reason is None:
             raise
-        whole = read_tracker(save)
-        if dist.get_rank() == 0 and whole != iteration:
+        newest = read_tracker(save)
+        if dist.get_rank() == 0 and newest != iteration:
             for part in (save / folder_name(iteration), data_state.folder_of(save, iteration)):
                 shutil.rmtree(part, ignore_errors=True)
         left = (
             "There is no earlier checkpoint"
-            if whole is None
-            else f"The checkpoint of step {whole} is whole"
+            if newest is None
+            else f"The checkpoint of step {newest} is whole"
         )
         raise BadInput(
             f"Step {iteration} could not be saved to {directory}: {reason}. {left}. Make room, "
             "or move the directory to another disk and name it with --save. The same command "
-            f"then continues {'from the beginning' if whole is None else 'from there'}."
+            f"then continues {'from the beginning' if newest is None else 'from there'}."
         ) from error
 
 

@@ -91,7 +91,7 @@ class Metrics:
         self._work.add(batch)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Leave out the time that saving, exporting or validating takes."""
         started = self._clock()
         yield
@@ -151,7 +151,7 @@ def write(report: Mapping[str, float], iteration: int, tensorboard: Any, wandb: 
 
 
 @contextmanager
-def explained_tensorboard(folder: str | None) -> Iterator[None]:
+def explain_tensorboard_errors(folder: str | None) -> Iterator[None]:
     """Explain that TensorBoard's files cannot be written.
 
     Its thread writes them, and passes the error on at the next number. So the thread's own

@@ -63,7 +63,7 @@ class RunProgress:
         if self._first is None:
             self._first = self._last = step, self._clock()
         if self._screen.is_terminal:
-            self._move(completed=step)
+            self._update_bar(completed=step)
 
     def show(self, step: int, numbers: Mapping[str, float | None]) -> None:
         """Show a step's numbers, by the names of ``--log-json``; call :meth:`step` first."""
@@ -79,7 +79,7 @@ class RunProgress:
             parts.append(f"{self._left(step, now)} left")
             self._last = step, now
         if self._screen.is_terminal:
-            self._move(numbers="  ".join(parts))
+            self._update_bar(numbers="  ".join(parts))
         else:
             self.say("  ".join([f"step {step}/{self._total}", *parts]))
 
@@ -95,7 +95,7 @@ class RunProgress:
         pace = (now - since) / (step - first)
         return timedelta(seconds=round(pace * (self._total - step)))
 
-    def _move(self, **change: object) -> None:
+    def _update_bar(self, **change: object) -> None:
         assert self._screen is not None
         if self._bar is None:
             self._bar = Progress(

@@ -150,7 +150,7 @@ def _logging_to(file: LogFile, errors: Any, rank: int) -> Iterator[None]:
     record.setLevel(logging.INFO)
     show = logging.StreamHandler(errors)
     show.setLevel(logging.WARNING)
-    show.addFilter(_OfUse(rank))
+    show.addFilter(_UsefulRecords(rank))
     show.setFormatter(_OneLine())
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
@@ -176,7 +176,7 @@ class _OneLine(logging.Formatter):
         return f"warning: {visible(record.getMessage().strip())}"
 
 
-class _OfUse(logging.Filter):
+class _UsefulRecords(logging.Filter):
     """Passes our records; a library's only on the first rank, once, and if of use to the user."""
 
     def __init__(self, rank: int) -> None:

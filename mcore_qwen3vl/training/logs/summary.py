@@ -108,10 +108,12 @@ def _adapter(flags: LoraSettings, a: Architecture, lora: LoraRun) -> str:
     config, count = lora.config, lora.parameters
     where = flags.lora_init or flags.lora_config or " ".join(flags.lora_target or ["language"])
     ranks = ", ".join(map(str, sorted({target.r for target in lora.targets.values()})))
-    whole = f", and {', '.join(config.modules_to_save)} whole" if config.modules_to_save else ""
+    saved_modules = (
+        f", and {', '.join(config.modules_to_save)} whole" if config.modules_to_save else ""
+    )
     return (
         f"a LoRA adapter of rank {ranks or 'none'}, alpha {config.lora_alpha:g} on "
-        f"{len(lora.targets)} matrices ({where}){whole}: {_millions(count)} parameters, "
+        f"{len(lora.targets)} matrices ({where}){saved_modules}: {_millions(count)} parameters, "
         f"{count / parameters.total(a):.2%} of the model's"
     )
 
@@ -141,7 +143,7 @@ def _task(settings: Settings) -> list[tuple[str, str]]:
 
 
 def _preference(settings: Settings) -> list[tuple[str, str]]:
-    loss = settings.preference.of_pairs(settings.training.loss)
+    loss = settings.preference.pair_settings(settings.training.loss)
     extra = f", gamma {loss.gamma:g}" if loss.gamma else ""
     extra += f", label smoothing {loss.label_smoothing:g}" if loss.label_smoothing else ""
     extra += f", chosen answer's own loss x {loss.rpo_alpha:g}" if loss.rpo_alpha else ""
@@ -259,7 +261,7 @@ def _memory(settings: Settings, a: Architecture) -> str:
     if not (settings.compute.bf16 and settings.loop.use_distributed_optimizer):
         return "not estimated: the estimate needs --bf16 with --use-distributed-optimizer"
     trained = memory.trained_of(settings, a, settings.model.folder)
-    stages = memory.of_settings(settings, a, _layout_of(settings.parallel, a), trained)
+    stages = memory.stages_of_settings(settings, a, _layout_of(settings.parallel, a), trained)
     return f"about {max(stages, key=lambda stage: stage.total)}"
 
 

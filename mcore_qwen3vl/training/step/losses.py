@@ -62,7 +62,7 @@ class Reduced(NamedTuple):
     data_sets: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
 
 
-def of_units(total: Tensor, batch: Batch, numbers: Mapping[str, Tensor]) -> Reduced:
+def reduce_units(total: Tensor, batch: Batch, numbers: Mapping[str, Tensor]) -> Reduced:
     """Return the loss of units, such as queries, that all ranks of a CP group have whole.
 
     Every CP rank has all units, but the gradients of its own tokens alone. So each rank counts 1/CP
@@ -153,7 +153,7 @@ Args:
 """
 
 
-def of_tokens(loss: Loss) -> Objective:
+def token_objective(loss: Loss) -> Objective:
     """Return the objective of a loss over single tokens."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:

@@ -45,7 +45,7 @@ from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.head import Head, likeliest, log_probs_of
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.model.lora.adapter import switched_off
+from mcore_qwen3vl.model.lora.adapter import without_factors
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.objectives.losses import (
     classification_losses,
@@ -59,16 +59,16 @@ from mcore_qwen3vl.objectives.losses import (
 from mcore_qwen3vl.objectives.settings import Contrastive, Distillation, Kto, Preference, Ranking
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
 from mcore_qwen3vl.training.arguments.settings import Settings
-from mcore_qwen3vl.training.hooks import Wrapper, unchanged
+from mcore_qwen3vl.training.hooks import Wrapper, call_original
 from mcore_qwen3vl.training.second_model import SecondModel
-from mcore_qwen3vl.training.step.forward import ForwardStep, RunBatch, forward, read_by
+from mcore_qwen3vl.training.step.forward import ForwardStep, RunBatch, forward, run_with_processor
 from mcore_qwen3vl.training.step.losses import (
     Objective,
     Reduced,
     cross_entropy,
     find_loss,
-    of_tokens,
-    of_units,
+    reduce_units,
+    token_objective,
 )
 
 Within = Callable[[Any], AbstractContextManager[Any]]
@@ -173,12 +173,12 @@ def compare_with_teacher(settings: Distillation) -> RunBatch:
 
     On the last stage it returns (2, B, s) float32: divergences, and cross entropies.
     """
-    return read_by(partial(_compare, settings))
+    return run_with_processor(partial(_compare, settings))
 
 
-def of_divergences(settings: Distillation) -> Objective:
+def distillation_objective(settings: Distillation) -> Objective:
     """Return the objective of distillation: a mean over the trained tokens of the global batch."""
-    mean = of_tokens(cross_entropy)
+    mean = token_objective(cross_entropy)
 
     def objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
         divergence, of_labels = values
@@ -221,6 +221,7 @@ def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
         raise BadInput("The batch has no tokens of a teacher.")
     if batch.teacher.ids.ndim == 3:  # a live teacher's, at these positions
         return batch.teacher.ids, batch.teacher.log_probs
+    # A file has rows for the trained positions alone, in order, and a last one for all others.
     trained = batch.loss_weights > 0
     number = trained.flatten().cumsum(0).view_as(trained) - 1
     row = number.where(trained, len(batch.teacher.ids) - 1).index_select(1, positions)
@@ -229,7 +230,7 @@ def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def teacher_step(k: int, temperature: float) -> Callable[..., Any]:
     """Return the forward step of a first pass, which finds the teacher's `k` likeliest tokens."""
-    run = read_by(partial(_likeliest, k=k, temperature=temperature))
+    run = run_with_processor(partial(_likeliest, k=k, temperature=temperature))
     return first_pass_step(
         run, lambda batch, local, values: Top(values[..., :k].int(), values[..., k:])
     )
@@ -253,7 +254,7 @@ def _likeliest(
     return torch.cat([ids.float(), log_probs], -1)  # Megatron passes one tensor on
 
 
-def of_pairs(preference: Preference) -> Objective:
+def preference_objective(preference: Preference) -> Objective:
     """Return the objective of preference training: a mean over the pairs of the global batch."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
@@ -276,12 +277,12 @@ def of_pairs(preference: Preference) -> Objective:
         }
         if preference.rpo_alpha:
             numbers["nll loss"] = -detached[:, 0] / lengths[:, 0]
-        return of_units(pairs.losses.sum(), batch, numbers)
+        return reduce_units(pairs.losses.sum(), batch, numbers)
 
     return objective
 
 
-def of_labelled(kto: Kto) -> Objective:
+def kto_objective(kto: Kto) -> Objective:
     """Return the objective of KTO: a mean over the records of the global batch."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
@@ -297,7 +298,7 @@ def of_labelled(kto: Kto) -> Objective:
             "kto loss": of_answers,
             "kl baseline": batch.baseline.clamp(min=0).expand(len(detached)),
         }
-        reduced = of_units(of_answers.sum(), batch, numbers)
+        reduced = reduce_units(of_answers.sum(), batch, numbers)
         of_kinds = {}
         for name, mask in (("desirable", wanted), ("undesirable", ~wanted)):
             # A log interval may be without one kind of answer; 0 / 0 would be logged as NaN.
@@ -385,7 +386,7 @@ def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
 def without_adapter(model: Any) -> Iterator[Any]:
     """Give the chunks in evaluation mode, without their adapters and without gradients."""
     chunks = unwrap_model(model if isinstance(model, list) else [model])
-    with evaluation_mode(model), switched_off([chunk.adapter for chunk in chunks]):
+    with evaluation_mode(model), without_factors([chunk.adapter for chunk in chunks]):
         yield model
 
 
@@ -453,7 +454,7 @@ def pool_last_tokens(read: Read) -> RunBatch:
 
     On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
     """
-    return read_by(partial(_pool, read))
+    return run_with_processor(partial(_pool, read))
 
 
 EMBED = pool_last_tokens(lambda states, head, weight: states)
@@ -462,19 +463,19 @@ SCORES = pool_last_tokens(lambda states, head, weight: head(states))
 """Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
 
 
-def objective_of(settings: Settings) -> tuple[Objective, RunBatch]:
+def task_objective(settings: Settings) -> tuple[Objective, RunBatch]:
     """Return the objective of ``--task``, and what runs a micro-batch for it."""
     task = settings.task
     if task.task == "embedding":
-        return of_queries(task.contrastive), EMBED
+        return embedding_objective(task.contrastive), EMBED
     if task.task == "reward":
-        return of_rewards, SCORES
+        return reward_objective, SCORES
     if labels := settings.labels:
-        return partial(of_labels, labels), SCORES
-    return partial(of_documents, task.ranking), judge(settings.model.folder, task.words)
+        return partial(classification_objective, labels), SCORES
+    return partial(ranking_objective, task.ranking), judge(settings.model.folder, task.words)
 
 
-def of_rewards(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
+def reward_objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
     """Compute the mean loss of reward models over the pairs."""
     if batch.targets is None:
         raise BadInput("The batch has no margins.")
@@ -488,24 +489,26 @@ def of_rewards(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
         "rewards margin": gaps,
         "rewards accuracy": (gaps > 0).float(),
     }
-    return of_units(losses.sum(), batch, numbers)
+    return reduce_units(losses.sum(), batch, numbers)
 
 
-def of_labels(labels: Labels, batch: Batch, local: Tensor, logits: Tensor) -> Reduced:
+def classification_objective(
+    labels: Labels, batch: Batch, local: Tensor, logits: Tensor
+) -> Reduced:
     """Compute the mean loss of classifiers over the records."""
     if batch.targets is None:
         raise BadInput("The batch has no labels.")
     losses, right = classification_losses(logits, batch.targets, is_single=labels.is_single)
-    return of_units(losses.sum(), batch, {"classification loss": losses, "accuracy": right})
+    return reduce_units(losses.sum(), batch, {"classification loss": losses, "accuracy": right})
 
 
-def of_documents(ranking: Ranking, batch: Batch, local: Tensor, logits: Tensor) -> Reduced:
+def ranking_objective(ranking: Ranking, batch: Batch, local: Tensor, logits: Tensor) -> Reduced:
     """Compute the mean loss of rerankers over documents (``pointwise``) or queries (``listwise``).
 
     Its values are the logits of ``yes`` and ``no`` after a query and a document.
     """
     losses, right = ranking_losses(relevance(logits), batch.groups, ranking)
-    return of_units(losses.sum(), batch, {"reranker loss": losses, "accuracy": right})
+    return reduce_units(losses.sum(), batch, {"reranker loss": losses, "accuracy": right})
 
 
 def judge(folder: str | Path, words: tuple[str, str]) -> RunBatch:
@@ -534,7 +537,7 @@ def relevance(logits: Tensor) -> Tensor:
     return logits[:, 0] - logits[:, 1]
 
 
-def of_queries(contrastive: Contrastive) -> Objective:
+def embedding_objective(contrastive: Contrastive) -> Objective:
     """Return the objective of embedding training: a mean over the queries of the global batch."""
 
     def objective(batch: Batch, local: Tensor, embeddings: Tensor) -> Reduced:
@@ -542,7 +545,7 @@ def of_queries(contrastive: Contrastive) -> Objective:
             batch.contrast or contrasts(contrastive, [batch], [embeddings.detach()])[0]
         )
         total = (embeddings * gradients).sum()  # its gradient is that of the global batch's loss
-        return of_units(total, batch, {contrastive.name: losses})
+        return reduce_units(total, batch, {contrastive.name: losses})
 
     return objective
 
@@ -633,15 +636,15 @@ def forward_step_of(settings: Settings) -> ForwardStep:
         ),
     )
     if settings.task.task:
-        return step(*objective_of(settings))
+        return step(*task_objective(settings))
     if loss in LOSSES:
-        return step(of_pairs(settings.preference.of_pairs(loss)))
+        return step(preference_objective(settings.preference.pair_settings(loss)))
     if loss == KTO:
-        return step(of_labelled(settings.preference.kto))
+        return step(kto_objective(settings.preference.kto))
     if loss == DISTILL:
         distillation = settings.distillation.loss
-        return step(of_divergences(distillation), run=compare_with_teacher(distillation))
-    return step(of_tokens(find_loss(loss)))
+        return step(distillation_objective(distillation), run=compare_with_teacher(distillation))
+    return step(token_objective(find_loss(loss)))
 
 
 def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
@@ -660,5 +663,5 @@ def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
     elif loss == KTO:
         passes = partial(with_baseline, reference)
     else:
-        return unchanged
+        return call_original
     return lambda original, *args, **kwargs: partial(passes, original(*args, **kwargs))

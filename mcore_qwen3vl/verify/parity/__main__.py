@@ -41,8 +41,8 @@ def main() -> int:
     if arguments.output:
         arguments.output.write_text(table, encoding="utf-8")
     if arguments.json:
-        found = [report.to_dict() for _, report in results]
-        arguments.json.write_text(json.dumps(found, default=str), encoding="utf-8")
+        reports = [report.to_dict() for _, report in results]
+        arguments.json.write_text(json.dumps(reports, default=str), encoding="utf-8")
     failed = [row for row, report in results if not report.ok]
     print(
         f"{len(results) - len(failed)} of {len(results)} rows equal Hugging Face "

@@ -83,15 +83,16 @@ def write_random_adapter(path: Path, config: AdapterConfig, hf_config: HFConfig)
     """Write a PEFT adapter with random factors and random whole tensors, and return its path."""
     factors = {
         name: Factors(
-            _random(f"{name}.a", spec.a_shape, 1.0),
-            _random(f"{name}.b", spec.b_shape, 0.3),
+            _random_tensor(f"{name}.a", spec.a_shape, 1.0),
+            _random_tensor(f"{name}.b", spec.b_shape, 0.3),
             spec.r,
             spec.scaling,
         )
         for name, spec in resolve_targets(config, hf_config).items()
     }
     saved = {
-        name: _random(name, shape, 1.0) for name, shape in apply(config, hf_config).saved.items()
+        name: _random_tensor(name, shape, 1.0)
+        for name, shape in apply(config, hf_config).saved.items()
     }
     if config.ensure_weight_tying:
         saved.pop(LM_HEAD, None)  # the embedding's tensor stands for both
@@ -99,7 +100,7 @@ def write_random_adapter(path: Path, config: AdapterConfig, hf_config: HFConfig)
     return path
 
 
-def _random(name: str, shape: Shape, gain: float) -> Tensor:
+def _random_tensor(name: str, shape: Shape, gain: float) -> Tensor:
     """Return a matrix of gain `gain`, or a vector (of a norm or bias) around one half."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(shape, generator=generator)

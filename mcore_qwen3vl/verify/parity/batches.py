@@ -84,7 +84,7 @@ class Batch:
     name: str
     micro_batches: tuple[MicroBatch, ...]
 
-    def of_rank(self, rank: int, size: int) -> range:
+    def numbers_of_rank(self, rank: int, size: int) -> range:
         """Return the numbers of the micro-batches of data-parallel rank `rank` of `size`.
 
         Raises:
@@ -305,7 +305,7 @@ def _assemble(
         labels[span.tokens] = span.sample.labels
         loss_mask[span.tokens] = span.sample.loss_mask
     attention_mask = None if valid.all() else valid
-    joined = {name: _concatenated(samples, name) for name in MEDIA}
+    joined = {name: _concatenate(samples, name) for name in MEDIA}
     grids = joined["image_grid_thw"], joined["video_grid_thw"]
     positions, _ = mrope_position_ids(architecture, input_ids, *grids, attention_mask, cu_seqlens)
     return MicroBatch(
@@ -328,7 +328,7 @@ def media(sample: Sample) -> dict[str, Tensor]:
     return {name: value for name in MEDIA if (value := getattr(sample, name)) is not None}
 
 
-def _concatenated(samples: Sequence[Sample], name: str) -> Tensor | None:
+def _concatenate(samples: Sequence[Sample], name: str) -> Tensor | None:
     parts = [value for s in samples if (value := getattr(s, name)) is not None]
     return torch.cat(parts) if parts else None
 

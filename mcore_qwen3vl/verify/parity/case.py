@@ -118,7 +118,7 @@ class Case:
         return self.overlap and self.distributed_optimizer
 
     @property
-    def multiple(self) -> int:
+    def length_multiple(self) -> int:
         """The number that sequence lengths must be a multiple of."""
         return length_multiple(self.layout.cp, self.layout.tp, self.layout.sp)
 
@@ -135,7 +135,7 @@ class Case:
                     f"The te spec accepts padding on the right only, and the batch {batch.name} "
                     "is padded on the left: leave that batch out, or use the torch spec."
                 )
-            per_rank = len(batch.of_rank(0, self.layout.dp))
+            per_rank = len(batch.numbers_of_rank(0, self.layout.dp))
             if self.layout.vpp > 1 and per_rank % self.layout.pp:
                 raise BadInput(
                     f"An interleaved pipeline needs a multiple of PP {self.layout.pp} micro-batches"

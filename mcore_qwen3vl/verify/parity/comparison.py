@@ -31,7 +31,7 @@ from mcore_qwen3vl.verify.parity.reference import (
     AFTER_STEP,
     Expected,
     ReferenceCheckpoint,
-    return_when_freed,
+    return_freed_memory,
 )
 from mcore_qwen3vl.verify.report import Report
 
@@ -122,18 +122,18 @@ def verify_parity(
         total = len(names) * (3 if dtype == "bf16" else 2)
         advance = stack.enter_context(progress("comparing", total, "passes"))
 
-        def passed() -> None:
+        def on_pass() -> None:
             advance(next(passes))
 
-        reference = ReferenceCheckpoint(hf_dir, lora, passed=passed)
+        reference = ReferenceCheckpoint(hf_dir, lora, on_pass=on_pass)
         case.layout.validate(reference.architecture)
         if device == "cuda":
             check_gpus()
-        return_when_freed()
+        return_freed_memory()
         case = _fit_memory(reference, case, names, say)
         source = None if checkpoint is None else Path(checkpoint)
         return compare_case(
-            reference, case, names, mcore=source, in_files=True, timeout=timeout, passed=passed
+            reference, case, names, mcore=source, in_files=True, timeout=timeout, on_pass=on_pass
         )
 
 
@@ -162,7 +162,7 @@ def needs_of(reference: ReferenceCheckpoint, case: Case, batches: Sequence[str])
     size = 8 if case.dtype == "fp64" else 4
     gradients = size * trained.total() if case.gradients else 0
     largest = size * max(trained.values()) if case.gradients else 0
-    made = [build_batch(name, a, multiple=case.multiple) for name in batches]
+    made = [build_batch(name, a, multiple=case.length_multiple) for name in batches]
     tokens = [sum(m.input_ids.numel() for m in batch.micro_batches) for batch in made]
     logits = size * a.vocab_size * (max(tokens) if case.gradients else sum(tokens))
 
@@ -232,7 +232,7 @@ def compare_case(
     mcore: Path | None = None,
     in_files: bool = False,
     timeout: float = 120.0,
-    passed: Callable[[], None] = lambda: None,
+    on_pass: Callable[[], None] = lambda: None,
 ) -> Report:
     """Run `case` on `batches` and compare everything with the reference.
 
@@ -241,7 +241,7 @@ def compare_case(
         mcore: Megatron-Core checkpoint that our model is loaded from; default: the reference's.
         in_files: keep the reference's results in temporary files, and let the reference leave
             memory before our model is loaded. By default it stays, for the next case.
-        passed: called after each pass of our model over a batch.
+        on_pass: called after each pass of our model over a batch.
 
     Raises:
         BadInput: the layout does not divide the model or a batch, the spec takes no such batch, or
@@ -257,9 +257,11 @@ def compare_case(
             "device": describe_device(case.device, case.layout.world_size),
         },
     )
-    made = tuple(build_batch(n, reference.architecture, multiple=case.multiple) for n in batches)
+    made = tuple(
+        build_batch(n, reference.architecture, multiple=case.length_multiple) for n in batches
+    )
     case.validate(reference.architecture, made)
-    for names in _runs(made, case, _most_batches(reference, case) if in_files else len(made)):
+    for names in _runs(made, case, _batches_per_run(reference, case) if in_files else len(made)):
         with scratch_folder("mcore-qwen3vl-parity-") if in_files else nullcontext() as folder:
             allowed = dict.fromkeys(PARTS, DOUBLE_TOLERANCE if case.dtype == "fp64" else TOLERANCE)
             if case.dtype == "bf16":
@@ -271,7 +273,7 @@ def compare_case(
                 *(reference.path, case, expected, stepped, reference.adapter, mcore),
                 timeout=timeout,
                 device=case.device,
-                heard=lambda batch: passed(),
+                heard=lambda batch: on_pass(),
             )
             if in_files:
                 reference.forget()
@@ -289,7 +291,7 @@ def compare_case(
     return report
 
 
-def _most_batches(reference: ReferenceCheckpoint, case: Case) -> int:
+def _batches_per_run(reference: ReferenceCheckpoint, case: Case) -> int:
     """Return how many batches run together: as many as have small gradients together."""
     if not case.gradients:
         return len(RECIPES)
@@ -339,7 +341,7 @@ def half_precision_tolerances(
     worst = dict.fromkeys(("logits", "loss", "gradients"), 0.0)
     both = [reference.results(batches, c, folder)[0] for c in (case, replace(case, dtype="fp32"))]
     for rounded, exact in zip(*both, strict=True):
-        for finding in findings(merge(_differences(rounded, exact)), worst):
+        for finding in findings(merge(_measure_differences(rounded, exact)), worst):
             worst[finding.part] = max(worst[finding.part], finding.relative_error)
     for part, error in worst.items():
         if error * HALF_PRECISION_FACTOR > LARGEST_TOLERANCE:
@@ -351,7 +353,7 @@ def half_precision_tolerances(
     return {part: HALF_PRECISION_FACTOR * error for part, error in worst.items()}
 
 
-def _differences(actual: Expected, expected: Expected) -> Iterator[Measurements]:
+def _measure_differences(actual: Expected, expected: Expected) -> Iterator[Measurements]:
     """Measure one reference against another."""
     for number, valid in enumerate(expected.valid):
         logits, losses = actual.logits[number], actual.losses[number]

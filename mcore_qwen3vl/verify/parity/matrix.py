@@ -82,7 +82,7 @@ class MatrixRow:
     lora: str = ""
 
     @classmethod
-    def of(
+    def build(
         cls, model: str, layout: str, *batches: str, note: str = "", lora: str = "", **options: Any
     ) -> MatrixRow:
         """Return a row; by default with the batch ``mixed``, and with `options` of the case."""
@@ -93,7 +93,7 @@ class MatrixRow:
         return " ".join(filter(None, [self.model, self.layout, lora, self.note]))
 
 
-row = MatrixRow.of
+row = MatrixRow.build
 BF16: dict[str, Any] = {"note": "bf16", "dtype": "bf16"}
 FP64: dict[str, Any] = {"note": "fp64", "dtype": "fp64"}
 OVERLAP: dict[str, Any] = {"note": "overlap", "overlap": True}
@@ -103,27 +103,29 @@ EXPERTS: dict[str, Any] = {"note": "overlapped experts", "overlap_experts": True
 BOTH: dict[str, Any] = EXPERTS | OVERLAPPED | {"note": "overlapped experts, distr. opt., overlap"}
 
 
-def noted(note: str, **config: Any) -> dict[str, Any]:
-    """Return arguments of :meth:`MatrixRow.of` for these ``TransformerConfig`` fields."""
+def config_options(note: str, **config: Any) -> dict[str, Any]:
+    """Return arguments of :meth:`MatrixRow.build` for these ``TransformerConfig`` fields."""
     return {"note": note, "config": config}
 
 
-def uniform(layers: int) -> dict[str, Any]:
-    """Return arguments of :meth:`MatrixRow.of` for uniform recompute of this many layers."""
-    return noted(f"recompute uniform {layers}", **UNIFORM, recompute_num_layers=layers)
+def recompute_uniform(layers: int) -> dict[str, Any]:
+    """Return arguments of :meth:`MatrixRow.build` for uniform recompute of this many layers."""
+    return config_options(f"recompute uniform {layers}", **UNIFORM, recompute_num_layers=layers)
 
 
-BLOCK = noted("recompute block", **UNIFORM | {"recompute_method": "block"}, recompute_num_layers=1)
-SELECTIVE = noted("recompute selective", recompute_granularity="selective")
-SELECTIVE_MOE = noted(
+BLOCK = config_options(
+    "recompute block", **UNIFORM | {"recompute_method": "block"}, recompute_num_layers=1
+)
+SELECTIVE = config_options("recompute selective", recompute_granularity="selective")
+SELECTIVE_MOE = config_options(
     "recompute selective moe",
     recompute_granularity="selective",
     recompute_modules=["core_attn", "moe"],
 )
-ALLGATHER = noted("allgather", moe_token_dispatcher_type="allgather")
-ONE_EXPERT = noted("one expert after another", moe_grouped_gemm=False)
-ACCUMULATED = noted("fused gradients", gradient_accumulation_fusion=True)
-MEGATRONS_LOSS = noted("Megatron's loss", head_chunk=0)
+ALLGATHER = config_options("allgather", moe_token_dispatcher_type="allgather")
+ONE_EXPERT = config_options("one expert after another", moe_grouped_gemm=False)
+ACCUMULATED = config_options("fused gradients", gradient_accumulation_fusion=True)
+MEGATRONS_LOSS = config_options("Megatron's loss", head_chunk=0)
 COMPILED: dict[str, Any] = {"note": "compiled", "compile_pointwise": True}
 PATTERNS_FROZEN = OVERLAP | {
     "note": "patterns frozen, overlap",
@@ -211,10 +213,10 @@ MATRIX: tuple[MatrixRow, ...] = (
     row("qwen3.5", "tp2xpp2xcp2+sp", "mixed", "packed", **FP64),
     row("qwen3.5-tied", "tp2xpp2+sp", "mixed", "packed"),
     row("qwen3.5-tied", "cp2", "mixed", "packed", **FP64),
-    row("qwen3.5", "tp2+sp", "mixed", **uniform(1)),
-    row("qwen3.5", "pp2xvpp2", "packed", **uniform(1)),
+    row("qwen3.5", "tp2+sp", "mixed", **recompute_uniform(1)),
+    row("qwen3.5", "pp2xvpp2", "packed", **recompute_uniform(1)),
     row("qwen3.5", "cp2", "mixed", **SELECTIVE),
-    row("qwen3.5", "tp2xcp2+sp", "packed", **noted("all kept", keep_activations=True)),
+    row("qwen3.5", "tp2xcp2+sp", "packed", **config_options("all kept", keep_activations=True)),
     row("qwen3.5", "tp2xpp2+sp", "mixed", "packed", **ACCUMULATED),
     row("qwen3.5", "single", "mixed", "packed", **BF16),
     row("qwen3.5-moe", "single", *EVERY, **FP64),
@@ -227,15 +229,15 @@ MATRIX: tuple[MatrixRow, ...] = (
     row("qwen3.5-moe", "ep2xdp2", "mixed", "packed", **EXPERTS),
     row("moe-mixed", "ep2xdp2", "mixed", "packed", **EXPERTS),
     row("moe-mixed", "pp2xep2xdp2", "images", "padded"),
-    row("dense", "tp2+sp", "mixed", **uniform(1)),
-    row("dense", "cp2", "packed", **uniform(2)),
-    row("moe", "tp2xep2+sp", "mixed", **uniform(4)),
-    row("dense", "pp2", "images", **uniform(2)),
-    row("dense", "pp2xvpp2", "packed", **uniform(1)),
+    row("dense", "tp2+sp", "mixed", **recompute_uniform(1)),
+    row("dense", "cp2", "packed", **recompute_uniform(2)),
+    row("moe", "tp2xep2+sp", "mixed", **recompute_uniform(4)),
+    row("dense", "pp2", "images", **recompute_uniform(2)),
+    row("dense", "pp2xvpp2", "packed", **recompute_uniform(1)),
     row("dense", "tp2xpp2+sp", "packed", **BLOCK),
     row("dense", "cp2", "mixed", **SELECTIVE),
-    row("dense", "tp2+sp", "mixed", **noted("recompute vision", recompute_vision=True)),
-    row("dense", "tp2xcp2+sp", "packed", **noted("all kept", keep_activations=True)),
+    row("dense", "tp2+sp", "mixed", **config_options("recompute vision", recompute_vision=True)),
+    row("dense", "tp2xcp2+sp", "packed", **config_options("all kept", keep_activations=True)),
     row("moe", "ep2xdp2", "packed", **SELECTIVE_MOE),
     row("dense", "tp2xcp2+sp", "packed", **MEGATRONS_LOSS),
     row("tied", "dp2", "imageless", **OVERLAPPED | MEGATRONS_LOSS),
@@ -296,8 +298,8 @@ LORA_MATRIX: tuple[MatrixRow, ...] = (
     row("moe-mixed", "single", lora="experts and MLP"),
     row("moe-mixed", "pp2xep2xdp2", lora="experts and MLP"),
     row("moe-mixed", "tp2xep2+sp", "packed", lora="experts and MLP"),
-    row("dense", "tp2+sp", lora="mixed ranks", **uniform(1)),
-    row("moe", "pp2xep2xdp2", lora="experts", **uniform(2)),
+    row("dense", "tp2+sp", lora="mixed ranks", **recompute_uniform(1)),
+    row("moe", "pp2xep2xdp2", lora="experts", **recompute_uniform(2)),
     row("dense", "cp2", lora="q and v", **SELECTIVE),
     row("moe", "ep2xdp2", lora="router", **SELECTIVE_MOE),
     row("qwen3.5", "single", "mixed", "packed", lora="hybrid"),
@@ -317,7 +319,7 @@ class Matrix:
         self._folder = folder
         self._references: dict[tuple[str, str], ReferenceCheckpoint] = {}
 
-    def run(self, row: MatrixRow, timeout: float = 120.0) -> Report:
+    def compare_row(self, row: MatrixRow, timeout: float = 120.0) -> Report:
         """Compare one row; fp32 rows that freeze nothing take an optimizer step too."""
         case = Case(Layout.parse(row.layout), **row.options)
         if case.dtype == "fp32":
@@ -352,7 +354,7 @@ def parity_matrix(
     matrix = Matrix(folder)
     results = []
     for row in rows:
-        report = matrix.run(row)
+        report = matrix.compare_row(row)
         progress(row, report)
         results.append((row, report))
     return results
@@ -376,8 +378,8 @@ def markdown(results: Sequence[tuple[MatrixRow, Report]]) -> str:
 
 
 def _cell(report: Report, batch: str) -> str:
-    found = report.parts()
-    parts = [found.get((batch, part)) for part in ("logits", "loss", "gradients")]
+    summaries = report.parts()
+    parts = [summaries.get((batch, part)) for part in ("logits", "loss", "gradients")]
     numbers = " / ".join(_micro(part.worst.relative_error) for part in parts if part is not None)
     if None in parts:
         return ""

@@ -85,14 +85,16 @@ def measure_on_rank(
     with computing_in(case.torch_dtype):
         engine = Engine(path, case, uneven=uneven, mcore=mcore, adapter=adapter)
         if case.overlap:
-            engine.run(batches[0])  # in its first batch DDP counts gradients, and does not overlap
+            # In its first batch DDP counts gradients, and does not overlap.
+            engine.forward_backward(batches[0])
         measured = []
         for batch in batches:
             measured.append(engine.measure(batch))
             if dist.get_rank() == 0:
                 tell(batch.batch.name)
         if stepped is not None and case.adamw is not None:
-            measured[-1] = merge([measured[-1], engine.step(case.adamw, stepped, batches[-1])])
+            after_step = engine.measure_step(case.adamw, stepped, batches[-1])
+            measured[-1] = merge([measured[-1], after_step])
     return measured
 
 
@@ -155,17 +157,17 @@ class Engine:
 
     def measure(self, expected: Expected) -> Measurements:
         """Run one pass over a global batch and compare it with the reference."""
-        outputs = self.run(expected)
+        outputs = self.forward_backward(expected)
         measured = [self._measure_output(output, expected) for output in outputs]
         if self.case.gradients:
             if self.case.distributed_optimizer:
                 for ddp in self.model:
                     _gather_gradients(ddp)
             measured.append(self._measure_parts("gradients", gradient, expected.gradients))
-            measured.append(self._frozen())
+            measured.append(self._count_frozen())
         return merge(measured)
 
-    def step(self, adamw: AdamW, stepped: Stepped, expected: Expected) -> Measurements:
+    def measure_step(self, adamw: AdamW, stepped: Stepped, expected: Expected) -> Measurements:
         """Take one optimizer step from the gradients of the last batch and compare its results.
 
         If the new parameters are gathered during the following forward pass, that pass is compared
@@ -190,19 +192,19 @@ class Engine:
         if self.case.overlaps_gather:
             forward = [
                 {(AFTER_STEP, "all"): self._measure_logits(output, stepped.logits, expected)}
-                for output in self.run(expected)
+                for output in self.forward_backward(expected)
             ]
             for ddp in self.model:
                 ddp.start_param_sync(force_sync=True)
-        measured = self._measure_parts("parameters", _trained, stepped.parameters)
+        measured = self._measure_parts("parameters", _trained_values, stepped.parameters)
         norms = torch.tensor(float(norm)), torch.tensor(stepped.grad_norm)
         measured["gradient norm", "all"] = measure(*norms, main=dist.get_rank() == 0)
         return merge([measured, *forward])
 
-    def run(self, expected: Expected) -> list[_Output]:
+    def forward_backward(self, expected: Expected) -> list[_Output]:
         """Run forward and, with gradients, backward over this rank's part of a global batch."""
         micro_batches = expected.batch.micro_batches
-        numbers = expected.batch.of_rank(
+        numbers = expected.batch.numbers_of_rank(
             mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         )
         outputs: list[_Output] = []
@@ -286,12 +288,12 @@ class Engine:
             for p in chain(base, factor_parts(self.chunks, values))
         )
 
-    def _frozen(self) -> Measurements:
+    def _count_frozen(self) -> Measurements:
         """Count the frozen values of each tensor, and assert that they have no gradient."""
         for chunk in self.chunks:
             for parameter in chunk.parameters():
-                held = parameter.grad is not None or hasattr(parameter, "main_grad")
-                assert parameter.requires_grad or not held
+                has_gradient = parameter.grad is not None or hasattr(parameter, "main_grad")
+                assert parameter.requires_grad or not has_gradient
         parts = hf_parts(self.chunks, lambda p: None if p.requires_grad else p.data)
         return merge(
             {(FROZEN, part.label): Measurement(count=part.local.numel() * part.main)}
@@ -319,11 +321,11 @@ class Engine:
         """Set what Megatron's training loop sets before it calls the schedule."""
         config = get_model_config(self.model[0])
         config.finalize_model_grads_func = finalize_model_grads
-        one = len(self.model) == 1
+        single_chunk = len(self.model) == 1
 
         def of_chunks(method: str) -> Any:
             functions = [getattr(ddp, method) for ddp in self.model]
-            return functions[0] if one else functions
+            return functions[0] if single_chunk else functions
 
         if self.case.overlap:
             config.no_sync_func = of_chunks("no_sync")
@@ -357,7 +359,7 @@ def logits_of(head: Any, inputs: Any, kwargs: dict[str, Any], outputs: Any) -> T
     return logits
 
 
-def _trained(parameter: torch.nn.Parameter) -> Tensor | None:
+def _trained_values(parameter: torch.nn.Parameter) -> Tensor | None:
     return parameter.data if parameter.requires_grad else None
 
 

@@ -44,7 +44,7 @@ PIECE_VALUES = 1 << 22
 M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
-def return_when_freed() -> None:
+def return_freed_memory() -> None:
     """Let this process, and those forked from it, return a tensor's memory when it is freed.
 
     By default glibc keeps freed tensors of up to 32 MiB while anything that was allocated after
@@ -169,7 +169,7 @@ class Reference:
         self._adapted = adapter is not None
         self.model.eval()
 
-    def run(self, batch: Batch, *, gradients: bool = True) -> Expected:
+    def compute_expected(self, batch: Batch, *, gradients: bool = True) -> Expected:
         """Compute logits, losses and, with `gradients`, all gradients, summed over samples."""
         self.model.zero_grad(set_to_none=True)
         scale = 1 / batch.tokens
@@ -267,17 +267,19 @@ def with_adapter(model: Any, adapter: Path) -> Any:
 
 def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """Return what trains in PEFT's model: ``PARAMETER.lora_A`` and ``.lora_B``, and the rest."""
-    found: dict[str, torch.nn.Parameter] = {}
+    trained: dict[str, torch.nn.Parameter] = {}
     factors = set()
     for _, name, layer in lora_layers(model):
         for factor in ("lora_A", "lora_B"):
             parameter = getattr(layer, factor)["default"].weight
-            found[f"{name}.{factor}"] = parameter
+            trained[f"{name}.{factor}"] = parameter
             factors.add(parameter)
     for path, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in factors:
-            found[re.sub(r"\.modules_to_save\.default", "", path.removeprefix(PREFIX))] = parameter
-    return found
+            trained[re.sub(r"\.modules_to_save\.default", "", path.removeprefix(PREFIX))] = (
+                parameter
+            )
+    return trained
 
 
 def decay_groups(
@@ -295,7 +297,7 @@ class ReferenceCheckpoint:
     """A Hugging Face checkpoint to compare with.
 
     With the directory `lora` of an adapter, PEFT's model is the reference, and only it is trained.
-    `passed` is called after each pass over a batch.
+    `on_pass` is called after each pass over a batch.
     """
 
     def __init__(
@@ -303,7 +305,7 @@ class ReferenceCheckpoint:
         path: str | Path,
         lora: str | Path | None = None,
         *,
-        passed: Callable[[], None] = lambda: None,
+        on_pass: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = Path(path)
         identify(self.path).require_huggingface()
@@ -311,7 +313,7 @@ class ReferenceCheckpoint:
         self.architecture.require_vision()
         self.adapter = None if lora is None else read_adapter(lora, self.path)
         self.lora = None if lora is None else Path(lora)
-        self._passed = passed
+        self._on_pass = on_pass
         self._models: dict[torch.dtype, Reference] = {}
         self._expected: dict[tuple[object, ...], Expected] = {}
         self._stepped: dict[tuple[object, ...], Stepped] = {}
@@ -362,31 +364,31 @@ class ReferenceCheckpoint:
         self._stepped.clear()
 
     def _results_of(self, batch: str, case: Case, folder: Path | None) -> Expected:
-        key = (batch, case.multiple, case.dtype, case.gradients)
+        key = (batch, case.length_multiple, case.dtype, case.gradients)
         if key not in self._expected:
             with computing_in(case.torch_dtype):
-                built = build_batch(batch, self.architecture, multiple=case.multiple)
+                built = build_batch(batch, self.architecture, multiple=case.length_multiple)
             model = self.model(case.torch_dtype, weights_in_files=case.weights_in_files)
-            expected = model.run(built, gradients=case.gradients)
+            expected = model.compute_expected(built, gradients=case.gradients)
             if folder is not None:
                 saved = SavedTensors(folder / f"{batch} {case.dtype}", expected.gradients.items())
                 expected = replace(expected, gradients=saved)
                 model.model.zero_grad(set_to_none=True)
             self._expected[key] = expected
-            self._passed()
+            self._on_pass()
         return self._expected[key]
 
     def _step_on(
         self, expected: Expected, case: Case, adamw: AdamW, folder: Path | None
     ) -> Stepped:
-        key = (expected.batch.name, case.multiple, case.dtype, adamw, case.overlaps_gather)
+        key = (expected.batch.name, case.length_multiple, case.dtype, adamw, case.overlaps_gather)
         if key not in self._stepped:
             model = self.model(case.torch_dtype, weights_in_files=case.weights_in_files)
             del self._models[case.torch_dtype]
             norm = model.step(expected.gradients, adamw)
             logits: tuple[Tensor, ...] = ()
             if case.overlaps_gather:
-                logits = model.run(expected.batch, gradients=False).logits
+                logits = model.compute_expected(expected.batch, gradients=False).logits
             parameters: Mapping[str, Tensor] = {n: p.detach() for n, p in model.trained.items()}
             if folder is not None:
                 parameters = SavedTensors(folder / "step", parameters.items())

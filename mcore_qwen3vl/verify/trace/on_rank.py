@@ -88,7 +88,7 @@ def _compare_weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measu
         if part.name in of_adapter:
             stored = of_adapter[part.name][part.box]
         else:
-            stored = checkpoint.read(part.name, part.box)
+            stored = checkpoint.read_tensor(part.name, part.box)
         right = cast(stored, part.local.dtype, part.name)
         return measure(part.local.cpu(), right, bitwise=True, main=part.main)
 

@@ -223,7 +223,7 @@ def record(
             module = reference.network.get_submodule(point.module)
             hook = module.register_forward_hook(partial(keep_value, point), with_kwargs=True)
             stack.callback(hook.remove)
-        expected = reference.run(batch, gradients=gradients)
+        expected = reference.compute_expected(batch, gradients=gradients)
     micro, copies = batch.micro_batches[0], len(batch.micro_batches)
     recording = Recording(points, micro, {}, {}, expected)
     for point in points:

@@ -157,7 +157,7 @@ def trace(
     examined_config = Architecture.from_hf(config)
     _check_same_shape(architecture, examined_config)
     if micro is None:
-        micro = reference.micro_batch(batch, case.multiple)
+        micro = reference.micro_batch(batch, case.length_multiple)
     copies = case.layout.dp * (case.layout.pp if case.layout.vpp > 1 else 1)
     repeated = Batch(batch, (micro,) * copies)
     case.validate(architecture, (repeated,))

@@ -300,7 +300,7 @@ def test_any_box_can_be_read(sources: Sources, kind: str) -> None:
         (LAYER + "mlp.gate.weight", (slice(1, 2),)),
     ]
     for name, box in boxes:
-        found = checkpoint.read(name, box, torch.float32)
+        found = checkpoint.read_tensor(name, box, torch.float32)
         assert torch.equal(found, meant[name][box].float()), (name, box)
 
 

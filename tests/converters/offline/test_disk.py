@@ -122,7 +122,7 @@ def test_source_is_cut_short_while_it_is_read(
     files = [*source.glob("*.safetensors"), *source.rglob("*.distcp")]
     sound = {file: (file.read_bytes(), file.stat()) for file in files}
     conversion = to_mcore.ToMcore if direction == "hf-to-mcore" else to_hf.ToHuggingFace
-    run = conversion.run
+    run = conversion.run_unit
 
     def cut_at_third(self: Any, unit: Any, *args: Any) -> Any:
         if unit.name.endswith(("_3.distcp", ":3")):
@@ -132,7 +132,7 @@ def test_source_is_cut_short_while_it_is_read(
 
     target = tmp_path / "target"
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "run", cut_at_third)
+        patch.setattr(conversion, "run_unit", cut_at_third)
         assert command(direction, source, target) == 2
     for file, (content, stat) in sound.items():
         file.write_bytes(content)

@@ -55,7 +55,7 @@ def test_padding_that_ends_a_sample_is_attended_to_as_a_part_of_it() -> None:
         max_seqlen_q=13,
         max_seqlen_kv=13,
     )
-    packed = PackedSequence.of(params, CPU)
+    packed = PackedSequence.from_params(params, CPU)
     assert packed.bounds == (0, 8, 24)
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 8, 24]
     assert packed.cu_seqlens_q_padded is packed.cu_seqlens_kv_padded is None

@@ -117,7 +117,7 @@ def test_what_cannot_work_is_refused(overrides: dict[str, Any], message: str) ->
 
 def test_all_layers_of_a_micro_batch_hand_the_kernels_the_same_bounds() -> None:
     """flash-linear-attention keeps the indices that it makes of a tensor, by its identity."""
-    packed = PackedSequence.of(PACKING, torch.device("cpu"))
+    packed = PackedSequence.from_params(PACKING, torch.device("cpu"))
     bounds = delta_net._packing(packed)["cu_seqlens_cpu"]
     assert bounds.tolist() == [0, 7, 7, 20, LENGTH]
     assert delta_net._packing(packed)["cu_seqlens_cpu"] is bounds
@@ -171,7 +171,7 @@ def test_the_kernels_get_and_give_what_plain_torch_does(monkeypatch: pytest.Monk
     draw = torch.Generator().manual_seed(5)
     x = torch.randn(1, LENGTH, 6, generator=draw)
     weight, earlier = torch.randn(6, 4, generator=draw), torch.randn(1, 3, 6, generator=draw)
-    packed = PackedSequence.of(PACKING, torch.device("cpu"))
+    packed = PackedSequence.from_params(PACKING, torch.device("cpu"))
     convolve, apply_rule = delta_net._KERNELS
     for samples, bounds, before in ((packed, packed.bounds, None), (None, (0, LENGTH), earlier)):
         expected = causal_convolution(x, weight, bounds, before)

@@ -31,7 +31,7 @@ def test_products_and_gradients(counts: list[int], shape: tuple[int, int], on: s
     width, out = shape
     given = [torch.randn(sum(counts), width), torch.randn(len(counts), out, width)]
     ours, theirs = ([x.clone().requires_grad_() for x in given] for _ in range(2))
-    groups = Groups.of(counts if on == "list" else torch.tensor(counts), given[0].device)
+    groups = Groups.from_counts(counts if on == "list" else torch.tensor(counts), given[0].device)
     result, expected = grouped_product(*ours, groups), one_by_one(*theirs, counts)
     torch.testing.assert_close(result, expected)
     gradient = torch.randn_like(expected)
@@ -53,7 +53,7 @@ def test_products_and_gradients(counts: list[int], shape: tuple[int, int], on: s
 )
 def test_when_the_kernel_is_taken(shape: tuple[int, int], dtype: torch.dtype, calls: int) -> None:
     rows, matrices = torch.randn(9, shape[0]), torch.randn(4, *shape[::-1])
-    groups = Groups.of(COUNTS, rows.device)
+    groups = Groups.from_counts(COUNTS, rows.device)
     with mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as kernel:
         result = grouped_product(rows.to(dtype), matrices.to(dtype), groups)
     assert (kernel.call_count, result.dtype) == (calls, dtype)
@@ -74,7 +74,7 @@ def test_what_the_kernel_leaves_for_no_rows_is_no_gradient(counts: list[int]) ->
     """On Blackwell the kernel leaves groups without rows unwritten: pytorch/pytorch#172439."""
     rows, matrices = torch.randn(9, 12), torch.randn(4, 20, 12, requires_grad=True)
     with Unwritten():
-        grouped_product(rows, matrices, Groups.of(counts, rows.device)).sum().backward()
+        grouped_product(rows, matrices, Groups.from_counts(counts, rows.device)).sum().backward()
     assert matrices.grad is not None
     sums = torch.stack([run.sum(0) for run in rows.split(counts)])
     torch.testing.assert_close(matrices.grad, sums[:, None].expand(-1, 20, -1))
@@ -86,12 +86,12 @@ def test_rows_at_an_odd_address_do_without_the_kernel() -> None:
     assert not experts._has_kernel(rows, matrices)
     expected = one_by_one(rows, matrices, COUNTS)
     torch.testing.assert_close(
-        grouped_product(rows, matrices, Groups.of(COUNTS, rows.device)), expected
+        grouped_product(rows, matrices, Groups.from_counts(COUNTS, rows.device)), expected
     )
 
 
 def test_sizes_on_the_host() -> None:
-    groups = Groups.of(torch.tensor(COUNTS), torch.device("cpu"))
+    groups = Groups.from_counts(torch.tensor(COUNTS), torch.device("cpu"))
     assert groups.sizes == COUNTS
     assert groups.ends.tolist() == [3, 3, 8, 9]
     assert groups.ends.dtype == torch.int32

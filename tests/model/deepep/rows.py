@@ -12,7 +12,7 @@ from mcore_qwen3vl.verify.parity.matrix import (
     SELECTIVE_MOE,
     SHARDED,
     MatrixRow,
-    uniform,
+    recompute_uniform,
 )
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -37,28 +37,28 @@ def under(backend: str, row: MatrixRow) -> MatrixRow:
 _EXCHANGED = (
     MatrixRow("moe", "ep2xdp2"),
     MatrixRow("moe", "tp2xep2+sp"),
-    MatrixRow.of("moe", "ep4xdp4", "images", "imageless", "packed", **OVERLAPPED),
-    MatrixRow.of("moe", "cp2xep2", "video", "packed", "padded"),
-    MatrixRow.of("moe", "tp2xetp2+sp", "mixed", "packed"),
-    MatrixRow.of("moe", "tp2xep2xetp2xdp2+sp", "mixed", "packed", "padded"),
-    MatrixRow.of("moe", "tp2xpp2xep2+sp", "mixed", "packed", "ragged"),
-    MatrixRow.of("moe", "pp2xep2xdp2+E|tt|tt|L", "mixed", "imageless"),
-    MatrixRow.of("moe-mixed", "pp2xep2xdp2", "images", "padded"),
-    MatrixRow.of("moe", "tp2xep2+sp", "mixed", "packed", **uniform(4)),
-    MatrixRow.of("moe", "ep2xdp2", "packed", **SELECTIVE_MOE),
-    MatrixRow.of("moe-all", "tp2xep2+sp", "packed", note="bf16", dtype="bf16"),
+    MatrixRow.build("moe", "ep4xdp4", "images", "imageless", "packed", **OVERLAPPED),
+    MatrixRow.build("moe", "cp2xep2", "video", "packed", "padded"),
+    MatrixRow.build("moe", "tp2xetp2+sp", "mixed", "packed"),
+    MatrixRow.build("moe", "tp2xep2xetp2xdp2+sp", "mixed", "packed", "padded"),
+    MatrixRow.build("moe", "tp2xpp2xep2+sp", "mixed", "packed", "ragged"),
+    MatrixRow.build("moe", "pp2xep2xdp2+E|tt|tt|L", "mixed", "imageless"),
+    MatrixRow.build("moe-mixed", "pp2xep2xdp2", "images", "padded"),
+    MatrixRow.build("moe", "tp2xep2+sp", "mixed", "packed", **recompute_uniform(4)),
+    MatrixRow.build("moe", "ep2xdp2", "packed", **SELECTIVE_MOE),
+    MatrixRow.build("moe-all", "tp2xep2+sp", "packed", note="bf16", dtype="bf16"),
 )
 _SPLIT = (
-    MatrixRow.of("moe", "ep2xdp2", "mixed", "packed", "imageless", **EXPERTS),
-    MatrixRow.of("moe", "tp2xep2+sp", "packed", "padded", **EXPERTS),
-    MatrixRow.of("moe", "tp2xpp2xvpp2xep2+sp", "mixed", "packed", "ragged", **EXPERTS),
-    MatrixRow.of("moe-mixed", "ep2xdp2", "mixed", "packed", **EXPERTS),
+    MatrixRow.build("moe", "ep2xdp2", "mixed", "packed", "imageless", **EXPERTS),
+    MatrixRow.build("moe", "tp2xep2+sp", "packed", "padded", **EXPERTS),
+    MatrixRow.build("moe", "tp2xpp2xvpp2xep2+sp", "mixed", "packed", "ragged", **EXPERTS),
+    MatrixRow.build("moe-mixed", "ep2xdp2", "mixed", "packed", **EXPERTS),
 )
 _LORA = (
-    MatrixRow.of("moe", "ep2xdp2", "mixed", "imageless", lora="experts"),
-    MatrixRow.of("moe", "tp2xep2xetp2xdp2+sp", lora="down of experts", **SHARDED),
-    MatrixRow.of("moe", "tp2xpp2xep2+sp", lora="whole router"),
-    MatrixRow.of("moe-mixed", "tp2xep2+sp", "packed", lora="experts and MLP"),
+    MatrixRow.build("moe", "ep2xdp2", "mixed", "imageless", lora="experts"),
+    MatrixRow.build("moe", "tp2xep2xetp2xdp2+sp", lora="down of experts", **SHARDED),
+    MatrixRow.build("moe", "tp2xpp2xep2+sp", lora="whole router"),
+    MatrixRow.build("moe-mixed", "tp2xep2+sp", "packed", lora="experts and MLP"),
 )
 
 

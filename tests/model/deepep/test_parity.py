@@ -39,7 +39,7 @@ def deep_ep() -> Iterator[None]:
     ],
 )
 def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
-    report = matrix.run(row)
+    report = matrix.compare_row(row)
     report.require()
     assert {part for _, part in report.parts()} >= {"logits", "loss", "gradients"}
 
@@ -61,7 +61,7 @@ def test_outputs_of_experts_that_one_rank_does_not_return(
         return send_back(self, torch.zeros_like(values) if last else values)
 
     monkeypatch.setattr(route, "send_back", without_last)
-    assert worst(matrix.run(under(backend, MIXED)), "logits") > FAR_OFF
+    assert worst(matrix.compare_row(under(backend, MIXED)), "logits") > FAR_OFF
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_gradients_of_the_routers_weights_that_do_not_return(
         return combine(self, *args, **kwargs)
 
     monkeypatch.setattr(buffer, name, forgetful)
-    report = matrix.run(under(backend, MIXED))
+    report = matrix.compare_row(under(backend, MIXED))
     assert worst(report, "logits") < 2e-5
     assert worst(report, "gradients", "mlp.gate.weight") > FAR_OFF
 
@@ -98,7 +98,7 @@ def test_lengths_that_differ_are_padded_for_hybridep(matrix: Matrix, monkeypatch
     """A model for batches of different lengths pads them by itself; HybridEP refuses others."""
     monkeypatch.setitem(BACKENDS, "hybridep", {})
     ragged = under("hybridep", MatrixRow("moe", "ep2xdp2", ("ragged",)))
-    matrix.run(ragged).require()
+    matrix.compare_row(ragged).require()
     ragged.options["config"]["variable_seq_lengths"] = False
     with pytest.raises(RanksFailed, match="tokens"):
-        matrix.run(ragged)
+        matrix.compare_row(ragged)

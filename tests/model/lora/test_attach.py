@@ -21,7 +21,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import attach as attaching
 from mcore_qwen3vl.model.lora.adapter import GroupedSite, Kind, Pair, Place, Site
-from mcore_qwen3vl.model.lora.attach import attach, freezing, whole
+from mcore_qwen3vl.model.lora.attach import adapter_freezing, attach, whole_patterns
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
@@ -51,8 +51,8 @@ def adapted(
     names = [*ATTENTION, "model.visual.blocks.1.attn.proj.weight"]
     names += [f"{LAYER}mlp.experts.gate_up_proj"] if moe else [f"{LAYER}mlp.down_proj.weight"]
     attach(chunk, dict.fromkeys(names, Target()), dropout=dropout)
-    choice = freezing()
-    choice.train(whole(chunk, ["model.visual.merger.norm.bias"]))
+    choice = adapter_freezing()
+    choice.train(whole_patterns(chunk, ["model.visual.merger.norm.bias"]))
     choice.apply(chunk)
     for parameter in chunk.adapter.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -144,7 +144,7 @@ def rows_of_factors(layout: Layout) -> dict[str, tuple[int, bool]]:
     """Return, for each B, its number of rows on this rank and whether it trains."""
     chunk = build(layout, num_key_value_heads=2)
     attach(chunk, dict.fromkeys(ATTENTION, Target()))
-    freezing().apply(chunk)
+    adapter_freezing().apply(chunk)
     return {p.name: (len(p.lora_B), p.lora_B.requires_grad) for _, p in chunk.adapter.pairs()}
 
 
@@ -164,7 +164,7 @@ def refused() -> None:
     with pytest.raises(BadInput, match=r"LoRA on .*q_norm.weight is not supported"):
         attach(chunk, {f"{LAYER}self_attn.q_norm.weight": Target()})
     with pytest.raises(BadInput, match=r"k_proj.weight in one weight with .*q_proj"):
-        list(whole(chunk, [ATTENTION[1]]))
+        list(whole_patterns(chunk, [ATTENTION[1]]))
     attach(chunk, {ATTENTION[0]: Target()})
     with pytest.raises(BadInput, match="has an adapter already"):
         attach(chunk, {ATTENTION[0]: Target()})
@@ -196,7 +196,7 @@ def dropped_outputs(layout: Layout) -> dict[str, Any]:
     x = torch.ones(500, 1, site.pairs[0].places["lora_A"].shape[1])
     chunk.train()
     torch.manual_seed(5)
-    parts = site._down(x, [pair.lora_A for pair in site.pairs]).split(4, -1)
+    parts = site._apply_a(x, [pair.lora_A for pair in site.pairs]).split(4, -1)
     return {"outputs": outputs, "parts": [part.detach() for part in parts]}
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("row", LORA_ROWS, ids=str)
 def test_equals_peft(matrix: Matrix, row: MatrixRow) -> None:
-    report = matrix.run(row)
+    report = matrix.compare_row(row)
     report.require()
     adapter = matrix.reference(row.model, lora=row.lora).adapter
     assert adapter is not None

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
-    report = matrix.run(row)
+    report = matrix.compare_row(row)
     report.require()
     parts = {part for _, part in report.parts()}
     assert parts >= {"logits", "loss", "gradients"}
@@ -45,14 +45,14 @@ def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
 def test_the_torch_spec_permutes_with_transformer_engine(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch, row: MatrixRow
 ) -> None:
-    matrix.run(row).require()
+    matrix.compare_row(row).require()
 
     def refuse(*_: object) -> None:
         raise RuntimeError("its permutation")
 
     monkeypatch.setattr("transformer_engine.pytorch.triton.permutation.make_row_id_map", refuse)
     with pytest.raises(Exception, match="its permutation"):
-        matrix.run(row)
+        matrix.compare_row(row)
 
 
 @pytest.mark.parametrize("layout", ["single", "cp2", "tp2xcp2+sp"])
@@ -75,7 +75,7 @@ def test_samples_that_end_in_padding(
         )
 
     monkeypatch.setattr(on_rank, "_packing", packing)
-    matrix.run(with_te(MatrixRow("dense", layout, ("packed",)))).require()
+    matrix.compare_row(with_te(MatrixRow("dense", layout, ("packed",)))).require()
 
 
 def test_all_batches_of_the_command(matrix: Matrix) -> None:
@@ -89,10 +89,10 @@ def test_padding_on_the_left_is_refused(matrix: Matrix, monkeypatch: pytest.Monk
     """Parity refuses it before it starts ranks, and the model where the mask is on the host."""
     row = MatrixRow("dense", "single", ("padded-left",), {"spec": "te"})
     with pytest.raises(BadInput, match="padded-left is padded on the left"):
-        matrix.run(row)
+        matrix.compare_row(row)
     monkeypatch.setattr(Batch, "padded_left", False)
     with pytest.raises(BadInput, match="pad there, or use the torch spec"):
-        matrix.run(row)
+        matrix.compare_row(row)
 
 
 def test_rows_differ_and_all_have_the_te_spec() -> None:
@@ -133,4 +133,4 @@ def test_the_torch_specs_router_multiplies_in_float32(
         return product(rounded(left), transa, rounded(right), transb)
 
     monkeypatch.setattr(gemm, "_product", in_tf32)
-    matrix.run(MatrixRow("moe", "single", ("mixed",))).require()
+    matrix.compare_row(MatrixRow("moe", "single", ("mixed",))).require()

@@ -37,12 +37,12 @@ def row(model: str, layout: str, batch: str, lora: str = "", **config: Any) -> M
 
 @pytest.mark.parametrize("epsilon", [1e-5, 0.021])
 def test_epsilon_of_the_fused_norms(matrix: Matrix, epsilon: float) -> None:
-    report = matrix.run(row("epsilon", "single", "mixed", layernorm_epsilon=epsilon))
+    report = matrix.compare_row(row("epsilon", "single", "mixed", layernorm_epsilon=epsilon))
     assert worst(report, "logits") > FAR_OFF
 
 
 def test_gamma_is_not_zero_centred(matrix: Matrix) -> None:
-    report = matrix.run(row("dense", "single", "mixed", layernorm_zero_centered_gamma=True))
+    report = matrix.compare_row(row("dense", "single", "mixed", layernorm_zero_centered_gamma=True))
     assert worst(report, "logits") > FAR_OFF
 
 
@@ -51,7 +51,7 @@ def test_samples_of_a_pack_are_apart(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     """Errors show when attention alone takes a pack for one sample."""
-    complete = PackedSequence.of.__func__  # type: ignore[attr-defined]
+    complete = PackedSequence.from_params.__func__  # type: ignore[attr-defined]
 
     def of(cls: Any, params: Any, device: Any) -> Any:
         packed = complete(cls, params, device)
@@ -65,8 +65,8 @@ def test_samples_of_a_pack_are_apart(
             max_seqlen_kv=length,
         )
 
-    monkeypatch.setattr(PackedSequence, "of", classmethod(of))
-    assert worst(matrix.run(row("dense", layout, "packed")), "logits") > FAR_OFF
+    monkeypatch.setattr(PackedSequence, "from_params", classmethod(of))
+    assert worst(matrix.compare_row(row("dense", layout, "packed")), "logits") > FAR_OFF
 
 
 def test_deepstack_is_added(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_deepstack_is_added(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> 
         return TransformerLayer.forward(self, *args, **kwargs)[0], context
 
     monkeypatch.setattr(layer.DeepStackLayer, "forward", without)
-    report = matrix.run(row("dense", "single", "image"))
+    report = matrix.compare_row(row("dense", "single", "image"))
     assert worst(report, "logits") > FAR_OFF
     assert worst(report, "gradients", "visual.deepstack_merger_list") > FAR_OFF
 
@@ -89,7 +89,7 @@ def test_rotary_axes_alternate(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) 
         self.axis = torch.arange(3).repeat_interleave(torch.tensor(architecture.mrope_section))
 
     monkeypatch.setattr(InterleavedMRoPE, "__init__", chunked)
-    assert worst(matrix.run(row("dense", "tp2+sp", "mixed")), "logits") > FAR_OFF
+    assert worst(matrix.compare_row(row("dense", "tp2+sp", "mixed")), "logits") > FAR_OFF
 
 
 @pytest.mark.parametrize("batch", ["mixed", "packed"])
@@ -102,7 +102,7 @@ def test_context_parallel_ranks_hold_two_chunks(
         return torch.arange(seq_len).chunk(cp_size)[cp_rank]
 
     monkeypatch.setattr(qwen3vl, "local_positions", in_order)
-    assert worst(matrix.run(row("dense", "cp2", batch)), "logits") > FAR_OFF
+    assert worst(matrix.compare_row(row("dense", "cp2", batch)), "logits") > FAR_OFF
 
 
 def test_adapters_beside_a_fused_norm_take_its_output(
@@ -116,7 +116,7 @@ def test_adapters_beside_a_fused_norm_take_its_output(
             module.return_layernorm_output = False
 
     monkeypatch.setattr(attach, "_install", unnormed)
-    report = matrix.run(row("dense", "single", "mixed", "language"))
+    report = matrix.compare_row(row("dense", "single", "mixed", "language"))
     assert worst(report, "logits") > FAR_OFF
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
 
@@ -129,4 +129,4 @@ def test_adapters_of_grouped_experts_keep_their_order(
         "__init__",
         lambda self, sites: setattr(self, "_sites", [*sites][::-1]),
     )
-    assert worst(matrix.run(row("moe", "single", "mixed", "experts")), "logits") > FAR_OFF
+    assert worst(matrix.compare_row(row("moe", "single", "mixed", "experts")), "logits") > FAR_OFF

@@ -39,7 +39,7 @@ def test_every_flag_of_the_installed_megatron_is_sorted_once(
     """For another version, write its flags to a file named after it, each below what it does."""
     lines = flag_list(version("megatron-core")).read_text().splitlines()
     assert sorted(line for line in lines if line.startswith("--")) == sorted(megatron_flags)
-    sorting = Sorting.installed()
+    sorting = Sorting.for_installed()
     assert sorting is not None
     assert sorting.known == megatron_flags.keys()
     assert all([*sorting.refused.values(), *sorting.no_effect.values()])
@@ -64,7 +64,7 @@ TURNED_INTO_OTHERS = re.compile(
 def test_what_is_said_to_reach_the_run_is_read_by_something(
     megatron_flags: dict[str, str],
 ) -> None:
-    sorting, megatron = Sorting.installed(), find_spec("megatron.core")
+    sorting, megatron = Sorting.for_installed(), find_spec("megatron.core")
     assert sorting is not None
     assert megatron is not None
     assert megatron.origin is not None

@@ -23,12 +23,12 @@ def test_no_stage_waits_for_measuring_in_a_group_with_a_short_timeout(
     open_data, wait = DataProvider._loader, provider.wait_for_measuring
 
     def opened_late(self: DataProvider, *given: Any, **more: Any) -> Any:
-        if provider.reads():
+        if provider.rank_reads():
             assert patient.wait(30), "the later stage waits for the reader elsewhere"
         return open_data(self, *given, **more)
 
     def waited_for() -> None:
-        if not provider.reads():
+        if not provider.rank_reads():
             patient.set()
         wait()
 

@@ -11,7 +11,7 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.checkpoints.run_checkpoints import explained_save
+from mcore_qwen3vl.training.checkpoints.run_checkpoints import explain_save_errors
 from mcore_qwen3vl.verify import job as jobs
 from mcore_qwen3vl.verify.job import Job, train
 
@@ -42,5 +42,5 @@ def test_the_checkpoint_before_is_kept_and_the_message_says_how_to_go_on(
 
 
 def test_another_failure_is_raised_as_it_was(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), explained_save(str(tmp_path), 1):
+    with pytest.raises(ZeroDivisionError), explain_save_errors(str(tmp_path), 1):
         raise ZeroDivisionError

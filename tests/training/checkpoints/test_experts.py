@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.checkpoints.optimizer import regrouped
+from mcore_qwen3vl.training.checkpoints.optimizer import regroup
 from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, whole_and_half
 from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
 
@@ -23,7 +23,7 @@ def saved(*groups: dict[str, Any]) -> dict[str, Any]:
 
 def test_one_optimizers_state_serves_two_of_which_a_rank_may_own_nothing() -> None:
     state = {**saved(group(1.0, False), group(2.0, False)), 1: {"param_state": "asked"}}
-    found = regrouped(state, 2)
+    found = regroup(state, 2)
     assert list(found) == [0, 1]
     assert "param_state" not in found[0]
     assert found[1]["param_state"] == "asked"
@@ -37,7 +37,7 @@ def test_one_optimizers_state_serves_two_of_which_a_rank_may_own_nothing() -> No
 
 def test_the_state_of_two_serves_one() -> None:
     parts = {0: saved(group(1.0, False)), 1: saved(group(2.0, True))}
-    found = regrouped({**parts, "param_state": "asked"}, 1)
+    found = regroup({**parts, "param_state": "asked"}, 1)
     assert found["param_state"] == "asked"
     assert found["param_state_sharding_type"] == "some"
     groups = found["optimizer"]["param_groups"]
@@ -48,7 +48,7 @@ def test_the_state_of_two_serves_one() -> None:
 
 def test_the_same_number_stays_as_it_is() -> None:
     state = {0: saved(group(1.0, False)), 1: saved(group(2.0, True))}
-    assert regrouped(state, 2) is state
+    assert regroup(state, 2) is state
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.attach import attach, freezing, trained_names
+from mcore_qwen3vl.model.lora.attach import adapter_freezing, attach, trained_names
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import tiny_config
@@ -77,7 +77,7 @@ class Trained:
         initialize(layout)
         architecture = Architecture.from_hf(tiny_config(**model.config))
         chunks = build_chunks(architecture, layout)
-        choice = freezing() if model.lora else Freezing(model.frozen, ())
+        choice = adapter_freezing() if model.lora else Freezing(model.frozen, ())
         for chunk in chunks:
             if model.lora:
                 attach(chunk, {name: SimpleNamespace(r=4, scaling=0.5) for name in adapted(chunk)})

@@ -30,7 +30,7 @@ def report(path: Path) -> dict[str, float]:
     rank = dist.get_rank()
     for _ in range(1 + rank):
         recorder.count(batch(architecture, image=rank == 0))
-    with recorder.paused():
+    with recorder.pause():
         next(seconds)  # time that the report leaves out
     return recorder.report(dist.group.WORLD)
 
@@ -129,11 +129,11 @@ def test_a_full_disk_of_tensorboard_is_one_line(
             writer.flush()
 
     said = rf"files in {tmp_path} cannot be written: File too large\. Make room"
-    explained = metrics.explained_tensorboard(str(tmp_path))
+    explained = metrics.explain_tensorboard_errors(str(tmp_path))
     with full_disk(1000), pytest.raises(BadInput, match=said), explained:
         fill()
     assert shown == []
-    with pytest.raises(OSError, match="mine"), metrics.explained_tensorboard(str(tmp_path)):
+    with pytest.raises(OSError, match="mine"), metrics.explain_tensorboard_errors(str(tmp_path)):
         raise OSError("mine")
 
 

@@ -27,8 +27,8 @@ def test_values_and_defaults(dense: Path) -> None:
     found = parsed(
         dense, "--loss", "dpo", "--dpo-beta", "0.4", "--rpo-alpha", "2", "--lora-rank", "4"
     )
-    assert found.preference.of_pairs("dpo") == Preference(beta=0.4, rpo_alpha=2.0)
-    of_simpo, of_orpo = (PreferenceSettings().of_pairs(loss) for loss in ("simpo", "orpo"))
+    assert found.preference.pair_settings("dpo") == Preference(beta=0.4, rpo_alpha=2.0)
+    of_simpo, of_orpo = (PreferenceSettings().pair_settings(loss) for loss in ("simpo", "orpo"))
     assert of_simpo == Preference("simpo", 2.0, gamma=1.0)
     assert of_orpo == Preference("orpo", 0.1, rpo_alpha=1.0)
 

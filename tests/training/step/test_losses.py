@@ -59,7 +59,7 @@ def test_what_is_no_pair_of_scalars_is_refused(found: Any, told: str) -> None:
 
     batch: Any = SimpleNamespace(loss_weights=torch.ones(1, 4))
     with pytest.raises(BadInput, match=r"mine returned .*a pair of scalar tensors") as refused:
-        losses.of_tokens(mine)(batch, torch.arange(4), torch.ones(1, 4))
+        losses.token_objective(mine)(batch, torch.arange(4), torch.ones(1, 4))
     assert told in str(refused.value)
 
 
@@ -97,7 +97,7 @@ def test_units_count_for_their_data_set(
     monkeypatch.setattr(losses.parallel_state, "get_context_parallel_world_size", lambda: 2)
     each = torch.tensor([1.0, 2.0, 5.0], requires_grad=True)
     batch: Any = SimpleNamespace(data_sets=data_sets, groups=groups)
-    found = losses.of_units(each.sum(), batch, {"loss": each, "other": -each})
+    found = losses.reduce_units(each.sum(), batch, {"loss": each, "other": -each})
     assert float(found.normaliser) == 1.5
     parts = {name: (float(a), float(b)) for name, (a, b) in found.data_sets.items()}
     assert parts == {"a": (3.0, 1.0), "b": (1.0, 0.5)}

@@ -41,7 +41,7 @@ def test_the_last_ranks_of_imageless_have_no_image(architecture):
     batch = build_batch("imageless", architecture)
     has_image = [micro.visual is not None for micro in batch.micro_batches]
     assert has_image == [True, True, False, False]
-    assert [list(batch.of_rank(rank, 2)) for rank in range(2)] == [[0, 1], [2, 3]]
+    assert [list(batch.numbers_of_rank(rank, 2)) for rank in range(2)] == [[0, 1], [2, 3]]
 
 
 def test_every_sample_of_a_pack_starts_where_cu_seqlens_says(architecture):

@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[str, str, str, str, Patch]] = {
     "decay of weights in bf16": ("qwen3.5", "single", "text", "logits", round_decays),
     "padding not zero": (
         *("qwen3.5", "single", "padded-left", "logits"),
-        lambda patch: patch.setattr(DeltaNet, "_without_padding", lambda self, x, mask: x),
+        lambda patch: patch.setattr(DeltaNet, "_zero_padding", lambda self, x, mask: x),
     ),
     "gradient of each rank's heads": (
         *("qwen3.5", "tp2", "text", "gradients"),
@@ -110,7 +110,7 @@ FAULTS: dict[str, tuple[str, str, str, str, Patch]] = {
 def test_a_mistake_is_seen(name: str, matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
     model, layout, batch, part, plant = FAULTS[name]
     plant(monkeypatch)
-    report = matrix.run(MatrixRow(model, layout, (batch,)))
+    report = matrix.compare_row(MatrixRow(model, layout, (batch,)))
     failed = {p for (_, p), summary in report.parts().items() if summary.failed}
     assert part in failed
     assert ("logits" in failed) == (part == "logits")  # otherwise another mistake was made

@@ -33,7 +33,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS)
 def test_equals_peft(matrix: Matrix, row: MatrixRow) -> None:
-    report = matrix.run(row)
+    report = matrix.compare_row(row)
     report.require()
     expected = {"logits", "loss", "gradients", "parameters", "gradient norm"}
     if row.options.get("overlap") and row.options.get("distributed_optimizer"):

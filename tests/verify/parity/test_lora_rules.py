@@ -25,7 +25,7 @@ def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: A
 
     def wrong(self: adapter.Kind, pair: Pair, weight: Any) -> None:
         original(self, pair, weight)
-        if self.cut == cut and self.expert == expert:
+        if self.partition_dim == cut and self.expert == expert:
             for factor in (pair.lora_A, pair.lora_B):
                 if hasattr(factor, mark):
                     setattr(factor, mark, value)
@@ -35,7 +35,7 @@ def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: A
 
 def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) -> None:
     monkeypatch.setattr(adapter, "column", lambda group, linear: adapter.local)
-    report = matrix.run(MatrixRow.of("dense", "tp2", "image", lora="mixed ranks"))
+    report = matrix.compare_row(MatrixRow.build("dense", "tp2", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.weight.lora_B") > FAR_OFF  # its input is wrong
     assert worst(report, "logits") < 2e-5
@@ -43,7 +43,7 @@ def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) 
 
 def test_a_beside_a_column_is_summed_over_tp(matrix: Matrix, monkeypatch: Any) -> None:
     marking(monkeypatch, 0, False, "sequence_parallel", False)
-    report = matrix.run(MatrixRow.of("dense", "tp2+sp", "image", lora="mixed ranks"))
+    report = matrix.compare_row(MatrixRow.build("dense", "tp2+sp", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "gate_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "gate_proj.weight.lora_B") < 2e-5
     assert worst(report, "logits") < 2e-5
@@ -51,7 +51,7 @@ def test_a_beside_a_column_is_summed_over_tp(matrix: Matrix, monkeypatch: Any) -
 
 def test_b_beside_a_row_is_summed_over_tp(matrix: Matrix, monkeypatch: Any) -> None:
     marking(monkeypatch, 1, False, "sequence_parallel", False)
-    report = matrix.run(MatrixRow.of("dense", "tp2+sp", "image", lora="mixed ranks"))
+    report = matrix.compare_row(MatrixRow.build("dense", "tp2+sp", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "o_proj.weight.lora_B") > FAR_OFF
     assert worst(report, "gradients", "o_proj.weight.lora_A") < 2e-5
     assert worst(report, "logits") < 2e-5
@@ -69,14 +69,14 @@ def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: A
         return slicing
 
     monkeypatch.setattr(adapter, "column", column)
-    report = matrix.run(MatrixRow.of("dense", "tp2+sp", "image", lora="mixed ranks"))
+    report = matrix.compare_row(MatrixRow.build("dense", "tp2+sp", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "up_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "logits") < 2e-5
 
 
 def test_a_cut_factor_is_counted_on_every_rank(matrix: Matrix, monkeypatch: Any) -> None:
     marking(monkeypatch, 0, False, "tensor_model_parallel", False)
-    report = matrix.run(MatrixRow.of("dense", "tp2", "image", lora="mixed ranks"))
+    report = matrix.compare_row(MatrixRow.build("dense", "tp2", "image", lora="mixed ranks"))
     assert worst(report, "gradient norm") > FAR_OFF
     assert worst(report, "gradients") < 2e-5
 
@@ -88,14 +88,14 @@ def test_vision_factors_are_reduced_as_the_tower(
     """Frames are divided over TP: a rank's gradient is a part, or twice a part without SP."""
     for mark in ("sequence_parallel", "average_gradients_across_tp_domain"):
         marking(monkeypatch, None, False, mark, False)
-    report = matrix.run(MatrixRow.of("dense", layout, "image", lora="everything"))
+    report = matrix.compare_row(MatrixRow.build("dense", layout, "image", lora="everything"))
     assert worst(report, "gradients", "visual") > FAR_OFF
     assert worst(report, "gradients", "language_model") < 2e-5
 
 
 def test_router_factors_see_this_ranks_tokens_only(matrix: Matrix, monkeypatch: Any) -> None:
     marking(monkeypatch, None, False, "sequence_parallel", False)
-    report = matrix.run(MatrixRow.of("moe", "tp2+sp", "image", lora="router"))
+    report = matrix.compare_row(MatrixRow.build("moe", "tp2+sp", "image", lora="router"))
     assert worst(report, "gradients", "mlp.gate.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "mlp.gate.weight.lora_B") > FAR_OFF
     assert worst(report, "logits") < 2e-5
@@ -103,15 +103,15 @@ def test_router_factors_see_this_ranks_tokens_only(matrix: Matrix, monkeypatch: 
 
 def test_expert_factors_are_reduced_over_their_own_ranks(matrix: Matrix, monkeypatch: Any) -> None:
     marking(monkeypatch, None, True, "allreduce", True)
-    report = matrix.run(MatrixRow.of("moe", "ep2xdp2", "image", lora="experts"))
+    report = matrix.compare_row(MatrixRow.build("moe", "ep2xdp2", "image", lora="experts"))
     assert worst(report, "gradients", "experts.gate_up_proj") > FAR_OFF
     assert worst(report, "gradients", "experts.down_proj") > FAR_OFF
     assert worst(report, "gradients", "self_attn") < 2e-5
 
 
 def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: Any) -> None:
-    monkeypatch.setattr(adapter, "summed_over", lambda group: adapter.local)
-    report = matrix.run(MatrixRow.of("moe", "tp2xetp2+sp", "image", lora="experts"))
+    monkeypatch.setattr(adapter, "gradient_sum", lambda group: adapter.local)
+    report = matrix.compare_row(MatrixRow.build("moe", "tp2xetp2+sp", "image", lora="experts"))
     assert worst(report, "gradients", "gate_up_proj.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.lora_B") > FAR_OFF
     assert worst(report, "gradients", "gate_up_proj.lora_B") < 2e-5
@@ -130,13 +130,17 @@ def test_etp_cuts_gate_and_up_rows_apart(matrix: Matrix, monkeypatch: Any) -> No
         )
 
     monkeypatch.setattr(attach, "_join_rows", halves)
-    report = matrix.run(MatrixRow.of("moe", "tp2xetp2+sp", "image", lora="gate and up of experts"))
+    report = matrix.compare_row(
+        MatrixRow.build("moe", "tp2xetp2+sp", "image", lora="gate and up of experts")
+    )
     assert worst(report, "logits") > FAR_OFF
 
 
 def test_gathered_factors_are_waited_for(matrix: Matrix, monkeypatch: Any) -> None:
     """With overlap, a factor read without calling its owner has its value before the step."""
     monkeypatch.setattr(Pair, "__call__", lambda self: (self.lora_A, self.lora_B))
-    report = matrix.run(MatrixRow.of("dense", "dp2", "mixed", lora="mixed ranks", **OVERLAPPED))
+    report = matrix.compare_row(
+        MatrixRow.build("dense", "dp2", "mixed", lora="mixed ranks", **OVERLAPPED)
+    )
     assert worst(report, AFTER_STEP) > FAR_OFF
     assert worst(report, "parameters") < 2e-5

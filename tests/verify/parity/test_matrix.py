@@ -60,7 +60,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS)
 def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
-    report = matrix.run(row)
+    report = matrix.compare_row(row)
     report.require()
     compared = {part for _, part in report.parts()}
     expected = {"logits", "loss", "gradients"}
@@ -76,8 +76,8 @@ def test_float64_tells_another_function_from_rounding(
 ) -> None:
     exact = attention.turn
     monkeypatch.setattr(attention, "turn", lambda *inputs: exact(*inputs) * (1 + 1e-8))
-    assert matrix.run(MatrixRow("dense", "single", ("text",))).ok
-    report = matrix.run(MatrixRow("dense", "single", ("text",), {"dtype": "fp64"}))
+    assert matrix.compare_row(MatrixRow("dense", "single", ("text",))).ok
+    report = matrix.compare_row(MatrixRow("dense", "single", ("text",), {"dtype": "fp64"}))
     assert {part for _, part in report.parts()} == {"logits", "loss", "gradients"}
     assert all(summary.failed for summary in report.parts().values())
 
@@ -126,7 +126,7 @@ def test_the_matrix_has_every_layout_and_every_batch() -> None:
 def test_a_frozen_parameter_has_no_gradient_and_the_others_keep_theirs(
     matrix: Matrix, frozen: tuple[str, ...], gone: str, kept: str
 ) -> None:
-    report = matrix.run(MatrixRow("dense", "pp2", ("mixed",), {"freeze": frozen}))
+    report = matrix.compare_row(MatrixRow("dense", "pp2", ("mixed",), {"freeze": frozen}))
     report.require()
     names = {finding.name for finding in report.findings if finding.part == "gradients"}
     assert gone not in names

@@ -49,11 +49,11 @@ def worst(report: Report) -> dict[tuple[str, str], float]:
 
 FREE_TENSORS = """
 import psutil, torch
-from mcore_qwen3vl.verify.parity.reference import return_when_freed
+from mcore_qwen3vl.verify.parity.reference import return_freed_memory
 
 process, values = psutil.Process(), 8 * 2**20 // 4
 torch.ones(3 * values)  # once it is freed, glibc keeps all tensors of a smaller size
-return_when_freed()
+return_freed_memory()
 tensors = [torch.ones(values) for _ in range(50)]
 last = torch.ones(values)
 before = process.memory_info().rss
@@ -136,10 +136,10 @@ def test_weights_in_files_and_a_step_in_slices_change_nothing(
     matrix: Matrix, temporary: Path, monkeypatch: Any, model: str
 ) -> None:
     row = MatrixRow(model, "tp2+sp", ("mixed",))
-    usual = matrix.run(row)
+    usual = matrix.compare_row(row)
     monkeypatch.setattr(on_rank, "SLICE_VALUES", 100)
     row = MatrixRow(model, "tp2+sp", ("mixed",), {"weights_in_files": True})
-    in_files = Matrix(matrix._folder).run(row)
+    in_files = Matrix(matrix._folder).compare_row(row)
     in_files.require()
     assert worst(in_files) == pytest.approx(worst(usual), rel=0.2, abs=5e-7)
 

@@ -13,8 +13,8 @@ from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
 from mcore_qwen3vl.verify.parity.matrix import EXPERTS, Matrix, MatrixRow
 from tests.verify.parity.test_rules import FAR_OFF, worst
 
-ROW = MatrixRow.of("moe", "ep2xdp2", "packed", **EXPERTS)
-TRAVELS = MatrixRow.of("moe", "tp2xpp2xvpp2xep2+sp", "packed", **EXPERTS)
+ROW = MatrixRow.build("moe", "ep2xdp2", "packed", **EXPERTS)
+TRAVELS = MatrixRow.build("moe", "tp2xpp2xvpp2xep2+sp", "packed", **EXPERTS)
 """Features travel between chunks, and there are more micro-batches than warm-up passes."""
 
 
@@ -24,12 +24,12 @@ def test_it_runs_megatrons_combined_schedule(matrix: Matrix, monkeypatch: Any) -
 
     monkeypatch.setattr(schedule_plan.SchedulePlan, "run", staticmethod(refuse))
     with pytest.raises(Exception, match="combined schedule"):
-        matrix.run(ROW)
+        matrix.compare_row(ROW)
 
 
 def test_features_that_no_layer_adds(matrix: Matrix, monkeypatch: Any) -> None:
     monkeypatch.setattr(DeepStackLayer, "add_features", lambda self, hidden, *_: hidden)
-    report = matrix.run(ROW)
+    report = matrix.compare_row(ROW)
     assert worst(report, "logits") > FAR_OFF
 
 
@@ -42,7 +42,7 @@ def test_features_that_a_layer_adds_twice(matrix: Matrix, monkeypatch: Any) -> N
         return add(self, hidden, context, mask) if self.layer_number == 3 else hidden
 
     monkeypatch.setattr(DeepStackLayer, "add_features", twice)
-    assert worst(matrix.run(ROW), "logits") > FAR_OFF
+    assert worst(matrix.compare_row(ROW), "logits") > FAR_OFF
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_features_whose_gradient_is_dropped(matrix: Matrix, monkeypatch: Any) ->
         return gradients
 
     monkeypatch.setattr(schedule_plan._PreProcess, "_backward_of_both", dropping)
-    report = matrix.run(ROW)
+    report = matrix.compare_row(ROW)
     assert worst(report, "logits") < 2e-5
     assert worst(report, "gradients", "deepstack_merger_list") > FAR_OFF
 
@@ -70,7 +70,7 @@ def test_features_whose_gradient_does_not_travel(matrix: Matrix, monkeypatch: An
         return only
 
     monkeypatch.setattr(schedule_plan._PreProcess, "gradient_of_received", alone)
-    report = matrix.run(TRAVELS)
+    report = matrix.compare_row(TRAVELS)
     assert worst(report, "logits") < 2e-5
     assert worst(report, "gradients", "deepstack_merger_list") > FAR_OFF
 
@@ -94,7 +94,7 @@ def test_positions_of_the_other_micro_batch(matrix: Matrix, monkeypatch: Any) ->
         return run(forward, *others, **named)
 
     monkeypatch.setattr(TransformerModelChunkSchedulePlan, "run", staticmethod(exchanged))
-    assert worst(matrix.run(ROW), "logits") > FAR_OFF
+    assert worst(matrix.compare_row(ROW), "logits") > FAR_OFF
 
 
 @pytest.mark.slow
@@ -102,4 +102,4 @@ def test_a_final_norm_before_the_features_or_never(matrix: Matrix, monkeypatch: 
     """Megatron's plan leaves the norm out after a dense last layer."""
     forward = schedule_plan.PostProcessNode.forward_impl
     monkeypatch.setattr(schedule_plan._PostProcess, "forward_impl", forward)
-    assert worst(matrix.run(ROW), "logits") > FAR_OFF
+    assert worst(matrix.compare_row(ROW), "logits") > FAR_OFF

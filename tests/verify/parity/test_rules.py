@@ -46,7 +46,7 @@ def test_vision_replicated_over_tp_without_a_sum(matrix: Matrix, monkeypatch: An
             parameter.sequence_parallel = False
 
     monkeypatch.setattr(vision.VisionTower, "__init__", unmarked)
-    report = matrix.run(MatrixRow("dense", "tp2+sp", ("image",)))
+    report = matrix.compare_row(MatrixRow("dense", "tp2+sp", ("image",)))
     assert worst(report, "gradients", "visual") > FAR_OFF
     assert worst(report, "logits") < 2e-5
 
@@ -65,7 +65,7 @@ def test_yarn_without_one_of_its_parts(
 
     monkeypatch.setattr(attention, "rope_frequencies", partly)
     monkeypatch.setattr(transformer_config, "rope_frequencies", partly)
-    assert worst(matrix.run(MatrixRow("yarn", "tp2+sp", ("mixed",))), "logits") > FAR_OFF
+    assert worst(matrix.compare_row(MatrixRow("yarn", "tp2+sp", ("mixed",))), "logits") > FAR_OFF
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_deepstack_by_gathering_adding_and_scattering(matrix: Matrix, monkeypatc
         return mappings.scatter_to_sequence_parallel_region(whole)
 
     monkeypatch.setattr(fusion, "add_features", gathered)
-    report = matrix.run(MatrixRow("dense", "tp2+sp", ("image",)))
+    report = matrix.compare_row(MatrixRow("dense", "tp2+sp", ("image",)))
     assert worst(report, "gradients") > FAR_OFF
     assert worst(report, "logits") < 2e-5
 
@@ -92,7 +92,7 @@ def test_features_gathered_without_reducing_backward(matrix: Matrix, monkeypatch
         return gather(features, tensor_parallel_output_grad=False, group=group)
 
     monkeypatch.setattr(vision, "gather_from_sequence_parallel_region", slicing)
-    report = matrix.run(MatrixRow("dense", "cp2", ("images",)))
+    report = matrix.compare_row(MatrixRow("dense", "cp2", ("images",)))
     assert worst(report, "gradients", "visual") > FAR_OFF
     assert worst(report, "logits") < 2e-5
 
@@ -111,8 +111,8 @@ def test_features_placed_batch_first(matrix: Matrix, monkeypatch: Any) -> None:
         return fusion.FusionPlan(made.rows, batch * len(positions) + local)
 
     monkeypatch.setattr(qwen3vl, "plan_fusion", batch_first)
-    matrix.run(MatrixRow("dense", "single", ("image",))).require()
-    report = matrix.run(MatrixRow("dense", "single", ("padded",)))
+    matrix.compare_row(MatrixRow("dense", "single", ("image",))).require()
+    report = matrix.compare_row(MatrixRow("dense", "single", ("padded",)))
     assert worst(report, "logits") > FAR_OFF
 
 
@@ -130,7 +130,7 @@ def test_a_rank_without_image_that_skips_the_tower(matrix: Matrix, monkeypatch: 
     monkeypatch.setattr(vision.VisionTower, "forward", skipping)
     row = MatrixRow("dense", "dp2", ("imageless",), {"overlap": True})
     with pytest.raises(RanksFailed):
-        matrix.run(row, timeout=HANGS)
+        matrix.compare_row(row, timeout=HANGS)
 
 
 def test_padding_that_the_router_counts(matrix: Matrix, monkeypatch: Any) -> None:
@@ -142,7 +142,7 @@ def test_padding_that_the_router_counts(matrix: Matrix, monkeypatch: Any) -> Non
     row = MatrixRow("moe", "single", ("packed",), {"config": {"moe_aux_loss_coeff": 0.3}})
 
     def router() -> dict[str, Any]:
-        found = matrix.run(row).findings
+        found = matrix.compare_row(row).findings
         return {f.name: f.measured.absolute_error for f in found if "mlp.gate" in f.name}
 
     masked = router()
@@ -156,14 +156,14 @@ def test_padding_that_the_router_counts(matrix: Matrix, monkeypatch: Any) -> Non
 
 def test_samples_of_a_pack_that_see_one_another(matrix: Matrix, monkeypatch: Any) -> None:
     """Errors show if the bounds are lost, so that the pack is one sample."""
-    of = attention.PackedSequence.of.__func__
+    of = attention.PackedSequence.from_params.__func__
 
     def unbounded(cls: Any, *arguments: Any) -> Any:
         packed = of(cls, *arguments)
         return replace(packed, bounds=(0, packed.bounds[-1]))
 
-    monkeypatch.setattr(attention.PackedSequence, "of", classmethod(unbounded))
-    assert worst(matrix.run(MatrixRow("dense", "single", ("packed",))), "logits") > FAR_OFF
+    monkeypatch.setattr(attention.PackedSequence, "from_params", classmethod(unbounded))
+    assert worst(matrix.compare_row(MatrixRow("dense", "single", ("packed",))), "logits") > FAR_OFF
 
 
 def test_recompute_that_drops_deepstack(matrix: Matrix, monkeypatch: Any) -> None:
@@ -175,7 +175,7 @@ def test_recompute_that_drops_deepstack(matrix: Matrix, monkeypatch: Any) -> Non
 
     monkeypatch.setattr(transformer_block, "checkpointed_forward", dropping)
     config = {**UNIFORM, "recompute_num_layers": 2}
-    report = matrix.run(MatrixRow("dense", "single", ("image",), {"config": config}))
+    report = matrix.compare_row(MatrixRow("dense", "single", ("image",), {"config": config}))
     assert worst(report, "logits") > FAR_OFF
     assert worst(report, "gradients", "deepstack_merger_list") > FAR_OFF
 
@@ -191,7 +191,7 @@ def test_features_that_do_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
         return torch.zeros_like(received[1])
 
     monkeypatch.setattr(qwen3vl.Qwen3VLModel, "_receive", forgetting)
-    report = matrix.run(MatrixRow("dense", "pp4", ("image",)))
+    report = matrix.compare_row(MatrixRow("dense", "pp4", ("image",)))
     assert worst(report, "logits") > FAR_OFF
     assert worst(report, "gradients", "deepstack_merger_list.1") > FAR_OFF
 
@@ -205,10 +205,10 @@ def test_an_interleaved_pipeline_needs_overlapped_transfers(
     config = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
     row = MatrixRow("dense", "pp2xvpp2", ("text",), {"config": config})
     with pytest.raises(BadInput, match="VPP 2 without overlap_p2p_comm gives wrong results"):
-        matrix.run(row)
+        matrix.compare_row(row)
     monkeypatch.setattr(transformer_config, "_check_interleaving", lambda fields: None)
     try:
-        report = matrix.run(row, timeout=HANGS)
+        report = matrix.compare_row(row, timeout=HANGS)
     except RanksFailed:
         print("observed: the ranks hang or fail")
     else:

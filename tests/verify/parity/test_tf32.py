@@ -32,13 +32,13 @@ def container(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("container")
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_ranks_that_prove_float32_multiply_in_float32(matrix: Matrix, model: str) -> None:
-    matrix.run(MatrixRow(model, "single", ("mixed",))).require()
+    matrix.compare_row(MatrixRow(model, "single", ("mixed",))).require()
 
 
 @pytest.mark.usefixtures("container")
 def test_tf32_is_far_off(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_rank, "_multiply_exactly", lambda case: {})
-    report = matrix.run(MatrixRow("dense", "single", ("mixed",)))
+    report = matrix.compare_row(MatrixRow("dense", "single", ("mixed",)))
     worst = {part: summary.worst.relative_error for (_, part), summary in report.parts().items()}
     print(worst)
     assert worst["logits"] > 5 * TOLERANCE
