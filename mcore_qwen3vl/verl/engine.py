@@ -148,7 +148,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         **_: Any,
     ) -> PolicyModel:
         """Build one pipeline chunk, load its weights, and freeze what does not train."""
-        value_model = ValueModel.of(ONE_SCORE, self.engine_config.seed)
+        value_model = ValueModel.with_labels(ONE_SCORE, self.engine_config.seed)
         model: PolicyModel = (value_model if self.is_value_model else PolicyModel)(
             self.tf_config,
             self.architecture,
