@@ -35,6 +35,7 @@ from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandL
 from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.help import asked_words
 from mcore_qwen3vl.training.arguments.run import (
+    CheckpointSettings,
     ComputeSettings,
     LogSettings,
     LoopSettings,
@@ -245,16 +246,28 @@ def check_surroundings(settings: Settings) -> None:
         )
     if not train:
         missing.append("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
-    lengths = loop.train_iters, loop.train_samples, loop.skip_train
-    if settings.training.num_epochs is None and not any(lengths):
-        missing.append("No length of the run: give --train-iters N, or --num-epochs N.")
+    epochs = settings.training.num_epochs
+    if epochs is None and not (loop.train_iters or loop.train_samples):
+        other = "" if loop.skip_train else ", or --num-epochs N"
+        missing.append(f"No length of the run: give --train-iters N{other}.")
     if missing:
         raise BadInput(" ".join(missing))
+    if loop.skip_train and epochs is not None:
+        raise BadInput(
+            "--skip-train with --num-epochs, whose steps are counted when training begins: give "
+            "--train-iters N."
+        )
+    if loop.skip_train and not loop.valid_data_path:
+        raise BadInput(
+            "--skip-train without --valid-data-path PATH leaves nothing to do: say what to "
+            "evaluate on."
+        )
     for path in (train, loop.valid_data_path or train):
         for source in parse_sources(path, train_on=settings.sources.train_on):
             require_data_set(source.path)
-    _check_epochs(settings.training.num_epochs, loop)
+    _check_epochs(epochs, loop)
     _check_kinds(settings)
+    _check_async(settings.checkpoints)
     _check_loggers(settings.logs, settings.checkpoints.save)
     _check_packages(settings)
 
@@ -357,6 +370,15 @@ def _check_step(folder: Path, step: int) -> None:
     found = numbered_iterations(folder)
     listed = f"it has {', '.join(map(str, found))}" if found else "it has none"
     raise BadInput(f"--ckpt-step {step}: {folder} has no checkpoint of that step; {listed}.")
+
+
+def _check_async(checkpoints: CheckpointSettings) -> None:
+    """Refuse what Megatron's validation turns off, so that the run would save as without it."""
+    if checkpoints.async_save and not checkpoints.use_persistent_ckpt_worker:
+        raise BadInput(
+            "--async-save alone does nothing: Megatron saves in the background only with "
+            "--use-persistent-ckpt-worker. Add it, or drop --async-save."
+        )
 
 
 def _check_loggers(logs: LogSettings, save: str | None) -> None:

@@ -88,6 +88,13 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
             (*VALIDATION, "--keep-best", "--save", "run", "--save-retain-interval", "1000"),
             "--save-retain-interval also decides when checkpoints are written or removed",
         ),
+        (
+            (
+                *(*VALIDATION, "--keep-best", "--save", "run", "--async-save"),
+                "--use-persistent-ckpt-worker",
+            ),
+            "--async-save also decides when checkpoints are written or removed",
+        ),
         (("--fp8-format", "e4m3"), "needs Transformer Engine"),
         (("--cuda-graph-impl", "local"), r"--cuda-graph-impl local \(.*: a CUDA graph needs"),
         (("--cuda-graph-impl", "transformer_engine"), "leave DeepStack out: drop the flag"),

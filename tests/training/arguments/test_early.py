@@ -128,6 +128,15 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
             "--micro-batch-size is 4 with --packing",
         ),
         (["--train-iters", "3", "--balance"], "--balance needs packing"),
+        (["--train-iters", "3", "--async-save"], "only with --use-persistent-ckpt-worker. Add it"),
+        (["--train-iters", "3", "--async-save", "--use-persistent-ckpt-worker"], None),
+        (["--skip-train", "--valid-data-path", "{data}"], r"give --train-iters N\.$"),
+        (["--skip-train", "--train-iters", "3"], "--skip-train without --valid-data-path PATH"),
+        (["--skip-train", "--train-samples", "3", "--valid-data-path", "{data}"], None),
+        (
+            ["--skip-train", "--num-epochs", "1", "--valid-data-path", "{data}"],
+            "--skip-train with --num-epochs, .* give --train-iters N",
+        ),
         (["--train-iters", "3", "--data-path", "gone.jsonl"], "gone.jsonl does not exist"),
         (["--train-iters", "3", "--load-hf", "gone"], "gone does not exist: check .* --load-hf"),
         (
