@@ -35,6 +35,9 @@ from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandL
 from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.help import asked_words
 from mcore_qwen3vl.training.arguments.run import (
+    DISTILL,
+    KTO,
+    LOSSES,
     CheckpointSettings,
     ComputeSettings,
     LogSettings,
@@ -44,6 +47,9 @@ from mcore_qwen3vl.training.arguments.run import (
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.folders import check_export, check_overwriting, check_writable
 from mcore_qwen3vl.unused import Unused
+
+NOT_OF_TOKENS = (*LOSSES, KTO, DISTILL)
+"""Losses of ``--loss`` that are no function of single tokens' cross entropies."""
 
 
 def check(settings: Settings, architecture: Architecture) -> None:
@@ -89,6 +95,7 @@ def check(settings: Settings, architecture: Architecture) -> None:
             "with gated delta nets. Leave it at torch_dist."
         )
     _check_expert_overlap(parallel, compute)
+    _check_mtp(settings, architecture.mtp_num_hidden_layers)
     if architecture.is_moe and compute.moe_token_dispatcher_type == "flex":
         _check_flex(parallel, compute)
     _check_graphs(compute)
@@ -157,6 +164,36 @@ def _check_expert_overlap(parallel: ParallelSettings, compute: ComputeSettings) 
     for reason, wrong in reasons.items():
         if wrong:
             raise BadInput(f"--overlap-moe-expert-parallel-comm: {reason}.")
+
+
+def _check_mtp(settings: Settings, count: int) -> None:
+    """Refuse what the layer that predicts a further token, of which a model has `count`, cannot."""
+    if settings.loop.mtp_num_layers is None:
+        return
+    if settings.loop.mtp_num_layers != count:
+        has = f"the model has {count}" if count else "the model has no such layer"
+        raise BadInput(
+            f"--mtp-num-layers {settings.loop.mtp_num_layers}: {has} "
+            "(text_config.mtp_num_hidden_layers). Leave the flag out"
+            + (f", or set it to {count}." if count else ".")
+        )
+    task, loss = settings.task.task, settings.training.loss
+    other = f"--task {task}" if task else f"--loss {loss}" if loss in NOT_OF_TOKENS else ""
+    if other:
+        raise BadInput(
+            f"--mtp-num-layers with {other}: a further token is predicted beside a loss of single "
+            "tokens, such as cross_entropy. Leave one of them out."
+        )
+    if settings.lora.trains_adapter:
+        raise BadInput(
+            "--mtp-num-layers with LoRA, whose adapters leave mtp.* as it is: leave one of them "
+            "out."
+        )
+    if settings.compute.overlap_moe_expert_parallel_comm:
+        raise BadInput(
+            "--mtp-num-layers with --overlap-moe-expert-parallel-comm, whose schedule leaves the "
+            "further token out: leave one of them out."
+        )
 
 
 def _check_flex(parallel: ParallelSettings, compute: ComputeSettings) -> None:

@@ -67,6 +67,7 @@ from mcore_qwen3vl.training.step.losses import (
     Reduced,
     cross_entropy,
     find_loss,
+    of_further_tokens,
     of_tokens,
     of_units,
 )
@@ -641,6 +642,8 @@ def forward_step_of(settings: Settings) -> ForwardStep:
     if loss == DISTILL:
         distillation = settings.distillation.loss
         return step(of_divergences(distillation), run=compare_with_teacher(distillation))
+    if loop.mtp_num_layers:
+        return step(of_further_tokens(find_loss(loss), loop.mtp_loss_scaling_factor))
     return step(of_tokens(find_loss(loss)))
 
 
