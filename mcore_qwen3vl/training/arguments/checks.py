@@ -410,11 +410,18 @@ def _check_step(folder: Path, step: int) -> None:
 
 
 def _check_async(checkpoints: CheckpointSettings) -> None:
-    """Refuse what Megatron's validation turns off, so that the run would save as without it."""
-    if checkpoints.async_save and not checkpoints.use_persistent_ckpt_worker:
+    """Refuse what Megatron's validation turns off, and what would end at the first save."""
+    if not checkpoints.async_save:
+        return
+    if not checkpoints.use_persistent_ckpt_worker:
         raise BadInput(
             "--async-save alone does nothing: Megatron saves in the background only with "
             "--use-persistent-ckpt-worker. Add it, or drop --async-save."
+        )
+    if checkpoints.async_strategy == "nvrx" and find_spec("nvidia_resiliency_ext") is None:
+        raise BadInput(
+            "--async-save needs the package nvidia-resiliency-ext: install it, or add "
+            "--async-strategy mcore."
         )
 
 

@@ -122,6 +122,7 @@ class CheckpointSettings:
     ckpt_format: str = "torch_dist"
     finetune: bool = False
     async_save: bool = False
+    async_strategy: str = "nvrx"
     use_persistent_ckpt_worker: bool = False
     no_save_optim: bool = False
     no_load_optim: bool = False

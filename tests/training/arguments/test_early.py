@@ -133,7 +133,13 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
         ),
         (["--train-iters", "3", "--balance"], "--balance needs packing"),
         (["--train-iters", "3", "--async-save"], "only with --use-persistent-ckpt-worker. Add it"),
-        (["--train-iters", "3", "--async-save", "--use-persistent-ckpt-worker"], None),
+        (
+            [
+                *("--train-iters", "3", "--async-save", "--use-persistent-ckpt-worker"),
+                *("--async-strategy", "mcore"),
+            ],
+            None,
+        ),
         (["--skip-train", "--valid-data-path", "{data}"], r"give --train-iters N\.$"),
         (["--skip-train", "--train-iters", "3"], "--skip-train without --valid-data-path PATH"),
         (["--skip-train", "--train-samples", "3", "--valid-data-path", "{data}"], None),
@@ -228,6 +234,11 @@ def test_data_paths_may_have_an_equals_sign(dense: Path, data: Path) -> None:
     [
         (["--optimizer", "muon"], "emerging_optimizers", r"muon needs .*emerging-optimizers>=0\.2"),
         (["--use-megatron-fsdp"], "einops", "einops, or use --use-distributed-optimizer"),
+        (
+            ["--async-save", "--use-persistent-ckpt-worker"],
+            "nvidia_resiliency_ext",
+            "nvidia-resiliency-ext: install it, or add --async-strategy mcore",
+        ),
     ],
 )
 def test_a_package_that_a_flag_needs_is_named(
