@@ -306,9 +306,9 @@ def _lacks(directory: str, error: BaseException) -> BadInput | None:
         remedies += "or add --no-load-optim, to go on with a new optimizer; "
     return BadInput(
         f"The checkpoint in {directory} holds no {found['state'] or ''}{found['name']}, which this "
-        "command trains: it was saved by a run that trained other parts (--freeze, --trainable) or "
-        f"another task (--task). {remedies}or take its weights only, with --load {directory} "
-        "--finetune and another --save."
+        "command trains: it was saved by a run that trained other parts (--freeze, --trainable, "
+        f"--mtp-num-layers) or another task (--task). {remedies}or take its weights only, with "
+        f"--load {directory} --finetune and another --save."
     )
 
 
