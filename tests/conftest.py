@@ -59,6 +59,17 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Qwen3.5, whose layers are gated delta nets and attention."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("hybrid"), family="qwen3.5")
+
+
+@pytest.fixture(scope="session")
+def hybrid_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("hybrid"), family="qwen3.5", moe=True)
+
+
+@pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_image_qa(tmp_path_factory.mktemp("data"), 40)
 

@@ -43,7 +43,7 @@ _TURNED = (
 def holder_of_mtp(folder: Path, architecture: Architecture) -> HuggingFaceCheckpoint | None:
     """Return the checkpoint in `folder` if it has layers that predict a further token.
 
-    A running model has none, so that exports take them from the checkpoint that it was made from.
+    Exports of a model that does not train them take them from the checkpoint that it was made from.
     Of a model that never has them, no file but the config is looked at.
 
     Raises:

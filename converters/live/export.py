@@ -91,7 +91,7 @@ def save_hf(
     Args:
         hf_config: directory of the model's config, tokenizer and processor; the config decides the
             layout of the fused experts. If there are weights too, those of the layers that predict
-            a further token are copied, since the running model has none.
+            a further token are copied where the running model has none.
         max_shard_size: largest safetensors file, like "5GB".
         force: replace `path` if it is a checkpoint.
         changed_files: content, by name, in place of that of the files of `hf_config`.
@@ -103,7 +103,7 @@ def save_hf(
     path, hf_config = Path(path), Path(hf_config)
     architecture = Architecture.from_hf(hf_config)
     exporter = Gatherer.of_model(models, architecture.expert_layout)
-    further = holder_of_mtp(hf_config, architecture)
+    further = None if unwrap(models)[0].has_mtp else holder_of_mtp(hf_config, architecture)
     entries = {} if further is None else further.entries
     copied = {
         name: shards.TensorSpec(entries[name].dtype, shape)

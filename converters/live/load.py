@@ -114,7 +114,7 @@ def load_checkpoint(models: Models, path: str | Path) -> None:
         architecture,
         padded_vocab_size=checkpoint.vocab_size,
         head=head_of(labels),
-        mtp=checkpoint.has_mtp,
+        mtp=checkpoint.has_mtp or chunks[0].has_mtp,
     )
     headless = labels is not None and not labels
     checkpoint.require(rows, unread=("output_layer.weight",) if headless else ())

@@ -138,7 +138,8 @@ def table_of(
 ) -> list[Row]:
     """Return the table of a running model, with its padded vocabulary and, by default, its head.
 
-    `mtp` is as in `table`: a checkpoint may have layers that the model has not.
+    `mtp` is as in `table`: a checkpoint may have layers that the model has not. Those that the
+    model has are always in it.
     """
     model = chunks[0]
     return table(
@@ -146,7 +147,7 @@ def table_of(
         expert_layout=expert_layout,
         padded_vocab_size=model.vocab_size,
         head=head or head_of(model.head_labels),
-        mtp=mtp,
+        mtp=mtp or model.has_mtp,
     )
 
 

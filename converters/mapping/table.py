@@ -195,7 +195,7 @@ def table(
         padded_vocab_size: rows of the mcore embedding and output layer; default: not padded.
         head: the head on the HF side.
         mtp: whether to include the layer that predicts a further token, if the config names one;
-            the running model does not have it.
+            a running model has it if it trains it.
 
     Raises:
         BadInput: the expert layout of a MoE model is neither given nor declared, or the padded

@@ -30,19 +30,28 @@ ALL = Trained()
 
 
 def language(
-    a: Architecture, tokens: float, squared_lengths: float, trained: Trained = ALL
+    a: Architecture,
+    tokens: float,
+    squared_lengths: float,
+    trained: Trained = ALL,
+    *,
+    mtp: bool = False,
 ) -> float:
     """Return the FLOPs of the language model for one step.
 
     Padding is not among the tokens; `squared_lengths` is the sum over all samples. Gradients of
-    activations reach the first layer, whatever trains.
+    activations reach the first layer, whatever trains. With `mtp` a further token is predicted,
+    which takes a layer with attention and the head once more.
     """
     parts = by_part(a)
     linears = parts["attention"] + parts["mlp"] + parts["router"] + active_experts(a)
     linears += parts["shared experts"]
     linears += parts["embedding"]  # as large as the head, tied or not
     # Scores and weighted values, each over half of the square.
-    attentions = a.num_hidden_layers - sum(a.delta_net_layers)
+    attentions = a.num_hidden_layers - sum(a.delta_net_layers) + mtp
+    if mtp:
+        idle = (parts["experts"] - active_experts(a)) // max(sum(a.moe_layers), 1)
+        linears += by_part(a, mtp=True)["further token"] - idle + parts["embedding"]
     core = attentions * a.num_attention_heads * a.head_dim * squared_lengths
     core += delta_rules(a) * tokens
     passes = FORWARD_AND_BACKWARD - 1 + trained.language
@@ -85,7 +94,9 @@ def model(
     patches: float,
     squared_frames: float,
     trained: Trained = ALL,
+    *,
+    mtp: bool = False,
 ) -> float:
     """Return the FLOPs of the whole model for one step; see :func:`language` and :func:`vision`."""
     of_tower = vision(a, patches, squared_frames, trained)
-    return language(a, tokens, squared_lengths, trained) + of_tower
+    return language(a, tokens, squared_lengths, trained, mtp=mtp) + of_tower

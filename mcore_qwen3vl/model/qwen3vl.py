@@ -6,6 +6,7 @@ Every rank receives the full micro-batch and takes its own part of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -27,7 +29,12 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import NO_LABELS, Labels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, PackedSequence, rotary_factor
-from mcore_qwen3vl.model.decoder.layer import block_spec, pack_features, unpack_features
+from mcore_qwen3vl.model.decoder.layer import (
+    block_spec,
+    mtp_spec,
+    pack_features,
+    unpack_features,
+)
 from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
 from mcore_qwen3vl.model.head import Head, ScoreHead, token_log_probs
 from mcore_qwen3vl.model.inputs import (
@@ -44,7 +51,9 @@ from mcore_qwen3vl.model.vision import VisionTower
 
 Embed = Callable[[], tuple[Tensor | None, Tensor | None]]
 """Computes a chunk's inputs: hidden states (s_local, B, H), or None after the first stage; and
-DeepStack features (k, n, H) of this chunk and later ones, or None."""
+DeepStack features (k, n, H) of this chunk and later ones, or None. In the place of the features,
+which it then has none of, a model that predicts further tokens has the embeddings of the next
+tokens, images' features among them: (1, s_local * B, H)."""
 
 
 class Qwen3VLModel(GPTModel):
@@ -90,6 +99,10 @@ class Qwen3VLModel(GPTModel):
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         deepstack_layers = len(architecture.vision.deepstack_visual_indexes)
+        # Megatron's model would embed the next tokens in a copy of the embedding on the last stage,
+        # and hold all logits at once.
+        of_mtp = copy(config)
+        has_mtp, config.mtp_num_layers = bool(config.mtp_num_layers), None
         super().__init__(
             config,
             block_spec(
@@ -111,14 +124,28 @@ class Qwen3VLModel(GPTModel):
             vp_stage=vp_stage,
             **kwargs,
         )
-        self.architecture, self.spec = architecture, spec
+        self.architecture, self.spec, self.has_mtp = architecture, spec, has_mtp
+        if has_mtp and post_process:
+            if of_mtp.recompute_granularity == "full":  # Megatron takes no more layers than one
+                of_mtp.recompute_method, of_mtp.recompute_num_layers = "uniform", 1
+            layer = mtp_spec(
+                config,
+                spec,
+                rotary_factor=rotary_factor(architecture),
+                keep_activations=keep_activations,
+            )
+            self.mtp = MultiTokenPredictionBlock(of_mtp, layer, vp_stage, groups)
+            router = getattr(self.mtp.layers[0].mtp_model_layer.mlp, "router", None)
+            if router is not None:  # Megatron's log of the routers' losses has decoder layers only
+                router.is_mtp_layer, router.layer_number = False, None
         self.adapter: AdapterModule | None = None
         self.rotary_pos_emb = InterleavedMRoPE(architecture)
         # An empty range has a place too: a chunk without layers lies between its neighbours.
         layers = layers_of_chunk(config, vp_stage, groups.pp.rank())
-        # Number of DeepStack layers from this chunk on, and after it.
-        self._deepstack_in = max(deepstack_layers - layers.start, 0)
-        self._deepstack_out = 0 if post_process else max(deepstack_layers - layers.stop, 0)
+        # Number of DeepStack layers from this chunk on, and after it; or the next tokens.
+        self._deepstack_in = int(has_mtp) or max(deepstack_layers - layers.start, 0)
+        after = int(has_mtp) or max(deepstack_layers - layers.stop, 0)
+        self._deepstack_out = 0 if post_process else after
         if self._deepstack_out and not config.variable_seq_lengths:
             raise BadInput(
                 f"The pipeline split leaves {self._deepstack_out} of {deepstack_layers} DeepStack "
@@ -202,7 +229,9 @@ class Qwen3VLModel(GPTModel):
             Before the last pipeline stage: hidden states (s_local, B, H), followed on the first
             axis by DeepStack features if later stages need them. On the last stage: logits
             (B, s, V / tp) or, with `labels`, float32 losses (B, s), where s = S / cp and the
-            positions are those of :meth:`local_tokens`.
+            positions are those of :meth:`local_tokens`. A model that predicts a further token has
+            (2, B, s) losses: of the next token, and of the one after it, which at the end of a row
+            or a packed sample means nothing.
 
         Raises:
             BadInput: CP or SP does not divide a length, shapes do not agree, logits are gathered
@@ -293,11 +322,18 @@ class Qwen3VLModel(GPTModel):
         embed: Embed = partial(self._embed, token_ids, visual, plan)
         if not self.pre_process:
             embed = lambda: (None, self._receive(len(local), plan))  # noqa: E731
+        elif self.has_mtp:
+            ahead = None if index is None else index - index % seq_len + (index - 1) % seq_len
+            later = plan_fusion(ahead, local, seq_len=seq_len, batch_size=batch, device=device)
+            embed = partial(embed, following=(take(input_ids.roll(-1, 1), 1), later))
+        targets = labels
+        if labels is not None and self.has_mtp:
+            targets = torch.stack([labels, labels.roll(-1, 1)])
         arguments = {
             "input_ids": token_ids,
             "position_ids": take(position_ids, 2),
             "attention_mask": attended,
-            "labels": None if labels is None else take(labels, 1),
+            "labels": None if targets is None else take(targets, -1),
             "packed_seq_params": packed,
             "padding_mask": self._router_padding(padding, seq_len, local),
             **kwargs,
@@ -343,19 +379,63 @@ class Qwen3VLModel(GPTModel):
         )
 
     def _embed(
-        self, token_ids: Tensor, visual: VisualInputs | None, plan: FusionPlan
+        self,
+        token_ids: Tensor,
+        visual: VisualInputs | None,
+        plan: FusionPlan,
+        following: tuple[Tensor, FusionPlan] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states (s_local, B, H) and the local DeepStack rows (K, n, H), if any."""
+        """Return hidden states (s_local, B, H) and the local DeepStack rows (K, n, H), if any.
+
+        `following` has the next tokens' ids and where images' features go among them, if the model
+        predicts further tokens. The last of a row or a packed sample is another's first, which no
+        trained loss sees.
+        """
         embeddings = self.embedding(token_ids, None)
+        rows = None
+        if following is not None:
+            rows = self.embedding(following[0], None)
         if visual is None and not torch.is_grad_enabled():  # the tower would run only for gradients
-            return embeddings, embeddings.new_empty(self._deepstack_in, 0, embeddings.shape[-1])
+            nothing = embeddings.new_empty(self._deepstack_in, 0, embeddings.shape[-1])
+            return embeddings, nothing if rows is None else rows.flatten(0, 1)[None]
         features, deepstack = self.visual(visual)
-        rows = torch.stack([plan.select(layer) for layer in deepstack]) if deepstack else None
+        if following is not None:
+            rows = fuse(rows, features, following[1]).flatten(0, 1)[None]
+        elif deepstack:
+            rows = torch.stack([plan.select(layer) for layer in deepstack])
         hidden = fuse(embeddings, features, plan)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # A recomputed region gets no gradients at all if none of its inputs requires one.
             hidden.requires_grad_()
         return hidden, rows
+
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor | None,
+        rotary_pos_emb: Tensor,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Do what GPTModel does after the decoder, and predict the further token where it trains.
+
+        Its loss is one more result, and no part of a gradient that Megatron would add on the side.
+        """
+        named = {"input_ids": input_ids, "position_ids": position_ids}
+        post = partial(super()._postprocess, rotary_pos_emb=rotary_pos_emb, **named, **kwargs)
+        if labels is None or not (self.has_mtp and self.post_process):
+            return post(hidden_states, labels=labels)
+        names = ("attention_mask", "padding_mask", "packed_seq_params")
+        further, *_ = self.mtp.layers[0](
+            input_ids=None,
+            position_ids=None,
+            hidden_states=hidden_states,
+            rotary_pos_emb=rotary_pos_emb,
+            embedding=kwargs["extra_block_kwargs"]["context"].view_as(hidden_states),
+            **{name: kwargs[name] for name in names},
+        )
+        return torch.stack([post(hidden_states, labels=labels[0]), post(further, labels=labels[1])])
 
     def _refuse_gathered_logits(self, gather: bool | None) -> None:
         """Megatron's cross entropy would add its sums up over TP regardless."""
@@ -370,9 +450,9 @@ class Qwen3VLModel(GPTModel):
         """Split the DeepStack rows (k, n, H) off the tensor that the previous stage sent."""
         if not self._deepstack_in:
             return None
-        hidden, features = unpack_features(
-            self.decoder.input_tensor, seq_len, self._deepstack_in, len(plan.destination)
-        )
+        received = self.decoder.input_tensor
+        count = seq_len * received.shape[1] if self.has_mtp else len(plan.destination)
+        hidden, features = unpack_features(received, seq_len, self._deepstack_in, count)
         self.decoder.set_input_tensor(hidden)
         return features
 

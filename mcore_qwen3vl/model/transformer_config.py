@@ -76,13 +76,20 @@ def transformer_config(
     _check_interleaving(fields)
     if architecture.delta_net is not None:
         _check_delta_net(architecture.delta_net, fields)
+    if (further := fields.get("mtp_num_layers")) not in (None, architecture.mtp_num_hidden_layers):
+        raise BadInput(
+            f"mtp_num_layers is {further}, and the model has {architecture.mtp_num_hidden_layers} "
+            "layers that predict a further token (text_config.mtp_num_hidden_layers)."
+        )
     config = TransformerConfig(**fields)
     deepstack_layers = len(architecture.vision.deepstack_visual_indexes)
     several = config.pipeline_model_parallel_size > 1
-    if several and len(layers_of_chunk(config, vp_stage=0, pp_rank=0)) < deepstack_layers:
+    left = deepstack_layers - len(layers_of_chunk(config, vp_stage=0, pp_rank=0)) if several else 0
+    if left > 0 or (several and config.mtp_num_layers):
         if config.moe_token_dispatcher_type == "allgather":
+            what = "DeepStack features" if left > 0 else "the next tokens' embeddings"
             raise BadInput(
-                "Under this pipeline split DeepStack features travel to later stages by "
+                f"Under this pipeline split {what} travel to later stages by "
                 "variable-length transfers, which Megatron-Core's allgather token dispatcher "
                 "refuses: use moe_token_dispatcher_type alltoall."
             )

@@ -203,8 +203,9 @@ def work_of(command: Command, a: Architecture) -> list[RankWork]:
     merge = a.vision.spatial_merge_size**2
     patches = tokens / 2 * merge  # half of the tokens are visual
     divided, parts = layout.tp * layout.cp, layout.pp * layout.vpp
-    products = flops.language(a, tokens, 0) / parts
-    attention = flops.language(a, 0, tokens * sample) / parts
+    mtp = bool(settings.loop.mtp_num_layers)
+    products = flops.language(a, tokens, 0, mtp=mtp) / parts
+    attention = flops.language(a, 0, tokens * sample, mtp=mtp) / parts
     vision = flops.vision(a, patches, patches * side**2 * merge)
     exchanges = _exchanges(a, layout, tokens)
     ranks = []

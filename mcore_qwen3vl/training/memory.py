@@ -73,6 +73,7 @@ def estimate_stages(
     trained: TrainedCounts | None = None,
     *,
     visual_share: float = 0.5,
+    mtp: bool = False,
 ) -> list[Memory]:
     """Estimate the memory of the fullest rank of each pipeline stage, in order.
 
@@ -88,8 +89,9 @@ def estimate_stages(
             while the other layers keep everything, as with ``none``.
         trained: None if everything trains.
         visual_share: share of the tokens that are image or video features.
+        mtp: whether the layer that predicts a further token trains; its activations are left out.
     """
-    counts = parameters.count(a)
+    counts = parameters.count(a, mtp=mtp)
     frozen, factors = (Counter[Group](), counts) if trained is None else (counts, trained)
     vision = any(group.part == "vision" for group in factors)
     # The distributed optimizer divides states over the ranks that hold the same weights.
@@ -126,7 +128,8 @@ def stages_of_settings(
     if compute.recompute_granularity == "full":
         layers = compute.recompute_num_layers if compute.recompute_method == "block" else None
         recompute = "full" if layers is None else layers
-    stages = estimate_stages(a, layout, tokens, recompute, trained)
+    mtp = bool(settings.loop.mtp_num_layers)
+    stages = estimate_stages(a, layout, tokens, recompute, trained, mtp=mtp)
     second = architecture_of(settings, a)
     if second is None:
         return stages

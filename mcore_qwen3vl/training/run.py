@@ -105,7 +105,11 @@ class Run:
         if self.lora:  # its base is no checkpoint of this run
             checkpoints = replace(checkpoints, pretrained_checkpoint=None)
         self.other = from_other_maker(checkpoints)
-        self.metrics = metrics.Metrics(self.architecture, peak_tflops=settings.training.peak_tflops)
+        self.metrics = metrics.Metrics(
+            self.architecture,
+            peak_tflops=settings.training.peak_tflops,
+            mtp=bool(settings.loop.mtp_num_layers),
+        )
         self.data = DataProvider(settings, self.architecture, self.metrics.count)
         self.forward_step = forward_step_of(settings)
         self.last_report: dict[str, float] = {}

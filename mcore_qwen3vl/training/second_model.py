@@ -164,6 +164,10 @@ def _arguments(
     other = {
         # A dense model's arguments say nothing about a router.
         **(recommended_arguments(second) if second.is_moe and not trained.is_moe else {}),
+        "experimental_attention_variant": None,  # gated delta nets
+        "linear_attention_freq": None,
+        "attention_output_gate": False,
+        "moe_shared_expert_gate": False,
         "moe_layer_freq": 1,
         "moe_ffn_hidden_size": None,
         "moe_grouped_gemm": any(second.moe_layers),

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model import flops
-from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 
 
 @pytest.mark.parametrize("is_moe", [False, True])
@@ -67,6 +67,22 @@ def test_flops_of_a_hybrid_model(is_moe: bool, tmp_path: Path) -> None:
     assert linears * 3 + rules == pytest.approx(flops.language(a, tokens, 0), rel=0.01)
     assert flops.language(a, tokens, 1) - flops.language(a, tokens, 0) == 2 * 3 * 4 * 64
     assert flops.delta_rules(a) == 3 * 8 * 4 * 16 * 20
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_a_further_token_costs_a_layer_and_the_head(is_moe: bool) -> None:
+    a, tokens = Architecture.from_hf(tiny_config(family="qwen3.5", moe=is_moe)), 40
+    h, heads = a.hidden_size, a.num_attention_heads * a.head_dim
+    attention = h * (2 * heads + 2 * a.num_key_value_heads * a.head_dim) + heads * h
+    mlp = 3 * h * (a.intermediate_size or 0)
+    if is_moe:
+        width = a.num_experts_per_tok * a.moe_intermediate_size + a.shared_expert_intermediate_size
+        mlp = 3 * h * width + h * a.num_experts + h  # router, and the shared expert's gate
+    weights = 2 * h * h + attention + mlp + a.vocab_size * h
+    further = flops.language(a, tokens, 0, mtp=True) - flops.language(a, tokens, 0)
+    assert further == pytest.approx(2 * 3 * tokens * weights, rel=0.005)  # but for the norms
+    square = flops.language(a, 0, 1, mtp=True) - flops.language(a, 0, 1)
+    assert square == 2 * 3 * heads
 
 
 @pytest.mark.parametrize("trains", ["visual.blocks", "language_model", "merger"])

@@ -33,9 +33,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -181,23 +187,68 @@ def block_spec(
     if config.gradient_accumulation_fusion:
         accumulate_in_products()
     of_layers = [_kind(config, number) for number in range(config.num_layers)]
-    make = _te_layer if spec == "te" else _torch_layer
-    kinds = {kind: make(config, kind.moe) for kind in set(of_layers)}
-    for kind, layer in kinds.items():
-        layer.module = DeepStackLayer
-        layer.params = {"deepstack_layers": deepstack_layers, "recomputes": not keep_activations}
-        attention = layer.submodules.self_attention
-        attention.module = RotarySelfAttention
-        attention.params = {**attention.params, "factor": rotary_factor}
-        if kind.delta_net:
-            _replace_attention(layer)
-        mlp = layer.submodules.mlp
-        if getattr(mlp, "func", None) == MLP.as_mlp_submodule:  # a dense one
-            layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, **mlp.keywords)
+    params = {"deepstack_layers": deepstack_layers, "recomputes": not keep_activations}
+    kinds = {kind: _layer(config, spec, kind, rotary_factor, params) for kind in set(of_layers)}
     layers = layers_of_chunk(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
         layer_specs=[kinds[of_layers[number]] for number in layers], layer_norm=Norm
     )
+
+
+def mtp_spec(
+    config: TransformerConfig, spec: Spec, *, rotary_factor: float, keep_activations: bool
+) -> MultiTokenPredictionBlockSubmodules:
+    """Return the layer that predicts a further token, which has attention.
+
+    :func:`block_spec`, whose arguments these are, has been called before.
+    """
+    if spec == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as Linear
+        from megatron.core.extensions.transformer_engine import TENorm as Norm
+    else:
+        Linear, Norm = ColumnParallelLinear, StandaloneRMSNorm
+    kind = _Kind(moe=config.num_moe_experts is not None, delta_net=False)
+    layer = _layer(config, spec, kind, rotary_factor, {"recomputes": not keep_activations})
+    parts = MultiTokenPredictionLayerSubmodules(
+        enorm=Norm, hnorm=Norm, eh_proj=Linear, mtp_model_layer=layer, layer_norm=Norm
+    )
+    return MultiTokenPredictionBlockSubmodules([ModuleSpec(FurtherTokenLayer, submodules=parts)])
+
+
+class FurtherTokenLayer(MultiTokenPredictionLayer):
+    """Megatron's layer that predicts a further token, which gets the next tokens' embeddings.
+
+    Megatron's own shifts token ids by one on each CP rank, with transfers, and waits for the device
+    at each sample of a pack. It embeds them on its own pipeline stage, where there are no images.
+    """
+
+    def _get_embeddings(
+        self,
+        *,
+        embedding: Tensor,
+        hidden_states: Tensor,
+        padding_mask: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[None, None, Tensor | None, Tensor, Tensor]:
+        """Return what Megatron's does; `embedding` (s_local, B, H) is that of the next tokens."""
+        return None, None, padding_mask, embedding, hidden_states
+
+
+def _layer(
+    config: TransformerConfig, spec: Spec, kind: _Kind, rotary_factor: float, params: dict[str, Any]
+) -> ModuleSpec:
+    """Return a decoder layer of `kind`; `params` are arguments of :class:`DeepStackLayer`."""
+    layer = (_te_layer if spec == "te" else _torch_layer)(config, kind.moe)
+    layer.module, layer.params = DeepStackLayer, params
+    attention = layer.submodules.self_attention
+    attention.module = RotarySelfAttention
+    attention.params = {**attention.params, "factor": rotary_factor}
+    if kind.delta_net:
+        _replace_attention(layer)
+    mlp = layer.submodules.mlp
+    if getattr(mlp, "func", None) == MLP.as_mlp_submodule:  # a dense one
+        layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, **mlp.keywords)
+    return layer
 
 
 def _replace_attention(layer: ModuleSpec) -> None:

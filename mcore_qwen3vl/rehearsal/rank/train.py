@@ -171,6 +171,7 @@ class _Watch:
             done.counts.patches,
             done.squared_frames,
             self._data.trained,
+            mtp=bool(self._data._settings.loop.mtp_num_layers),
         )
         return {"tokens": done.counts.tokens, "useful flops": useful}
 

@@ -35,6 +35,10 @@ from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandL
 from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.help import asked_words
 from mcore_qwen3vl.training.arguments.run import (
+    DISTILL,
+    KTO,
+    LOSSES,
+    CheckpointSettings,
     ComputeSettings,
     LogSettings,
     LoopSettings,
@@ -43,6 +47,9 @@ from mcore_qwen3vl.training.arguments.run import (
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.folders import check_export, check_overwriting, check_writable
 from mcore_qwen3vl.unused import Unused
+
+NOT_OF_TOKENS = (*LOSSES, KTO, DISTILL)
+"""Losses of ``--loss`` that are no function of single tokens' cross entropies."""
 
 
 def check(settings: Settings, architecture: Architecture) -> None:
@@ -88,6 +95,7 @@ def check(settings: Settings, architecture: Architecture) -> None:
             "with gated delta nets. Leave it at torch_dist."
         )
     _check_expert_overlap(parallel, compute)
+    _check_mtp(settings, architecture.mtp_num_hidden_layers)
     if architecture.is_moe and compute.moe_token_dispatcher_type == "flex":
         _check_flex(parallel, compute)
     _check_graphs(compute)
@@ -156,6 +164,36 @@ def _check_expert_overlap(parallel: ParallelSettings, compute: ComputeSettings) 
     for reason, wrong in reasons.items():
         if wrong:
             raise BadInput(f"--overlap-moe-expert-parallel-comm: {reason}.")
+
+
+def _check_mtp(settings: Settings, count: int) -> None:
+    """Refuse what the layer that predicts a further token, of which a model has `count`, cannot."""
+    if settings.loop.mtp_num_layers is None:
+        return
+    if settings.loop.mtp_num_layers != count:
+        has = f"the model has {count}" if count else "the model has no such layer"
+        raise BadInput(
+            f"--mtp-num-layers {settings.loop.mtp_num_layers}: {has} "
+            "(text_config.mtp_num_hidden_layers). Leave the flag out"
+            + (f", or set it to {count}." if count else ".")
+        )
+    task, loss = settings.task.task, settings.training.loss
+    other = f"--task {task}" if task else f"--loss {loss}" if loss in NOT_OF_TOKENS else ""
+    if other:
+        raise BadInput(
+            f"--mtp-num-layers with {other}: a further token is predicted beside a loss of single "
+            "tokens, such as cross_entropy. Leave one of them out."
+        )
+    if settings.lora.trains_adapter:
+        raise BadInput(
+            "--mtp-num-layers with LoRA, whose adapters leave mtp.* as it is: leave one of them "
+            "out."
+        )
+    if settings.compute.overlap_moe_expert_parallel_comm:
+        raise BadInput(
+            "--mtp-num-layers with --overlap-moe-expert-parallel-comm, whose schedule leaves the "
+            "further token out: leave one of them out."
+        )
 
 
 def _check_flex(parallel: ParallelSettings, compute: ComputeSettings) -> None:
@@ -245,16 +283,28 @@ def check_surroundings(settings: Settings) -> None:
         )
     if not train:
         missing.append("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
-    lengths = loop.train_iters, loop.train_samples, loop.skip_train
-    if settings.training.num_epochs is None and not any(lengths):
-        missing.append("No length of the run: give --train-iters N, or --num-epochs N.")
+    epochs = settings.training.num_epochs
+    if epochs is None and not (loop.train_iters or loop.train_samples):
+        other = "" if loop.skip_train else ", or --num-epochs N"
+        missing.append(f"No length of the run: give --train-iters N{other}.")
     if missing:
         raise BadInput(" ".join(missing))
+    if loop.skip_train and epochs is not None:
+        raise BadInput(
+            "--skip-train with --num-epochs, whose steps are counted when training begins: give "
+            "--train-iters N."
+        )
+    if loop.skip_train and not loop.valid_data_path:
+        raise BadInput(
+            "--skip-train without --valid-data-path PATH leaves nothing to do: say what to "
+            "evaluate on."
+        )
     for path in (train, loop.valid_data_path or train):
         for source in parse_sources(path, train_on=settings.sources.train_on):
             require_data_set(source.path)
-    _check_epochs(settings.training.num_epochs, loop)
+    _check_epochs(epochs, loop)
     _check_kinds(settings)
+    _check_async(settings.checkpoints)
     _check_loggers(settings.logs, settings.checkpoints.save)
     _check_packages(settings)
 
@@ -357,6 +407,22 @@ def _check_step(folder: Path, step: int) -> None:
     saved_steps = numbered_iterations(folder)
     listed = f"it has {', '.join(map(str, saved_steps))}" if saved_steps else "it has none"
     raise BadInput(f"--ckpt-step {step}: {folder} has no checkpoint of that step; {listed}.")
+
+
+def _check_async(checkpoints: CheckpointSettings) -> None:
+    """Refuse what Megatron's validation turns off, and what would end at the first save."""
+    if not checkpoints.async_save:
+        return
+    if not checkpoints.use_persistent_ckpt_worker:
+        raise BadInput(
+            "--async-save alone does nothing: Megatron saves in the background only with "
+            "--use-persistent-ckpt-worker. Add it, or drop --async-save."
+        )
+    if checkpoints.async_strategy == "nvrx" and find_spec("nvidia_resiliency_ext") is None:
+        raise BadInput(
+            "--async-save needs the package nvidia-resiliency-ext: install it, or add "
+            "--async-strategy mcore."
+        )
 
 
 def _check_loggers(logs: LogSettings, save: str | None) -> None:

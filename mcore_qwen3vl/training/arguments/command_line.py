@@ -74,6 +74,7 @@ _ACTS_WITH = {
     "--packing-buffer": ("data.packing", "it acts with --packing"),
     "--shuffle-buffer": ("data.shuffle", "it acts without --no-shuffle"),
     "--save-interval": ("checkpoints.save", "it acts with --save DIR"),
+    "--mtp-loss-scaling-factor": ("loop.mtp_num_layers", "it acts with --mtp-num-layers"),
 }
 """Flags that do nothing without another one: its setting, and the reason."""
 _SIMILAR = 0.75  # of 1; a less similar flag is rarely the one meant

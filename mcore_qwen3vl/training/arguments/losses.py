@@ -172,7 +172,7 @@ class DistillationSettings:
     distill_alpha: float | None = None
     """share of the cross entropy in the loss; default 0"""
     teacher: Folder | None = None
-    """a teacher in memory, on the same GPUs: a checkpoint of any Qwen3-VL with the student's
+    """a teacher in memory, on the same GPUs: a checkpoint of any size with the student's
     vocabulary, or hub id (default: the tokens that `mcore-qwen3vl score --top-k` wrote beside the
     data)"""
     teacher_top_k: Annotated[int | None, Flag("K")] = None

@@ -88,6 +88,7 @@ class ArgumentSetup:
         self._world_size = world_size
         self.explicit: frozenset[str] = frozenset()
         self._kept_batch = False
+        self._mtp_num_layers: int | None = None
 
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add our flags and defaults to `parser`; Megatron's ``extra_args_provider``."""
@@ -98,6 +99,8 @@ class ArgumentSetup:
         fixed = architecture_arguments(a)
         _check_explicit(parser, explicit, fixed)
         self.explicit = frozenset(explicit)
+        # Megatron's validation refuses it with positions of three axes, which our layer takes.
+        self._mtp_num_layers = explicit.pop("mtp_num_layers", None)
         spec = _spec(explicit.get("spec"), command.cpu)
         parser.set_defaults(
             **fixed,
@@ -125,7 +128,7 @@ class ArgumentSetup:
         from megatron.training.vocab_utils import calculate_padded_vocab_size
 
         command, architecture = self._command, self._command.architecture
-        args.hf_model = str(command.model)
+        args.hf_model, args.mtp_num_layers = str(command.model), self._mtp_num_layers
         if args.padded_vocab_size is None:
             args.padded_vocab_size = calculate_padded_vocab_size(
                 args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
@@ -143,6 +146,8 @@ class ArgumentSetup:
         # Checkpoints keep the arguments, and a run that goes on compares this one.
         args.reference_model = settings.preference.reference_model
         args.teacher_top_k = settings.distillation.teacher_top_k
+        # Megatron's loop counts FLOPs, and cannot where there are gated delta nets too.
+        args.trained_mtp_layers, args.mtp_num_layers = args.mtp_num_layers, None
         args.full_validation = False  # Megatron's own would ask each rank's stream for its length
         if lora.trains_adapter:
             args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run

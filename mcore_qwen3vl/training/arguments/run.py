@@ -122,6 +122,8 @@ class CheckpointSettings:
     ckpt_format: str = "torch_dist"
     finetune: bool = False
     async_save: bool = False
+    async_strategy: str = "nvrx"
+    use_persistent_ckpt_worker: bool = False
     no_save_optim: bool = False
     no_load_optim: bool = False
 
@@ -160,6 +162,8 @@ class LoopSettings:
     eval_global_batch_size: int = 0
     full_validation: bool = False
     multiple_validation_sets: bool = False
+    mtp_num_layers: int | None = None
+    mtp_loss_scaling_factor: float = 0.1
 
     @property
     def training_data(self) -> tuple[str, ...]:

@@ -306,9 +306,9 @@ def _explain_missing_parameter(directory: str, error: BaseException) -> BadInput
         remedies += "or add --no-load-optim, to go on with a new optimizer; "
     return BadInput(
         f"The checkpoint in {directory} holds no {match['state'] or ''}{match['name']}, which this "
-        "command trains: it was saved by a run that trained other parts (--freeze, --trainable) or "
-        f"another task (--task). {remedies}or take its weights only, with --load {directory} "
-        "--finetune and another --save."
+        "command trains: it was saved by a run that trained other parts (--freeze, --trainable, "
+        f"--mtp-num-layers) or another task (--task). {remedies}or take its weights only, with "
+        f"--load {directory} --finetune and another --save."
     )
 
 

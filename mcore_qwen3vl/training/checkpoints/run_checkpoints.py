@@ -90,9 +90,21 @@ class RunCheckpoints:
         return result
 
     def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
-        """Say so if the checkpoint's run trained other parts, or had another reference."""
+        """Say so if the checkpoint's run trained other parts, or had another reference.
+
+        Raises:
+            BadInput: it trained the layer that predicts a further token, and this run does not.
+        """
         original(saved, **kwargs)
         settings, before = self._settings, fill(PreferenceSettings, saved)
+        further = getattr(saved, "trained_mtp_layers", None)
+        if further and not (settings.loop.mtp_num_layers or settings.checkpoints.finetune):
+            raise BadInput(
+                f"The run in {settings.checkpoints.load} trained mtp.*, the layer that predicts a "
+                "further token, and this run would drop it from its checkpoints and exports: add "
+                f"--mtp-num-layers {further}, or begin a new run from its weights with --finetune "
+                "and another --save."
+            )
         starts_anew = settings.checkpoints.no_load_optim
         for difference in (
             resume.other_parts(

@@ -70,14 +70,16 @@ class Metrics:
         architecture: Architecture,
         *,
         peak_tflops: float | None = None,
+        mtp: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
         Args:
             peak_tflops: peak of one device in the training dtype; if None it is looked up, and
                 there is no MFU for an unknown device.
+            mtp: whether a further token is predicted.
         """
-        self._architecture = architecture
+        self._architecture, self._mtp = architecture, mtp
         self.trained = flops.ALL
         self._peak = peak_tflops or device_peak_tflops()
         self._clock = clock
@@ -116,7 +118,8 @@ class Metrics:
         self._since, self._work = now, Work()
         *sums, busiest = torch.cat([total, most]).tolist()  # one host sync
         tokens, capacity, trained, media, patches, skipped, dropped, lengths, frames = sums
-        operations = flops.model(self._architecture, tokens, lengths, patches, frames, self.trained)
+        work = tokens, lengths, patches, frames
+        operations = flops.model(self._architecture, *work, self.trained, mtp=self._mtp)
         tflops = operations / seconds / dist.get_world_size() / 1e12
         report = {
             "tokens/s": tokens / seconds,

@@ -282,7 +282,8 @@ def _writes(settings: Settings, a: Architecture) -> str:
     if model.save_hf:
         kind = "PEFT adapters" if trains_adapter else "Hugging Face checkpoints"
         writes.append(f"{kind} to {model.save_hf}")
-        copies = a.mtp_num_hidden_layers and not trains_adapter
+        trains_mtp = settings.loop.mtp_num_layers
+        copies = a.mtp_num_hidden_layers and not (trains_adapter or trains_mtp)
         if copies and holder_of_mtp(model.folder, a) is None:
             writes[-1] += (
                 f" without mtp.*, the layer that predicts a further token, of which {model.folder} "

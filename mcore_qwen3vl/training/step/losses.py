@@ -167,6 +167,37 @@ def token_objective(loss: Loss) -> Objective:
     return objective
 
 
+def further_token_objective(loss: Loss, factor: float) -> Objective:
+    """Return the objective of `loss` over the next token and, times `factor`, the one after it.
+
+    It takes (2, B, s) losses of both. Both sums have the normaliser of the first, the trained
+    tokens of the global batch. Megatron divides the second by its own number of tokens in each
+    micro-batch and on each CP rank, so that its weight depends on the layout.
+    """
+    next_token = token_objective(loss)
+
+    def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
+        reduced = next_token(batch, local, losses[0])
+        weights = batch.loss_weights.roll(-1, 1)
+        last = (
+            torch.tensor([batch.input_ids.shape[1]])
+            if batch.cu_seqlens is None
+            else (batch.cu_seqlens[1:])
+        )
+        weights.index_fill_(1, to_device(last.long() - 1, weights.device), 0.0)
+        weights = weights.index_select(1, to_device(local, weights.device))
+        total, normaliser = _check_result(loss, loss(losses[1], weights))
+        return reduced._replace(
+            total=reduced.total + factor * total,
+            sums={
+                **reduced.sums,
+                "mtp_1 loss": torch.stack([total.detach(), normaliser.to(total.dtype)]),
+            },
+        )
+
+    return objective
+
+
 def _weights_of_data_sets(batch: Batch, positions: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Return `weights` (B, s) for each data set of the batch, with 0 for the tokens of others."""
     names = list(dict.fromkeys(batch.data_sets))

@@ -67,6 +67,7 @@ from mcore_qwen3vl.training.step.losses import (
     Reduced,
     cross_entropy,
     find_loss,
+    further_token_objective,
     reduce_units,
     token_objective,
 )
@@ -644,6 +645,8 @@ def forward_step_of(settings: Settings) -> ForwardStep:
     if loss == DISTILL:
         distillation = settings.distillation.loss
         return step(distillation_objective(distillation), run=compare_with_teacher(distillation))
+    if loop.mtp_num_layers:
+        return step(further_token_objective(find_loss(loss), loop.mtp_loss_scaling_factor))
     return step(token_objective(find_loss(loss)))
 
 

@@ -88,6 +88,13 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
             (*VALIDATION, "--keep-best", "--save", "run", "--save-retain-interval", "1000"),
             "--save-retain-interval also decides when checkpoints are written or removed",
         ),
+        (
+            (
+                *(*VALIDATION, "--keep-best", "--save", "run", "--async-save"),
+                "--use-persistent-ckpt-worker",
+            ),
+            "--async-save also decides when checkpoints are written or removed",
+        ),
         (("--fp8-format", "e4m3"), "needs Transformer Engine"),
         (("--cuda-graph-impl", "local"), r"--cuda-graph-impl local \(.*: a CUDA graph needs"),
         (("--cuda-graph-impl", "transformer_engine"), "leave DeepStack out: drop the flag"),
@@ -143,11 +150,40 @@ def test_an_overlap_of_the_experts_exchange_needs_half_precision(moe: Path) -> N
     assert parallel.virtual_pipeline_model_parallel_size == 2
 
 
-def test_a_hybrid_model_is_not_saved_in_the_legacy_format(tmp_path: Path) -> None:
-    model = write_tiny_checkpoint(tmp_path / "hybrid", family="qwen3.5")
+def test_a_hybrid_model_is_not_saved_in_the_legacy_format(hybrid: Path, tmp_path: Path) -> None:
     flags = ("--ckpt-format", "torch", "--save", str(tmp_path / "run"))
     with pytest.raises(BadInput, match="legacy checkpoint of a model with gated delta nets"):
-        parsed(model, *flags)
+        parsed(hybrid, *flags)
+
+
+MTP = ("--mtp-num-layers", "1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "message"),
+    [
+        ("dense", MTP, "--mtp-num-layers 1: the model has no such layer .* Leave the flag out"),
+        ("hybrid", ("--mtp-num-layers", "2"), "--mtp-num-layers 2: the model has 1 .* set it to 1"),
+        ("hybrid", (*MTP, "--loss", "orpo"), "--mtp-num-layers with --loss orpo"),
+        ("hybrid", (*MTP, "--loss", "distill"), "--mtp-num-layers with --loss distill"),
+        ("hybrid", (*MTP, "--task", "embedding"), "--mtp-num-layers with --task embedding"),
+        ("hybrid", (*MTP, "--lora-rank", "4", "--load-hf", "x"), "--mtp-num-layers with LoRA"),
+        ("hybrid_moe", (*MTP, *OVERLAP), "with --overlap-moe-expert-parallel-comm, whose schedule"),
+    ],
+)
+def test_a_further_token_that_cannot_be_trained(
+    kind: str, flags: tuple[str, ...], message: str, request: pytest.FixtureRequest
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        parsed(request.getfixturevalue(kind), *flags, world_size=2)
+
+
+def test_a_further_token_is_trained_with_positions_of_three_axes(hybrid: Path) -> None:
+    """Megatron's own check refuses them."""
+    made = parsed(hybrid, *MTP)
+    assert made.settings.loop.mtp_num_layers == made.args.trained_mtp_layers == 1
+    assert made.settings.loop.mtp_loss_scaling_factor == 0.1
+    assert parsed(hybrid).settings.loop.mtp_num_layers is None
 
 
 @pytest.mark.parametrize("words", [("te", "torch"), ()])

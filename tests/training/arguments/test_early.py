@@ -84,10 +84,14 @@ def test_what_is_said_to_reach_the_run_is_read_by_something(
 
 
 def test_flags_that_change_nothing_are_named_and_those_that_mislead_refused() -> None:
-    words = "--split=9,1 --tokenizer-model m --seed 3 --packing-buffer 4 --eval-interval 3"
+    words = (
+        "--split=9,1 --tokenizer-model m --seed 3 --packing-buffer 4 --eval-interval 3 "
+        "--mtp-loss-scaling-factor 0.2"
+    )
     unused = CommandLine(words.split()).unused()
     assert [item.name for item in unused] == [
         "--split", "--tokenizer-model", "--packing-buffer", "--eval-interval",
+        "--mtp-loss-scaling-factor",
     ]  # fmt: skip
     assert all(item.why and item.where == "the command line" for item in unused)
     used = "--packing --packing-buffer 4 --valid-data-path v --eval-iters 2 --eval-interval 3"
@@ -114,7 +118,7 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
         (["--tp", "2"], r"Did you mean --tensor-model-parallel-size\?"),
         (["--rampup-batch-size", "1", "1", "4"], "--rampup-batch-size: .* --step-batch-size-sch"),
         (["--chat-template", "{{{{1/0}}}}"], "--chat-template: .* put it into its chat_template"),
-        (["--mtp-num-layers=1", "--sft"], "multi-token prediction. --sft: records say"),
+        (["--mtp-standalone", "--sft"], "multi-token prediction. --sft: records say"),
         (["--dryrun"], r"Did you mean --dry-run \(of a launch script\)\?"),
         (["--lr-wrong"], r"unrecognized arguments: --lr-wrong\. mcore-qwen3vl train --help"),
         (["--train-iters", "3", "--weight-decay"], None),  # left to Megatron, whose flag it is
@@ -128,6 +132,21 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
             "--micro-batch-size is 4 with --packing",
         ),
         (["--train-iters", "3", "--balance"], "--balance needs packing"),
+        (["--train-iters", "3", "--async-save"], "only with --use-persistent-ckpt-worker. Add it"),
+        (
+            [
+                *("--train-iters", "3", "--async-save", "--use-persistent-ckpt-worker"),
+                *("--async-strategy", "mcore"),
+            ],
+            None,
+        ),
+        (["--skip-train", "--valid-data-path", "{data}"], r"give --train-iters N\.$"),
+        (["--skip-train", "--train-iters", "3"], "--skip-train without --valid-data-path PATH"),
+        (["--skip-train", "--train-samples", "3", "--valid-data-path", "{data}"], None),
+        (
+            ["--skip-train", "--num-epochs", "1", "--valid-data-path", "{data}"],
+            "--skip-train with --num-epochs, .* give --train-iters N",
+        ),
         (["--train-iters", "3", "--data-path", "gone.jsonl"], "gone.jsonl does not exist"),
         (["--train-iters", "3", "--load-hf", "gone"], "gone does not exist: check .* --load-hf"),
         (
@@ -215,6 +234,11 @@ def test_data_paths_may_have_an_equals_sign(dense: Path, data: Path) -> None:
     [
         (["--optimizer", "muon"], "emerging_optimizers", r"muon needs .*emerging-optimizers>=0\.2"),
         (["--use-megatron-fsdp"], "einops", "einops, or use --use-distributed-optimizer"),
+        (
+            ["--async-save", "--use-persistent-ckpt-worker"],
+            "nvidia_resiliency_ext",
+            "nvidia-resiliency-ext: install it, or add --async-strategy mcore",
+        ),
     ],
 )
 def test_a_package_that_a_flag_needs_is_named(

@@ -27,6 +27,7 @@ from tests.turns import slow
 K = 7
 PACKED = ("--packing",)
 TWO_ROWS = ("--micro-batch-size", "2", "--global-batch-size", "8")
+TEACHERS = {"dense": "moe", "moe": "dense", "hybrid": "large_hybrid"}
 FORWARD = Distillation(temperature=1.5, alpha=0.3)
 REVERSE = Distillation("reverse")
 JSD = Distillation("jsd", beta=0.2, temperature=0.8)
@@ -118,6 +119,7 @@ def plain_step(job: Job, teacher: Path, settings: Distillation) -> tuple[Plain, 
             ("dense", "tp2xcp2+sp", FORWARD, TWO_ROWS),
             ("moe", "ep2xdp2", JSD, PACKED),
             ("moe", "tp2xetp2+sp", REVERSE, ()),
+            ("hybrid", "tp2+sp", FORWARD, PACKED),
         ),
     ],
 )
@@ -131,7 +133,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     request: pytest.FixtureRequest,
 ) -> None:
     checkpoint = request.getfixturevalue(student)
-    teacher = request.getfixturevalue("moe" if student == "dense" else "dense")
+    teacher = request.getfixturevalue(TEACHERS[student])
     data = scored(records, teacher, tmp_path, settings.temperature)
     job = step_job(checkpoint, data, layout, *flags_of(settings), *flags)
     expected, numbers = plain_step(job, teacher, settings)
@@ -151,6 +153,14 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def large_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3.5 of other depth and width than the students, and of more shared experts."""
+    text = {"num_hidden_layers": 8, "hidden_size": 80}
+    path = tmp_path_factory.mktemp("large")
+    return write_tiny_checkpoint(path, family="qwen3.5", moe=True, seed=7, text=text)
+
+
+@pytest.fixture(scope="module")
 def large_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = {"num_hidden_layers": 8, "hidden_size": 80, "num_experts": 8}
     return write_tiny_checkpoint(tmp_path_factory.mktemp("large"), moe=True, seed=6, text=text)
@@ -161,6 +171,7 @@ def large_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("dense", "large", "tp2+sp", FORWARD, PACKED),
         ("dense", "large", "pp2xvpp2", JSD, TWO_ROWS),
+        ("hybrid", "large_hybrid", "pp2", REVERSE, PACKED),
         *slow(
             ("dense", "large", "cp2xdp2", REVERSE, PACKED),
             ("moe", "large_moe", "ep2xdp2", FORWARD, PACKED),
@@ -171,6 +182,9 @@ def large_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("dense", "large_moe", "tp2", FORWARD, PACKED),
             ("moe", "dense", "ep2xdp2", REVERSE, PACKED),
             ("moe", "large_moe", "tp2xetp2+sp", JSD, ()),
+            ("dense", "large_hybrid", "tp2+sp", FORWARD, PACKED),
+            ("hybrid", "large", "cp2", JSD, PACKED),
+            ("hybrid_moe", "dense", "ep2xdp2", FORWARD, PACKED),
         ),
     ],
 )

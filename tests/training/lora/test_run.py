@@ -40,10 +40,12 @@ def lora_job(folder: Path, checkpoint: Path, data: Path, lora: str, layout: str)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "lora"), [("dense", "everything"), ("hybrid", "hybrid")])
 def test_a_run_goes_on_under_another_layout_and_its_export_is_pefts(
-    dense: Path, data: Path, tmp_path: Path
+    kind: str, lora: str, data: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    job = lora_job(tmp_path, dense, data, "everything", "dp2")
+    checkpoint = request.getfixturevalue(kind)
+    job = lora_job(tmp_path, checkpoint, data, lora, "dp2")
     job = replace(job, flags=(*DISTRIBUTED, "--num-workers", "1"))
     whole, save = whole_and_half(job, tmp_path)
     difference = worst_difference(curve_of(whole), hf_curve(job))
@@ -59,7 +61,7 @@ def test_a_run_goes_on_under_another_layout_and_its_export_is_pefts(
     assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
 
     written = export / "iter_0000004"
-    loads_strictly(dense, written)
+    loads_strictly(checkpoint, written)
     before, after = (
         load_file(folder / "adapter_model.safetensors")
         for folder in (tmp_path / "adapter", written)
@@ -67,7 +69,7 @@ def test_a_run_goes_on_under_another_layout_and_its_export_is_pefts(
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[key], after[key]) for key in before)
     # PEFT gives our logits from the exported adapter.
-    verify_parity(dense, None, ["image"], gradients=False, lora=written).require()
+    verify_parity(checkpoint, None, ["image"], gradients=False, lora=written).require()
 
 
 def loads_strictly(checkpoint: Path, adapter: Path) -> None:

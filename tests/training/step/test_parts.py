@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.verify.curves import encode, sample_order
 from mcore_qwen3vl.verify.job import Job, train
 from tests.training.exact import numbers_of
+from tests.training.one_step import Plain, check_step, plain_model, step_job
 from tests.turns import slow
 
 
@@ -67,6 +72,44 @@ def test_frozen_weights_stay_and_the_rest_learns_under_recompute(
     language = {n for n in before if ".visual." not in n and "embed_tokens" not in n}
     assert moved == language
     assert Architecture.from_hf(tmp_path / "hf" / "iter_0000002") == Architecture.from_hf(dense)
+
+
+VISION, ALIGNER = r"model\.visual\.(?!merger\.)", r"model\.visual\.merger\."
+
+
+@pytest.mark.parametrize(
+    ("frozen", "names", "layout"),
+    [
+        (("language",), r"model\.language_model\.|lm_head\.", "tp2+sp"),
+        *slow(
+            (("vision",), VISION, "cp2"),
+            (("aligner",), ALIGNER, "pp2"),
+            (("vision", "aligner"), f"{VISION}|{ALIGNER}", "single"),
+        ),
+    ],
+)
+def test_what_a_hybrid_model_trains_has_the_gradients_of_a_plain_loop(
+    frozen: tuple[str, ...], names: str, layout: str, hybrid: Path, data: Path, tmp_path: Path
+) -> None:
+    """What is frozen has none, and what is not has those of a model that trains the same."""
+    from transformers import AutoProcessor
+
+    # A pack's work depends on what is trained, which the plain loop's loader is not told.
+    job = step_job(hybrid, data, layout, "--packing", "--no-balance", "--freeze", *frozen)
+    model, named = plain_model(job)
+    for name, parameter in named.items():
+        parameter.requires_grad_(not re.match(names, name))
+    processor = AutoProcessor.from_pretrained(hybrid)
+    records = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    total, tokens = torch.zeros([]), 0
+    for line in sample_order(job)[0]:
+        inputs, labels = encode(processor, records[line], data.parent)
+        logits = model(**inputs).logits[0, :-1]
+        total = total + F.cross_entropy(logits, labels[1:], reduction="sum")
+        tokens += int((labels[1:] != -100).sum())
+    expected = Plain.of(total / tokens, named)
+    assert len(expected.gradients) == sum(p.requires_grad for p in named.values()) < len(named)
+    check_step(job, expected, "lm loss", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def plain_step(job: Job) -> Plain:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "flags"), slow_except(LAYOUTS, ("dense", "tp2+sp", PACKED))
+    ("kind", "layout", "flags"),
+    [*slow_except(LAYOUTS, ("dense", "tp2+sp", PACKED)), *slow(("hybrid", "cp2", PACKED))],
 )
 def test_loss_and_every_gradient_are_those_of_one_process(
     kind: str,

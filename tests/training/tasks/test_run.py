@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoProcessor, Qwen3VLModel
+from transformers import AutoModel, AutoProcessor, Qwen3_5Model, Qwen3VLModel
 
 from mcore_qwen3vl import machine
 from mcore_qwen3vl.converters.convert import hf_to_mcore
@@ -43,11 +43,14 @@ def check(job: Job, contrastive: Contrastive, folder: Path) -> None:
     ("kind", "layout", "flags"),
     [
         *slow_except(LAYOUTS, ("dense", "dp2", PACKED), ("dense", "cp2", PACKED)),
+        ("hybrid", "tp2+sp", PACKED),
         *slow(
             ("dense", "pp2", PACKED),
             ("dense", "tp2xpp2+sp", ()),
             ("dense", "cp2xdp2", PACKED),
             ("moe", "ep2xpp2xdp2", PACKED),
+            ("hybrid", "cp2", PACKED),
+            ("hybrid_moe", "ep2xdp2", PACKED),
         ),
     ],
 )
@@ -167,7 +170,10 @@ def headless(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "layouts"),
-    [("headless", ("pp2", "cp2")), *slow(("tied", ("dp2", "tp2xcp2+sp", "pp2")))],
+    [
+        ("headless", ("pp2", "cp2")),
+        *slow(("tied", ("dp2", "tp2xcp2+sp", "pp2")), ("hybrid", ("tp2", "cp2"))),
+    ],
 )
 def test_a_headless_model_is_trained_exported_scored_and_resumed(
     kind: str,
@@ -205,7 +211,7 @@ def test_a_language_model_embeds_from_megatrons_format(
 def embeddings_of(checkpoint: Path, data: Path) -> Tensor:
     """Return the embeddings (N, H) of all texts by transformers' own class."""
     model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
-    assert type(model) is Qwen3VLModel
+    assert type(model) in (Qwen3VLModel, Qwen3_5Model)
     processor = AutoProcessor.from_pretrained(checkpoint)
     lines = map(json.loads, data.read_text().splitlines())
     with torch.no_grad():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from transformers import Qwen3_5ForSequenceClassification
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
@@ -73,9 +74,10 @@ def inputs_of(
 
 def class_of(checkpoint: Path) -> Any:
     """Return transformers' class of a sequence classifier."""
-    if Architecture.from_hf(checkpoint).is_moe:
-        return Qwen3VLMoeForSequenceClassification
-    return Qwen3VLForSequenceClassification
+    a = Architecture.from_hf(checkpoint)
+    if a.delta_net is not None:
+        return Qwen3_5ForSequenceClassification
+    return Qwen3VLMoeForSequenceClassification if a.is_moe else Qwen3VLForSequenceClassification
 
 
 def headed_adapter(folder: Path, checkpoint: Path, labels: int) -> Path:

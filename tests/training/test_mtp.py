@@ -1,0 +1,235 @@
+"""A further token is predicted and trained as a plain loop does, under every layout.
+
+transformers has no such layer. The plain loop makes one of its parts: the embedding of the next
+token and the hidden state, each normed, side by side through a linear layer, then a decoder layer
+with attention, a norm and the model's head. Source: vLLM's ``Qwen3_5MultiTokenPredictor``, which
+reads what is exported.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.convert import mcore_to_hf
+from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
+from mcore_qwen3vl.training.step.losses import cross_entropy, further_token_objective
+from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, sample_order, whole_and_half
+from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
+from tests.converters.checkpoints import assert_same_tensors
+from tests.training.exact import numbers_of
+from tests.training.one_step import Plain, check_step, plain_model, step_job
+from tests.training.toy import batch as toy_batch
+from tests.turns import slow
+
+FACTOR = 0.4
+FLAGS = ("--mtp-num-layers", "1", "--mtp-loss-scaling-factor", str(FACTOR))
+PACKED = ("--packing",)
+FULL = (
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "2"),
+)
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write documents, of which every text token is trained, the first of each among them.
+
+    Some have an image between their texts.
+    """
+    folder = tmp_path_factory.mktemp("documents")
+    lines = []
+    for i in range(12):
+        record: dict[str, Any] = {"texts": [f"page {i * 37} says ", f"that {i * i} is it"]}
+        record["images"] = [None, None]
+        if i % 3:
+            Image.radial_gradient("L").convert("RGB").resize((32 + 16 * (i % 2), 32)).save(
+                folder / f"{i}.png"
+            )
+            record = {"texts": [*record["texts"][:1], None, *record["texts"][1:]]}
+            record["images"] = [None, f"{i}.png", None]
+        lines.append(json.dumps(record))
+    file = folder / "train.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.fixture(scope="session")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    kinds: dict[str, dict[str, Any]] = {"dense": {}, "moe": {"moe": True}, "tied": {"tie": True}}
+    return {
+        kind: write_tiny_checkpoint(
+            tmp_path_factory.mktemp(f"hybrid-{kind}"), family="qwen3.5", **options
+        )
+        for kind, options in kinds.items()
+    }
+
+
+class FurtherToken(nn.Module):
+    """The layer of `checkpoint`, beside transformers' `model`."""
+
+    def __init__(self, checkpoint: Path, model: Any) -> None:
+        super().__init__()
+        self.text = [model.model.language_model]  # not a child
+        text, config = self.text[0], model.config.text_config
+        attention = config.layer_types.index("full_attention")
+        norm = lambda: type(text.norm)(config.hidden_size, config.rms_norm_eps)  # noqa: E731
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([type(text.layers[0])(config, attention)])
+        self.norm, self.pre_fc_norm_hidden, self.pre_fc_norm_embedding = norm(), norm(), norm()
+        start = "mtp."
+        tensors = load_file(checkpoint / "model.safetensors").items()
+        self.load_state_dict({n.removeprefix(start): t for n, t in tensors if n.startswith(start)})
+
+    def forward(self, hidden: Tensor, embeddings: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Return states (n - 1, H) of (1, n, H) states and embeddings, of which the first misses.
+
+        State i comes of the hidden state of token i and the embedding of token i + 1.
+        """
+        both = (
+            self.pre_fc_norm_embedding(embeddings[:, 1:]),
+            self.pre_fc_norm_hidden(hidden[:, :-1]),
+        )
+        states = self.fc(torch.cat(both, -1))
+        length = states.shape[1]
+        mask = torch.full((1, 1, length, length), -torch.inf).triu(1)
+        cos, sin = (angle[:, :length] for angle in angles)
+        states = self.layers[0](states, position_embeddings=(cos, sin), attention_mask=mask)
+        return self.norm(states)[0]
+
+
+def plain_step(job: Job) -> tuple[Plain, float]:
+    """Run the first step, one document at a time; return the next token's loss, and the other's.
+
+    The gradients are those of the sum of both losses, divided by the number of the first's tokens.
+    """
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    model, named = plain_model(job)
+    further = FurtherToken(job.checkpoint, model)
+    named |= {f"mtp.{name}": parameter for name, parameter in further.named_parameters()}
+    seen: dict[str, Any] = {}
+    text = further.text[0]
+    text.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    text.rotary_emb.register_forward_hook(lambda _, args, angles: seen.update(angles=angles))
+    records = [json.loads(line) for line in job.data.read_text().splitlines()]
+    sums, counts = [torch.zeros([]), torch.zeros([])], [0, 0]
+    for line in sample_order(job)[0]:
+        parts = zip(records[line]["texts"], records[line]["images"], strict=True)
+        words = "".join(IMAGE if one is None else one for one, _ in parts)
+        images = [Image.open(job.data.parent / name) for name in records[line]["images"] if name]
+        inputs = processor(
+            text=[words + processor.tokenizer.pad_token],
+            images=images or None,
+            return_tensors="pt",
+        )
+        tokens = inputs["input_ids"][0]
+        media = [
+            processor.tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+            for name in ("vision_start", "image_pad", "vision_end")
+        ]
+        trained = ~torch.isin(tokens, torch.tensor(media))
+        hidden = model.model(**inputs).last_hidden_state
+        states = further(hidden, seen["inputs_embeds"], seen["angles"])
+        for k, at in enumerate((hidden[0, :-1], states[:-1])):
+            of = trained[k + 1 :]
+            logits = model.lm_head(at)[of]
+            sums[k] = sums[k] + F.cross_entropy(logits, tokens[k + 1 :][of], reduction="sum")
+            counts[k] += int(of.sum())
+    plain = Plain.of((sums[0] + FACTOR * sums[1]) / counts[0], named)
+    return replace(plain, loss=float(sums[0]) / counts[0]), float(sums[1]) / counts[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags"),
+    [
+        ("dense", "tp2+sp", PACKED),
+        ("dense", "pp2", ("--micro-batch-size", "2")),
+        *slow(
+            ("dense", "single", PACKED),
+            ("dense", "single", (*PACKED, *FULL)),
+            ("dense", "single", (*PACKED, "--no-chunked-head")),
+            ("dense", "tp2", PACKED),
+            ("dense", "cp2", PACKED),
+            ("dense", "cp2", ()),
+            ("dense", "pp2xvpp2", PACKED),
+            ("dense", "dp2", (*PACKED, *DISTRIBUTED)),
+            ("dense", "tp2xpp2+sp", PACKED),
+            ("tied", "pp2", PACKED),
+            ("moe", "ep2xdp2", PACKED),
+            ("moe", "tp2xetp2+sp", PACKED),
+        ),
+    ],
+)
+def test_both_losses_and_every_gradient_are_those_of_a_plain_loop(
+    kind: str,
+    layout: str,
+    flags: tuple[str, ...],
+    hybrids: dict[str, Path],
+    documents: Path,
+    tmp_path: Path,
+) -> None:
+    job = step_job(hybrids[kind], documents, layout, *FLAGS, *flags)
+    expected, further = plain_step(job)
+    entry = check_step(job, expected, "lm loss", tmp_path)
+    assert entry["mtp_1 loss"] == pytest.approx(further, rel=2e-5)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_no_label_is_another_samples(is_packed: bool) -> None:
+    """Without packing the row's first label follows its last."""
+    batch = toy_batch(Architecture.from_hf(tiny_config()), image=False)
+    batch = batch if is_packed else replace(batch, cu_seqlens=None)
+    losses = torch.stack([torch.zeros(1, 16), 2.0 ** torch.arange(16)[None]])
+    reduced = further_token_objective(cross_entropy, 0.5)(batch, torch.arange(16), losses)
+    ends = (4, 12, 15) if is_packed else (15,)
+    expected = sum(2.0**i for i in range(16) if i not in ends)
+    assert reduced.sums["mtp_1 loss"].tolist() == [expected, 16 - len(ends)]
+    assert reduced.total.item() == 0.5 * expected
+    assert reduced.normaliser.item() == 16
+
+
+def test_the_layer_is_saved_resumed_and_exported_as_trained(
+    hybrids: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    checkpoint = hybrids["dense"]
+    job = replace(step_job(checkpoint, data, "single", *FLAGS, *PACKED, steps=4), batch=2)
+    whole, save = whole_and_half(job, tmp_path)
+    export = tmp_path / "export"
+    flags = ("--save", str(save), "--save-interval", "1000", "--save-hf", str(export))
+    rest = train(job, tmp_path / "rest", *flags)
+    assert numbers_of(rest) == numbers_of(whole[2:])
+    assert [entry["mtp_1 loss"] for entry in rest] == [e["mtp_1 loss"] for e in whole[2:]]
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (checkpoint, export / "iter_0000004")
+    )
+    further = [name for name in before if name.startswith("mtp.")]
+    assert further
+    assert all(not torch.equal(before[name], after[name]) for name in further)
+    mcore_to_hf(save, tmp_path / "back", hf_config=checkpoint)
+    assert_same_tensors(export / "iter_0000004", tmp_path / "back")
+
+
+@pytest.mark.slow
+def test_the_layer_goes_on_under_another_layout(
+    hybrids: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    job = replace(step_job(hybrids["moe"], data, "ep2xdp2", *FLAGS, steps=4), batch=2)
+    job = replace(job, flags=(*job.flags, "--use-distributed-optimizer"))
+    whole, save = whole_and_half(job, tmp_path)
+    other = step_job(hybrids["moe"], data, "pp2", *job.flags, steps=4)
+    rest = train(replace(other, batch=2), tmp_path / "rest", "--save", str(save))
+    difference = worst_difference(curve_of(rest), curve_of(whole[2:]))
+    assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
