@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from mcore_qwen3vl.runtime import cpu
 
 cpu.install(training=True)  # before any test module imports megatron
 
+from mcore_qwen3vl import machine  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.pretended import Workbench  # noqa: E402
 from mcore_qwen3vl.pretended.preload import cache_folder  # noqa: E402
@@ -29,6 +31,9 @@ if TYPE_CHECKING:  # it imports transformers, which is slow
 pytest_plugins = ("tests.turns",)
 logging.getLogger("megatron").setLevel(logging.ERROR)
 launch.PATIENCE = 10.0  # a machine five times slower fails no test, and a hang still ends
+# Tests count the lines of a command, and another Megatron first on PYTHONPATH would take one.
+if machine.version_of("megatron-core") != version("megatron-core"):
+    machine.PACKAGES = tuple(name for name in machine.PACKAGES if name != "megatron-core")
 torch.set_num_threads(1)  # the models are tiny, and other ranks need the cores
 # PyTorch's first call in a fork makes a new pool of threads. If two threads make it at once, they
 # fail, so it is made here, before a test's fork starts a thread.

@@ -59,6 +59,7 @@ def test_a_checkout_before_the_installed_megatron_is_named(
     (core / "package_info.py").write_text(numbers)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    monkeypatch.setattr(machine, "PACKAGES", ("megatron-core",))
     (sentence,) = machine.outside()
     assert sentence.startswith("megatron-core 0.21.3rc1 is installed")
 
