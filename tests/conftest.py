@@ -24,6 +24,7 @@ from mcore_qwen3vl.pretended.preload import cache_folder  # noqa: E402
 from mcore_qwen3vl.runtime import launch  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
+from mcore_qwen3vl.training.arguments import command_line  # noqa: E402
 
 if TYPE_CHECKING:  # it imports transformers, which is slow
     from mcore_qwen3vl.verify.parity.matrix import Matrix
@@ -74,6 +75,12 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     from mcore_qwen3vl.verify.parity.matrix import Matrix
 
     return Matrix(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate the version of Megatron whose flags are all listed: a typo is found early."""
+    monkeypatch.setattr(command_line, "version_of", lambda name: command_line.LISTED)
 
 
 @pytest.fixture

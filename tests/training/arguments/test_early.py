@@ -92,12 +92,6 @@ def test_flags_that_change_nothing_are_named_and_those_that_mislead_refused() ->
     assert not CommandLine(used.split()).unused()
 
 
-@pytest.fixture
-def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate the version of Megatron whose flags are all listed."""
-    monkeypatch.setattr(command_line, "version_of", lambda name: LISTED)
-
-
 def test_flags_that_the_list_may_lack_are_left_to_megatron(
     listed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
