@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, version
 from importlib.util import find_spec
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -46,11 +48,28 @@ def outside() -> Iterator[str]:
         if requirement.name not in PACKAGES:
             continue
         try:
-            installed = version(requirement.name)
+            installed = version_of(requirement.name)
         except PackageNotFoundError:  # some commands work without it
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
             yield _sentence(requirement.name, installed, requirement.specifier)
+
+
+def version_of(package: str) -> str:
+    """Return the version of the package that an import finds.
+
+    For megatron-core that may be a checkout of Megatron-LM, which stands before the installed
+    package on PYTHONPATH and has no metadata.
+
+    Raises:
+        PackageNotFoundError: there is none.
+    """
+    core = find_spec("megatron") and find_spec("megatron.core")  # imports neither
+    if package != "megatron-core" or core is None or core.origin is None:
+        return version(package)
+    text = Path(core.origin).with_name("package_info.py").read_text(encoding="utf-8")
+    parts = re.findall(r"^(?:MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", text, re.MULTILINE)
+    return ".".join(parts[:3]) + parts[3]
 
 
 def _sentence(name: str, installed: str, allowed: SpecifierSet) -> str:

@@ -107,6 +107,7 @@ def _hybrid(a: Architecture) -> list[Fact]:
         return []
     return [
         _both("attention_output_gate", a.attn_output_gate),
+        # Megatron 0.20 calls it gdn, and still takes the name that 0.19 has.
         _both("experimental_attention_variant", "gated_delta_net"),
         _both("linear_attention_freq", [int(linear) for linear in a.delta_net_layers]),
         *(_both(f"linear_{name}", size) for name, size in asdict(net).items()),

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,14 @@ from mcore_qwen3vl.runtime import cpu
 
 cpu.install(training=True)  # before any test module imports megatron
 
+from mcore_qwen3vl import machine  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.pretended import Workbench  # noqa: E402
 from mcore_qwen3vl.pretended.preload import cache_folder  # noqa: E402
 from mcore_qwen3vl.runtime import launch  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
+from mcore_qwen3vl.training.arguments import command_line  # noqa: E402
 
 if TYPE_CHECKING:  # it imports transformers, which is slow
     from mcore_qwen3vl.verify.parity.matrix import Matrix
@@ -29,6 +32,9 @@ if TYPE_CHECKING:  # it imports transformers, which is slow
 pytest_plugins = ("tests.turns",)
 logging.getLogger("megatron").setLevel(logging.ERROR)
 launch.PATIENCE = 10.0  # a machine five times slower fails no test, and a hang still ends
+# Tests count the lines of a command, and another Megatron first on PYTHONPATH would take one.
+if machine.version_of("megatron-core") != version("megatron-core"):
+    machine.PACKAGES = tuple(name for name in machine.PACKAGES if name != "megatron-core")
 torch.set_num_threads(1)  # the models are tiny, and other ranks need the cores
 # PyTorch's first call in a fork makes a new pool of threads. If two threads make it at once, they
 # fail, so it is made here, before a test's fork starts a thread.
@@ -80,6 +86,12 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     from mcore_qwen3vl.verify.parity.matrix import Matrix
 
     return Matrix(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate the version of Megatron whose flags are all listed: a typo is found early."""
+    monkeypatch.setattr(command_line, "version_of", lambda name: command_line.LISTED)
 
 
 @pytest.fixture

@@ -48,6 +48,22 @@ def test_a_pre_release_of_a_container_is_inside(
     assert list(machine.outside()) == []
 
 
+def test_a_checkout_before_the_installed_megatron_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no metadata, and those of the installed package name another version."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    numbers = "MAJOR = 0\nMINOR = 21\nPATCH = 3\nPRE_RELEASE = 'rc1'\n"
+    (core / "package_info.py").write_text(numbers)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    monkeypatch.setattr(machine, "PACKAGES", ("megatron-core",))
+    (sentence,) = machine.outside()
+    assert sentence.startswith("megatron-core 0.21.3rc1 is installed")
+
+
 def test_another_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.platform, "python_version", lambda: "3.14.1")
     (sentence,) = machine.outside()

@@ -20,7 +20,7 @@ import math
 import os
 import platform
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from textwrap import indent
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ from mcore_qwen3vl import __version__
 from mcore_qwen3vl.console import command_line, plain, table, visible
 from mcore_qwen3vl.errors import CheckFailed
 from mcore_qwen3vl.files import atomic_write, templates
+from mcore_qwen3vl.machine import version_of
 from mcore_qwen3vl.verify.measurement import Finding
 
 FORMAT = 2
@@ -150,7 +151,7 @@ def environment() -> dict[str, str]:
     versions = {"mcore-qwen3vl": __version__}
     for package in PACKAGES:
         try:
-            versions[package] = version(package)
+            versions[package] = version_of(package)
         except PackageNotFoundError:
             continue
     versions["python"] = platform.python_version()

@@ -114,7 +114,9 @@ def _offloaded_step(case: Case) -> tuple[dict[str, Tensor], int]:
     context = _Offloading(copied, lambda kept: kept)
     with (
         mock.patch.object(handler, "_can_manage_tensor_for_offload", is_activation),
-        mock.patch.object(handler, "offload", lambda self, tensor, **_: (None, copied(tensor))),
+        mock.patch.object(
+            handler, "offload", lambda self, tensor, **_: (None, copied(tensor), False, None)
+        ),
         mock.patch.object(handler, "reload", lambda self, state: state[1]),
         mock.patch.object(transformer_engine, "cpu_offload", SimpleNamespace()),
         mock.patch.object(

@@ -69,7 +69,9 @@ def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:
         ([str(LAUNCH / "sft_2b.sh"), "--train-itres", "3"], None, "Did you mean --train-iters"),
     ],
 )
-def test_what_cannot_be_read(words: list[str], gpus: int | None, message: str) -> None:
+def test_what_cannot_be_read(
+    words: list[str], gpus: int | None, message: str, listed: None
+) -> None:
     with pytest.raises(BadInput, match=message):
         read_command(words, gpus)
 

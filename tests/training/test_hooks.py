@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mcore_qwen3vl
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -25,6 +27,8 @@ from mcore_qwen3vl.training.hooks import (
 )
 from mcore_qwen3vl.verify.job import LEARNING_RATE, Job, curve_of, train, worst_difference
 from tests.training.megatron_symbols import differences, read_table
+
+MEGATRON = re.compile(r"megatron\.(core|training)\b")
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -49,6 +53,25 @@ def test_the_design_page_says_of_every_wrapped_function_what_it_costs_and_saves(
 def test_canary_every_symbol_that_we_use_by_name_has_the_signature_we_were_tested_with() -> None:
     """With another Megatron first on PYTHONPATH, this names each symbol that has changed."""
     assert differences(read_table()) == []
+
+
+def test_canary_every_name_of_megatron_that_we_import_exists() -> None:
+    """Many are imported in functions, so that only a run of each would miss one that is gone."""
+    missing, package = [], Path(mcore_qwen3vl.__file__).parent
+    for file in (*package.rglob("*.py"), *(package / "converters").rglob("*.py")):  # a link
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not MEGATRON.match(node.module or ""):
+                continue
+            for name in (alias.name for alias in node.names):
+                try:
+                    exec(f"from {node.module} import {name}", {})
+                except ModuleNotFoundError as error:
+                    missing.append(f"{file.name}:{node.lineno}: {error}")
+                except ImportError as error:
+                    source = Path(import_module(node.module or "").__file__ or "").read_text()
+                    if not re.search(rf"^ +def {name}\(", source, re.MULTILINE):  # if TE is there
+                        missing.append(f"{file.name}:{node.lineno}: {error}")
+    assert missing == []
 
 
 def test_the_canary_knows_every_symbol_that_is_wrapped_or_replaced_on_the_cpu() -> None:

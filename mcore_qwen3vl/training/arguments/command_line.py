@@ -8,16 +8,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
-from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.machine import version_of
 from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
 from mcore_qwen3vl.training.arguments.settings import (
     Settings,
@@ -30,6 +33,11 @@ COMMAND_LINE = "the command line"
 
 NONE = "none"
 """``--FLAG none`` unsets a flag that a script set; Megatron has no value for "unset"."""
+
+FLAGS = Path(__file__).with_name("megatron-flags.txt")
+"""The list for :meth:`Sorting.of`."""
+LISTED = "0.19.2"
+"""The version of megatron-core that has no other flags than those of the list."""
 
 SIZES = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
@@ -144,13 +152,14 @@ class CommandLine:
     def check_names(self) -> None:
         """Raise BadInput for flags that are unknown or would mislead.
 
-        A Megatron version whose flags are not listed here decides with its own parser. Building
-        that parser takes seconds, so the list is what answers a typo at once.
+        A version of Megatron that has other flags than those listed here decides with its own
+        parser whether it knows one. Building that parser takes seconds, so the list is what answers
+        a typo at once.
         """
-        if (sorting := Sorting.for_installed()) is None:
-            return
+        sorting = Sorting.for_installed()
         known = {*_parser()._option_string_actions, *sorting.known}
-        if unknown := [flag for flag in self._flags() if flag not in known]:
+        unknown = [flag for flag in self._flags() if flag not in known]
+        if unknown and sorting.complete:
             refuse_unknown(unknown, known)
         if refused := [flag for flag in self._flags() if flag in sorting.refused]:
             raise BadInput(" ".join(f"{flag}: {sorting.refused[flag]}." for flag in refused))
@@ -158,14 +167,14 @@ class CommandLine:
     def unused(self) -> list[Unused]:
         """Return the flags that change nothing in the run."""
         sorting = Sorting.for_installed()
-        reasons = dict(sorting.no_effect) if sorting else {}
+        reasons = dict(sorting.no_effect)
         ours = _parser()._option_string_actions.keys()
         reasons |= {
             flag: why
             for flag, (name, why) in _ACTS_WITH.items()
             if not attrgetter(name)(self.settings)
         }
-        used = {*ours, *(sorting.known if sorting else self._flags())} - reasons.keys()
+        used = {*ours, *(sorting.known if sorting.complete else self._flags())} - reasons.keys()
         return Fields(COMMAND_LINE, used, reasons=reasons).unused(
             dict.fromkeys(self._flags(), True)
         )
@@ -184,11 +193,13 @@ class Sorting:
         reaching: flags that something reads.
         refused: the reason by flag: it asks for what this package does otherwise, or not at all.
         no_effect: the reason by flag: nothing reads it, and no run is another one for it.
+        complete: whether the version has no other flags.
     """
 
     reaching: frozenset[str]
     refused: Mapping[str, str]
     no_effect: Mapping[str, str]
+    complete: bool
 
     @property
     def known(self) -> frozenset[str]:
@@ -196,22 +207,27 @@ class Sorting:
         return self.reaching | self.refused.keys() | self.no_effect.keys()
 
     @classmethod
-    def for_installed(cls) -> Sorting | None:
-        """Return the sorting of the installed megatron-core; None for a version without one."""
-        file = flag_list(version("megatron-core"))
-        return cls.from_text(file.read_text(encoding="utf-8")) if file.exists() else None
+    def for_installed(cls) -> Sorting:
+        """Return the sorting of the installed megatron-core."""
+        return cls.from_text(FLAGS.read_text(encoding="utf-8"), version_of("megatron-core"))
 
     @classmethod
-    def from_text(cls, text: str) -> Sorting:
-        """Read a list of flags, one per line, below lines that say what becomes of them."""
+    def from_text(cls, text: str, megatron: str) -> Sorting:
+        """Read a version's flags from a list, in which a line says what becomes of those below it.
+
+        Behind a flag that not every version has stand the versions that have it.
+        """
         kinds: dict[str, dict[str, str]] = {"reaching": {}, "refused": {}, "no effect": {}}
         kind = reason = ""
-        for line in filter(None, text.splitlines()):
-            if line.startswith("--"):
-                kinds[kind][line] = reason
-            else:
+        release = Version(megatron).base_version  # 0.20 of a pre-release, which has its flags
+        for line in text.splitlines():
+            flag, _, versions = line.partition(" ")
+            if not flag.startswith("-"):
                 kind, _, reason = line.partition(": ")
-        return cls(frozenset(kinds["reaching"]), kinds["refused"], kinds["no effect"])
+            elif SpecifierSet(versions).contains(release):
+                kinds[kind][flag] = reason
+        reaching = frozenset(kinds["reaching"])
+        return cls(reaching, kinds["refused"], kinds["no effect"], megatron == LISTED)
 
 
 @cache
@@ -228,11 +244,6 @@ def as_saved(load: str | None, save: str | None) -> str | None:
     """Return `load`, written as `save` if both are the same folder."""
     same = load and save and Path(load).resolve() == Path(save).resolve()
     return save if same else load
-
-
-def flag_list(megatron: str) -> Path:
-    """Return the file that `Sorting.from_text` reads for a megatron-core; it may not exist."""
-    return Path(__file__).with_name(f"megatron-core-{megatron}.txt")
 
 
 def without_flags(argv: Sequence[str], names: frozenset[str]) -> list[str]:

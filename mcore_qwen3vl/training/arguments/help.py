@@ -93,10 +93,10 @@ def print_megatron_help(words: Sequence[str] = ()) -> NoReturn:
         add_help=False,
     )
     add_arguments(add_megatron_arguments(parser))
-    if sorting := Sorting.for_installed():
-        for kind, reasons in (("refused", sorting.refused), ("no effect", sorting.no_effect)):
-            for flag, why in reasons.items():
-                action = parser._option_string_actions[flag]
+    sorting = Sorting.for_installed()
+    for kind, reasons in (("refused", sorting.refused), ("no effect", sorting.no_effect)):
+        for flag, why in reasons.items():
+            if action := parser._option_string_actions.get(flag):
                 action.help = f"{kind}: {why}. {action.help or ''}"
     print_help(parser, words)
     sys.exit(0)
