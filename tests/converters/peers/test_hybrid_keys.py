@@ -84,13 +84,6 @@ def without(pattern: str) -> Callable[[CheckpointIndex], None]:
     return change
 
 
-def added(key: str) -> Callable[[CheckpointIndex], None]:
-    def change(index: CheckpointIndex) -> None:
-        index.tensors[key] = index.tensors["decoder.final_norm.weight"]
-
-    return change
-
-
 def on_one_rank(source: Path) -> Any:
     initialize(Layout())
     return stored(build_empty(Layout(), Architecture.from_hf(source), kind=HybridQwen3VL))
@@ -262,11 +255,11 @@ REFUSED: dict[str, tuple[Callable[[CheckpointIndex], None], str]] = {
         r"an MLP in \[1, 3, 5\]\. In this model they take turns",
     ),
     "a layer of Mamba": (
-        added("decoder.layers.8.mixer.A_log"),
+        renamed(r"decoder\.layers\.3\.mlp\.linear_fc2\.weight", "decoder.layers.8.mixer.A_log"),
         r"decoder\.layers\.8\.mixer\.A_log, of a layer that is neither attention nor an MLP",
     ),
     "one norm twice": (
-        added("decoder.layers.0.input_layernorm.weight"),
+        renamed(r"0\.self_attention\.linear_proj\.weight", "0.input_layernorm.weight"),
         r"one tensor under two keys, .*decoder\.layers\.0\.input_layernorm\.weight",
     ),
 }
