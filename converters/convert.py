@@ -71,8 +71,8 @@ def plan_hf_to_mcore(
             `tp` in the padding; CP, DP and SP do not matter. Default: one rank.
         spec: the layer spec whose parameter names are written, for a format that is written for
             one layout: "te" (the default) or "torch".
-        dialect: the project whose keys are written: "megatron-bridge" or "ms-swift"; default: this
-            project's own.
+        dialect: the project whose keys are written, "megatron-bridge" or "ms-swift"; or "hybrid",
+            for those of Megatron-Core's ``HybridModel``. Default: this project's own.
 
     Raises:
         BadInput: the input cannot be converted exactly with these options.

@@ -5,6 +5,10 @@ Megatron's own keys for the language model, after a prefix; they differ in the v
 the table keeps as Hugging Face has it. Each row was compared with checkpoints that the maker's own
 converter wrote (``tests/converters/peers``). Whether layers are stacked or have keys of their own
 is no matter of the dialect (`megatron_checkpoint.stack_layers`).
+
+Megatron's own keys are those of its ``GPTModel``. Its ``HybridModel`` numbers attention and MLP as
+two layers, and calls the final norm otherwise. `hybrid_key` and `keys_of_pairs` go from one to the
+other; any maker's checkpoint may have either.
 """
 
 from __future__ import annotations
@@ -13,22 +17,35 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.converters.mapping import transforms
 from mcore_qwen3vl.converters.mapping.table import (
     EMBEDDING,
+    LAYERS,
     Row,
     extra_state_keys,
     shard,
+    unstacked,
     vision_rows,
 )
 from mcore_qwen3vl.errors import BadInput
 
 LANGUAGE = "language_model."
-"""Prefix of the language model's keys in every dialect."""
+"""Prefix of the language model's keys in every dialect but that of ``HybridModel`` itself."""
+HYBRID_NORM = "decoder.final_norm.weight"
+"""The key of the final norm in a ``HybridModel``, by which it is recognised."""
 
 _VISION = "visual."
+_GPT_NORM = "decoder.final_layernorm."
+_FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Where a norm is a module of its own, and its name in a linear layer that has it inside.
+
+An MoE layer always has the former of the second kind."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,8 @@ class Dialect:
         stateful: starts of the modules of the vision tower that have an ``_extra_state``, which are
             Transformer Engine's.
         unwritten: why checkpoints are not written in it; empty if they are.
+        language: prefix of the language model's keys.
+        hybrid: whether checkpoints are written with the keys of a ``HybridModel``.
     """
 
     key: str
@@ -74,21 +93,43 @@ class Dialect:
     modules: tuple[Module, ...] = ()
     stateful: tuple[str, ...] = ()
     unwritten: str = ""
+    language: str = LANGUAGE
+    hybrid: bool = False
 
     def row(self, row: Row, v: VisionArchitecture) -> Row:
         """Return how the dialect stores what `row`, a row of the table, stores."""
         if row.key.startswith(_VISION):
             return self.vision_row(row, v)
-        return replace(row, key=LANGUAGE + row.key)
+        if self.hybrid:
+            row = unstacked(row)
+            row = replace(row, key=hybrid_key(row.key))
+        return replace(row, key=self.language + row.key)
+
+    def arguments(self, a: Architecture) -> dict[str, Any]:
+        """Return the arguments of Megatron's that the maker's loader compares with a run's."""
+        common = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+        common |= {"no_save_optim": True, "no_save_rng": True}  # it looks for no optimizer state
+        if not self.hybrid:
+            return common
+        pattern = "".join("*E" if moe else "*-" for moe in a.moe_layers)
+        return common | {
+            "hybrid_layer_pattern": pattern,
+            "num_layers": len(pattern),
+            "hidden_size": a.hidden_size,
+            "num_attention_heads": a.num_attention_heads,
+        }
 
     def extra_state_keys(self, a: Architecture) -> list[str]:
         """Return the keys of the ``_extra_state`` objects that the maker's strict loading wants."""
+        if self.hybrid:
+            keys = map(hybrid_key, extra_state_keys(a, stacked=False))
+            return [*keys, "output_layer._extra_state/shard_0_1"]
         modules: dict[str, None] = {}  # a weight and a bias have one module
         for row in (self.vision_row(row, a.vision) for row in vision_rows(a.vision)):
             place = list(zip(row.offset, row.global_shape, strict=False)) or [(0, 1)]
             if row.key.startswith(tuple(self.vision + start for start in self.stateful)):
                 modules[f"{row.key.rpartition('.')[0]}._extra_state/{shard(place)}"] = None
-        return [*(LANGUAGE + key for key in extra_state_keys(a)), *modules]
+        return [*(self.language + key for key in extra_state_keys(a)), *modules]
 
     def vision_row(self, row: Row, v: VisionArchitecture) -> Row:
         """Return how the dialect stores what `row`, a row of the vision tower, stores."""
@@ -156,7 +197,88 @@ PAI_MEGATRON_PATCH = Dialect(
     ),
     unwritten="its MoE recipes look for each layer under a key of its own",
 )
-DIALECTS = (MEGATRON_BRIDGE, MS_SWIFT, PAI_MEGATRON_PATCH)
+HYBRID = Dialect(
+    "hybrid",
+    "a HybridModel of Megatron-Core",
+    tracker="release",
+    vision=_VISION,
+    sign=HYBRID_NORM,
+    language="",
+    hybrid=True,
+)
+DIALECTS = (MEGATRON_BRIDGE, MS_SWIFT, PAI_MEGATRON_PATCH, HYBRID)
+
+
+def hybrid_key(key: str) -> str:
+    """Return the key in a ``HybridModel`` of what a ``GPTModel`` has under `key`.
+
+    Each of a GPT model's layers has keys of its own here, and makes two of the hybrid's: attention
+    with its norm, and the MLP or MoE with its norm. Source: ``convert_gpt_to_hybrid`` of
+    Megatron-LM's ``tools/checkpoint/gpt_hybrid_conversion.py``.
+    """
+    layer = re.match(rf"{re.escape(LAYERS)}(\d+)\.(.+)", key)
+    if layer is None:
+        return key.replace(_GPT_NORM, HYBRID_NORM.removesuffix("weight"))
+    number = 2 * int(layer[1]) + (not layer[2].startswith("self_attention."))
+    return f"{LAYERS}{number}.{layer[2]}"
+
+
+def keys_of_pairs(folder: Path, keys: Iterable[str], prefix: str) -> dict[str, str]:
+    """Return the keys of the ``HybridModel`` in `folder` by those that a ``GPTModel`` would have.
+
+    The i-th layer that holds attention, and the i-th that holds an MLP or MoE, are layer i. These
+    are two layers of the hybrid, or one that is a group in its pattern, as in ``[*E]``.
+
+    Args:
+        prefix: of the language model's keys.
+
+    Raises:
+        BadInput: attention and MLP do not take turns, a layer is neither, or two keys are one.
+    """
+    keys = list(keys)
+    pattern = re.compile(rf"{re.escape(prefix + LAYERS)}(0|[1-9]\d{{0,3}})\.(.+)")
+    layers = {key: (int(m[1]), m[2]) for key in keys if (m := pattern.match(key))}
+    attention, mlps = (
+        sorted({number for number, name in layers.values() if _is_attention(name) is half})
+        for half in (True, False)
+    )
+    pairs = zip(attention, mlps, strict=False)
+    later = zip(mlps, attention[1:], strict=False)
+    turns = all(a <= mlp for a, mlp in pairs) and all(mlp < a for mlp, a in later)
+    if len(attention) != len(mlps) or not turns:
+        raise BadInput(
+            f"{folder} is of a HybridModel with attention in the layers {attention} and an MLP in "
+            f"{mlps}. In this model they take turns, and attention begins: it is another model, or "
+            "layers are missing."
+        )
+    dense = {number for number, name in layers.values() if name == "mlp.linear_fc1.weight"}
+    named: dict[str, str] = {}
+    for key in keys:
+        ours = key
+        if key == prefix + HYBRID_NORM:
+            ours = f"{prefix}{_GPT_NORM}weight"
+        elif key in layers:
+            number, name = layers[key]
+            if (half := _is_attention(name)) is None:
+                raise BadInput(
+                    f"{folder} holds the tensor {key}, of a layer that is neither attention nor an "
+                    "MLP. It is another model."
+                )
+            if half or number in dense:
+                name = _FUSED_NORMS.get(name, name)
+            layer = (attention if half else mlps).index(number)
+            ours = f"{prefix}{LAYERS}{layer}.{name}"
+        if ours in named:
+            raise BadInput(f"{folder} holds one tensor under two keys, {named[ours]} and {key}.")
+        named[ours] = key
+    return named
+
+
+def _is_attention(name: str) -> bool | None:
+    """Return whether a layer's tensor belongs to attention, or else to the MLP; None: neither."""
+    if name.startswith(("self_attention.", "input_layernorm.")):
+        return True
+    return False if name.startswith(("mlp.", "pre_mlp_layernorm.")) else None
 
 
 def require_known_norms(maker: str, a: Architecture) -> None:
@@ -173,7 +295,8 @@ def dialect_named(key: str) -> Dialect:
     """Return the dialect of this name; raise BadInput if there is none, or it is not written."""
     dialect = next((dialect for dialect in DIALECTS if dialect.key == key), None)
     if dialect is None or dialect.unwritten:
-        known = " and ".join(dialect.key for dialect in DIALECTS if not dialect.unwritten)
+        *others, last = (dialect.key for dialect in DIALECTS if not dialect.unwritten)
+        known = f"{', '.join(others)} and {last}"
         why = "is not known" if dialect is None else f"is only read, since {dialect.unwritten}"
         raise BadInput(f"dialect {key!r} {why}: {known} can be written.")
     return dialect
@@ -189,7 +312,7 @@ def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
     """
     names = {key.rpartition("/")[2] for key in keys}
     if LANGUAGE + EMBEDDING not in names:
-        return None
+        return HYBRID if HYBRID_NORM in names else None
 
     def starts(sign: str) -> bool:
         return any(name.startswith(sign) for name in names)

@@ -256,17 +256,26 @@ def hf_shapes(rows: list[Row]) -> dict[str, Shape]:
     return {source.name: source.shape for row in rows for source in row.sources}
 
 
-def extra_state_keys(a: Architecture, *, mtp: bool = False) -> Iterator[str]:
+def unstacked(row: Row) -> Row:
+    """Return `row` with the key that it has where each layer has keys of its own."""
+    if row.layer is None or row.key.startswith(f"{LAYERS}{row.layer}."):
+        return row
+    key = f"{LAYERS}{row.layer}.{row.key.removeprefix(LAYERS)}"
+    return replace(row, key=key, global_shape=row.global_shape[1:], offset=row.offset[1:])
+
+
+def extra_state_keys(a: Architecture, *, mtp: bool = False, stacked: bool = True) -> Iterator[str]:
     """Yield the keys of the ``_extra_state`` objects that strict loading looks for.
 
     Each Transformer Engine module has one (FP8 scales, or empty): linear layers, and norms that are
     not fused into a linear layer. The key ends in the position among layers and experts. `mtp` is
-    as in `table`.
+    as in `table`; unless `stacked`, each layer has keys of its own.
     """
     yield "decoder.final_layernorm._extra_state/shard_0_1"
+    stacked = stacked and a.stacks_layers
     for layer in range(a.num_hidden_layers):
-        prefix = LAYERS if a.stacks_layers else f"{LAYERS}{layer}."
-        place = [(layer, a.num_hidden_layers)] if a.stacks_layers else []
+        prefix = LAYERS if stacked else f"{LAYERS}{layer}."
+        place = [(layer, a.num_hidden_layers)] if stacked else []
         moe, delta_net = a.moe_layers[layer], a.delta_net_layers[layer]
         yield from _extra_states(a, prefix, place, moe=moe, delta_net=delta_net)
     if mtp:

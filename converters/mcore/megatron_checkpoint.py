@@ -23,8 +23,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.converters.mapping.dialects import (
-    LANGUAGE,
+    HYBRID_NORM,
     Dialect,
+    keys_of_pairs,
     maker_of,
     require_known_norms,
 )
@@ -180,7 +181,10 @@ class MegatronCheckpoint(ABC):
     def _read_chunks(self, key: str, corner: Shape, start: Shape, size: Shape) -> Tensor:
         out: Tensor | None = None
         filled = 0
-        for chunk in self._chunks[key].get(corner, ()):
+        chunks = self._chunks[key]
+        while corner and corner not in chunks:
+            corner = corner[:-1]
+        for chunk in chunks[corner]:
             inside = overlap(Extent(start, size), chunk)
             if inside is None:
                 continue
@@ -206,31 +210,78 @@ def wrong_shape_error(folder: Path, key: str, stored: Shape, wanted: Shape) -> B
 def _by_corner(tensor: ChunkedTensor) -> dict[Shape, list[Chunk]]:
     """Index the chunks by corner: () for all, (layer,), and (layer, expert).
 
-    Megatron stores each layer and each expert separately, so a chunk has size 1 on those axes.
+    Megatron stores each layer and each expert separately, so a chunk has size 1 on those axes. Its
+    conversion tools do not. An axis on which any chunk is longer is not indexed, nor is the next.
     """
     table: dict[Shape, list[Chunk]] = defaultdict(list)
+    depth = 0
+    while depth < 2 and all(chunk.sizes[depth : depth + 1] == (1,) for chunk in tensor.chunks):
+        depth += 1
     for chunk in tensor.chunks:
-        table[()].append(chunk)
-        for axis in range(min(2, len(chunk.sizes))):
-            if chunk.sizes[axis] != 1:
-                break
-            table[chunk.offsets[: axis + 1]].append(chunk)
+        for axes in range(depth + 1):
+            table[chunk.offsets[:axes]].append(chunk)
     return table
 
 
 def stack_layers(
-    stored: MegatronCheckpoint, dialect: Dialect, architecture: Architecture
-) -> StackedLayers:
-    """Return a checkpoint in a dialect with the layers stacked that the table has stacked."""
-    towers = [dialect.vision, LANGUAGE] if architecture.stacks_layers else [dialect.vision]
-    return StackedLayers(stored, [tower + LAYERS for tower in towers])
+    stored: MegatronCheckpoint, dialect: Dialect | None, architecture: Architecture
+) -> MegatronCheckpoint:
+    """Return a checkpoint with the layers stacked that the table has stacked."""
+    towers = [] if dialect is None else [dialect.vision]
+    if architecture.stacks_layers:
+        towers.append("" if dialect is None else dialect.language)
+    return StackedLayers(stored, [tower + LAYERS for tower in towers]) if towers else stored
 
 
-class StackedLayers(MegatronCheckpoint):
+class OtherKeys(MegatronCheckpoint):
+    """The tensors of `stored` under other keys."""
+
+    def __init__(self, stored: MegatronCheckpoint, index: CheckpointIndex) -> None:
+        self._stored = stored
+        super().__init__(stored.folder, index, stored.data_files)
+        self.files = stored.files
+
+    def check_data(self) -> None:
+        self._stored.check_data()
+
+    def _unfilled_error(self, key: str) -> BadInput:
+        return self._stored._unfilled_error(key)
+
+    def arguments(self) -> Mapping[str, Any]:
+        return self._stored.arguments()
+
+
+class PairedLayers(OtherKeys):
+    """The tensors of a ``HybridModel`` under the keys of a ``GPTModel``, a number for each layer.
+
+    Args:
+        prefix: of the language model's keys.
+
+    Raises:
+        BadInput: as `keys_of_pairs`.
+    """
+
+    def __init__(self, stored: MegatronCheckpoint, prefix: str) -> None:
+        tensors = stored.index.tensors
+        self._theirs = keys_of_pairs(stored.folder, tensors, prefix)
+        named = {ours: tensors[theirs] for ours, theirs in self._theirs.items()}
+        super().__init__(stored, CheckpointIndex(named, stored.index.objects))
+
+    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+        return self._stored._tensor(self._theirs[key], chunk)
+
+    def arguments(self) -> Mapping[str, Any]:
+        """Return them without the number of layers, which counts attention and MLP apart."""
+        saved = self._stored.arguments()
+        return {name: value for name, value in saved.items() if name != "num_layers"}
+
+
+class StackedLayers(OtherKeys):
     """The tensors of a checkpoint, in which layers with keys of their own become one tensor.
 
     Megatron gives each layer of all its transformers a key of its own if ``--moe-layer-freq`` is a
-    list, even if all layers are alike. Other checkpoints stay as they are.
+    list, even if all layers are alike, and so does a ``HybridModel``. Other checkpoints stay as
+    they are.
 
     Args:
         starts: what precedes a layer's number in its keys.
@@ -241,7 +292,6 @@ class StackedLayers(MegatronCheckpoint):
     """
 
     def __init__(self, stored: MegatronCheckpoint, starts: Iterable[str]) -> None:
-        self._stored = stored
         self._layer_keys: dict[tuple[str, Shape], str] = {}  # key by tensor and (layer,)
         index, layers = CheckpointIndex(objects=stored.index.objects), Counter[str]()
         pattern = re.compile(rf"({'|'.join(map(re.escape, starts))})(0|[1-9]\d{{0,3}})\.")
@@ -265,8 +315,7 @@ class StackedLayers(MegatronCheckpoint):
             stack.chunks += [
                 Chunk((*place, *c.offsets), (1, *c.sizes), c.data) for c in entry.chunks
             ]
-        super().__init__(stored.folder, index, stored.data_files)
-        self.files = stored.files
+        super().__init__(stored, index)
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
         if (layer_key := self._layer_keys.get((key, chunk.offsets[:1]))) is None:
@@ -274,21 +323,13 @@ class StackedLayers(MegatronCheckpoint):
         part = Chunk(chunk.offsets[1:], chunk.sizes[1:], chunk.data)
         return self._stored._tensor(layer_key, part).unsqueeze(0)
 
-    def check_data(self) -> None:
-        self._stored.check_data()
 
-    def _unfilled_error(self, key: str) -> BadInput:
-        return self._stored._unfilled_error(key)
-
-    def arguments(self) -> Mapping[str, Any]:
-        return self._stored.arguments()
-
-
-class TranslatedCheckpoint(MegatronCheckpoint):
+class TranslatedCheckpoint(OtherKeys):
     """The tensors of a checkpoint in a dialect.
 
     The language model's chunks are those of the stored tensors; each tensor of the vision tower is
-    one chunk. `index` lists a tensor that the dialect does not know under its own key.
+    one chunk, unless it is stored as the table has it. `index` lists a tensor that the dialect does
+    not know under its own key.
 
     Raises:
         BadInput: a tensor of the vision tower has another shape than the config gives it, or a
@@ -299,13 +340,12 @@ class TranslatedCheckpoint(MegatronCheckpoint):
         self, stored: MegatronCheckpoint, dialect: Dialect, vision: VisionArchitecture
     ) -> None:
         self.dialect = dialect
-        self._stored = stored
         self._vision: dict[str, tuple[Row, Row]] = {}
         tensors, index = dict(stored.index.tensors), CheckpointIndex(objects=stored.index.objects)
         translated = set()
         for row in vision_rows(vision):
             theirs = dialect.vision_row(row, vision)
-            if (entry := tensors.get(theirs.key)) is None:
+            if theirs == row or (entry := tensors.get(theirs.key)) is None:
                 continue
             if entry.shape != theirs.global_shape:
                 raise wrong_shape_error(stored.folder, theirs.key, entry.shape, theirs.global_shape)
@@ -317,32 +357,21 @@ class TranslatedCheckpoint(MegatronCheckpoint):
         for key, entry in tensors.items():
             if key in translated:
                 continue
-            if (name := key.removeprefix(LANGUAGE)) in index.tensors:
+            if (name := key.removeprefix(dialect.language)) in index.tensors:
                 raise BadInput(
                     f"{stored.folder} holds the tensor {name} under two keys: files of two "
                     "checkpoints are mixed."
                 )
             index.tensors[name] = entry
-        super().__init__(stored.folder, index, stored.data_files)
-        self.files = stored.files
+        super().__init__(stored, index)
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
         if key not in self._vision:
-            if LANGUAGE + key in self._stored.index.tensors:
-                key = LANGUAGE + key
-            return self._stored._tensor(key, chunk)
+            own = self.dialect.language + key
+            return self._stored._tensor(own if own in self._stored.index.tensors else key, chunk)
         row, theirs = self._vision[key]
         values = self._stored.read_box(theirs, tuple(slice(0, n) for n in theirs.shape))
         return row.to_mcore(*theirs.to_hf(values))
-
-    def check_data(self) -> None:
-        self._stored.check_data()
-
-    def _unfilled_error(self, key: str) -> BadInput:
-        return self._stored._unfilled_error(key)
-
-    def arguments(self) -> Mapping[str, Any]:
-        return self._stored.arguments()
 
 
 @dataclass(frozen=True)
@@ -405,8 +434,10 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
         return stored
     dialect = maker_of(folder, stored.index.tensors)
     if dialect is None:
-        return stored
+        return stack_layers(stored, None, architecture)
     require_known_norms(dialect.maker, architecture)
+    if dialect.language + HYBRID_NORM in stored.index.tensors:
+        stored = PairedLayers(stored, dialect.language)
     return TranslatedCheckpoint(
         stack_layers(stored, dialect, architecture), dialect, architecture.vision
     )

@@ -331,13 +331,7 @@ def _objects(
     common: dict[str, Any] = {"iteration": 0, "checkpoint_version": 3.0, "content_metadata": {}}
     keys: Iterable[str] = extra_state_keys(architecture, mtp=mtp)
     if dialect is not None:
-        # Their loaders compare these arguments with the run's, and look for no optimizer state.
-        common["args"] = Namespace(
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            no_save_optim=True,
-            no_save_rng=True,
-        )
+        common["args"] = Namespace(**dialect.arguments(architecture))
         keys = dialect.extra_state_keys(architecture)
     yield "common_state/shard_0_1", _pickle([common])
     empty = _pickle([None])

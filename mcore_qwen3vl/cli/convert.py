@@ -146,8 +146,9 @@ def hf_to_mcore(
     dialect: Annotated[
         str | None,
         typer.Option(
-            metavar="[megatron-bridge|ms-swift]",
-            help="Write the keys of another project, for its own loader.",
+            metavar="[megatron-bridge|ms-swift|hybrid]",
+            help="Write the keys of another project, for its own loader; hybrid: those of "
+            "Megatron-Core's HybridModel.",
         ),
     ] = None,
 ) -> "ConversionPlan":

@@ -25,6 +25,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 FOREIGN = {
     "pip": {"--dry-run", "--no-build-isolation", "--no-deps"},
     "megatron-core": {"--ckpt-format"},
+    "gpt_hybrid_conversion": {"--direction"},
     "launch": {"--dry-run"},
     "sbatch": {"--nodes", "--gpus-per-node", "--signal", "--requeue"},
     "srun": {"--kill-on-bad-exit"},

@@ -40,6 +40,7 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[Qwen3VLModel], object] = lambda model: None
+    kind: Any = Qwen3VLModel  # the class of the chunks
 
 
 @dataclass
@@ -78,7 +79,7 @@ def check(case: Case) -> Errors:
 def build(case: Case) -> list[Qwen3VLModel]:
     initialize(case.layout)
     overrides = {"head_chunk": HEAD_CHUNK, **case.overrides}
-    chunks = build_chunks(case.reference.architecture, case.layout, **overrides)
+    chunks = build_chunks(case.reference.architecture, case.layout, kind=case.kind, **overrides)
     for chunk in chunks:
         weights.load(chunk, case.reference.weights)
         case.prepare(chunk)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core import parallel_state as ps
 from torch import Tensor, nn
@@ -44,13 +46,15 @@ def _whole(model: Qwen3VLModel, name: str, hf: dict[str, Tensor]) -> Tensor:
         "embedding.word_embeddings.weight": f"{TEXT}embed_tokens.weight",
         "output_layer.weight": "lm_head.weight",
         "decoder.final_layernorm.weight": f"{TEXT}norm.weight",
+        "decoder.final_norm.weight": f"{TEXT}norm.weight",  # of a HybridModel
     }
     if name.startswith("visual."):
         return hf[f"model.{name}"]
     if name in ends:
         return hf.get(ends[name], hf[ends["embedding.word_embeddings.weight"]])
     _, _, index, rest = name.split(".", 3)
-    layer = f"{TEXT}layers.{model.decoder.layers[int(index)].layer_number - 1}."
+    module: Any = model.decoder.layers[int(index)]
+    layer = f"{TEXT}layers.{getattr(module, 'hf_layer', module.layer_number - 1)}."
     if rest in PLAIN:
         return hf[layer + PLAIN[rest]]
     if rest == "self_attention.linear_qkv.weight":

@@ -35,7 +35,7 @@ NONE = "none"
 """``--FLAG none`` unsets a flag that a script set; Megatron has no value for "unset"."""
 
 FLAGS = Path(__file__).with_name("megatron-flags.txt")
-"""The list for :meth:`Sorting.of`."""
+"""The list for :meth:`Sorting.from_text`."""
 LISTED = "0.19.2"
 """The version of megatron-core that has no other flags than those of the list."""
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions, write_form
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, maker_of
+from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, maker_of
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import FileRange, format_of
@@ -140,12 +140,13 @@ def from_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | None:
 
 
 def _may_be_other_makers(folder: Path) -> bool:
-    """Return whether the metadata names the embedding as other makers do, without parsing it.
+    """Return whether the metadata names a tensor as other makers do, without parsing it.
 
     The metadata of a large run takes seconds to parse, and every rank asks.
     """
     file = folder / METADATA
-    return file.is_file() and (LANGUAGE + EMBEDDING).encode() in file.read_bytes()
+    content = file.read_bytes() if file.is_file() else b""
+    return any(key.encode() in content for key in (LANGUAGE + EMBEDDING, HYBRID_NORM))
 
 
 def choose_iteration(

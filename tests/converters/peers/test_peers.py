@@ -315,9 +315,9 @@ def test_only_a_language_model_in_torch_dist_has_a_dialect(tmp_path: Path) -> No
     with pytest.raises(BadInput, match="--dialect ms-swift is written in the torch_dist format"):
         hf_to_mcore(source, tmp_path / "out", dialect="ms-swift", format="torch")
     with pytest.raises(
-        BadInput, match="dialect 'x' is not known: megatron-bridge and ms-swift can"
+        BadInput, match="dialect 'x' is not known: megatron-bridge, ms-swift and hybrid can"
     ):
         hf_to_mcore(source, tmp_path / "out", dialect="x")
-    with pytest.raises(BadInput, match=r"is only read, since its MoE recipes .* ms-swift can"):
+    with pytest.raises(BadInput, match=r"is only read, since its MoE recipes .* hybrid can"):
         hf_to_mcore(source, tmp_path / "out", dialect="pai-megatron-patch")
     assert not (tmp_path / "out").exists()
