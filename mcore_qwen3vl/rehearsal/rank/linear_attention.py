@@ -23,7 +23,8 @@ from mcore_qwen3vl.pretended.flops import launch
 
 # Whoever looks for the package finds none before `install`. Importing it would start CUDA, and here
 # it would be imported with Megatron, in the process that all ranks are forked from.
-sys.modules.setdefault("fla", None)  # type: ignore[arg-type]
+if "fla" not in sys.modules:
+    sys.modules["fla"] = None  # type: ignore[assignment]
 
 _WIDEST = 128  # columns of keys that a kernel takes at once
 
