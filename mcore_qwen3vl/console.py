@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -154,7 +154,10 @@ ReportBytes = Callable[[int, int, str], None]
 
 @contextmanager
 def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
-    """Show a progress bar in bytes on standard error; nothing if that is not a terminal."""
+    """Show a progress bar in bytes on standard error; nothing if that is not a terminal.
+
+    The title is plain text, as in the functions below.
+    """
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -167,7 +170,7 @@ def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
         disable=quiet or not messages.is_terminal,
     )
     with bar:
-        task = bar.add_task(title, total=None, name="")
+        task = bar.add_task(plain(title), total=None, name="")
         yield lambda done, total, name: bar.update(
             task, completed=done, total=total, name=visible(name)
         )
@@ -186,7 +189,8 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
             nonlocal said
             if time.monotonic() - said >= _SELDOM:
                 said = time.monotonic()
-                messages.print(f"{title}: {done:,} of {total:,} {what}", soft_wrap=True)
+                line = plain(f"{title}: {done:,} of {total:,} {what}")
+                messages.print(line, soft_wrap=True)
 
         yield say
         return
@@ -200,7 +204,7 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
         auto_refresh=False,  # a refreshing thread could hold the terminal's lock as ranks fork
     )
     with bar:
-        task = bar.add_task(title, total=total, what=what)
+        task = bar.add_task(plain(title), total=total, what=what)
         yield lambda done: bar.update(task, completed=done, refresh=True)
 
 
@@ -214,10 +218,10 @@ def no_progress(title: str, total: int, what: str) -> Iterator[Callable[[int], N
 def progress(title: str) -> Iterator[Callable[[str], None]]:
     """Yield ``say(text)``, which shows `text` on standard error: in place, or line by line."""
     if not messages.is_terminal:
-        yield lambda text: messages.print(f"{title}: {plain(text)}", soft_wrap=True)
+        yield lambda text: messages.print(plain(f"{title}: {text}"), soft_wrap=True)
         return
-    with messages.status(title) as status:
-        yield lambda text: status.update(f"{title}: {plain(text)}")
+    with messages.status(plain(title)) as status:
+        yield lambda text: status.update(plain(f"{title}: {text}"))
 
 
 @contextmanager
@@ -282,13 +286,15 @@ def quiet_libraries() -> None:
 def table(title: str, *columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
     """Make a plain table; a column whose name starts with ``>`` is right-aligned.
 
-    The title is plain text. Cells are rich markup: pass text from files and data to `plain` first.
+    The title and the columns' names are plain text. Cells are rich markup: pass text from files and
+    data to `plain` first.
     """
     made = Table(
         title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
     )
     for column in columns:
-        made.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        made.add_column(plain(column.lstrip(">")), justify=justify)
     for row in rows:
         made.add_row(*row)
     return made

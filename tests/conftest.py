@@ -109,6 +109,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ON_WORKBENCH = (
+    "mcore_qwen3vl.rehearsal.rank.linear_attention",
     "mcore_qwen3vl.rehearsal.rank.train",
     "mcore_qwen3vl.training.run",
     "mcore_qwen3vl.training.model",

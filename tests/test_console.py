@@ -98,8 +98,21 @@ def print_hostile(shown: Any) -> None:
     assert r"[red]a[/red]\x1b[2J<script>" in file.getvalue()
 
 
-def test_titles_of_tables() -> None:
+def test_titles_and_columns_of_tables() -> None:
     print_hostile(table(HOSTILE, "a" * 50))
+    print_hostile(table("", f">{HOSTILE}", rows=[["1"]]))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_titles_of_progress(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Console(file=io.StringIO(), width=300, force_terminal=terminal)
+    monkeypatch.setattr(console, "messages", screen)
+    monkeypatch.setattr(console, "_SELDOM", 0)
+    with console.count_progress(f"{HOSTILE}[/]", 2, "records") as advance:
+        advance(1)
+    with console.progress(f"{HOSTILE}[/]") as say:
+        say("a")
+    assert screen.file.getvalue().count(r"[red]a[/red]\x1b[2J<script>[/]") >= 2
 
 
 def test_data_check(monkeypatch: pytest.MonkeyPatch) -> None:

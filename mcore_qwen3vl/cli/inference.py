@@ -274,7 +274,8 @@ def _show_scores(tally: "Tally", written: str) -> None:
             _decimal(tally.chosen_preferred),
         ),
     ]
-    console.output.print(console.table("", "what", ">", rows=[row for row in rows if row[1]]))
+    shown = [(name, console.plain(value)) for name, value in rows if value]
+    console.output.print(console.table("", "what", ">", rows=shown))
     console.say(f"  in {written}")
 
 

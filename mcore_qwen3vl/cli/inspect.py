@@ -175,7 +175,7 @@ def _show_mapping(lines: Sequence[MappingLine]) -> None:
             plain(line.mcore),
             dimensions(line.shape),
             dimensions(line.stacked),
-            line.transform,
+            plain(line.transform),
             f"{line.cut_by}: axis {line.tp_axis}{parts}" if line.cut_by else "",
         )
     output.print(shown, width=None if output.is_terminal else MAPPING_WIDTH, crop=False)

@@ -218,7 +218,7 @@ def train_demo(
     console.quiet_libraries()
     from mcore_qwen3vl.demos import train_demo as run
 
-    result = run(keep=keep, say=console.output.print, lora=lora)
+    result = run(keep=keep, say=console.say, lora=lora)
     console.output.print(
         f"loss {result.first_loss:.3f} to {result.last_loss:.4f}, resumed at step "
         f"{result.resumed_at}, {result.answered} of {result.asked} questions answered, "

@@ -142,6 +142,22 @@ def count_compiled() -> None:
     torch.compile = counted  # type: ignore[assignment]
 
 
+def launch(
+    read: Iterable[Tensor] = (), written: Iterable[Tensor] = (), attention: float = 0
+) -> None:
+    """Launch one kernel in the place of another one, and count the work of that one.
+
+    Args:
+        read, written: what the other one reads and writes.
+        attention: its FLOPs, if it is one of (linear) attention's.
+    """
+    assert CountWork.active is not None
+    with CountWork.active.one_kernel(read) as made:
+        torch.empty(1, device="cuda").zero_()
+        made.extend(written)
+    CountWork.active.counts["attention"] += int(attention)
+
+
 def flops_of(work: Mapping[str, float]) -> float:
     """Return the FLOPs of all :data:`KINDS` in counted work."""
     return sum(work.get(kind, 0) for kind in KINDS)

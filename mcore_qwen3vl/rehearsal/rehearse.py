@@ -24,6 +24,7 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.schedule import Durations, Pipeline, model_pipeline
 
 IMPORTS = (
+    "mcore_qwen3vl.rehearsal.rank.linear_attention",  # first, because it hides a package
     "mcore_qwen3vl.rehearsal.rank.train",
     "mcore_qwen3vl.training.run",
     "mcore_qwen3vl.training.model",

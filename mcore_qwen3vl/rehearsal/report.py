@@ -29,7 +29,8 @@ def gb(size: float) -> str:
 
 def _show_table(title: str, *columns: str, rows: Iterable[Sequence[str]]) -> None:
     """Print a title, which is not folded to the table's width, and the table below it."""
-    console.output.print(f"[bold]{title}[/]", console.table("", *columns, rows=rows), sep="\n")
+    table = console.table("", *columns, rows=rows)
+    console.output.print(f"[bold]{console.plain(title)}[/]", table, sep="\n")
 
 
 def heading(rehearsal: Rehearsal) -> str:
@@ -46,7 +47,7 @@ def heading(rehearsal: Rehearsal) -> str:
 def show(rehearsal: Rehearsal) -> None:
     """Print the results to standard output."""
     say = console.output.print
-    say(heading(rehearsal))
+    say(console.plain(heading(rehearsal)))
     for note in rehearsal.notes:
         say(f"  {console.plain(note)}")
     _show_memory(rehearsal)
@@ -71,7 +72,7 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
     mark = ", as given" if command.script is None else ", this script"
     rows = [
         (
-            str(fit.candidate.command.layout) + mark * fit.candidate.is_requested,
+            console.plain(str(fit.candidate.command.layout)) + mark * fit.candidate.is_requested,
             gb(fit.rehearsal.fullest.peak),
             gb(fit.rehearsal.fullest.reserved),
             _spare_text(fit.rehearsal.fullest, 1e9),

@@ -232,7 +232,7 @@ def _layer_activations(
     # Inputs of both norms.
     values = 2 * h * local
     if a.delta_net_layers[layer]:
-        values += _delta_net_values(a, cheap) * tokens / layout.tp
+        values += _delta_net_values(a) * tokens / layout.tp
     else:
         values += _attention_values(a, cheap) * tokens / layout.tp
     inner = 2  # gate and up
@@ -261,20 +261,21 @@ def _attention_values(a: Architecture, cheap: bool) -> float:
     return values if cheap else values + query + key
 
 
-def _delta_net_values(a: Architecture, cheap: bool) -> float:
+def _delta_net_values(a: Architecture) -> float:
     """Return what a gated delta net keeps of a token, in units of ACTIVATION bytes.
 
-    The projection; query, key and value after the convolution; of the rule its output, decays and
-    betas, and each head's row of the system of a chunk; and of the gated norm the gate in float32
-    and its activation. The product is recomputed if cheap.
+    Query, key and value before and after the convolution; of the rule its output, each head's row
+    of the system of a chunk, its beta and, in float32, three steps of its decay and the scales of
+    three norms; and of the gated norm the normed output, the gate and its activation in float32,
+    and the gate or, if that is not recomputed, its product.
     """
     net = a.delta_net
     assert net is not None
     qkv, heads = 2 * net.key_dim + net.value_dim, net.num_value_heads
-    projected = qkv + net.value_dim + 2 * heads
-    rule = net.value_dim + 3 * heads + CHUNK * heads
-    gated = 5 * net.value_dim
-    return projected + qkv + rule + gated + (0 if cheap else net.value_dim)
+    rule = net.value_dim + (CHUNK + 1 + 2 * 3) * heads
+    norms = 2 * (heads + 2 * net.num_key_heads)
+    gated = (1 + 2 + 2 + 1) * net.value_dim
+    return 2 * qkv + rule + norms + gated
 
 
 def _vision_activations(

@@ -76,13 +76,19 @@ def test_what_cannot_be_read(
         read_command(words, gpus)
 
 
-def test_a_hybrid_model_is_rehearsed_without_its_kernels_alone(tmp_path: Path) -> None:
-    flags = ["--hf-model", str(SHAPES / "qwen3.5_0.8b.json"), "--packing", "--spec", "torch"]
-    with pytest.raises(BadInput, match=r"does not run flash-linear-attention.*--estimate"):
-        prepare(read_command(flags, 1), tmp_path)
-    prepared = prepare(read_command([*flags, "--deterministic-mode"], 1), tmp_path)
-    assert (tmp_path / "model" / "config.json").is_file()
-    assert prepared.notes
+@pytest.mark.parametrize(
+    ("flags", "stub"),
+    [(("--bf16",), True), (("--bf16", "--deterministic-mode"), False), (("--fp32",), False)],
+)
+def test_it_is_said_what_stands_for_the_kernels_of_gated_delta_nets(
+    flags: tuple[str, ...], stub: bool, tmp_path: Path
+) -> None:
+    model = ("--hf-model", str(SHAPES / "qwen3.5_0.8b.json"))
+    prepared = prepare(read_command([*model, "--packing", "--spec", "torch", *flags], 1), tmp_path)
+    [note] = [note for note in prepared.notes if "gated delta nets" in note]
+    assert ("with a stub of flash-linear-attention" in note) is stub
+    assert ("in plain torch" in note) is not stub
+    assert ("--deterministic-mode takes" in note) is stub
 
 
 def test_flags_are_taken_out_with_their_values() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from copy import copy
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -30,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_qwen3vl.model.decoder.attention import PackedSequence, gathered_positions
-from mcore_qwen3vl.model.decoder.delta_rule import causal_convolution, gated_delta_rule
+from mcore_qwen3vl.model.decoder.delta_rule import CHUNK, causal_convolution, gated_delta_rule
 from mcore_qwen3vl.model.inputs import local_positions, to_device
 from mcore_qwen3vl.model.recompute import remember
 
@@ -237,19 +238,19 @@ def _apply_by_kernel(
 
 
 def _packing(packed: PackedSequence | None) -> dict[str, Tensor]:
-    """Return a kernel's arguments for packed samples.
-
-    With bounds on the host it makes its indices there, and copies them to the device, which waits.
-    It keeps them for calls with the same tensor, so that this happens once a micro-batch.
-    """
+    """Return a kernel's arguments for packed samples; it would copy such indices with a wait."""
     if packed is None:
         return {}
-    return {"cu_seqlens": packed.cu_seqlens_q, "cu_seqlens_cpu": _on_host(packed.bounds)}
+    bounds = packed.cu_seqlens_q
+    return {"cu_seqlens": bounds, "chunk_indices": _chunks(packed.bounds, bounds.device)}
 
 
 @lru_cache(maxsize=16)  # every layer of a micro-batch makes the same call
-def _on_host(bounds: tuple[int, ...]) -> Tensor:
-    return torch.tensor(bounds, dtype=torch.int32)
+def _chunks(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the sample of each chunk and its place among that sample's, (chunks, 2) int32."""
+    counts = (-(-(stop - start) // CHUNK) for start, stop in pairwise(bounds))
+    places = [(sample, n) for sample, count in enumerate(counts) for n in range(count)]
+    return to_device(torch.tensor(places, dtype=torch.int32), device)
 
 
 _PLAIN: tuple[Any, Any] = causal_convolution, gated_delta_rule

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_qwen3vl.model.inputs import to_device
+
 CHUNK = 64
 """Tokens that the delta rule computes by products of matrices, before it passes on the state."""
 
@@ -50,7 +52,8 @@ def causal_convolution(
 
 @lru_cache(maxsize=16)  # every layer of a micro-batch makes the same call
 def _places_in_samples(bounds: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(stop - start) for start, stop in pairwise(bounds)]).to(device)
+    places = torch.cat([torch.arange(stop - start) for start, stop in pairwise(bounds)])
+    return to_device(places, device)
 
 
 def gated_delta_rule(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_qwen3vl.pretended.flops import CountWork
+from mcore_qwen3vl.pretended.flops import launch
 from mcore_qwen3vl.pretended.integers import host_view
 from mcore_qwen3vl.rehearsal.rank.holders import COMBINE, DISPATCH
 
@@ -66,14 +65,6 @@ class _Sizes(NamedTuple):
         return cls(tokens, received, choices * group.size())
 
 
-def _kernel(read: Sequence[Tensor] = (), written: Sequence[Tensor] = ()) -> None:
-    """Launch one kernel that reads and writes these tensors."""
-    assert CountWork.active is not None
-    with CountWork.active.one_kernel(read) as made:
-        torch.empty(1, device="cuda").zero_()
-        made.extend(written)
-
-
 class Buffer:
     num_sms = 20
 
@@ -100,7 +91,7 @@ class Buffer:
         ranks = self.group.size()
         counts = torch.empty(ranks + num_experts, dtype=torch.int32, device="cuda")
         in_rank = torch.empty(len(topk_idx), ranks, dtype=torch.bool, device="cuda")
-        _kernel([topk_idx], [counts, in_rank])
+        launch([topk_idx], [counts, in_rank])
         return counts[:ranks], None, counts[ranks:], in_rank, _Event()
 
     def dispatch(
@@ -112,10 +103,10 @@ class Buffer:
         num_tokens_per_expert: Tensor | None = None,
         **_: Any,
     ) -> Any:
-        _kernel()  # it tells the others how many tokens come
+        launch()  # it tells the others how many tokens come
         if handle is not None:
             self.group.count(DISPATCH, [x])
-            _kernel()
+            launch()
             return x.new_empty(handle.received, x.shape[1]), None, None, None, None, _Event()
         assert topk_idx is not None
         assert topk_weights is not None
@@ -131,7 +122,7 @@ class Buffer:
         choice, row = torch.arange(top), torch.arange(sizes.received)[:, None]
         local = (row + choice) % experts_per_rank
         host_view(indices).copy_(local.where(row + choice * sizes.received < sizes.rows, -1))
-        _kernel()
+        launch()
         counts = torch.bincount(host_view(indices).flatten() + 1, minlength=experts_per_rank + 1)[
             1:
         ].tolist()
@@ -146,7 +137,7 @@ class Buffer:
             weights = topk_weights.new_empty(handle.tokens, topk_weights.shape[1])
         self.group.count(COMBINE, [combined, weights])
         for _kernels in range(2):
-            _kernel()
+            launch()
         return combined, weights, _Event()
 
 
@@ -179,8 +170,8 @@ class HybridEPBuffer:
             assert routing_map is not None
             everywhere = routing_map.new_empty(ranks * len(routing_map), routing_map.shape[1])
             dist.all_gather_into_tensor(everywhere, routing_map, group=self.group)
-            _kernel([everywhere])
-            _kernel()  # it pads the counts
+            launch([everywhere])
+            launch()  # it pads the counts
             torch.cuda.current_stream().synchronize()
             chosen, first = host_view(routing_map), self.group.rank() * experts_per_rank
             received = chosen[:, first : first + experts_per_rank].sum(0)
@@ -189,18 +180,18 @@ class HybridEPBuffer:
             counts = received * ranks
         self.group.count(DISPATCH, [hidden, probs])
         for _kernels in range(1 if ranks <= _NODE else 3):  # over the network, two copies
-            _kernel()
+            launch()
         permuted = hidden.new_empty(handle.rows, hidden.shape[1])
-        _kernel([permuted[: handle.received]], [permuted])
+        launch([permuted[: handle.received]], [permuted])
         weights = None if probs is None else probs.new_empty(handle.rows)
         return permuted, weights, None, counts, handle
 
     def combine_with_unpermute(
         self, *, hidden: Tensor, handle: _Sizes, probs: Tensor | None = None, **_: Any
     ) -> Any:
-        _kernel([hidden], [hidden[: handle.received]])
+        launch([hidden], [hidden[: handle.received]])
         combined = hidden.new_empty(handle.tokens, hidden.shape[1])
         weights = None if probs is None else probs.new_empty(handle.tokens, self.experts)
         self.group.count(COMBINE, [combined, weights])
-        _kernel()
+        launch()
         return combined, weights

@@ -20,6 +20,7 @@ FROZEN = "weights, second model"
 BUFFERS = "buffers"
 BATCH = "batch"
 LOGITS = "logits and loss"
+DELTA_NETS = "gated delta nets"
 TEMPORARY = "backward, temporary"
 
 _HOLDERS = (  # path part, holder: the first part that the innermost file outside PyTorch contains
@@ -44,6 +45,8 @@ _HOLDERS = (  # path part, holder: the first part that the innermost file outsid
     ("transformer/torch_norm", "norms"),
     ("mcore_qwen3vl/model/decoder/attention", "attention"),
     ("transformer/attention", "attention"),
+    ("mcore_qwen3vl/model/decoder/delta_", DELTA_NETS),
+    ("core/ssm/gated_delta_net", DELTA_NETS),
     ("models/common/embeddings/rotary", "attention"),
     ("models/common/embeddings/language", "embedding"),
     ("mcore_qwen3vl/model/fusion", "embedding"),
@@ -65,6 +68,8 @@ _TRANSPARENT = (
     "tensor_parallel/mappings",
     "tensor_parallel/random",
     "mcore_qwen3vl/model/recompute",
+    "mcore_qwen3vl/model/pointwise",
+    "mcore_qwen3vl/model/weight_gradients",
 )
 
 

@@ -40,7 +40,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.pretended import rank as this_rank
 from mcore_qwen3vl.pretended.device import NOT_THE_CALLER, short_path
 from mcore_qwen3vl.pretended.rank import History, Rank, record_allocations
-from mcore_qwen3vl.rehearsal.rank import deep_ep, holders
+from mcore_qwen3vl.rehearsal.rank import deep_ep, holders, linear_attention
 from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.logs import metrics
@@ -83,6 +83,8 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     command = CommandLine(argv)
     if command.settings.compute.moe_token_dispatcher_type == "flex":
         deep_ep.install()
+    if command.architecture.delta_net is not None:
+        linear_attention.install()
 
     watch = _Watch(rank, on_setup)
     work, log = watch.work, partial(watch.in_phase, LOG)

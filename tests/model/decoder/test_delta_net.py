@@ -19,7 +19,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import transformer_config as model_config
 from mcore_qwen3vl.model.decoder import delta_net
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
-from mcore_qwen3vl.model.decoder.delta_rule import causal_convolution, gated_delta_rule
+from mcore_qwen3vl.model.decoder.delta_rule import CHUNK, causal_convolution, gated_delta_rule
 from mcore_qwen3vl.model.decoder.norm import RMSNorm
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.transformer_config import transformer_config
@@ -115,12 +115,16 @@ def test_what_cannot_work_is_refused(overrides: dict[str, Any], message: str) ->
         transformer_config(HYBRID, spec="te", **overrides)
 
 
-def test_all_layers_of_a_micro_batch_hand_the_kernels_the_same_bounds() -> None:
-    """flash-linear-attention keeps the indices that it makes of a tensor, by its identity."""
-    packed = PackedSequence.from_params(PACKING, torch.device("cpu"))
-    bounds = delta_net._packing(packed)["cu_seqlens_cpu"]
-    assert bounds.tolist() == [0, 7, 7, 20, LENGTH]
-    assert delta_net._packing(packed)["cu_seqlens_cpu"] is bounds
+def test_chunks_of_packed_samples_are_listed_once_for_all_layers() -> None:
+    """As in flash-linear-attention's ``prepare_chunk_indices``, which would wait for a copy."""
+    bounds = torch.tensor([0, 70, 70, 200, 256], dtype=torch.int32)
+    packed = PackedSequence.from_params(
+        PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds), torch.device("cpu")
+    )
+    chunks = delta_net._packing(packed)["chunk_indices"]
+    assert chunks.tolist() == [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2], [3, 0]]
+    assert chunks.dtype == packed.cu_seqlens_q.dtype
+    assert delta_net._packing(packed)["chunk_indices"] is chunks
 
 
 def test_a_gpu_needs_kernels_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +155,12 @@ def test_the_kernels_get_and_give_what_plain_torch_does(monkeypatch: pytest.Monk
         output, last = gated_delta_rule(q, k, v, g, beta, bounds, state)
         return output, last if keeps else None
 
-    def bounds_of(x: Tensor, on_device: Any, cu_seqlens_cpu: Any = None) -> tuple[int, ...]:
-        if on_device is None:
+    def bounds_of(x: Tensor, cu_seqlens: Any, chunk_indices: Any = None) -> tuple[int, ...]:
+        if cu_seqlens is None:
             return 0, x.shape[1]
-        assert torch.equal(on_device, cu_seqlens_cpu)
-        return tuple(cu_seqlens_cpu.tolist())
+        samples = chunk_indices[:, 0].bincount(minlength=len(cu_seqlens) - 1)
+        assert samples.tolist() == [-(-length // CHUNK) for length in cu_seqlens.diff().tolist()]
+        return tuple(cu_seqlens.tolist())
 
     called: list[str] = []
     kernels = {
