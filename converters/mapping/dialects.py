@@ -4,13 +4,14 @@ The table speaks of this project's keys. What others write is a row here. All of
 Megatron's own keys for the language model, after a prefix; they differ in the vision tower, which
 the table keeps as Hugging Face has it. Each row was compared with checkpoints that the maker's own
 converter wrote (``tests/converters/peers``). Whether layers are stacked or have keys of their own
-is no matter of the dialect (`megatron_checkpoint.stacked`).
+is no matter of the dialect (`megatron_checkpoint.stacked`). Models with gated delta nets differ
+besides in values or in the order of rows (`Hybrid`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,6 +51,22 @@ class Module:
 
 
 @dataclass(frozen=True)
+class Hybrid:
+    """How one maker stores what Qwen3.5 has and Qwen3-VL has not.
+
+    Attributes:
+        centred: whether the weight w of the norm of a gated delta net's output is stored as w - 1.
+        by_head: whether the rows of attention's query, key and value are those of the first KV
+            head, with each query before its gate, then those of the second; and a gated delta
+            net's input projection and convolution are one tensor each, by key head. Otherwise the
+            rows are in Megatron's order, and the parts are tensors of their own, as in the table.
+    """
+
+    centred: bool = False
+    by_head: bool = False
+
+
+@dataclass(frozen=True)
 class Dialect:
     """The keys that one maker's checkpoints have.
 
@@ -63,6 +80,7 @@ class Dialect:
         modules: the modules whose keys differ by more than the prefix; the first that fits counts.
         stateful: starts of the modules of the vision tower that have an ``_extra_state``, which are
             Transformer Engine's.
+        hybrid: how models with gated delta nets are stored; None if that is not known.
         unwritten: why checkpoints are not written in it; empty if they are.
     """
 
@@ -73,22 +91,62 @@ class Dialect:
     sign: str
     modules: tuple[Module, ...] = ()
     stateful: tuple[str, ...] = ()
+    hybrid: Hybrid | None = None
     unwritten: str = ""
 
-    def row(self, row: Row, v: VisionArchitecture) -> Row:
-        """Return how the dialect stores what `row`, a row of the table, stores."""
-        if row.key.startswith(_VISION):
-            return self.vision_row(row, v)
-        return replace(row, key=LANGUAGE + row.key)
+    def rows(self, rows: Sequence[Row], a: Architecture) -> Iterator[Row]:
+        """Yield how the dialect stores what `rows`, rows of the table, store."""
+        rearranged = {parts[0].key: whole for whole, parts in self.rearranged(rows, a)}
+        held = {row.key for _, parts in self.rearranged(rows, a) for row in parts[1:]}
+        for row in rows:
+            if row.key.startswith(_VISION):
+                yield self.vision_row(row, a.vision)
+            elif row.key not in held:
+                yield rearranged.get(row.key) or replace(row, key=LANGUAGE + row.key)
 
-    def extra_state_keys(self, a: Architecture) -> list[str]:
+    def rearranged(self, rows: Iterable[Row], a: Architecture) -> Iterator[tuple[Row, list[Row]]]:
+        """Yield the language model's rows that have other rows than the table's, and the latter."""
+        if self.hybrid is None or not self.hybrid.by_head or a.delta_net is None:
+            return
+        parts: dict[str, list[Row]] = {}
+        for row in rows:
+            if found := re.match(r"(.*\.(?:in_proj|conv1d)\.weight)\.\w+$", row.key):
+                parts.setdefault(found[1], []).append(row)
+            elif row.key.endswith(".linear_qkv.weight"):
+                parts[row.key] = [row]
+        for key, held in parts.items():
+            heads = a.num_key_value_heads if len(held) == 1 else a.delta_net.num_key_heads
+            sources = tuple(source for row in held for source in row.sources)
+            how = transforms.by_head(heads, *(s.piece_shape[0] // heads for s in sources))
+            shape = (how.rows, *held[0].shape[1:])
+            whole = replace(held[0], key=LANGUAGE + key, global_shape=shape, sources=sources)
+            yield replace(whole, rearrangement=how), held
+
+    def centred_keys(self, rows: Iterable[Row]) -> set[str]:
+        """Return the keys of those of the table's `rows` whose weights w are stored as w - 1."""
+        if self.hybrid is None or not self.hybrid.centred:
+            return set()
+        return {row.key for row in rows if row.key.endswith(".out_norm.weight")}
+
+    def require_architecture(self, a: Architecture) -> None:
+        """Raise BadInput for a model with gated delta nets, if it is not known how they are stored.
+
+        A norm's weight w may be stored as w - 1, in a tensor of the same shape.
+        """
+        if a.delta_net is not None and self.hybrid is None:
+            raise BadInput(
+                f"Qwen3.5 is not read in the keys of {self.maker}: it is not known how its gated "
+                "delta nets are stored there. Convert to Hugging Face with that project's own tool."
+            )
+
+    def extra_state_keys(self, a: Architecture, *, mtp: bool) -> list[str]:
         """Return the keys of the ``_extra_state`` objects that the maker's strict loading wants."""
         modules: dict[str, None] = {}  # a weight and a bias have one module
         for row in (self.vision_row(row, a.vision) for row in vision_rows(a.vision)):
             place = list(zip(row.offset, row.global_shape, strict=False)) or [(0, 1)]
             if row.key.startswith(tuple(self.vision + start for start in self.stateful)):
                 modules[f"{row.key.rpartition('.')[0]}._extra_state/{shard(place)}"] = None
-        return [*(LANGUAGE + key for key in extra_state_keys(a)), *modules]
+        return [*(LANGUAGE + key for key in extra_state_keys(a, mtp=mtp)), *modules]
 
     def vision_row(self, row: Row, v: VisionArchitecture) -> Row:
         """Return how the dialect stores what `row`, a row of the vision tower, stores."""
@@ -133,6 +191,7 @@ MEGATRON_BRIDGE = Dialect(
         Module("merger.norm.", "merger.patch_norm."),
     ),
     stateful=("decoder.", "merger."),
+    hybrid=Hybrid(centred=True),
 )
 MS_SWIFT = Dialect(
     "ms-swift",
@@ -140,6 +199,7 @@ MS_SWIFT = Dialect(
     tracker=1,
     vision="visual.visual.",
     sign="visual.visual.",
+    hybrid=Hybrid(by_head=True),
 )
 PAI_MEGATRON_PATCH = Dialect(
     "pai-megatron-patch",
@@ -157,16 +217,6 @@ PAI_MEGATRON_PATCH = Dialect(
     unwritten="its MoE recipes look for each layer under a key of its own",
 )
 DIALECTS = (MEGATRON_BRIDGE, MS_SWIFT, PAI_MEGATRON_PATCH)
-
-
-def require_known_norms(maker: str, a: Architecture) -> None:
-    """Raise BadInput for models whose norms others store as w - 1, which is not exact in bf16."""
-    if a.delta_net is not None:
-        raise BadInput(
-            f"Qwen3.5 is neither written nor read in the keys of {maker}: its norms of gated delta "
-            "nets are stored as w - 1 there, so that no conversion would be bitwise. Convert to "
-            "Hugging Face with that project's own tool."
-        )
 
 
 def named(key: str) -> Dialect:

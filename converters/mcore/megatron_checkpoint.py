@@ -10,8 +10,8 @@ import re
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from math import prod
@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture, VisionArchitecture
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.dialects import (
     LANGUAGE,
     Dialect,
     maker_of,
-    require_known_norms,
 )
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, MTP, Row, vision_rows
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, MTP, Row, table, vision_rows
 from mcore_qwen3vl.converters.place import DEFAULT_FORMAT, FORMATS, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.disk import bring_in
@@ -287,33 +286,54 @@ class StackedLayers(MegatronCheckpoint):
 class TranslatedCheckpoint(MegatronCheckpoint):
     """The tensors of a checkpoint in a dialect.
 
-    The language model's chunks are those of the stored tensors; each tensor of the vision tower is
-    one chunk. `index` lists a tensor that the dialect does not know under its own key.
+    The language model's chunks are those of the stored tensors, but where rows are in another
+    order: those that stay together are one chunk. Each tensor of the vision tower is one chunk.
+    `index` lists a tensor that the dialect does not know under its own key.
+
+    A norm's weight w that is stored as w - 1 is computed in float32, as Transformer Engine does
+    before it multiplies by it. If one of them would be rounded in the stored dtype, all are
+    float32.
 
     Raises:
-        BadInput: a tensor of the vision tower has another shape than the config gives it, or a
-            tensor is there under two keys.
+        BadInput: a tensor that differs in more than its key has another shape than the config gives
+            it, or a tensor is there under two keys.
     """
 
     def __init__(
-        self, stored: MegatronCheckpoint, dialect: Dialect, vision: VisionArchitecture
+        self, stored: MegatronCheckpoint, dialect: Dialect, architecture: Architecture
     ) -> None:
         self.dialect = dialect
         self._stored = stored
         self._vision: dict[str, tuple[Row, Row]] = {}
+        self._rearranged: dict[str, str] = {}  # key of the tensor that holds the rows
         tensors, index = dict(stored.index.tensors), CheckpointIndex(objects=stored.index.objects)
         translated = set()
-        for row in vision_rows(vision):
-            theirs = dialect.vision_row(row, vision)
+
+        def stored_tensor(theirs: Row) -> ChunkedTensor | None:
             if (entry := tensors.get(theirs.key)) is None:
-                continue
+                return None
             if entry.shape != theirs.global_shape:
                 raise wrong_shape(stored.folder, theirs.key, entry.shape, theirs.global_shape)
+            translated.add(theirs.key)
+            return entry
+
+        rows = table(architecture, mtp=True)
+        for whole, parts in dialect.rearranged(rows, architecture):
+            if (entry := stored_tensor(whole)) is None:
+                continue
+            for row in parts:
+                chunks = [*_rows_in(whole, row)]
+                index.tensors[row.key] = ChunkedTensor(entry.dtype, row.global_shape, chunks)
+                self._rearranged[row.key] = whole.key
+        vision = architecture.vision
+        for row in vision_rows(vision):
+            theirs = dialect.vision_row(row, vision)
+            if (entry := stored_tensor(theirs)) is None:
+                continue
             corner = (0,) * len(row.shape)
             whole = Chunk(corner, row.shape, FileRange(theirs.key, 0, 0))
             index.tensors[row.key] = ChunkedTensor(entry.dtype, row.shape, [whole])
             self._vision[row.key] = row, theirs
-            translated.add(theirs.key)
         for key, entry in tensors.items():
             if key in translated:
                 continue
@@ -323,13 +343,22 @@ class TranslatedCheckpoint(MegatronCheckpoint):
                     "checkpoints are mixed."
                 )
             index.tensors[name] = entry
+        self._centred = dialect.centred_keys(rows) & index.tensors.keys()
         super().__init__(stored.folder, index, stored.data_files)
         self.files = stored.files
+        if any(_is_rounded(stored.tensor(LANGUAGE + key)) for key in self._centred):
+            for key in self._centred:
+                index.tensors[key] = replace(index.tensors[key], dtype=torch.float32)
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+        if key in self._rearranged:
+            start = (chunk.data.offset, *chunk.offsets[1:])
+            return self._stored._read(self._rearranged[key], (), start, chunk.sizes)
         if key not in self._vision:
             own = LANGUAGE + key
-            return self._stored._tensor(own if own in self._stored.index.tensors else key, chunk)
+            stored = own if own in self._stored.index.tensors else key
+            values = self._stored._tensor(stored, chunk)
+            return (values.float() + 1).to(self.dtype(key)) if key in self._centred else values
         row, theirs = self._vision[key]
         whole = self._stored.read(theirs, tuple(slice(0, n) for n in theirs.shape))
         return row.to_mcore(*theirs.to_hf(whole))
@@ -342,6 +371,24 @@ class TranslatedCheckpoint(MegatronCheckpoint):
 
     def arguments(self) -> Mapping[str, Any]:
         return self._stored.arguments()
+
+
+def _rows_in(whole: Row, row: Row) -> Iterator[Chunk]:
+    """Yield the chunks of `row`, whose data's offset is a row of the tensor of `whole`."""
+    columns = row.shape[1:]
+    for source, start, stop, first in row.rearrangement.placed():
+        for other, begin, end, there in whole.rearrangement.placed():
+            low, high = max(start, begin), min(stop, end)
+            if whole.sources[other] == row.sources[source] and low < high:
+                data = FileRange(whole.key, there + low - begin, high - low)
+                corner = (first + low - start, *(0 for _ in columns))
+                yield Chunk(corner, (high - low, *columns), data)
+
+
+def _is_rounded(centred: Tensor) -> bool:
+    """Return whether any weight, which is stored less one, would be rounded in the dtype stored."""
+    weight = centred.float() + 1
+    return not torch.equal(weight.to(centred.dtype).float(), weight)
 
 
 @dataclass(frozen=True)
@@ -405,10 +452,8 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
     dialect = maker_of(folder, stored.index.tensors)
     if dialect is None:
         return stored
-    require_known_norms(dialect.maker, architecture)
-    return TranslatedCheckpoint(
-        stacked(stored, dialect, architecture), dialect, architecture.vision
-    )
+    dialect.require_architecture(architecture)
+    return TranslatedCheckpoint(stacked(stored, dialect, architecture), dialect, architecture)
 
 
 def require_own_keys(folder: Path, keys: Iterable[str]) -> None:
