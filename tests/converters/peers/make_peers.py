@@ -19,6 +19,7 @@ empty folder::
     $two megatron-bridge hf-moe megatron-bridge-moe expert_model_parallel_size=2
     $two ms-swift $PWD/hf-dense ms-swift-dense tensor_model_parallel_size=2
     $two ms-swift $PWD/hf-moe ms-swift-moe expert_model_parallel_size=2
+    $two megatron-bridge hf-hybrid megatron-bridge-hybrid tensor_model_parallel_size=2
     mtp=mtp_num_layers=1
     $two ms-swift $PWD/hf-hybrid ms-swift-hybrid tensor_model_parallel_size=2 $mtp
     $two ms-swift $PWD/hf-hybrid_moe ms-swift-hybrid_moe expert_model_parallel_size=2 $mtp

@@ -50,7 +50,7 @@ MAKERS = {
 WRITTEN = [
     f"{maker}-{model}" for maker in ("megatron-bridge", "ms-swift") for model in ("dense", "moe")
 ]
-HYBRIDS = ["ms-swift-hybrid", "ms-swift-hybrid_moe"]
+HYBRIDS = ["megatron-bridge-hybrid", "ms-swift-hybrid", "ms-swift-hybrid_moe"]
 """Of Qwen3.5: the source of the dense one is as published, the other is bf16 in every tensor."""
 PEERS = [*WRITTEN, "pai-megatron-patch-dense", "pai-megatron-patch-moe"]
 ALL = [*PEERS, *HYBRIDS]
