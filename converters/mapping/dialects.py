@@ -4,7 +4,8 @@ The table speaks of this project's keys. What others write is a row here. All of
 Megatron's own keys for the language model, after a prefix; they differ in the vision tower, which
 the table keeps as Hugging Face has it. Each row was compared with checkpoints that the maker's own
 converter wrote (``tests/converters/peers``). Whether layers are stacked or have keys of their own
-is no matter of the dialect (`megatron_checkpoint.stack_layers`).
+is no matter of the dialect (`megatron_checkpoint.stack_layers`). Models with gated delta nets
+differ besides in values or in the order of rows (`DeltaNetForm`).
 
 Megatron's own keys are those of its ``GPTModel``. Its ``HybridModel`` numbers attention and MLP as
 two layers, and calls the final norm otherwise. `hybrid_key` and `keys_of_pairs` go from one to the
@@ -14,7 +15,7 @@ other; any maker's checkpoint may have either.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,22 @@ class Module:
 
 
 @dataclass(frozen=True)
+class DeltaNetForm:
+    """How one maker stores what Qwen3.5 has and Qwen3-VL has not.
+
+    Attributes:
+        centred: whether the weight w of the norm of a gated delta net's output is stored as w - 1.
+        by_head: whether the rows of attention's query, key and value are those of the first KV
+            head, with each query before its gate, then those of the second; and a gated delta
+            net's input projection and convolution are one tensor each, by key head. Otherwise the
+            rows are in Megatron's order, and the parts are tensors of their own, as in the table.
+    """
+
+    centred: bool = False
+    by_head: bool = False
+
+
+@dataclass(frozen=True)
 class Dialect:
     """The keys that one maker's checkpoints have.
 
@@ -80,9 +97,10 @@ class Dialect:
         modules: the modules whose keys differ by more than the prefix; the first that fits counts.
         stateful: starts of the modules of the vision tower that have an ``_extra_state``, which are
             Transformer Engine's.
+        delta_nets: how models with gated delta nets are stored; None if that is not known.
         unwritten: why checkpoints are not written in it; empty if they are.
         language: prefix of the language model's keys.
-        hybrid: whether checkpoints are written with the keys of a ``HybridModel``.
+        hybrid_model: whether checkpoints are written with the keys of a ``HybridModel``.
     """
 
     key: str
@@ -92,15 +110,25 @@ class Dialect:
     sign: str
     modules: tuple[Module, ...] = ()
     stateful: tuple[str, ...] = ()
+    delta_nets: DeltaNetForm | None = None
     unwritten: str = ""
     language: str = LANGUAGE
-    hybrid: bool = False
+    hybrid_model: bool = False
 
-    def row(self, row: Row, v: VisionArchitecture) -> Row:
-        """Return how the dialect stores what `row`, a row of the table, stores."""
-        if row.key.startswith(_VISION):
-            return self.vision_row(row, v)
-        if self.hybrid:
+    def rows(self, rows: Sequence[Row], a: Architecture) -> Iterator[Row]:
+        """Yield how the dialect stores what `rows`, rows of the table, store."""
+        rearranged = {parts[0].key: fused for fused, parts in self.rearranged(rows, a)}
+        in_others = {row.key for _, parts in self.rearranged(rows, a) for row in parts[1:]}
+        for row in rows:
+            if row.key.startswith(_VISION):
+                yield self.vision_row(row, a.vision)
+            elif row.key in rearranged:
+                yield rearranged[row.key]
+            elif row.key not in in_others:
+                yield self._language_row(row)
+
+    def _language_row(self, row: Row) -> Row:
+        if self.hybrid_model:
             row = unstacked(row)
             row = replace(row, key=hybrid_key(row.key))
         return replace(row, key=self.language + row.key)
@@ -109,7 +137,7 @@ class Dialect:
         """Return the arguments of Megatron's that the maker's loader compares with a run's."""
         common = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
         common |= {"no_save_optim": True, "no_save_rng": True}  # it looks for no optimizer state
-        if not self.hybrid:
+        if not self.hybrid_model:
             return common
         pattern = "".join("*E" if moe else "*-" for moe in a.moe_layers)
         return common | {
@@ -119,9 +147,44 @@ class Dialect:
             "num_attention_heads": a.num_attention_heads,
         }
 
-    def extra_state_keys(self, a: Architecture) -> list[str]:
+    def rearranged(self, rows: Iterable[Row], a: Architecture) -> Iterator[tuple[Row, list[Row]]]:
+        """Yield the language model's rows that have other rows than the table's, and the latter."""
+        if self.delta_nets is None or not self.delta_nets.by_head or a.delta_net is None:
+            return
+        parts: dict[str, list[Row]] = {}
+        for row in rows:
+            if part := re.match(r"(.*\.(?:in_proj|conv1d)\.weight)\.\w+$", row.key):
+                parts.setdefault(part[1], []).append(row)
+            elif row.key.endswith(".linear_qkv.weight"):
+                parts[row.key] = [row]
+        for key, fused_rows in parts.items():
+            heads = a.num_key_value_heads if len(fused_rows) == 1 else a.delta_net.num_key_heads
+            sources = tuple(source for row in fused_rows for source in row.sources)
+            how = transforms.by_head(heads, *(s.piece_shape[0] // heads for s in sources))
+            shape = (how.rows, *fused_rows[0].shape[1:])
+            fused = replace(fused_rows[0], key=self.language + key, global_shape=shape)
+            yield replace(fused, sources=sources, rearrangement=how), fused_rows
+
+    def centred_keys(self, rows: Iterable[Row]) -> set[str]:
+        """Return the keys of those of the table's `rows` whose weights w are stored as w - 1."""
+        if self.delta_nets is None or not self.delta_nets.centred:
+            return set()
+        return {row.key for row in rows if row.key.endswith(".out_norm.weight")}
+
+    def require_architecture(self, a: Architecture) -> None:
+        """Raise BadInput for a model with gated delta nets, if it is not known how they are stored.
+
+        A norm's weight w may be stored as w - 1, in a tensor of the same shape.
+        """
+        if a.delta_net is not None and self.delta_nets is None:
+            raise BadInput(
+                f"Qwen3.5 is not read in the keys of {self.maker}: it is not known how its gated "
+                "delta nets are stored there. Convert to Hugging Face with that project's own tool."
+            )
+
+    def extra_state_keys(self, a: Architecture, *, mtp: bool) -> list[str]:
         """Return the keys of the ``_extra_state`` objects that the maker's strict loading wants."""
-        if self.hybrid:
+        if self.hybrid_model:
             keys = map(hybrid_key, extra_state_keys(a, stacked=False))
             return [*keys, "output_layer._extra_state/shard_0_1"]
         modules: dict[str, None] = {}  # a weight and a bias have one module
@@ -129,7 +192,7 @@ class Dialect:
             place = list(zip(row.offset, row.global_shape, strict=False)) or [(0, 1)]
             if row.key.startswith(tuple(self.vision + start for start in self.stateful)):
                 modules[f"{row.key.rpartition('.')[0]}._extra_state/{shard(place)}"] = None
-        return [*(self.language + key for key in extra_state_keys(a)), *modules]
+        return [*(self.language + key for key in extra_state_keys(a, mtp=mtp)), *modules]
 
     def vision_row(self, row: Row, v: VisionArchitecture) -> Row:
         """Return how the dialect stores what `row`, a row of the vision tower, stores."""
@@ -174,6 +237,7 @@ MEGATRON_BRIDGE = Dialect(
         Module("merger.norm.", "merger.patch_norm."),
     ),
     stateful=("decoder.", "merger."),
+    delta_nets=DeltaNetForm(centred=True),
 )
 MS_SWIFT = Dialect(
     "ms-swift",
@@ -181,6 +245,7 @@ MS_SWIFT = Dialect(
     tracker=1,
     vision="visual.visual.",
     sign="visual.visual.",
+    delta_nets=DeltaNetForm(by_head=True),
 )
 PAI_MEGATRON_PATCH = Dialect(
     "pai-megatron-patch",
@@ -204,7 +269,7 @@ HYBRID = Dialect(
     vision=_VISION,
     sign=HYBRID_NORM,
     language="",
-    hybrid=True,
+    hybrid_model=True,
 )
 DIALECTS = (MEGATRON_BRIDGE, MS_SWIFT, PAI_MEGATRON_PATCH, HYBRID)
 
@@ -279,16 +344,6 @@ def _is_attention(name: str) -> bool | None:
     if name.startswith(("self_attention.", "input_layernorm.")):
         return True
     return False if name.startswith(("mlp.", "pre_mlp_layernorm.")) else None
-
-
-def require_known_norms(maker: str, a: Architecture) -> None:
-    """Raise BadInput for models whose norms others store as w - 1, which is not exact in bf16."""
-    if a.delta_net is not None:
-        raise BadInput(
-            f"Qwen3.5 is neither written nor read in the keys of {maker}: its norms of gated delta "
-            "nets are stored as w - 1 there, so that no conversion would be bitwise. Convert to "
-            "Hugging Face with that project's own tool."
-        )
 
 
 def dialect_named(key: str) -> Dialect:

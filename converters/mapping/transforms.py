@@ -122,6 +122,13 @@ class Rearrangement:
                 yield Block(block.source, block.start + first, block.start + last)
             row += block.stop - block.start
 
+    def placed(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield each block as (source, start, stop), with the first of its rows in mcore."""
+        row = 0
+        for source, start, stop in self.blocks:
+            yield source, start, stop, row
+            row += stop - start
+
     @property
     def in_order(self) -> bool:
         """Whether the rows of every HF tensor come in the order that they have there."""
@@ -170,6 +177,17 @@ def qkv(heads: int, kv_heads: int, head_dim: int, *, gated: bool = False) -> Rea
             blocks.append(Block(0, queries.start * d, queries.stop * d))
         blocks += [Block(1, g * d, (g + 1) * d), Block(2, g * d, (g + 1) * d)]
     return Rearrangement(tuple(blocks))
+
+
+def by_head(heads: int, *rows: int) -> Rearrangement:
+    """Interleave tensors by head: `rows` rows of each for the first head, then for the second."""
+    return Rearrangement(
+        tuple(
+            Block(source, head * count, (head + 1) * count)
+            for head in range(heads)
+            for source, count in enumerate(rows)
+        )
+    )
 
 
 def fused_qkv(heads: int, head_dim: int) -> Rearrangement:

@@ -10,8 +10,8 @@ import re
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from math import prod
@@ -21,15 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture, VisionArchitecture
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.dialects import (
     HYBRID_NORM,
     Dialect,
     keys_of_pairs,
     maker_of,
-    require_known_norms,
 )
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, MTP, Row, vision_rows
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, MTP, Row, table, vision_rows
 from mcore_qwen3vl.converters.place import DEFAULT_FORMAT, FORMATS, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.disk import bring_in
@@ -327,33 +326,54 @@ class StackedLayers(OtherKeys):
 class TranslatedCheckpoint(OtherKeys):
     """The tensors of a checkpoint in a dialect.
 
-    The language model's chunks are those of the stored tensors; each tensor of the vision tower is
-    one chunk, unless it is stored as the table has it. `index` lists a tensor that the dialect does
-    not know under its own key.
+    The language model's chunks are those of the stored tensors, but where rows are in another
+    order: those that stay together are one chunk. Each tensor of the vision tower is one chunk,
+    unless it is stored as the table has it. `index` lists a tensor that the dialect does not know
+    under its own key.
+
+    A norm's weight w that is stored as w - 1 is computed in float32, as Transformer Engine does
+    before it multiplies by it. If one of them would be rounded in the stored dtype, all are
+    float32.
 
     Raises:
-        BadInput: a tensor of the vision tower has another shape than the config gives it, or a
-            tensor is there under two keys.
+        BadInput: a tensor that differs in more than its key has another shape than the config gives
+            it, or a tensor is there under two keys.
     """
 
     def __init__(
-        self, stored: MegatronCheckpoint, dialect: Dialect, vision: VisionArchitecture
+        self, stored: MegatronCheckpoint, dialect: Dialect, architecture: Architecture
     ) -> None:
-        self.dialect = dialect
+        self.dialect, self._language = dialect, dialect.language
         self._vision: dict[str, tuple[Row, Row]] = {}
+        self._rearranged: dict[str, str] = {}  # key of the tensor that holds the rows
         tensors, index = dict(stored.index.tensors), CheckpointIndex(objects=stored.index.objects)
         translated = set()
-        for row in vision_rows(vision):
-            theirs = dialect.vision_row(row, vision)
-            if theirs == row or (entry := tensors.get(theirs.key)) is None:
-                continue
+
+        def stored_tensor(theirs: Row) -> ChunkedTensor | None:
+            if (entry := tensors.get(theirs.key)) is None:
+                return None
             if entry.shape != theirs.global_shape:
                 raise wrong_shape_error(stored.folder, theirs.key, entry.shape, theirs.global_shape)
+            translated.add(theirs.key)
+            return entry
+
+        rows = table(architecture, mtp=True)
+        for fused, parts in dialect.rearranged(rows, architecture):
+            if (entry := stored_tensor(fused)) is None:
+                continue
+            for row in parts:
+                chunks = [*_rows_in(fused, row)]
+                index.tensors[row.key] = ChunkedTensor(entry.dtype, row.global_shape, chunks)
+                self._rearranged[row.key] = fused.key
+        vision = architecture.vision
+        for row in vision_rows(vision):
+            theirs = dialect.vision_row(row, vision)
+            if theirs == row or (entry := stored_tensor(theirs)) is None:
+                continue
             corner = (0,) * len(row.shape)
             single_chunk = Chunk(corner, row.shape, FileRange(theirs.key, 0, 0))
             index.tensors[row.key] = ChunkedTensor(entry.dtype, row.shape, [single_chunk])
             self._vision[row.key] = row, theirs
-            translated.add(theirs.key)
         for key, entry in tensors.items():
             if key in translated:
                 continue
@@ -363,15 +383,42 @@ class TranslatedCheckpoint(OtherKeys):
                     "checkpoints are mixed."
                 )
             index.tensors[name] = entry
+        self._centred = dialect.centred_keys(rows) & index.tensors.keys()
         super().__init__(stored, index)
+        if any(_is_rounded(stored.tensor(dialect.language + key)) for key in self._centred):
+            for key in self._centred:
+                index.tensors[key] = replace(index.tensors[key], dtype=torch.float32)
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+        if key in self._rearranged:
+            start = (chunk.data.offset, *chunk.offsets[1:])
+            return self._stored._read_chunks(self._rearranged[key], (), start, chunk.sizes)
         if key not in self._vision:
-            own = self.dialect.language + key
-            return self._stored._tensor(own if own in self._stored.index.tensors else key, chunk)
+            theirs_key = self._language + key
+            stored_key = theirs_key if theirs_key in self._stored.index.tensors else key
+            values = self._stored._tensor(stored_key, chunk)
+            return (values.float() + 1).to(self.dtype(key)) if key in self._centred else values
         row, theirs = self._vision[key]
         values = self._stored.read_box(theirs, tuple(slice(0, n) for n in theirs.shape))
         return row.to_mcore(*theirs.to_hf(values))
+
+
+def _rows_in(fused: Row, row: Row) -> Iterator[Chunk]:
+    """Yield the chunks of `row`, whose data's offset is a row of the tensor of `fused`."""
+    columns = row.shape[1:]
+    for source, start, stop, first in row.rearrangement.placed():
+        for other, begin, end, there in fused.rearrangement.placed():
+            low, high = max(start, begin), min(stop, end)
+            if fused.sources[other] == row.sources[source] and low < high:
+                data = FileRange(fused.key, there + low - begin, high - low)
+                corner = (first + low - start, *(0 for _ in columns))
+                yield Chunk(corner, (high - low, *columns), data)
+
+
+def _is_rounded(centred: Tensor) -> bool:
+    """Return whether any weight, which is stored less one, would be rounded in the dtype stored."""
+    weight = centred.float() + 1
+    return not torch.equal(weight.to(centred.dtype).float(), weight)
 
 
 @dataclass(frozen=True)
@@ -435,12 +482,10 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
     dialect = maker_of(folder, stored.index.tensors)
     if dialect is None:
         return stack_layers(stored, None, architecture)
-    require_known_norms(dialect.maker, architecture)
+    dialect.require_architecture(architecture)
     if dialect.language + HYBRID_NORM in stored.index.tensors:
         stored = PairedLayers(stored, dialect.language)
-    return TranslatedCheckpoint(
-        stack_layers(stored, dialect, architecture), dialect, architecture.vision
-    )
+    return TranslatedCheckpoint(stack_layers(stored, dialect, architecture), dialect, architecture)
 
 
 def require_own_keys(folder: Path, keys: Iterable[str]) -> None:

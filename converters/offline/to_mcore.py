@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.hf.companions import (
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.dialects import Dialect, require_known_norms
+from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect
 from mcore_qwen3vl.converters.mapping.table import Row, extra_state_keys, max_rows, table
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     CheckpointIndex,
@@ -66,6 +66,7 @@ class ToMcore:
     dtype: torch.dtype | None  # dtype of all tensors; None: each keeps its own
     facts: dict[str, Any]  # other choices that the manifest states
     dialect: Dialect | None = None  # of the written keys; None: the table's own
+    centred: frozenset[str] = frozenset()  # written keys of weights w that are stored as w - 1
 
     @property
     def tracker(self) -> str | int:
@@ -125,7 +126,12 @@ class ToMcore:
 
     def readers(self, unit: Unit) -> list[RowReader]:
         """Return a reader for each row of `unit`."""
-        return [RowReader(self.source, row, self.tensors[row.key].dtype) for row in unit.work]
+        return [
+            RowReader(
+                self.source, row, self.tensors[row.key].dtype, centred=row.key in self.centred
+            )
+            for row in unit.work
+        ]
 
 
 class RowReader:
@@ -134,11 +140,14 @@ class RowReader:
     Once `chunks` is exhausted, `checksums` and `nonfinite` describe the pieces.
 
     Attributes:
+        centred: whether a weight w is written as w - 1.
         nonfinite: names of the HF tensors that hold a NaN or infinite value as `dtype`.
     """
 
-    def __init__(self, source: HuggingFaceCheckpoint, row: Row, dtype: torch.dtype) -> None:
-        self._source, self.row, self.dtype = source, row, dtype
+    def __init__(
+        self, source: HuggingFaceCheckpoint, row: Row, dtype: torch.dtype, *, centred: bool = False
+    ) -> None:
+        self._source, self.row, self.dtype, self.centred = source, row, dtype, centred
         self._rows_read = [0 for _ in row.sources]
         self._sums = [xxhash.xxh3_128() for _ in row.sources]
         self._before_cast: defaultdict[int, Any] = defaultdict(xxhash.xxh3_128)
@@ -152,7 +161,8 @@ class RowReader:
             yield row.to_mcore(*(self._read_piece(n, box) for n, box in enumerate(boxes)))
             return
         columns = tuple(slice(0, n) for n in row.shape[1:])
-        yield from how.stream(self._read_piece, columns, max_rows(row, self.dtype))
+        for chunk in how.stream(self._read_piece, columns, max_rows(row, self.dtype)):
+            yield chunk - 1 if self.centred else chunk
 
     def checksums(self) -> list[manifest.Checksum]:
         """Return the checksum of each HF piece, after checking that it was read to its end."""
@@ -211,11 +221,14 @@ def plan(
     padded = -(-architecture.vocab_size // multiple) * multiple
     checkpoint = open_checkpoint(source, architecture)
     head, mtp = checkpoint.form.head.in_megatron, checkpoint.has_mtp
+    centred: frozenset[str] = frozenset()
     rows = table(architecture, padded_vocab_size=padded, head=head, mtp=mtp)
     if dialect is not None:
-        require_known_norms(dialect.maker, architecture)
+        dialect.require_architecture(architecture)
         checkpoint.form.require_language_model(source)
-        rows = [dialect.row(row, architecture.vision) for row in rows]
+        centred = frozenset(LANGUAGE + key for key in dialect.centred_keys(rows))
+        rows = [*dialect.rows(rows, architecture)]
+        _require_exact(checkpoint, [r for r in rows if r.key in centred], wanted, dialect.maker)
     tensors = _targets(checkpoint, rows, wanted)
     companions = companion_files(source)
     work = [(row, row.numel * tensors[row.key].dtype.itemsize) for row in rows]
@@ -241,7 +254,7 @@ def plan(
             "vocabulary": padded,
             "dialect": dialect and dialect.key,
         },
-        conversion=ToMcore(checkpoint, architecture, tensors, wanted, facts, dialect),
+        conversion=ToMcore(checkpoint, architecture, tensors, wanted, facts, dialect, centred),
         files=len(units),
         notes=(
             *checkpoint.form.notes,
@@ -306,6 +319,21 @@ def _targets(
     return tensors
 
 
+def _require_exact(
+    checkpoint: HuggingFaceCheckpoint, centred: list[Row], wanted: torch.dtype | None, maker: str
+) -> None:
+    """Raise BadInput if a weight w would not come back from w - 1."""
+    for name in (source.name for row in centred for source in row.sources):
+        weight = checkpoint.read_tensor(name, (), wanted or checkpoint.entries[name].dtype)
+        back = (weight - 1).float() + 1
+        if changed := int(((back != weight) & ~weight.isnan()).sum()):
+            raise BadInput(
+                f"{checkpoint.path}: {changed} of {weight.numel()} weights of {name} would be "
+                f"rounded, since {maker} stores this norm less one. Nothing was converted. "
+                "Convert with that project's own tool, which rounds them too."
+            )
+
+
 def _plan_tensors(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[PlannedTensor]:
     for row in rows:
         first = row.sources[0]
@@ -332,7 +360,7 @@ def _objects(
     keys: Iterable[str] = extra_state_keys(architecture, mtp=mtp)
     if dialect is not None:
         common["args"] = Namespace(**dialect.arguments(architecture))
-        keys = dialect.extra_state_keys(architecture)
+        keys = dialect.extra_state_keys(architecture, mtp=mtp)
     yield "common_state/shard_0_1", _pickle([common])
     empty = _pickle([None])
     for key in keys:

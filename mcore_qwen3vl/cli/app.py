@@ -130,9 +130,7 @@ def tiny(
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.tiny import SERVABLE, TINY, read_vocabulary, write_tiny_checkpoint
 
-    if servable and family != "qwen3-vl":
-        raise BadInput(f"--servable: it is not known which tiny sizes of {family} vLLM takes.")
-    text = SERVABLE if servable else None
+    text = SERVABLE[family] if servable else None
     vocabulary = TINY if real_vocab is None else read_vocabulary(real_vocab)
     with new_folder(path) as partial:
         write_tiny_checkpoint(

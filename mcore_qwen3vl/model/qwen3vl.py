@@ -319,13 +319,14 @@ class Qwen3VLModel(GPTModel):
                 attended = attention_mask != 0
             else:
                 require_right_padding(attention_mask == 0)
-        embed: Embed = partial(self._embed, token_ids, visual, plan)
-        if not self.pre_process:
-            embed = lambda: (None, self._receive(len(local), plan))  # noqa: E731
-        elif self.has_mtp:
+        following = None
+        if self.pre_process and self.has_mtp:
             ahead = None if index is None else index - index % seq_len + (index - 1) % seq_len
             later = plan_fusion(ahead, local, seq_len=seq_len, batch_size=batch, device=device)
-            embed = partial(embed, following=(take(input_ids.roll(-1, 1), 1), later))
+            following = take(input_ids.roll(-1, 1), 1), later
+        embed: Embed = partial(self._embed, token_ids, visual, plan, following)
+        if not self.pre_process:
+            embed = lambda: (None, self._receive(len(local), plan))  # noqa: E731
         targets = labels
         if labels is not None and self.has_mtp:
             targets = torch.stack([labels, labels.roll(-1, 1)])
@@ -392,14 +393,12 @@ class Qwen3VLModel(GPTModel):
         trained loss sees.
         """
         embeddings = self.embedding(token_ids, None)
-        rows = None
-        if following is not None:
-            rows = self.embedding(following[0], None)
+        rows = None if following is None else self.embedding(following[0], None)
         if visual is None and not torch.is_grad_enabled():  # the tower would run only for gradients
             nothing = embeddings.new_empty(self._deepstack_in, 0, embeddings.shape[-1])
             return embeddings, nothing if rows is None else rows.flatten(0, 1)[None]
         features, deepstack = self.visual(visual)
-        if following is not None:
+        if following is not None and rows is not None:
             rows = fuse(rows, features, following[1]).flatten(0, 1)[None]
         elif deepstack:
             rows = torch.stack([plan.select(layer) for layer in deepstack])

@@ -42,13 +42,16 @@ TEXT: dict[str, Any] = {
     "rope_theta": 5000000,
     "use_cache": True,
 }
-SERVABLE: dict[str, Any] = {
-    "head_dim": 64,
-    "hidden_size": 96,
-    "rope_scaling": {**TEXT["rope_scaling"], "mrope_section": [12, 10, 10]},
+SERVABLE: dict[FamilyName, dict[str, Any]] = {
+    "qwen3-vl": {
+        "head_dim": 64,
+        "hidden_size": 96,
+        "rope_scaling": {**TEXT["rope_scaling"], "mrope_section": [12, 10, 10]},
+    },
+    "qwen3.5": {"hidden_size": 96, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
 }
-"""Overrides of the text config for vLLM's CPU kernels: attention needs a common head size, and
-experts need a hidden size that 32 divides."""
+"""Overrides of the text config for vLLM's CPU kernels: attention needs a common head size, experts
+need a hidden size that 32 divides, and gated delta nets need keys and values of 64 or of 128."""
 YARN: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rope_scaling": {
@@ -191,8 +194,8 @@ def write_tiny_checkpoint(
         layout: ``published`` writes experts and config as they are published, which for Qwen3-VL
             is as transformers 4.57 does; ``v5`` writes the output of ``save_pretrained`` in the
             installed transformers, which leaves ``mtp.*`` out and has Qwen3.5's experts one by one.
-        text, vision: fields that override those of the text and vision configs; `SERVABLE` is such
-            a text config.
+        text, vision: fields that override those of the text and vision configs; `SERVABLE` has
+            such text configs.
         vocabulary: the tokenizer's tokens and the rows of the embedding.
     """
     path = Path(path)

@@ -262,6 +262,8 @@ def _simple_mistakes(name: str, actual: Tensor, right: Tensor) -> Iterator[Candi
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         short = str(dtype).removeprefix("torch.")
         yield "dtype", f"was rounded to {short}", right.to(dtype).to(right.dtype)
+        rounded = (right - 1).to(dtype).to(right.dtype) + 1
+        yield "dtype", f"was rounded to {short} as w - 1", rounded
     yield "zero-centred norm", "holds w - 1, for norms that multiply by 1 + w", right - 1
     yield "zero-centred norm", "holds 1 + w", right + 1
 
@@ -292,6 +294,9 @@ def _layout_mistakes(name: str, right: Tensor, a: Architecture) -> Iterator[Cand
         joined = dict(
             zip("qkv", right.split([net.key_dim, net.key_dim, net.value_dim]), strict=True)
         )
+        heads = [part.unflatten(0, (net.num_key_heads, -1)) for part in joined.values()]
+        what = "is laid out head by head, each with q, k, v, instead of as all q, all k, all v"
+        yield "permuted QKV", what, torch.cat(heads, dim=1).flatten(0, 1)
         for letters in permutations("qkv"):
             shown = ", ".join(f"all {letter}" for letter in letters)
             yield "permuted QKV", f"is laid out as {shown}", torch.cat([joined[n] for n in letters])

@@ -437,6 +437,9 @@ def test_tiny_writes_sizes_that_can_be_served(tmp_path):
     assert exit_code("tiny", tmp_path / "dense", "--servable") == 0
     architecture = Architecture.from_hf(tmp_path / "dense")
     assert (architecture.head_dim, architecture.hidden_size) == (64, 96)
+    assert exit_code("tiny", tmp_path / "hybrid", "--servable", "--family", "qwen3.5") == 0
+    net = Architecture.from_hf(tmp_path / "hybrid").delta_net
+    assert (net.key_head_dim, net.value_head_dim) == (64, 64)
 
 
 def test_under_json_small_commands_print_json_alone(checkpoint, tmp_path, capsys, monkeypatch):

@@ -79,7 +79,7 @@ def warm_up(folder: Path, *, moe: bool = False) -> Path:
     Returns:
         The model's path; the task is in `folder`.
     """
-    write_tiny_checkpoint(folder / "tiny", moe=moe, text=SERVABLE)
+    write_tiny_checkpoint(folder / "tiny", moe=moe, text=SERVABLE["qwen3-vl"])
     write_colour_task(folder / "task")
     train = [ROOT / ".venv/bin/mcore-qwen3vl", "train", "--cpu", "--load-hf", folder / "tiny"]
     paths = ["--hf-model", folder / "tiny", "--data-path", folder / "task/warm_up/train.jsonl"]

@@ -55,6 +55,11 @@ def keys_first(joined: torch.Tensor) -> torch.Tensor:
     return torch.cat([key, query, value])
 
 
+def by_key_head(joined: torch.Tensor) -> torch.Tensor:
+    heads = [part.unflatten(0, (4, -1)) for part in joined.split([64, 64, 160])]
+    return torch.cat(heads, dim=1).flatten(0, 1)
+
+
 DELTA, MTP = "model.language_model.layers.0.linear_attn.", "mtp.layers.0."
 
 
@@ -85,6 +90,19 @@ DELTA, MTP = "model.language_model.layers.0.linear_attn.", "mtp.layers.0."
             f"{DELTA}norm.weight",
             lambda t: t - 1,
             ("zero-centred norm", "holds w - 1, for norms that multiply by 1 + w"),
+        ),
+        (
+            f"{DELTA}in_proj_qkv.weight",
+            by_key_head,
+            (
+                "permuted QKV",
+                "is laid out head by head, each with q, k, v, instead of as all q, all k, all v",
+            ),
+        ),
+        (
+            f"{DELTA}norm.weight",
+            lambda t: (t - 1).bfloat16().float() + 1,
+            ("dtype", "was rounded to bfloat16 as w - 1"),
         ),
         (f"{DELTA}A_log", lambda t: t.bfloat16().float(), ("dtype", "was rounded to bfloat16")),
     ],

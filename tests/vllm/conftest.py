@@ -19,12 +19,15 @@ import pytest
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.tiny import SERVABLE, write_tiny_checkpoint
+from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName
 from tests.data.conftest import write_png, write_video
 
 
 def write_servable(path: Path, kind: str) -> Path:
-    """Write a Hugging Face checkpoint of `kind`: dense, tied or moe."""
-    return write_tiny_checkpoint(path, moe=kind == "moe", tie=kind == "tied", text=SERVABLE)
+    """Write a Hugging Face checkpoint of `kind`: dense, tied, moe, hybrid or hybrid_moe."""
+    family: FamilyName = "qwen3.5" if kind.startswith("hybrid") else "qwen3-vl"
+    moe, text = kind.endswith("moe"), SERVABLE[family]
+    return write_tiny_checkpoint(path, family=family, moe=moe, tie=kind == "tied", text=text)
 
 
 def environment() -> dict[str, str]:

@@ -24,17 +24,16 @@ def main(job_file: str, result_file: str) -> None:
     from vllm.lora.request import LoRARequest
 
     job = json.loads(Path(job_file).read_text("utf-8"))
-    engine = vllm.LLM(
-        job["model"],
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_batched_tokens=1024,
-        max_num_seqs=4,
-        allowed_local_media_path="/",
-        limit_mm_per_prompt={"image": 3, "video": 1},
-        **job["options"],
-    )
+    usual = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 4,
+        "allowed_local_media_path": "/",
+        "limit_mm_per_prompt": {"image": 3, "video": 1},
+    }
+    engine = vllm.LLM(job["model"], **usual | job["options"])
     result: dict[str, Any] = {}
     for number, (name, path) in enumerate(job["adapters"].items(), 1):
         adapter = None if path is None else LoRARequest(name, number, path)

@@ -9,15 +9,20 @@ verl 0.9.1 and transformer-engine 2.20.2, which were installed with ``--no-deps`
 project, together with what they import (nvidia-modelopt, hydra-core, omegaconf, modelscope,
 qwen-vl-utils and smaller packages). VERL ran with transformers 5.10.4, in the environment of
 ``make test-verl`` with Megatron-Bridge and Transformer Engine; its own package ``tests``, which
-hides ours, was deleted there. In an empty folder::
+hides ours, was deleted there. Qwen3.5's (``hybrid``) were made with transformers 5.12.1. In an
+empty folder::
 
     peers="-m tests.converters.peers.make_peers"
-    for model in dense moe; do python $peers hf hf-$model $model; done
+    for model in dense moe hybrid hybrid_moe; do python $peers hf hf-$model $model; done
     two="torchrun --nproc-per-node 2 $peers"
     $two megatron-bridge hf-dense megatron-bridge-dense tensor_model_parallel_size=2
     $two megatron-bridge hf-moe megatron-bridge-moe expert_model_parallel_size=2
     $two ms-swift $PWD/hf-dense ms-swift-dense tensor_model_parallel_size=2
     $two ms-swift $PWD/hf-moe ms-swift-moe expert_model_parallel_size=2
+    $two megatron-bridge hf-hybrid megatron-bridge-hybrid tensor_model_parallel_size=2
+    mtp=mtp_num_layers=1
+    $two ms-swift $PWD/hf-hybrid ms-swift-hybrid tensor_model_parallel_size=2 $mtp
+    $two ms-swift $PWD/hf-hybrid_moe ms-swift-hybrid_moe expert_model_parallel_size=2 $mtp
     export VERL_USE_EXTERNAL_MODULES=mcore_qwen3vl.runtime.verl_cpu
     weights="--written megatron-bridge-dense/iter_0000000"
     $two verl hf-dense verl-dense $weights tensor_model_parallel_size=2
@@ -75,6 +80,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.config import read_config_file
+from tests.converters.checkpoints import load, save
 
 HERE = Path(__file__).parent
 TEXT: dict[str, Any] = {
@@ -97,19 +103,44 @@ VISION: dict[str, Any] = {
 }
 
 
+HYBRID: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "hidden_size": 20,
+    "intermediate_size": 36,
+    "linear_key_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 6,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+}
+HYBRID_MOE = {**MOE, "shared_expert_intermediate_size": 8}
+
+
 SMALL: tuple[dict[str, Any], dict[str, Any]] = (
     {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12},
     {"depth": 1, "deepstack_visual_indexes": [0], "hidden_size": 8, "intermediate_size": 8},
 )
 
 
-def write_hf(path: Path, model: str) -> None:
-    from mcore_qwen3vl.tiny import write_tiny_checkpoint
+def write_hf(path: Path, model: str, *, dtype: str = "bfloat16", seed: int = 27) -> None:
+    from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName, write_tiny_checkpoint
 
-    moe = model == "moe"
+    moe, hybrid = model.endswith("moe"), model.startswith("hybrid")
+    usual, experts = (HYBRID, HYBRID_MOE) if hybrid else (TEXT, MOE)
     text, vision = SMALL if model == "small" else ({}, {})
-    text, vision = TEXT | (MOE if moe else {}) | text, VISION | vision
-    write_tiny_checkpoint(path, moe=moe, dtype="bfloat16", seed=27, text=text, vision=vision)
+    text, vision = usual | (experts if moe else {}) | text, VISION | vision
+    if hybrid:
+        vision["deepstack_visual_indexes"] = []
+    family: FamilyName = "qwen3.5" if hybrid else "qwen3-vl"
+    write_tiny_checkpoint(
+        path, family=family, moe=moe, dtype=dtype, seed=seed, text=text, vision=vision
+    )
+    if (
+        moe and hybrid and dtype == "bfloat16"
+    ):  # as transformers saves a model in bf16; the dense one is as published
+        save({name: tensor.bfloat16() for name, tensor in load(path).items()}, path)
 
 
 def set_up() -> None:
@@ -124,7 +155,10 @@ def set_up() -> None:
 
     device.install()
     import torch
+    from megatron.core.ssm.gated_delta_net import common, gdn
 
+    # flash-linear-attention, whose kernels no conversion calls
+    common.HAVE_FLA, gdn.chunk_gated_delta_rule = True, object()
     torch.distributed.init_process_group("gloo")
 
 
@@ -159,7 +193,7 @@ def megatron_bridge(source: Path, target: Path, written: Path | None, **layout: 
 
     bridge = AutoBridge.from_hf_pretrained(source)
     provider = bridge.to_megatron_provider()
-    for name, size in layout.items():
+    for name, size in {**layout, "gradient_accumulation_fusion": False}.items():
         setattr(provider, name, size)
     provider.finalize()
     models = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
@@ -253,7 +287,10 @@ def ms_swift(source: Path, target: Path, written: Path | None, **layout: int) ->
     torch.jit.script = lambda function, *_, **__: function
     from swift.megatron import megatron_export_main
 
-    given = {"model": source, "model_type": "qwen3_vl", "output_dir": target, **layout}
+    model_type = read_config_file(source)["model_type"].replace("vl_moe", "vl")
+    given = {"model": source, "model_type": model_type, "output_dir": target, **layout}
+    if model_type.startswith("qwen3_5"):
+        given["template"] = "qwen3_5"  # it has several for these models
     given |= {"to_mcore": "true"} if written is None else {"to_hf": "true", "mcore_model": written}
     given |= {"exist_ok": "true", "torch_dtype": "bfloat16"}
     megatron_export_main([part for k, v in given.items() for part in (f"--{k}", str(v))])

@@ -20,7 +20,6 @@ from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
@@ -29,16 +28,21 @@ from mcore_qwen3vl.verify.parity.comparison import verify_parity
 from mcore_qwen3vl.verify.trace.recording import WEIGHTS
 from mcore_qwen3vl.verify.trace.tracing import trace
 from tests.converters.checkpoints import assert_same_tensors, copy, load, save
-from tests.converters.peers.make_peers import MOE, TEXT, VISION
-from tests.converters.peers.test_peers import HERE, MAKERS, PEERS, source_of
+from tests.converters.peers.make_peers import write_hf
+from tests.converters.peers.test_peers import (
+    HERE,
+    MAKERS,
+    PEERS,
+    as_stored,
+    source_of,
+)
 from tests.converters.ranks import build_empty
 from tests.turns import slow_except
 
 
-def loaded_both_ways(layout: Layout, peer: str, overrides: dict[str, Any]) -> int:
+def loaded_both_ways(layout: Layout, peer: str, source: Path, overrides: dict[str, Any]) -> int:
     """Compare a model loaded from `peer` with one loaded from its source, and count parameters."""
     initialize(layout)
-    source = source_of(peer)
     ours, theirs = (
         build_empty(layout, Architecture.from_hf(source), **overrides) for _ in range(2)
     )
@@ -65,13 +69,15 @@ def loaded_both_ways(layout: Layout, peer: str, overrides: dict[str, Any]) -> in
         ("pai-megatron-patch-dense", "tp2+sp", {"vocab_size": 500}),
         ("pai-megatron-patch-moe", "pp3", {}),
         ("pai-megatron-patch-moe", "tp2xep2+sp", {}),
+        ("ms-swift-hybrid_moe", "tp2xep2+sp", {"vocab_size": 500}),
+        ("ms-swift-hybrid_moe", "pp2", {"params_dtype": torch.float32}),
     ],
 )
 def test_every_parameter_is_that_of_the_peers_source(
-    peer: str, layout: str, overrides: dict[str, Any]
+    peer: str, layout: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
-    sizes = Layout.parse(layout)
-    ranks = run_layout(loaded_both_ways, sizes.world_size, sizes, peer, overrides)
+    sizes, source = Layout.parse(layout), as_stored(peer, tmp_path)
+    ranks = run_layout(loaded_both_ways, sizes.world_size, sizes, peer, source, overrides)
     assert min(ranks) > 5
 
 
@@ -83,14 +89,14 @@ RUNS = [
     ("ms-swift-moe", "ep2xdp2"),
     ("pai-megatron-patch-dense", "pp3"),
     ("pai-megatron-patch-moe", "tp2xep2+sp"),
+    ("ms-swift-hybrid_moe", "tp2"),
 ]
 
 
 def job_of(peer: str, layout: str, data: Path, folder: Path) -> Job:
     """Return a run of one step, whose ``--hf-model`` and ``--load-hf`` have other weights."""
-    moe = peer.endswith("moe")
-    text = TEXT | (MOE if moe else {})
-    model = write_tiny_checkpoint(folder / "model", moe=moe, text=text, vision=VISION, seed=99)
+    write_hf(folder / "model", peer.rpartition("-")[2], seed=99, dtype="float32")
+    model = folder / "model"
     return Job(model, data, Layout.parse(layout), steps=1, batch=2)
 
 

@@ -19,6 +19,7 @@ from mcore_qwen3vl.converters.mapping.dialects import (
     MEGATRON_BRIDGE,
     PAI_MEGATRON_PATCH,
     Dialect,
+    Hybrid,
     Module,
     maker_of,
 )
@@ -49,7 +50,10 @@ MAKERS = {
 WRITTEN = [
     f"{maker}-{model}" for maker in ("megatron-bridge", "ms-swift") for model in ("dense", "moe")
 ]
+HYBRIDS = ["megatron-bridge-hybrid", "ms-swift-hybrid", "ms-swift-hybrid_moe"]
+"""Of Qwen3.5: the source of the dense one is as published, the other is bf16 in every tensor."""
 PEERS = [*WRITTEN, "pai-megatron-patch-dense", "pai-megatron-patch-moe"]
+ALL = [*PEERS, *HYBRIDS]
 FLOAT32 = [
     f"model.visual.{name}"
     for name in ("patch_embed.proj.weight", "patch_embed.proj.bias", "pos_embed.weight")
@@ -62,16 +66,21 @@ def source_of(peer: str) -> Path:
 
 
 def as_stored(peer: str, folder: Path) -> Path:
-    """Return a copy of the peer's source that has the dtypes of the peer's checkpoint."""
+    """Return a copy of the peer's source that is rounded as in the peer's checkpoint."""
     source = copy(source_of(peer), folder / "hf")
     tensors = load(source)
     if peer.startswith("pai-megatron-patch"):
         tensors |= {name: tensors[name].float() for name in FLOAT32}
+    for name, tensor in tensors.items():
+        if "linear_attn" in name and tensor.dtype == torch.float32:  # everything is bf16 there
+            centred = peer.startswith("megatron-bridge") and name.endswith("norm.weight")
+            rounded = (tensor - 1).bfloat16().float() + 1 if centred else tensor.bfloat16()
+            tensors[name] = rounded
     save(tensors, source)
     return source
 
 
-@pytest.mark.parametrize("peer", [*PEERS, "verl-dense"])
+@pytest.mark.parametrize("peer", [*ALL, "verl-dense"])
 def test_it_is_bitwise_what_the_peer_was_given(tmp_path: Path, peer: str) -> None:
     source, out = source_of(peer), tmp_path / "out"
     mcore_to_hf(HERE / peer, out, hf_config=source)
@@ -85,14 +94,14 @@ def test_float32_of_its_converter_becomes_bf16_again(tmp_path: Path) -> None:
     assert_same_tensors(source, out)
 
 
-@pytest.mark.parametrize("peer", [*PEERS, "verl-dense"])
+@pytest.mark.parametrize("peer", [*ALL, "verl-dense"])
 def test_inspection_names_the_maker(peer: str) -> None:
     found = inspect_path(HERE / peer, hf_config=source_of(peer))
     assert found.maker == MAKERS[peer.rpartition("-")[0]]
     assert found.total_parameters == sum(t.numel() for t in load(source_of(peer)).values())
 
 
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", ALL)
 def test_inspection_without_a_config_names_the_maker_too(peer: str) -> None:
     maker = re.escape(MAKERS[peer.rpartition("-")[0]])
     with pytest.raises(BadInput, match=rf"^Written by {maker}\. .* --hf-config DIR"):
@@ -104,14 +113,20 @@ def test_inspection_names_no_maker_of_our_own(tmp_path: Path) -> None:
     assert inspect_path(tmp_path / "mcore").maker is None
 
 
-@pytest.mark.parametrize("peer", PEERS)
+IN_ATTENTION = "model.language_model.layers.1.self_attn.k_proj.weight"
+IN_VISION = ("blocks.2.attn.qkv.bias", "deepstack_merger_list.1.linear_fc2.weight")
+IN_DELTA_NETS = ("in_proj_qkv.weight", "in_proj_a.weight", "conv1d.weight", "norm.weight")
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("peer", "name"),
     [
-        "model.language_model.layers.1.self_attn.k_proj.weight",
-        *slow(
-            "model.visual.blocks.2.attn.qkv.bias",
-            "model.visual.deepstack_merger_list.1.linear_fc2.weight",
+        *((peer, IN_ATTENTION) for peer in ALL),
+        *slow(*((p, f"model.visual.{name}") for p in PEERS for name in IN_VISION)),
+        *(
+            (peer, f"model.language_model.layers.2.linear_attn.{name}")
+            for peer in HYBRIDS
+            for name in IN_DELTA_NETS
         ),
     ],
 )
@@ -177,6 +192,87 @@ def test_a_wrong_module_is_seen(
     result = compare_checkpoints(HERE / peer, as_stored(peer, tmp_path))
     names = {f"model.visual.blocks.{block}.{name}" for block in range(4) for name in wrong}
     assert {finding.name for finding in result.failures} == names
+
+
+def test_the_form_of_another_maker_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    peer, source = HERE / "ms-swift-hybrid_moe", HERE / "hf-hybrid_moe"
+
+    def read_as(hybrid: Hybrid) -> None:
+        monkeypatch.setattr(dialects, "DIALECTS", (replace(dialects.MS_SWIFT, hybrid=hybrid),))
+
+    read_as(Hybrid(by_head=True, centred=True))
+    failures = compare_checkpoints(peer, source).failures
+    assert len(failures) == 2
+    assert all(finding.name.endswith("linear_attn.norm.weight") for finding in failures)
+    read_as(Hybrid())
+    with pytest.raises(BadInput, match=r"lacks the tensor \S+in_proj\.weight\.query"):
+        mcore_to_hf(peer, tmp_path / "out", hf_config=source)
+
+
+def test_a_trained_norm_is_read_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The norms are read as if w - 1 were stored, so that they need more digits than bf16 has."""
+    peer, source = HERE / "ms-swift-hybrid_moe", HERE / "hf-hybrid_moe"
+    hybrid = Hybrid(centred=True, by_head=True)
+    monkeypatch.setattr(dialects, "DIALECTS", (replace(dialects.MS_SWIFT, hybrid=hybrid),))
+    mcore_to_hf(peer, tmp_path / "exact", hf_config=source)
+    mcore_to_hf(peer, tmp_path / "rounded", hf_config=source, dtype="bf16")
+    exact, rounded = load(tmp_path / "exact"), load(tmp_path / "rounded")
+    for name, tensor in load(source).items():
+        if name.endswith("linear_attn.norm.weight"):
+            assert torch.equal(exact[name], tensor.float() + 1)
+            assert torch.equal(rounded[name], exact[name].bfloat16())
+
+
+def test_gated_delta_nets_of_which_nothing_is_known_are_refused(tmp_path: Path) -> None:
+    peer, refused = HERE / "pai-megatron-patch-dense", r"^Qwen3\.5 is not read in the keys of Pai-"
+    with pytest.raises(BadInput, match=refused):
+        mcore_to_hf(peer, tmp_path / "out", hf_config=HERE / "hf-hybrid")
+
+
+def test_which_weights_come_back_from_one_less() -> None:
+    """Of bf16, all from 0.5 to 256; smaller ones are off by 2**-9 at most, as stored there."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    weight = every[every.isfinite()].float()
+    error = ((weight - 1).bfloat16().float() + 1 - weight).abs()
+    assert error[(weight >= 0.5) & (weight <= 256)].max() == 0
+    assert error[(weight > 0) & (weight < 0.5)].max() == 2**-9
+
+
+@pytest.mark.parametrize("model", ["hybrid", "hybrid_moe"])
+def test_gated_delta_nets_are_written_as_read_in_megatron_bridge(
+    tmp_path: Path, model: str
+) -> None:
+    """Source: ``GDNLinearMappingSeparate`` and ``RMSNorm2ZeroCenteredRMSNormMapping``."""
+    source, out = HERE / f"hf-{model}", tmp_path / "mcore"
+    hf_to_mcore(source, out, dialect="megatron-bridge")
+    tensors, stored = load(source), TorchDistCheckpoint(identify(out).folder)
+    hf = "model.language_model.layers.2.linear_attn."
+    ours = "language_model.decoder.layers.2.self_attention."
+    norm = tensors[f"{hf}norm.weight"]
+    assert torch.equal(stored.tensor(f"{ours}out_norm.weight"), norm - 1)
+    parts = ("query", "key", "value")
+    joined = torch.cat([stored.tensor(f"{ours}in_proj.weight.{part}") for part in parts])
+    assert torch.equal(joined, tensors[f"{hf}in_proj_qkv.weight"])
+    assert torch.equal(
+        stored.tensor(f"{ours}in_proj.weight.beta"), tensors[f"{hf}in_proj_b.weight"]
+    )
+    mcore_to_hf(out, tmp_path / "back")
+    assert_same_tensors(source, tmp_path / "back")
+
+
+def test_a_norm_that_would_be_rounded_is_not_written(tmp_path: Path) -> None:
+    source = copy(HERE / "hf-hybrid_moe", tmp_path / "hf")
+    tensors, name = load(source), "model.language_model.layers.2.linear_attn.norm.weight"
+    tensors[name][1] = 0.251
+    save(tensors, source)
+    refused = rf"1 of 6 weights of {re.escape(name)} would be rounded, since NVIDIA Megatron-Bridge"
+    with pytest.raises(BadInput, match=refused) as error:
+        hf_to_mcore(source, tmp_path / "out", dialect="megatron-bridge")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+    hf_to_mcore(source, tmp_path / "out", dialect="ms-swift")
+    mcore_to_hf(tmp_path / "out", tmp_path / "back")
+    assert_same_tensors(source, tmp_path / "back")
 
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -285,7 +381,7 @@ def test_a_config_of_another_tower_is_refused(tmp_path: Path) -> None:
         mcore_to_hf(HERE / "ms-swift-dense", tmp_path / "out", hf_config=other)
 
 
-@pytest.mark.parametrize("peer", WRITTEN)
+@pytest.mark.parametrize("peer", [*WRITTEN, "ms-swift-hybrid_moe"])
 def test_it_holds_what_the_peers_own_holds(tmp_path: Path, peer: str) -> None:
     maker, source, out = peer.rpartition("-")[0], source_of(peer), tmp_path / "out"
     hf_to_mcore(source, out, dialect=maker)
@@ -307,6 +403,15 @@ def test_it_holds_what_the_peers_own_holds(tmp_path: Path, peer: str) -> None:
     assert report.ok
     said = [who for name, who in report.environment.items() if name.endswith("written by")]
     assert said == [MAKERS[maker]] * 2
+
+
+@pytest.mark.parametrize("maker", ["megatron-bridge", "ms-swift"])
+def test_float32_comes_back_from_their_keys(tmp_path: Path, maker: str) -> None:
+    source = HERE / "hf-hybrid"  # A_log and the norms of its gated delta nets are float32
+    hf_to_mcore(source, tmp_path / "mcore", dialect=maker)
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert_same_tensors(source, tmp_path / "back")
+    assert check_manifest(tmp_path / "mcore").ok
 
 
 def test_only_a_language_model_in_torch_dist_has_a_dialect(tmp_path: Path) -> None:
