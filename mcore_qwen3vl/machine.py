@@ -64,10 +64,14 @@ def version_of(package: str) -> str:
     Raises:
         PackageNotFoundError: there is none.
     """
-    core = find_spec("megatron") and find_spec("megatron.core")  # imports neither
-    if package != "megatron-core" or core is None or core.origin is None:
+    # The spec of megatron.core itself would import megatron.
+    parent = find_spec("megatron") if package == "megatron-core" else None
+    folders = (parent and parent.submodule_search_locations) or ()
+    files = (Path(folder) / "core" / "package_info.py" for folder in folders)
+    file = next((file for file in files if file.exists()), None)
+    if file is None:
         return version(package)
-    text = Path(core.origin).with_name("package_info.py").read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
     parts = re.findall(r"^(?:MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", text, re.MULTILINE)
     return ".".join(parts[:3]) + parts[3]
 

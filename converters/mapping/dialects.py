@@ -178,8 +178,8 @@ class Dialect:
         """
         if a.delta_net is not None and self.delta_nets is None:
             raise BadInput(
-                f"Qwen3.5 is not read in the keys of {self.maker}: it is not known how its gated "
-                "delta nets are stored there. Convert to Hugging Face with that project's own tool."
+                f"Qwen3.5 is neither read nor written in the keys of {self.maker}: how its gated "
+                "delta nets are stored there is not known here. Use that project's own tool."
             )
 
     def extra_state_keys(self, a: Architecture, *, mtp: bool) -> list[str]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.dialects import (
+    HYBRID,
     HYBRID_NORM,
     Dialect,
     keys_of_pairs,
@@ -481,9 +482,13 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
         return stored
     dialect = maker_of(folder, stored.index.tensors)
     if dialect is None:
-        return stack_layers(stored, None, architecture)
+        try:
+            return stack_layers(stored, None, architecture)
+        except BadInput:  # another model, or a layer is missing: who reads it names the tensor
+            return stored
     dialect.require_architecture(architecture)
     if dialect.language + HYBRID_NORM in stored.index.tensors:
+        HYBRID.require_architecture(architecture)
         stored = PairedLayers(stored, dialect.language)
     return TranslatedCheckpoint(stack_layers(stored, dialect, architecture), dialect, architecture)
 

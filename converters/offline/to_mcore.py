@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.hf.companions import (
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect
+from mcore_qwen3vl.converters.mapping.dialects import Dialect
 from mcore_qwen3vl.converters.mapping.table import Row, extra_state_keys, max_rows, table
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     CheckpointIndex,
@@ -226,7 +226,7 @@ def plan(
     if dialect is not None:
         dialect.require_architecture(architecture)
         checkpoint.form.require_language_model(source)
-        centred = frozenset(LANGUAGE + key for key in dialect.centred_keys(rows))
+        centred = frozenset(dialect.language + key for key in dialect.centred_keys(rows))
         rows = [*dialect.rows(rows, architecture)]
         _require_exact(checkpoint, [r for r in rows if r.key in centred], wanted, dialect.maker)
     tensors = _targets(checkpoint, rows, wanted)

@@ -81,7 +81,9 @@ def transformer_config(
             f"mtp_num_layers is {further}, and the model has {architecture.mtp_num_hidden_layers} "
             "layers that predict a further token (text_config.mtp_num_hidden_layers)."
         )
-    config = TransformerConfig(**fields)
+    # It is set afterwards: a pipeline layout would have to name the layer, which is the head's.
+    config = TransformerConfig(**fields | {"mtp_num_layers": None})
+    config.mtp_num_layers = further
     deepstack_layers = len(architecture.vision.deepstack_visual_indexes)
     several = config.pipeline_model_parallel_size > 1
     left = deepstack_layers - len(layers_of_chunk(config, vp_stage=0, pp_rank=0)) if several else 0

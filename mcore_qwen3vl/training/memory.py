@@ -92,6 +92,10 @@ def estimate_stages(
         mtp: whether the layer that predicts a further token trains; its activations are left out.
     """
     counts = parameters.count(a, mtp=mtp)
+    if mtp and a.num_experts:  # EP divides the further layer's experts too
+        experts_of_layer = parameters.by_part(a)["experts"] // sum(a.moe_layers)
+        counts = counts - Counter({Group("further token", None, True): experts_of_layer})
+        counts[Group("experts", None, True)] += experts_of_layer
     frozen, factors = (Counter[Group](), counts) if trained is None else (counts, trained)
     vision = any(group.part == "vision" for group in factors)
     # The distributed optimizer divides states over the ranks that hold the same weights.

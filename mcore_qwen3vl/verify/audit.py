@@ -451,13 +451,20 @@ def compare_settings(
 def compare_configs(examined: Architecture, right: Architecture) -> Iterator[Finding]:
     """Compare the fields of two Hugging Face configs that decide what a model computes."""
     fields, right_fields = _flat(examined), _flat(right)
-    yield from (_compare_setting(name, fields[name], right_fields[name]) for name in right_fields)
+    for name in fields | right_fields:
+        yield _compare_setting(name, fields.get(name), right_fields.get(name))
 
 
 def _flat(architecture: Architecture) -> dict[str, Any]:
     values = asdict(architecture)
-    vision = {f"vision.{name}": value for name, value in values.pop("vision").items()}
-    return {name: value for name, value in values.items() if name not in NO_COMPUTATION} | vision
+    values["rope_scaling"] = dict(architecture.rope_scaling)
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{field}": setting for field, setting in value.items()}
+        elif name not in NO_COMPUTATION:
+            flat[name] = value
+    return flat
 
 
 def _compare_setting(name: str, value: Any, right: Any) -> Finding:

@@ -121,17 +121,20 @@ def test_the_walk_of_one_prompt_holds_at_each_of_its_steps(moe, tmp_path):
 
 
 def test_train_commands_pass_megatrons_validation(monkeypatch, tmp_path):
-    """The shortest command passes on one GPU, and the other on the 8 that its layout needs."""
+    """The shortest passes on one GPU, one on the 8 of its layout, and one with Qwen3.5."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("megatron.training.arguments.get_device_arch_version", lambda: 9)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     page = commands(DOCS / "training.md")
-    least, whole = (words[1:] for words in page if words[:2] == ["train", "--hf-model"])
+    least, whole, further = (words[1:] for words in page if words[:2] == ["train", "--hf-model"])
     values = {"HF_DIR": str(SHAPES / "8b.json"), "run": str(tmp_path / "run")}
     args = validate([values.get(word, word) for word in least], 1).args
     assert (args.lr, args.seq_length, args.pad_to_longest) == (1e-5, 8192, True)
     args = validate([values.get(word, word) for word in whole], 8).args
     assert (args.data_parallel_size, args.seq_length, args.spec) == (2, 8192, ["te"])
+    values["HF_DIR"] = str(SHAPES / "qwen3.5_27b.json")
+    settings = validate([values.get(word, word) for word in further], 1).settings
+    assert (settings.loop.mtp_num_layers, settings.loop.mtp_loss_scaling_factor) == (1, 0.1)
 
 
 @pytest.mark.slow  # a minute of starting commands

@@ -30,32 +30,36 @@ def estimate(*args: Any, **kwargs: Any) -> memory.Memory:
 
 
 @pytest.mark.parametrize(
-    ("a", "layout"),
+    ("a", "layout", "mtp"),
     [
-        (DENSE, "single"),
-        (DENSE, "pp2"),
-        (TIED, "single"),
-        (TIED, "pp2"),
-        (MOE, "tp2+sp"),
-        (MOE, "ep2xdp2"),
-        (MIXED, "pp2"),
-        (HYBRID, "pp2"),
-        (HYBRID_MOE, "tp2+sp"),
+        (DENSE, "single", False),
+        (DENSE, "pp2", False),
+        (TIED, "single", False),
+        (TIED, "pp2", False),
+        (MOE, "tp2+sp", False),
+        (MOE, "ep2xdp2", False),
+        (MIXED, "pp2", False),
+        (HYBRID, "pp2", False),
+        (HYBRID_MOE, "tp2+sp", False),
+        (HYBRID, "tp2+sp", True),
+        (HYBRID_MOE, "ep2xdp2", True),
     ],
 )
-def test_memory_counts_the_parameters_that_ranks_hold(a: Architecture, layout: str) -> None:
+def test_memory_counts_the_parameters_that_ranks_hold(
+    a: Architecture, layout: str, mtp: bool
+) -> None:
     chosen = Layout.parse(layout)
-    ranks = run_layout(held_parameters, chosen.world_size, a, chosen)
-    estimates = memory.estimate_stages(a, chosen, 128)
+    ranks = run_layout(held_parameters, chosen.world_size, a, chosen, mtp)
+    estimates = memory.estimate_stages(a, chosen, 128, mtp=mtp)
     held = {memory.WEIGHT * count for count in ranks}
     assert {estimate.weights for estimate in estimates} == held
 
 
-def held_parameters(a: Architecture, layout: Layout) -> int:
+def held_parameters(a: Architecture, layout: Layout, mtp: bool) -> int:
     from mcore_qwen3vl.model.qwen3vl import build_chunks
 
     initialize(layout)
-    (model,) = build_chunks(a, layout)
+    (model,) = build_chunks(a, layout, **({"mtp_num_layers": 1} if mtp else {}))
     return sum(p.numel() for p in model.parameters())
 
 

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import mcore_to_hf
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training.step.losses import cross_entropy, further_token_objective
 from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, sample_order, whole_and_half
@@ -220,6 +222,14 @@ def test_the_layer_is_saved_resumed_and_exported_as_trained(
     assert all(not torch.equal(before[name], after[name]) for name in further)
     mcore_to_hf(save, tmp_path / "back", hf_config=checkpoint)
     assert_same_tensors(export / "iter_0000004", tmp_path / "back")
+
+
+def test_a_pipeline_layout_does_not_name_the_layer(hybrids: dict[str, Path]) -> None:
+    architecture = Architecture.from_hf(hybrids["dense"])
+    layers = "t" * (architecture.num_hidden_layers - 1)
+    overrides = Layout.parse(f"pp2+E{layers}|tL").config_overrides()
+    config = transformer_config(architecture, **overrides, mtp_num_layers=1)
+    assert config.mtp_num_layers == 1
 
 
 @pytest.mark.slow

@@ -24,9 +24,37 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.audit import audit
 from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
 from tests.command import exit_code
-from tests.converters.checkpoints import copy, load, save
+from tests.converters.checkpoints import copy, edit_config, load, save
 from tests.converters.peers.test_peers import HERE, PEERS, QKV, source_of
 from tests.verify.faults import CONFIGS, WEIGHTS, Fault, FaultInjector
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe", "yarn"])
+def test_a_right_conversion_of_nested_settings_is_right(tmp_path: Path, kind: str) -> None:
+    """Gated delta nets and YaRN have settings of their own in the config."""
+    source = write_tiny_checkpoint(
+        tmp_path / "hf",
+        family="qwen3-vl" if kind == "yarn" else "qwen3.5",
+        moe=kind.endswith("moe"),
+    )
+    if kind == "yarn":
+        rope = json.loads((source / "config.json").read_text())["text_config"]["rope_parameters"]
+        edit_config(source, text_config__rope_parameters=rope | YARN)
+    hf_to_mcore(source, tmp_path / "mcore")
+    assert audit(tmp_path / "mcore", source).ok
+    assert audit(source, source).ok
+
+
+def test_a_checkpoint_of_another_model_gets_a_verdict(tmp_path: Path) -> None:
+    """Its layers have keys of their own, in another number than the right model's."""
+    hybrid = write_tiny_checkpoint(tmp_path / "hybrid", family="qwen3.5", moe=True)
+    right = write_tiny_checkpoint(tmp_path / "right", moe=True)
+    hf_to_mcore(hybrid, tmp_path / "mcore")
+    result = audit(tmp_path / "mcore", right)
+    assert not result.ok
+    assert "settings are another model's" in result.verdict
 
 
 @pytest.mark.parametrize("fault", WEIGHTS, ids=lambda fault: fault.name.replace(" ", "-"))

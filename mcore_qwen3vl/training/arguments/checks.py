@@ -194,6 +194,11 @@ def _check_mtp(settings: Settings, count: int) -> None:
             "--mtp-num-layers with --overlap-moe-expert-parallel-comm, whose schedule leaves the "
             "further token out: leave one of them out."
         )
+    if settings.compute.defer_embedding_wgrad_compute:
+        raise BadInput(
+            "--mtp-num-layers with --defer-embedding-wgrad-compute, which pairs the inputs of a "
+            "head that is used once with its gradients: leave one of them out."
+        )
 
 
 def _check_flex(parallel: ParallelSettings, compute: ComputeSettings) -> None:

@@ -98,12 +98,13 @@ class RunCheckpoints:
         original(saved, **kwargs)
         settings, before = self._settings, fill(PreferenceSettings, saved)
         further = getattr(saved, "trained_mtp_layers", None)
-        if further and not (settings.loop.mtp_num_layers or settings.checkpoints.finetune):
+        only_validates = settings.loop.skip_train and not settings.model.save_hf
+        if further and not (settings.loop.mtp_num_layers or only_validates):
             raise BadInput(
                 f"The run in {settings.checkpoints.load} trained mtp.*, the layer that predicts a "
                 "further token, and this run would drop it from its checkpoints and exports: add "
                 f"--mtp-num-layers {further}, or begin a new run from its weights with --finetune "
-                "and another --save."
+                "and another --save, whose exports have mtp.* as --hf-model has it."
             )
         starts_anew = settings.checkpoints.no_load_optim
         for difference in (

@@ -18,8 +18,8 @@ from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mapping.dialects import (
     MEGATRON_BRIDGE,
     PAI_MEGATRON_PATCH,
+    DeltaNetForm,
     Dialect,
-    Hybrid,
     Module,
     maker_of,
 )
@@ -197,14 +197,14 @@ def test_a_wrong_module_is_seen(
 def test_the_form_of_another_maker_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     peer, source = HERE / "ms-swift-hybrid_moe", HERE / "hf-hybrid_moe"
 
-    def read_as(hybrid: Hybrid) -> None:
-        monkeypatch.setattr(dialects, "DIALECTS", (replace(dialects.MS_SWIFT, hybrid=hybrid),))
+    def read_as(form: DeltaNetForm) -> None:
+        monkeypatch.setattr(dialects, "DIALECTS", (replace(dialects.MS_SWIFT, delta_nets=form),))
 
-    read_as(Hybrid(by_head=True, centred=True))
+    read_as(DeltaNetForm(by_head=True, centred=True))
     failures = compare_checkpoints(peer, source).failures
     assert len(failures) == 2
     assert all(finding.name.endswith("linear_attn.norm.weight") for finding in failures)
-    read_as(Hybrid())
+    read_as(DeltaNetForm())
     with pytest.raises(BadInput, match=r"lacks the tensor \S+in_proj\.weight\.query"):
         mcore_to_hf(peer, tmp_path / "out", hf_config=source)
 
@@ -212,8 +212,8 @@ def test_the_form_of_another_maker_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_trained_norm_is_read_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The norms are read as if w - 1 were stored, so that they need more digits than bf16 has."""
     peer, source = HERE / "ms-swift-hybrid_moe", HERE / "hf-hybrid_moe"
-    hybrid = Hybrid(centred=True, by_head=True)
-    monkeypatch.setattr(dialects, "DIALECTS", (replace(dialects.MS_SWIFT, hybrid=hybrid),))
+    form = DeltaNetForm(centred=True, by_head=True)
+    monkeypatch.setattr(dialects, "DIALECTS", (replace(dialects.MS_SWIFT, delta_nets=form),))
     mcore_to_hf(peer, tmp_path / "exact", hf_config=source)
     mcore_to_hf(peer, tmp_path / "rounded", hf_config=source, dtype="bf16")
     exact, rounded = load(tmp_path / "exact"), load(tmp_path / "rounded")
@@ -224,7 +224,8 @@ def test_a_trained_norm_is_read_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_gated_delta_nets_of_which_nothing_is_known_are_refused(tmp_path: Path) -> None:
-    peer, refused = HERE / "pai-megatron-patch-dense", r"^Qwen3\.5 is not read in the keys of Pai-"
+    peer = HERE / "pai-megatron-patch-dense"
+    refused = r"^Qwen3\.5 is neither read nor written in the keys of Pai-"
     with pytest.raises(BadInput, match=refused):
         mcore_to_hf(peer, tmp_path / "out", hf_config=HERE / "hf-hybrid")
 

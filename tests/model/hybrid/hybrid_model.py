@@ -172,6 +172,7 @@ class HybridQwen3VL(HybridModel):
             vp_stage=vp_stage,
         )
         self.architecture, self.spec, self.adapter = architecture, "torch", None
+        self.has_mtp = False
         self.rotary_pos_emb = LoadedPositions(architecture)
         chunks = layers.split("|")
         chunk = (vp_stage or 0) * groups.pp.size() + groups.pp.rank()

@@ -157,6 +157,7 @@ def test_a_hybrid_model_is_not_saved_in_the_legacy_format(hybrid: Path, tmp_path
 
 
 MTP = ("--mtp-num-layers", "1")
+DEFER = ("--defer-embedding-wgrad-compute",)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,7 @@ MTP = ("--mtp-num-layers", "1")
         ("hybrid", (*MTP, "--task", "embedding"), "--mtp-num-layers with --task embedding"),
         ("hybrid", (*MTP, "--lora-rank", "4", "--load-hf", "x"), "--mtp-num-layers with LoRA"),
         ("hybrid_moe", (*MTP, *OVERLAP), "with --overlap-moe-expert-parallel-comm, whose schedule"),
+        ("hybrid", (*MTP, *DEFER), "--mtp-num-layers with --defer-embedding-wgrad-compute, which"),
     ],
 )
 def test_a_further_token_that_cannot_be_trained(
