@@ -261,7 +261,7 @@ def _attention_values(a: Architecture, cheap: bool) -> float:
     query, key = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     values = 2 * query + 2 * key
     if a.attn_output_gate:
-        values += 2 * query  # the gate, and the product of both
+        values += 3 * query  # the gate's activation in float32, and the product
     return values if cheap else values + query + key
 
 

@@ -96,6 +96,59 @@ def test_deepep_without_the_package(command: Command, config: Path, backend: str
         )
 
 
+HYBRID = (
+    *("--packing", "--seq-length", 512, "--micro-batch-size", 1, "--global-batch-size", 8),
+    *("--use-distributed-optimizer", "--lr", "1e-5", "--spec", "torch"),
+)
+KNOWN_HOST_SYNCS = (
+    "megatron/core/transformer/moe/token_dispatcher.py",
+    "megatron/core/pipeline_parallel/p2p_communication.py",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moe", "gpus", "layout"),
+    [
+        (False, 1, {}),
+        (False, 4, {"tensor": 2, "context": 2}),
+        (True, 4, {"pipeline": 2, "expert": 2}),
+    ],
+)
+def test_gated_delta_nets_run_and_wait_for_nothing(
+    moe: bool, gpus: int, layout: dict[str, int], command: Command, tmp_path: Path
+) -> None:
+    """A stub takes the place of flash-linear-attention, whether or not it is installed."""
+    names = {"tensor": "tensor-model", "pipeline": "pipeline-model", "expert": "expert-model"}
+    sizes = [(f"--{names.get(n, n)}-parallel-size", size) for n, size in layout.items()]
+    flags = [word for pair in sizes for word in pair]
+    flags += ["--sequence-parallel"] if "tensor" in layout else []
+    fields = tiny_config(family="qwen3.5", moe=moe)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    code, result = command("--gpus", gpus, "--hf-model", tmp_path, *HYBRID, "--bf16", *flags)
+    assert (code, result["verdict"]) == (0, "fits")
+    assert any("with a stub of flash-linear-attention" in note for note in result["notes"])
+    for role in result["roles"]:
+        assert role["faults"] == {}
+        assert role["held at the peak"]["gated delta nets"] > 0
+        inside = [w for w in role["host syncs"] if w["phase"] == "forward and backward"]
+        assert [w for w in inside if not w["place"].startswith(KNOWN_HOST_SYNCS)] == []
+
+
+@pytest.mark.slow
+def test_plain_torch_holds_and_launches_more_than_the_kernels(
+    command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family="qwen3.5")))
+    model = ("--gpus", 1, "--hf-model", tmp_path, *HYBRID, "--bf16")
+    (kernels,), (plain,) = (
+        command(*model, *more)[1]["roles"] for more in ((), ("--deterministic-mode",))
+    )
+    assert plain["launches"] > kernels["launches"]
+    held = [role["held at the peak"]["gated delta nets"] for role in (kernels, plain)]
+    assert held[0] < held[1]
+
+
 @pytest.mark.slow
 def test_an_overlapped_exchange_of_experts_is_the_same_work(command: Command, config: Path) -> None:
     """Features travel between its chunks, whose gradients arrive without a shape."""

@@ -393,7 +393,7 @@ def test_undeclared_expert_layout_is_refused() -> None:
     "size",
     [
         *("2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b"),
-        *("qwen3.5_0.8b", "qwen3.5_27b", "qwen3.5_35b_a3b"),
+        *("qwen3.5_0.8b", "qwen3.5_9b", "qwen3.5_27b", "qwen3.5_35b_a3b"),
     ],
 )
 def test_parameters_are_those_of_the_hf_model(size: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,135 @@ def head_gradient(tokens: int, width: int, columns: int) -> list[str]:
     with Writers():
         log_probs.sum().backward()
     return [name for name in names if "empty" not in name]
+
+
+def delta_net_kernels(
+    operation: str, package: bool, bounds: tuple[int, ...], heads: int
+) -> dict[str, Any]:
+    """Call the kernels of a gated delta net, of flash-linear-attention or of its stub.
+
+    Args:
+        operation: ``rule`` or ``convolution``.
+        package: whether to call flash-linear-attention, and not its stub.
+        bounds: those of packed samples, or of one.
+
+    Returns:
+        The bytes that are kept for the backward pass, and the bytes at the peak and the launches of
+        each direction.
+    """
+    from mcore_qwen3vl.model.decoder import delta_net
+    from mcore_qwen3vl.model.decoder.attention import PackedSequence
+    from mcore_qwen3vl.rehearsal.rank import linear_attention
+
+    if package:
+        del sys.modules["fla"]
+        _one_configuration()
+    else:
+        linear_attention.install()
+    convolve, apply_rule = delta_net._KERNELS
+    length, key_heads, width = bounds[-1], heads // 2, 128
+    packed = None
+    if len(bounds) > 2:
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+        packed = PackedSequence(
+            qkv_format="thd", bounds=bounds, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
+        )
+
+    def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(1, length, *shape, device="cuda", dtype=dtype, requires_grad=True)
+
+    query, key, value = leaf(key_heads, width), leaf(key_heads, width), leaf(heads, width)
+    decay, beta = leaf(heads, dtype=torch.float32), leaf(heads)
+    x, weight = leaf(heads * width), torch.randn(heads * width, 4, device="cuda").bfloat16()
+    weight.requires_grad_()
+    calls = {
+        "rule": (
+            (query, key, value, decay, beta),
+            lambda: apply_rule(query, key, value, decay, beta, packed, None)[0],
+        ),
+        "convolution": ((x, weight), lambda: convolve(x, weight, packed, None)),
+    }
+    return _measure(*calls[operation])
+
+
+def kept_by_layers(config: Path, tokens: int, cheap: bool) -> list[int]:
+    """Return the bytes that each decoder layer keeps for the backward pass, its output included.
+
+    Args:
+        tokens: in a row of sixteen packed samples.
+        cheap: whether outputs that are cheap to compute are computed again.
+    """
+    from mcore_qwen3vl.config import Architecture
+    from mcore_qwen3vl.layout import Layout
+    from mcore_qwen3vl.model.decoder.attention import PackedSequence
+    from mcore_qwen3vl.model.qwen3vl import build_chunks
+    from mcore_qwen3vl.rehearsal.rank import linear_attention
+    from mcore_qwen3vl.runtime.parallel import initialize
+
+    linear_attention.install()
+    dist.init_process_group("nccl")
+    initialize(Layout())
+    a = Architecture.from_hf(config)
+    (model,) = build_chunks(a, Layout())
+    length = tokens // 16
+    bounds = tuple(range(0, tokens + 1, length))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    packed = PackedSequence(
+        qkv_format="thd",
+        bounds=bounds,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+    )
+    angles = model.rotary_pos_emb(torch.zeros(3, 1, tokens, dtype=torch.int64, device="cuda"))
+    hidden = torch.randn(tokens, 1, a.hidden_size, device="cuda", dtype=torch.bfloat16)
+    hidden.requires_grad_()
+
+    def kept(layer: Any) -> int:
+        layer.recomputes = cheap
+        layer(hidden, None, rotary_pos_emb=angles, packed_seq_params=packed)  # fills caches
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        _output = layer(hidden, None, rotary_pos_emb=angles, packed_seq_params=packed)
+        gc.collect()
+        return torch.cuda.memory_allocated() - before
+
+    return [kept(layer) for layer in model.decoder.layers]
+
+
+def _measure(inputs: tuple[torch.Tensor, ...], call: Any) -> dict[str, Any]:
+    from mcore_qwen3vl.pretended import rank as this_rank
+
+    assert this_rank.current is not None
+    count = this_rank.current.device.count_launches
+    call()  # fills caches
+    gc.collect()
+    peaks, launches = [], []
+
+    def measured(run: Any) -> Any:
+        torch.cuda.reset_peak_memory_stats()
+        before, launched = torch.cuda.memory_allocated(), count()
+        result = run()
+        launches.append(count() - launched)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        return result, torch.cuda.memory_allocated() - before
+
+    output, added = measured(call)
+    gradient = torch.empty_like(output)
+    measured(lambda: torch.autograd.grad(output, inputs, gradient))
+    kept = added - output.numel() * output.element_size()
+    return {"kept": kept, "peaks": peaks, "launches": launches}
+
+
+def _one_configuration() -> None:
+    """Let Triton take the first configuration of a kernel; to compare them it would run all."""
+    from triton.runtime.autotuner import Autotuner
+
+    run = Autotuner.run
+
+    def run_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.configs = self.configs[:1]
+        return run(self, *args, **kwargs)
+
+    Autotuner.run = run_first
