@@ -40,8 +40,8 @@ def test_a_right_conversion_of_nested_settings_is_right(tmp_path: Path, kind: st
         moe=kind.endswith("moe"),
     )
     if kind == "yarn":
-        rope = json.loads((source / "config.json").read_text())["text_config"]["rope_parameters"]
-        edit_config(source, text_config__rope_parameters=rope | YARN)
+        rope = json.loads((source / "config.json").read_text())["text_config"]["rope_scaling"]
+        edit_config(source, text_config__rope_scaling=rope | YARN)
     hf_to_mcore(source, tmp_path / "mcore")
     assert audit(tmp_path / "mcore", source).ok
     assert audit(source, source).ok
