@@ -109,7 +109,7 @@ def test_each_data_sets_loss_is_that_of_plain_hugging_face(
     order = [list(chain.from_iterable(step)) for step in batch_names(job, mixture, 4)]
     for end in (2, 4):
         assert found[end] == pytest.approx(plain.means(order[end - 2 : end]), rel=TOLERANCE)
-        assert len(found[end]) == 2
+    assert len(found[2] | found[4]) == 2  # two steps of few samples may draw from one data set
     validated = batch_names(job, mixture, 2, split="val")
     expected = plain.means([list(chain.from_iterable(step)) for step in validated])
     assert of_data_sets(validation, "validation ") == pytest.approx(expected, rel=TOLERANCE)
