@@ -142,7 +142,6 @@ def test_a_run_goes_on_bit_for_bit_from_the_other_way(
     "flags",
     [
         ("--ckpt-assume-constant-structure",),
-        ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"),
         ("--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load"),
     ],
 )
