@@ -117,8 +117,10 @@ class Dialect:
 
     def rows(self, rows: Sequence[Row], a: Architecture) -> Iterator[Row]:
         """Yield how the dialect stores what `rows`, rows of the table, store."""
-        rearranged = {parts[0].key: fused for fused, parts in self.rearranged(rows, a)}
-        in_others = {row.key for _, parts in self.rearranged(rows, a) for row in parts[1:]}
+        rearranged, in_others = {}, set()
+        for fused, parts in self.rearranged(rows, a):
+            rearranged[parts[0].key] = fused
+            in_others |= {row.key for row in parts[1:]}
         for row in rows:
             if row.key.startswith(_VISION):
                 yield self.vision_row(row, a.vision)

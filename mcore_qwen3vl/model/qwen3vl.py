@@ -445,12 +445,20 @@ class Qwen3VLModel(GPTModel):
                 "runtime_gather_output and parallel_output=False out where there are labels."
             )
 
+    def rows_received(self, seq_len: int, batch: int, plan: FusionPlan) -> int:
+        """Return how many rows of each kind come with hidden states (seq_len, batch, H).
+
+        The next tokens' embeddings have a row for each token, and DeepStack's features have one
+        for each image token.
+        """
+        return seq_len * batch if self.has_mtp else len(plan.destination)
+
     def _receive(self, seq_len: int, plan: FusionPlan) -> Tensor | None:
         """Split the DeepStack rows (k, n, H) off the tensor that the previous stage sent."""
         if not self._deepstack_in:
             return None
         received = self.decoder.input_tensor
-        count = seq_len * received.shape[1] if self.has_mtp else len(plan.destination)
+        count = self.rows_received(seq_len, received.shape[1], plan)
         hidden, features = unpack_features(received, seq_len, self._deepstack_in, count)
         self.decoder.set_input_tensor(hidden)
         return features

@@ -469,9 +469,7 @@ def shapes_from_neighbours() -> Iterator[None]:
         received = self.decoder.input_tensor
         if received is not None and not received.numel():
             batch = get_args().micro_batch_size
-            # The next tokens' embeddings have all rows, and DeepStack's features those of images.
-            count = seq_len * batch if self.has_mtp else len(plan.destination)
-            rows = self._deepstack_in * count
+            rows = self._deepstack_in * self.rows_received(seq_len, batch, plan)
             # Changed in place: it is a leaf, whose gradient is sent back.
             received.data = received.new_empty(
                 seq_len + -(-rows // batch), batch, self.config.hidden_size

@@ -184,21 +184,18 @@ def _check_mtp(settings: Settings, count: int) -> None:
             f"--mtp-num-layers with {other}: a further token is predicted beside a loss of single "
             "tokens, such as cross_entropy. Leave one of them out."
         )
-    if settings.lora.trains_adapter:
-        raise BadInput(
-            "--mtp-num-layers with LoRA, whose adapters leave mtp.* as it is: leave one of them "
-            "out."
-        )
-    if settings.compute.overlap_moe_expert_parallel_comm:
-        raise BadInput(
-            "--mtp-num-layers with --overlap-moe-expert-parallel-comm, whose schedule leaves the "
-            "further token out: leave one of them out."
-        )
-    if settings.compute.defer_embedding_wgrad_compute:
-        raise BadInput(
-            "--mtp-num-layers with --defer-embedding-wgrad-compute, which pairs the inputs of a "
-            "head that is used once with its gradients: leave one of them out."
-        )
+    compute = settings.compute
+    others = {
+        "LoRA, whose adapters leave mtp.* as it is": settings.lora.trains_adapter,
+        "--overlap-moe-expert-parallel-comm, whose schedule leaves the further token out": (
+            compute.overlap_moe_expert_parallel_comm
+        ),
+        "--defer-embedding-wgrad-compute, which pairs the inputs of a head that is used once with "
+        "its gradients": compute.defer_embedding_wgrad_compute,
+    }
+    for name, is_set in others.items():
+        if is_set:
+            raise BadInput(f"--mtp-num-layers with {name}: leave one of them out.")
 
 
 def _check_flex(parallel: ParallelSettings, compute: ComputeSettings) -> None:

@@ -182,7 +182,7 @@ def further_token_objective(loss: Loss, factor: float) -> Objective:
         last = (
             torch.tensor([batch.input_ids.shape[1]])
             if batch.cu_seqlens is None
-            else (batch.cu_seqlens[1:])
+            else batch.cu_seqlens[1:]
         )
         weights.index_fill_(1, to_device(last.long() - 1, weights.device), 0.0)
         weights = weights.index_select(1, to_device(local, weights.device))

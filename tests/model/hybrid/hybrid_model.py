@@ -143,6 +143,7 @@ class HybridQwen3VL(HybridModel):
     _prepare: Any = Qwen3VLModel._prepare
     _embed: Any = Qwen3VLModel._embed
     _receive: Any = Qwen3VLModel._receive
+    rows_received: Any = Qwen3VLModel.rows_received
     _router_padding: Any = Qwen3VLModel._router_padding
     _refuse_gathered_logits: Any = Qwen3VLModel._refuse_gathered_logits
 
