@@ -306,7 +306,7 @@ def check_surroundings(settings: Settings) -> None:
             require_data_set(source.path)
     _check_epochs(epochs, loop)
     _check_kinds(settings)
-    _check_async(settings.checkpoints)
+    _check_async(settings.checkpoints, cpu=settings.model.cpu)
     _check_loggers(settings.logs, settings.checkpoints.save)
     _check_packages(settings)
 
@@ -411,10 +411,15 @@ def _check_step(folder: Path, step: int) -> None:
     raise BadInput(f"--ckpt-step {step}: {folder} has no checkpoint of that step; {listed}.")
 
 
-def _check_async(checkpoints: CheckpointSettings) -> None:
+def _check_async(checkpoints: CheckpointSettings, *, cpu: bool) -> None:
     """Refuse what Megatron's validation turns off, and what would end at the first save."""
     if not checkpoints.async_save:
         return
+    if cpu:  # the process ends while it starts, and the run would wait for it
+        raise BadInput(
+            "--async-save with --cpu: Megatron's process that saves in the background chooses a "
+            "GPU. Drop --async-save."
+        )
     if not checkpoints.use_persistent_ckpt_worker:
         raise BadInput(
             "--async-save alone does nothing: Megatron saves in the background only with "

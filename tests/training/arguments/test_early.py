@@ -144,14 +144,6 @@ def test_a_flag_of_later_versions_is_unknown_before(
             "--micro-batch-size is 4 with --packing",
         ),
         (["--train-iters", "3", "--balance"], "--balance needs packing"),
-        (["--train-iters", "3", "--async-save"], "only with --use-persistent-ckpt-worker. Add it"),
-        (
-            [
-                *("--train-iters", "3", "--async-save", "--use-persistent-ckpt-worker"),
-                *("--async-strategy", "mcore"),
-            ],
-            None,
-        ),
         (["--skip-train", "--valid-data-path", "{data}"], r"give --train-iters N\.$"),
         (["--skip-train", "--train-iters", "3"], "--skip-train without --valid-data-path PATH"),
         (["--skip-train", "--train-samples", "3", "--valid-data-path", "{data}"], None),
@@ -191,6 +183,16 @@ def test_what_is_answered_at_once(
         return
     with pytest.raises(BadInput, match=message):
         check_early(CommandLine(argv))
+
+
+def test_a_save_in_the_background_has_a_process_of_its_own(dense: Path, data: Path) -> None:
+    base = ["--hf-model", str(dense), "--data-path", str(data), "--train-iters", "3"]
+    with pytest.raises(BadInput, match=r"only with --use-persistent-ckpt-worker\. Add it"):
+        check_early(CommandLine([*base, "--async-save"]))
+    worker = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+    check_early(CommandLine([*base, *worker]))
+    with pytest.raises(BadInput, match=r"--async-save with --cpu: .* Drop --async-save"):
+        check_early(CommandLine([*base, *worker, "--cpu"]))
 
 
 @pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
