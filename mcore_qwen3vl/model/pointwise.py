@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,8 @@ class Pointwise[**P, R]:
         if not Pointwise.everywhere:
             return self._function(*args, **kwargs)
         if self._compiled is None:
-            self._compiled = torch.compile(self._function, dynamic=True)
+            compile_function = inspect.unwrap(torch.compile)  # the CPU backend wraps it
+            self._compiled = compile_function(self._function, dynamic=True)
         # Requiring a gradient or not would make another variant.
         values = (value.detach() if isinstance(value, Tensor) else value for value in args)
         return self._compiled(*values, **kwargs)
@@ -44,5 +46,5 @@ def switch_on() -> None:
     """Compile all decorated functions from now on, until the process ends."""
     Pointwise.everywhere = True
     config: Any = torch._dynamo.config
-    config.disable = False  # the CPU backend sets it because of Megatron's functions
+    config.disable = False  # the simulated GPU sets it because of Megatron's functions
     config.recompile_limit = max(config.recompile_limit, VARIANTS)

@@ -110,6 +110,14 @@ def _set_rng_state(new_state: Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(new_state)
 
 
+def _leave_as_written(compile_function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compile_function)  # whoever wants to compile unwraps it
+    def leave(model: Any = None, **options: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    return leave
+
+
 def _initialize_without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:
     def initialize_on_cpu(*args: Any, **kwargs: Any) -> Any:
         # Megatron sets up process groups only where there is a device.
@@ -158,6 +166,12 @@ _CUDA = "torch.cuda"
 _NULL = NullStream()
 
 TORCH_REPLACEMENTS = (
+    Replacement(
+        "torch",
+        "compile",
+        _leave_as_written,
+        "mcore compiles small functions while it is imported: the compiler takes seconds to load",
+    ),
     *_values(_CUDA, "buffers are allocated on the current device", current_device=lambda: CPU),
     *_values(_CUDA, "the CPU is the only device", set_device=lambda device: None),
     *_values(
@@ -256,8 +270,6 @@ def install(*, training: bool = False) -> None:
         # ``with torch.device(...)`` keeps the tensor factories of its first use: the originals.
         importlib.import_module("torch.utils._device")._device_constructors()
         apply(DEVICE_REPLACEMENTS)
-        # mcore compiles small functions at import, which costs more than the tests that run them.
-        torch._dynamo.config.disable = True
         apply(MEGATRON_REPLACEMENTS)
         logging.getLogger(_TP_RANDOM).addFilter(
             # Logged whenever the RNG tracker forks, since CPU and device share one generator here.
