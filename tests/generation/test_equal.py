@@ -23,9 +23,7 @@ CLEAR_MARGIN = 1e-3
             *(("qwen3.5-moe", name) for name in ("single", "tp2+sp", "ep2xdp2")),
         ],
         ("dense", "tp2+sp"),
-        ("yarn", "single"),
-        ("moe", "single"),
-        ("qwen3.5", "tp2+sp"),
+        ("qwen3.5-moe", "single"),
     ),
 )
 def test_greedy_answers_equal_hugging_face(model: str, layout: str) -> None:

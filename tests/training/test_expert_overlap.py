@@ -8,21 +8,19 @@ import pytest
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
-from tests.turns import slow
 
 STEPS, TIMEOUT = 2, 120.0
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
         ("ep2xdp2", DISTRIBUTED),
-        *slow(
-            ("ep2xdp2", ("--keep-activations", "--recompute-granularity", "selective")),
-            ("tp2xpp2xvpp2xep2+sp", DISTRIBUTED),
-            ("ep2xdp2", ("--lora-rank", "2", "--lora-target", "language")),
-        ),
+        ("ep2xdp2", ("--keep-activations", "--recompute-granularity", "selective")),
+        ("tp2xpp2xvpp2xep2+sp", DISTRIBUTED),
+        ("ep2xdp2", ("--lora-rank", "2", "--lora-target", "language")),
     ],
 )
 def test_it_trains_the_same(

@@ -111,6 +111,7 @@ def hf_mean(checkpoint: Path, data: Path) -> float:
     return total / count
 
 
+@pytest.mark.slow
 def test_validations_and_steps_are_those_of_one_rank(
     job: Job, seen: Callable[[], dict[str, list[Any]]], tmp_path: Path
 ) -> None:

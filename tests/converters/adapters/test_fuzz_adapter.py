@@ -68,6 +68,7 @@ def fuzz(part: str, made: Made, tmp_path: Path, *, count: int, seed: str) -> Non
     assert tally.refused > count // 10  # the damage does reach the readers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", SPOIL)
 def test_fuzz(part: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     fuzz(part, made("rank patterns"), tmp_path, count=COUNT, seed="2")

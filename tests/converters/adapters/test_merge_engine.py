@@ -37,6 +37,7 @@ def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_hf, "unit_bytes", lambda total: 100_000)
 
 
+@pytest.mark.slow
 def test_killed_it_continues(made: Get, tmp_path: Path) -> None:
     source = made("rank patterns")
     whole = tmp_path / "whole"

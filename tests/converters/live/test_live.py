@@ -152,6 +152,7 @@ def test_what_was_loaded_is_exported_bitwise(tiny, tmp_path, case, layout):
     assert any("-of-" in name for name in compared.common)  # there are several shards
 
 
+@pytest.mark.slow
 def test_loaded_at_one_layout_and_reloaded_at_another(tiny, tmp_path):
     source = tiny("moe")
     on_ranks(source, "tp2xpp2+sp", lambda c: save_hf(c, tmp_path / "a", hf_config=source))
@@ -163,6 +164,7 @@ def test_loaded_at_one_layout_and_reloaded_at_another(tiny, tmp_path):
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_weights_of_a_quantised_model_are_not_called_quantised(tiny, tmp_path):
     source, quantised = tiny("tied"), tmp_path / "fp8"
     config = json.loads((source / "config.json").read_text())

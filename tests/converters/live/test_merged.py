@@ -61,8 +61,8 @@ def merged_of(layout: Layout, dtype: torch.dtype, hf: Path, adapter: Path, out: 
     ("name", "moe", "layout", "dtype"),
     [
         ("router", True, "ep2xdp2", torch.bfloat16),
-        ("everything", False, "tp2", torch.float32),
         *slow(
+            ("everything", False, "tp2", torch.float32),
             ("router", True, "tp2xep2xetp2xdp2+sp", torch.bfloat16),
             ("everything", False, "tp2xpp2", torch.float32),
         ),

@@ -142,6 +142,7 @@ def test_a_state_saved_before_a_worker_began(
         assert same(next(third), next(uninterrupted))
 
 
+@pytest.mark.slow
 def test_state_does_not_depend_on_when_workers_noted_theirs(
     make: MakeLoader, records: Path
 ) -> None:

@@ -17,7 +17,6 @@ from tests.turns import slow, slow_except
 from tests.verify.parity.test_rules import FAR_OFF, worst
 
 FAST = (
-    "moe tp2xetp2+sp deepep",
     "moe tp2xep2+sp deepep, overlapped experts",
     "moe-mixed tp2xep2+sp LoRA: experts and MLP deepep",
     "moe-all tp2xep2+sp hybridep, bf16",

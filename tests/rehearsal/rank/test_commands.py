@@ -24,16 +24,14 @@ def test_ranks_start_from_a_process_that_has_used_cuda(workbench: Workbench) -> 
     assert ranks == [(0, 2, "cuda:0", 5), (1, 2, "cuda:0", 5)]
 
 
-@pytest.mark.parametrize(
-    "under_torchrun",
-    [True, pytest.param(False, marks=pytest.mark.slow)],
-    ids=["torchrun", "spawned"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("under_torchrun", [True, False], ids=["torchrun", "spawned"])
 def test_generate(workbench: Workbench, tiny: Path, under_torchrun: bool) -> None:
     lengths, _ = workbench.call(f"{HERE}:generate", tiny, under_torchrun)
     assert lengths == [3]
 
 
+@pytest.mark.slow
 def test_verify_parity_on_cuda_compares_everything(workbench: Workbench, tiny: Path) -> None:
     """Nothing is missing from its findings, though their floats mean nothing here."""
     counts, _ = workbench.call(f"{HERE}:verify_parity", tiny)
@@ -55,6 +53,7 @@ def test_the_heads_gradient_is_added_to_the_buffer_by_the_product(workbench: Wor
     assert written.count("aten.addmm.dtype_out") == 2
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_saved_without_a_copy_on_the_device_and_loaded_onto_it(
     workbench: Workbench, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert "Not finished" not in report
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
     gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

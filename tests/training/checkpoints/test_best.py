@@ -85,6 +85,7 @@ def weights(folder: Path) -> dict[str, Any]:
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_exports_that_a_killed_run_began_are_made_and_the_best_step_is_one(
     job: Job, tmp_path: Path
 ) -> None:

@@ -170,9 +170,9 @@ def large_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("student", "teacher", "layout", "settings", "flags"),
     [
         ("dense", "large", "tp2+sp", FORWARD, PACKED),
-        ("dense", "large", "pp2xvpp2", JSD, TWO_ROWS),
-        ("hybrid", "large_hybrid", "pp2", REVERSE, PACKED),
         *slow(
+            ("dense", "large", "pp2xvpp2", JSD, TWO_ROWS),
+            ("hybrid", "large_hybrid", "pp2", REVERSE, PACKED),
             ("dense", "large", "cp2xdp2", REVERSE, PACKED),
             ("moe", "large_moe", "ep2xdp2", FORWARD, PACKED),
             ("dense", "large", "single", REVERSE, TWO_ROWS),
@@ -215,6 +215,7 @@ def test_an_adapter_learns_from_a_teacher(
     check_step(job, plain_step(job, moe, REVERSE)[0], "distill loss", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_live_teacher_is_the_one_of_the_file_and_a_run_resumes(
     dense: Path, large: Path, records: Path, tmp_path: Path
 ) -> None:

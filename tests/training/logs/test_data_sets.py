@@ -17,7 +17,6 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves import TOLERANCE, batch_names, encode
 from mcore_qwen3vl.verify.job import Job, train
-from tests.turns import slow
 
 NAMES = {"first/train.jsonl": "first/train.jsonl", "second/train.jsonl": "sums"}
 """The name in the log of each data set: by default its path."""
@@ -75,17 +74,16 @@ def of_data_sets(entry: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return {name.removeprefix(prefix): x for name, x in entry.items() if name.startswith(begin)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
         ("cp2", ("--packing",)),
-        *slow(
-            ("single", TWO_ROWS),
-            ("dp2", ("--packing", "--no-balance")),
-            ("tp2+sp", ("--packing",)),
-            ("pp2xvpp2", ("--packing",)),
-            ("cp2xdp2", ()),
-        ),
+        ("single", TWO_ROWS),
+        ("dp2", ("--packing", "--no-balance")),
+        ("tp2+sp", ("--packing",)),
+        ("pp2xvpp2", ("--packing",)),
+        ("cp2xdp2", ()),
     ],
 )
 def test_each_data_sets_loss_is_that_of_plain_hugging_face(

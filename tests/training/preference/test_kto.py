@@ -68,17 +68,16 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout", "flags"),
     [
         ("dense", "pp2", TWO_ROWS),
-        *slow(
-            ("dense", "dp2", PACKED),
-            ("dense", "cp2", PACKED),
-            ("dense", "tp2+sp", PACKED),
-            ("dense", "pp2xvpp2", PACKED),
-            ("moe", "ep2xdp2", PACKED),
-        ),
+        ("dense", "dp2", PACKED),
+        ("dense", "cp2", PACKED),
+        ("dense", "tp2+sp", PACKED),
+        ("dense", "pp2xvpp2", PACKED),
+        ("moe", "ep2xdp2", PACKED),
     ],
 )
 def test_full_fine_tuning_with_a_frozen_reference(

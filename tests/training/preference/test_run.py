@@ -137,9 +137,8 @@ def test_every_loss(
     check(job, tmp_path / "run", preference)
 
 
-@pytest.mark.parametrize(
-    "reference", [pytest.param(BY_ADAPTER, marks=pytest.mark.slow), BY_MODEL], ids=lambda r: r[1]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", [BY_ADAPTER, BY_MODEL], ids=lambda r: r[1])
 def test_the_reference_by_file_is_the_one_in_memory_and_a_run_resumes(
     reference: tuple[str, str], dense: Path, pairs: Path, tmp_path: Path
 ) -> None:
@@ -186,9 +185,9 @@ ORPO = Preference("orpo", beta=0.1, rpo_alpha=1.0)
 @pytest.mark.parametrize(
     ("preference", "kind", "layout", "flags"),
     [
-        (SIMPO, "dense", "cp2", ("--packing",)),
         (ORPO, "dense", "tp2+sp", ("--packing",)),
         *slow(
+            (SIMPO, "dense", "cp2", ("--packing",)),
             (SIMPO, "dense", "dp2", ()),
             (ORPO, "moe", "ep2xdp2", ("--packing",)),
             (SIMPO, "dense", "single", ("--packing",)),

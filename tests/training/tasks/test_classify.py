@@ -110,7 +110,7 @@ def plain_step(job: Job, **config: Any) -> Plain:
 
 @pytest.mark.parametrize(
     ("kind", "layout", "flags"),
-    slow_except(LAYOUTS, ("dense", "cp2", PACKED), ("tied", "pp2", PACKED)),
+    slow_except(LAYOUTS, ("dense", "cp2", PACKED)),
 )
 def test_loss_and_every_gradient_are_those_of_one_process(
     kind: str,
@@ -167,6 +167,7 @@ def test_what_is_made_of_an_adapter_names_its_labels(
         assert Labels.of_config(config) == Labels(NUMBERED, "single_label_classification")
 
 
+@pytest.mark.slow
 def test_a_language_model_becomes_a_classifier_with_the_datas_labels(
     dense: Path, named: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_language_model_becomes_a_classifier_with_the_datas_labels(
         validate([*job.argv, "--num-labels", "3", "--load", str(save)], 2)
 
 
+@pytest.mark.slow
 def test_several_labels_are_exported_and_scored(dense: Path, several: Path, tmp_path: Path) -> None:
     export = tmp_path / "export"
     job = step_job(dense, several, "single", *TASK, *PACKED, "--problem-type", MULTI)

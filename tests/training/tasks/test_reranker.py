@@ -78,9 +78,9 @@ def plain_step(job: Job) -> Plain:
 @pytest.mark.parametrize(
     ("kind", "layout", "flags"),
     [
-        *slow_except(LAYOUTS, ("dense", "cp2", PACKED), ("moe", "ep2xdp2", PACKED)),
-        ("dense", "dp2", (*PACKED, *LISTWISE)),
+        *slow_except(LAYOUTS, ("dense", "cp2", PACKED)),
         *slow(
+            ("dense", "dp2", (*PACKED, *LISTWISE)),
             ("tied", "tp2xpp2+sp", (*PACKED, *LISTWISE)),
             ("dense", "cp2", LISTWISE),
         ),
@@ -98,9 +98,10 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     check_step(job, plain_step(job), "reranker loss", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("dense", "single"), *slow(("dense", "dp2"), ("moe", "ep2xdp2"))],
+    [("dense", "single"), ("dense", "dp2"), ("moe", "ep2xdp2")],
 )
 def test_an_adapter_trains(
     kind: str, layout: str, retrieval: Path, tmp_path: Path, request: pytest.FixtureRequest
@@ -112,6 +113,7 @@ def test_an_adapter_trains(
     check_step(job, plain_step(job), "reranker loss", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_reranker_is_trained_exported_and_scored(tied: Path, tmp_path: Path) -> None:
     """`score` gives what transformers' own class gives with the exported weights."""
     retrieval, export = write_retrieval(tmp_path / "data", 5), tmp_path / "export"

@@ -86,7 +86,8 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     check_step(job, plain_step(job), "reward loss", tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("dense", "cp2"), *slow(("moe", "ep2xdp2"))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), [("dense", "cp2"), ("moe", "ep2xdp2")])
 def test_an_adapter_trains_with_its_head_and_scores(
     kind: str, layout: str, pairs: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -109,6 +110,7 @@ def test_flags_alone_make_an_adapter_with_a_head(dense: Path) -> None:
     assert config.to_dict()["task_type"] == "SEQ_CLS"
 
 
+@pytest.mark.slow
 def test_a_new_head_is_the_same_under_every_layout(
     dense: Path, pairs: Path, tmp_path: Path
 ) -> None:

@@ -42,7 +42,7 @@ def check(job: Job, contrastive: Contrastive, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "layout", "flags"),
     [
-        *slow_except(LAYOUTS, ("dense", "dp2", PACKED), ("dense", "cp2", PACKED)),
+        *slow_except(LAYOUTS, ("dense", "cp2", PACKED)),
         ("hybrid", "tp2+sp", PACKED),
         *slow(
             ("dense", "pp2", PACKED),
@@ -97,8 +97,8 @@ def test_one_micro_batch_a_rank_takes_one_pass(
     ("loss", "layout", "flags"),
     [
         ("cosent", "dp2", PACKED),
-        ("cosine", "pp2", PACKED),
         *slow(
+            ("cosine", "pp2", PACKED),
             ("cosent", "single", PACKED),
             ("cosent", "dp2", ()),
             ("cosent", "tp2+sp", PACKED),
@@ -142,9 +142,10 @@ def test_records_for_another_loss_are_refused(
     assert re.search(message, "".join([capfd.readouterr().err, *said]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("dense", "single"), *slow(("dense", "dp2"), ("moe", "ep2xdp2"))],
+    [("dense", "single"), ("dense", "dp2"), ("moe", "ep2xdp2")],
 )
 def test_an_adapter_trains(
     kind: str, layout: str, retrieval: Path, tmp_path: Path, request: pytest.FixtureRequest
@@ -168,11 +169,13 @@ def headless(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [
         ("headless", ("pp2", "cp2")),
-        *slow(("tied", ("dp2", "tp2xcp2+sp", "pp2")), ("hybrid", ("tp2", "cp2"))),
+        ("tied", ("dp2", "tp2xcp2+sp", "pp2")),
+        ("hybrid", ("tp2", "cp2")),
     ],
 )
 def test_a_headless_model_is_trained_exported_scored_and_resumed(

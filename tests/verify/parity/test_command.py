@@ -18,7 +18,6 @@ from mcore_qwen3vl.verify.parity.matrix import Matrix
 from mcore_qwen3vl.verify.report import Report
 from tests.command import exit_code
 from tests.converters.checkpoints import copy
-from tests.turns import slow
 
 
 def run(*arguments: Any) -> int:
@@ -85,7 +84,8 @@ def test_the_te_spec_is_given_no_padding_on_the_left(
     assert "padded-left is padded on the left" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", [*slow("fp32"), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_progress_counts_every_pass_of_both_models(matrix: Matrix, dtype: Any) -> None:
     shown: list[Any] = []
 

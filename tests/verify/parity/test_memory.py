@@ -62,6 +62,7 @@ print(before - process.memory_info().rss)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc has it")
 def test_what_is_freed_returns_to_the_system() -> None:
     """Python is started anew, since what glibc keeps already would serve here."""
@@ -110,6 +111,7 @@ def test_temporary_files_are_removed_when_a_rank_fails(
         verify_parity(matrix.reference("dense").path, None, ["text"])
 
 
+@pytest.mark.slow
 def test_large_gradients_are_compared_one_batch_at_a_time(
     matrix: Matrix, temporary: Path, monkeypatch: Any
 ) -> None:
