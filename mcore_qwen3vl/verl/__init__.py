@@ -1,8 +1,8 @@
-"""VERL with this model: ``actor_rollout_ref.model.external_lib=mcore_qwen3vl.verl``.
+"""VERL with these models: ``actor_rollout_ref.model.external_lib=mcore_qwen3vl.verl``.
 
 Importing this package registers two engines with VERL, for policies and for critics, instead of its
-own Megatron engines. Models other than Qwen3-VL still get VERL's engines. No file of VERL is
-changed, and neither mbridge nor Megatron-Bridge is needed. Source: verl 0.9.1,
+own Megatron engines. Models other than Qwen3-VL and Qwen3.5 still get VERL's engines. No file of
+VERL is changed, and neither mbridge nor Megatron-Bridge is needed. Source: verl 0.9.1,
 ``verl.workers.engine.megatron.transformer_impl``.
 """
 

@@ -27,7 +27,7 @@ from verl.workers.engine import (
     MegatronEngineWithValueHead,
 )
 
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import MODEL_TYPES, Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.live.export import export_hf, export_merged, run_together, save_hf
 from mcore_qwen3vl.converters.live.load import load_weights
@@ -49,7 +49,10 @@ from mcore_qwen3vl.training.step.optimizer import make_resumable
 from mcore_qwen3vl.verl.model import PolicyModel, ValueModel
 from mcore_qwen3vl.verl.options import OWN, Configs, ModelOptions, check, lora_run, plain
 
-ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+ARCHITECTURES = {
+    f"{family.name}ForConditionalGeneration" for family in MODEL_TYPES.values() if family.has_vision
+}
+"""The models that this engine trains, by the ``architectures`` of their config."""
 
 
 def register() -> None:
@@ -63,7 +66,7 @@ def register() -> None:
 
 
 class Qwen3VLEngine(MegatronEngineWithLMHead):
-    """The engine of a policy or a reference; models other than Qwen3-VL get VERL's own engine.
+    """The engine of a policy or a reference; models that are not of `ARCHITECTURES` get VERL's own.
 
     Raises:
         BadInput: options are not supported; the message names each of them.

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from omegaconf import OmegaConf
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import ATTENTION, EXPERTS, MLP, ROUTER
+from mcore_qwen3vl.converters.adapters.config import ATTENTION, DELTA_NET, EXPERTS, MLP, ROUTER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.transformer_config import Spec
 from mcore_qwen3vl.runtime import cpu
@@ -131,7 +131,9 @@ REFUSALS = (
     ),
     Refusal("engine.vanilla_mbridge", "no mbridge is used here: drop it."),
     Refusal("engine.dtype", "use bfloat16.", lambda v, _: v not in ("bfloat16", "float32")),
-    Refusal("model.mtp.enable", "Qwen3-VL has no layers for multi-token prediction: drop it."),
+    Refusal(
+        "model.mtp.enable", "this engine trains no layers that predict a further token: drop it."
+    ),
     Refusal("model.lora_rank", "with Megatron the adapter's rank is model.lora.rank."),
     Refusal("model.lora_adapter_path", "with Megatron it is model.lora.adapter_path."),
     Refusal("model.use_liger", _FSDP),
@@ -167,13 +169,13 @@ def _refuse(wrong: list[str]) -> None:
     """Raise if there are sentences about options that are not supported."""
     if wrong:
         raise BadInput(
-            "VERL's configuration asks for options that are not supported with Qwen3-VL. "
+            "VERL's configuration asks for options that this engine does not support. "
             + " ".join(wrong)
         )
 
 
 LORA_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""VERL's default ``target_modules``, in Megatron's names: all linears of the language model."""
+"""VERL's default ``target_modules``, in Megatron's names: all linears but those of delta nets."""
 
 LORA_TAKEN = ("type", "rank", "alpha", "dropout", "target_modules", "merge", "adapter_path")
 
@@ -239,12 +241,14 @@ def _check_lora(settings: Mapping[str, Any]) -> None:
 
 def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
     """Translate Megatron's names to PEFT's; other names, such as PEFT's own, stay as they are."""
-    dense, moe = not all(architecture.moe_layers), any(architecture.moe_layers)
+    shared = architecture.shared_expert_intermediate_size
+    dense, moe = shared or not all(architecture.moe_layers), any(architecture.moe_layers)
     query, key, value, output = ATTENTION
     gate, up, down = MLP
     meant = {
         "linear_qkv": [query, key, value],
         "linear_proj": [output],
+        "in_proj": [*DELTA_NET[:-1]],
         "linear_fc1": [*([gate, up] if dense else []), *([EXPERTS[0]] if moe else [])],
         "linear_fc2": [*([down] if dense else []), *([EXPERTS[1]] if moe else [])],
         "router": [ROUTER],

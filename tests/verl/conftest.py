@@ -16,6 +16,7 @@ import pytest
 
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName
 from tests.verl import reference, samples
 
 if find_spec("verl"):
@@ -41,9 +42,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
         key = (kind, media)
         if key not in made:
             path = tmp_path_factory.mktemp(kind)
-            layout = "v5" if kind == "moe v5" else "published"
-            moe = kind.startswith("moe")
-            write_tiny_checkpoint(path, moe=moe, tie=kind == "tied", layout=layout)
+            layout = "v5" if kind.endswith("v5") else "published"
+            family: FamilyName = "qwen3.5" if "hybrid" in kind else "qwen3-vl"
+            write_tiny_checkpoint(
+                path, family=family, moe="moe" in kind, tie=kind == "tied", layout=layout
+            )
             given = samples.make(path, media)
             made[key] = Case(path, given, reference.of(path, given))
         return made[key]

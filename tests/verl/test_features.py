@@ -289,10 +289,12 @@ def in_worker(path: Path, layout: Any, samples: Any, expected: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", ["1", "tp2", "cp2"])
-def test_training_worker(name: str, case: Any, on_ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [("dense", "1"), ("dense", "tp2"), ("dense", "cp2"), ("hybrid", "1")]
+)
+def test_training_worker(kind: str, name: str, case: Any, on_ranks: Any) -> None:
     ranks, layout = RANKS[name]
-    given = case()
+    given = case(kind)
     found = on_ranks(ranks, in_worker, given.path, layout, given.samples, given.expected)
     ((engine, difference, metrics),) = [f for f in found if f]
     assert engine == "Qwen3VLEngine"

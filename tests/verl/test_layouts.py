@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("verl", reason="make test-verl makes an environment that has VERL")
 
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from tests.verl.engines import build, error, exported, infer, ppo_step, same
 
 TOLERANCE = 2e-5
@@ -32,6 +33,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "moe ep2xdp2": ("moe", 2, EP2),
     "moe tp2xep2+sp": ("moe", 2, TP2 | EP2),
     "moe pp2": ("moe", 2, PP2),
+    "hybrid 1": ("hybrid", 1, {}),
+    "hybrid tp2": ("hybrid", 2, TP2 | {"sequence_parallel": False}),
+    "hybrid pp2xvpp2": ("hybrid", 2, VPP2),
+    "hybrid cp2": ("hybrid", 2, CP2),
+    "hybrid moe 1": ("hybrid moe", 1, {}),
+    "hybrid moe tp2xep2+sp": ("hybrid moe", 2, TP2 | EP2),
 }
 LOGITS = {"use_fused_kernels": False}
 """The option for VERL's own way, from all logits; without it the chunked head is used."""
@@ -87,6 +94,12 @@ def test_layout(name: str, case: Any, on_ranks: Any, tmp_path: Path) -> None:
         assert report["loaded"], "the checkpoint does not give back what was saved"
         assert report["repeated"], "the step after loading is another one"
         assert report["shapes"] == published_shapes(given.path)
+    saved = HuggingFaceCheckpoint(tmp_path / "step" / "model" / "huggingface")
+    source = HuggingFaceCheckpoint(given.path)
+    assert saved.entries.keys() == source.entries.keys()
+    for tensor in source.entries:
+        if tensor.startswith("mtp."):
+            assert torch.equal(saved.read_tensor(tensor), source.read_tensor(tensor)), tensor
 
 
 @pytest.mark.parametrize("layout", [{}, TP2], ids=["1", "tp2"])
@@ -127,21 +140,29 @@ def test_loading_weights_alone(case: Any, on_ranks: Any, tmp_path: Path) -> None
     assert on_ranks(1, weights_alone, given.path, given.samples, given.expected, tmp_path) == [True]
 
 
-def test_experts_are_handed_on_as_published(case: Any, on_ranks: Any) -> None:
+@pytest.mark.parametrize("kind", ["moe", "hybrid moe"])
+def test_experts_are_handed_on_as_published(kind: str, case: Any, on_ranks: Any) -> None:
     """It is so for any layout of the checkpoint, because vLLM reads no other."""
 
     def shapes(path: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(t.shape) for name, t in exported(build(path)).items()}
 
-    assert on_ranks(1, shapes, case("moe v5").path) == [published_shapes(case("moe").path)]
+    assert on_ranks(1, shapes, case(f"{kind} v5").path) == [published_shapes(case(kind).path)]
 
 
 def published_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return what a rollout expects: the names and shapes of the published checkpoint."""
+    """Return what a rollout expects: the names and shapes of the published checkpoint.
+
+    The layers that predict a further token (``mtp.*``) are not trained, and stay as it loaded them.
+    """
     from safetensors import safe_open
 
     with safe_open(path / "model.safetensors", "pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: tuple(file.get_slice(name).get_shape())
+            for name in file.keys()  # noqa: SIM118
+            if not name.startswith("mtp.")
+        }
 
 
 def log_probs_of(path: Path, layout: dict[str, Any], samples: Any, options: Any) -> Any:
@@ -173,12 +194,20 @@ def test_ways_to_log_probs(engine: Any, options: Any, case: Any, on_ranks: Any) 
         assert float((mine[:-1] - theirs).abs().max()) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", [{}, TP2, PP2, CP2], ids=["1", "tp2", "pp2", "cp2"])
-@pytest.mark.parametrize("media", ["videos", "text"])
-def test_media(media: str, layout: Any, case: Any, on_ranks: Any) -> None:
-    if media == "text" and layout:
-        pytest.skip("one layout will do")
-    given = case("dense", media)
+MEDIA = {
+    "text": ("dense", "text", {}),
+    "videos": ("dense", "videos", {}),
+    "videos tp2": ("dense", "videos", TP2),
+    "videos pp2": ("dense", "videos", PP2),
+    "videos cp2": ("dense", "videos", CP2),
+    "hybrid videos cp2": ("hybrid", "videos", CP2),
+}
+
+
+@pytest.mark.parametrize("name", MEDIA)
+def test_media(name: str, case: Any, on_ranks: Any) -> None:
+    kind, media, layout = MEDIA[name]
+    given = case(kind, media)
     ranks = 2 if layout else 1
     found = on_ranks(ranks, log_probs_of, given.path, layout, given.samples, {})
     (log_probs, own), *_ = [f for f in found if f is not None]

@@ -44,7 +44,7 @@ def test_every_refusal_is_tried() -> None:
 @pytest.mark.parametrize("option", [name for name, asked in ASKING.items() if asked])
 def test_refused_by_name(option: str, case: Any, on_ranks: Any) -> None:
     asked = ASKING[option]
-    with pytest.raises(BadInput, match=f"not supported with Qwen3-VL. {option}: "):
+    with pytest.raises(BadInput, match=f"this engine does not support. {option}: "):
         on_ranks(1, _build, case().path, asked)
 
 
