@@ -1,6 +1,8 @@
-"""The command line, run in this process."""
+"""The command line, run in this process, and what one in another process printed."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -12,3 +14,8 @@ def exit_code(*words: object) -> int | str:
     with pytest.raises(SystemExit) as stopped:
         main([str(word) for word in words])
     return stopped.value.code or 0
+
+
+def without_version(printed: str) -> str:
+    """Remove the line that names another Megatron, which stands first on PYTHONPATH."""
+    return re.sub(r"(?m)^warning: megatron-core \S+ is installed, .*\n", "", printed)

@@ -28,7 +28,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.measurement import measure
 from mcore_qwen3vl.verify.parity.comparison import HALF_PRECISION_FACTOR
-from tests.command import exit_code
+from tests.command import exit_code, without_version
 from tests.generation.cases import (
     NEW_TOKENS,
     checkpoint,
@@ -210,7 +210,7 @@ def test_a_missing_image_is_said_before_libraries_are_imported(folder: Path) -> 
     command = ["generate", str(folder / "mcore"), "--prompt", "?", "--image", "missing.png"]
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert done.stderr == "error: Image 'missing.png': no such file.\n"
+    assert without_version(done.stderr) == "error: Image 'missing.png': no such file.\n"
 
 
 def test_adapters_and_lora_runs_are_told_from_models(

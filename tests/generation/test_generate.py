@@ -100,14 +100,14 @@ def test_the_model_is_afterwards_as_it_was() -> None:
     def work() -> Any:
         model, processor = load(checkpoint("dense"), Layout(tp=2, sp=True))
 
-        def flags() -> list[tuple[str, str, bool]]:
+        def flags() -> dict[tuple[str, str], bool]:
             modules = [("config", model.config), *model.named_modules()]
-            return [
-                (name, flag, value)
+            return {
+                (name, flag): value
                 for name, module in modules
                 for flag, value in vars(module).items()
                 if isinstance(value, bool)
-            ]
+            }
 
         before = flags()
         generate(model, processor, conversations("text"), max_new_tokens=3)
@@ -115,8 +115,9 @@ def test_the_model_is_afterwards_as_it_was() -> None:
 
     checkpoint("dense")
     for before, after in run_layout(work, 2):
-        assert ("config", "sequence_parallel", True) in before
-        assert [b for b, a in zip(before, after, strict=True) if a != b] == []
+        assert before["config", "sequence_parallel"]
+        # Megatron's main branch adds a flag to each layer in its first forward.
+        assert [flag for flag, value in before.items() if after.get(flag) is not value] == []
 
 
 @pytest.mark.parametrize(

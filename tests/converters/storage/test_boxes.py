@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_qwen3vl.converters.mapping.table import Row
+from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
     FileRange,
+    MegatronCheckpoint,
 )
 from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, fill, flat_range
 from mcore_qwen3vl.converters.torch_dist import metadata
@@ -72,6 +75,25 @@ def test_against_counting() -> None:
     wheel = [Extent(*box) for box in PINWHEEL]
     assert fill(wheel, (3, 3))
     assert not fill([*wheel[1:], Extent((0, 1), (1, 2))], (3, 3))
+
+
+def test_a_layer_is_read_from_chunks_of_several_layers() -> None:
+    """Megatron stores each layer and each expert by itself, and its conversion tools do not."""
+    whole = torch.arange(9.0).view(3, 3)
+
+    class Stored(MegatronCheckpoint):
+        def _tensor(self, key: str, chunk: Chunk) -> torch.Tensor:
+            (rows, columns), (height, width) = chunk.offsets, chunk.sizes
+            return whole[rows : rows + height, columns : columns + width]
+
+        def _unfilled_error(self, key: str) -> BadInput:
+            return BadInput("holes")
+
+    chunks = [Chunk(*box, FileRange("", 0, 0)) for box in PINWHEEL]
+    stored = Stored(Path(), CheckpointIndex({"w": ChunkedTensor(whole.dtype, (3, 3), chunks)}), [])
+    for layer in range(3):
+        row = Row("w", (3, 3), (layer,), (), Rearrangement(()))
+        assert torch.equal(stored.read_box(row, (slice(0, 3),)), whole[layer])
 
 
 def index(*chunks: tuple[Shape, FileRange]) -> CheckpointIndex:
