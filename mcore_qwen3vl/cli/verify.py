@@ -179,6 +179,7 @@ def verify_parity(
 
     With --lora the reference is PEFT's model, and only the adapter is trained. With --checkpoint
     our model has the weights of a Megatron-Core checkpoint, to check how it was converted.
+    If something differs, `verify trace` names the first module at which the models part.
     """
     console.quiet_libraries()
     from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify

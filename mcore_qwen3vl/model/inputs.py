@@ -1,14 +1,11 @@
 """A micro-batch as the model takes it: the vision tower's inputs, and the positions of a rank.
 
-Inputs of the vision tower for one micro-batch, computed on the host by data workers.
+Data workers compute the tower's inputs on the host. Everything whose shape depends on the images is
+computed here, so that the forward pass needs no host sync.
 
-Everything whose shape depends on the images is computed here, so that the forward pass needs no
-host sync.
-
-The positions of the full sequence that a rank holds under CP, packing and SP.
-
-Every rank receives full sequences and takes its own part. Only this module knows the order: token
-and position ids, labels, visual features and rotary angles are all divided with it.
+Every rank receives full sequences, and takes its own part under CP, packing and SP. Only
+:func:`local_positions` knows the order: token and position ids, labels, visual features and rotary
+angles are all divided with it.
 """
 
 from __future__ import annotations

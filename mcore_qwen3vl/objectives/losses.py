@@ -1,5 +1,7 @@
 """Losses as pure functions: of preferences, embeddings, rankings and classes, and of a student.
 
+The losses of single tokens, such as cross entropy, are in `mcore_qwen3vl.training.step.losses`.
+
 Preferences
 -----------
 

@@ -117,6 +117,18 @@ def test_files_targets_and_modules_exist(page):
         assert module in (LOSSES, HOOKS) or _importable(module), module
 
 
+def test_the_design_page_says_where_to_look():
+    """Each file of the table defines the names beside it."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    table = page.partition("## Where to look\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"`([\w/]+\.py)`: (`\w+`(?:, `\w+`)*)", table)
+    assert len(rows) >= 20
+    for path, names in rows:
+        source = (ROOT / "mcore_qwen3vl" / path).read_text()
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^(?:def |class ){name}\b|^{name} = ", source, re.MULTILINE), name
+
+
 def _importable(name: str) -> bool:
     """Return whether `name` is a module, or something in one; parents are imported."""
     parent, _, last = name.rpartition(".")
