@@ -25,7 +25,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome, memory_line
 from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser
-from mcore_qwen3vl.rehearsal.search import estimate_stages, trained_of
+from mcore_qwen3vl.rehearsal.search import stages_of_command, trained_of_command
 from mcore_qwen3vl.rehearsal.step_time import ATTENTION, GEMM, IDLE, MEMORY
 from mcore_qwen3vl.runtime.gpus import GIB, GPUS
 from mcore_qwen3vl.shapes import SHAPES
@@ -165,7 +165,7 @@ def write_header(script: Path, rehearsal: Rehearsal) -> None:
 def rows(name: str, command: Command, rehearsal: Rehearsal) -> Iterator[str]:
     """Yield a line of the table for each role."""
     a = command.line.architecture
-    estimates = estimate_stages(command, a, trained_of(command, a))
+    estimates = stages_of_command(command, a, trained_of_command(command, a))
     for outcome in rehearsal.outcomes:
         yield _row(name, outcome, estimates[outcome.role.stage].total)
 

@@ -93,7 +93,9 @@ def open_ranks(folder: Path, sums: Sums | None = None) -> list[RankFile]:
         refuse_special_files(path.parent)
         content = load(path, sums=sums)
         layout = _layout(content, path)
-        models = [_state(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)]
+        models = [
+            _named_parameters(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)
+        ]
         rank_files.append(RankFile(path, _rank(path, layout), layout, models))
     for file in rank_files:
         if file.layout != rank_files[0].layout:
@@ -176,7 +178,7 @@ def _rank(path: Path, layout: Layout) -> Rank:
     return Rank(tp, pp, ep)
 
 
-def _state(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+def _named_parameters(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     state = content.get(key)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         there = ", ".join(_shorten(name) for name in content)

@@ -71,7 +71,7 @@ def require_equal_parts(a: Architecture) -> None:
         )
 
 
-def ranks(layout: Layout) -> list[Rank]:
+def ranks_with_files(layout: Layout) -> list[Rank]:
     """Return one rank per file: the pairs of TP and EP rank that occur in each pipeline stage."""
     numbers = range(lcm(layout.tp, layout.etp * layout.ep))
     pairs = {(n % layout.tp, n // layout.etp % layout.ep) for n in numbers}

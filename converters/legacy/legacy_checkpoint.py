@@ -73,7 +73,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
     def arguments(self) -> Mapping[str, Any]:
         return vars(saved_arguments(self.folder))
 
-    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+    def _read_chunk(self, key: str, chunk: Chunk) -> Tensor:
         tensor = self._values[key, chunk.offsets]
         if self.checks:
             try:

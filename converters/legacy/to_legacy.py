@@ -29,7 +29,7 @@ from mcore_qwen3vl.converters.legacy.layout import (
     model_key,
     pipeline_stages,
     rank_boxes,
-    ranks,
+    ranks_with_files,
     require_equal_parts,
     share_out,
 )
@@ -182,7 +182,7 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
     divisor = options.get("make_vocab_size_divisible_by", 1)
     conversion = ToLegacy(base, rows, layout, spec, _arguments(layout, spec, base, divisor))
     files = []
-    for rank in ranks(layout):
+    for rank in ranks_with_files(layout):
         nbytes = sum(tensor.nbytes for _, tensors in conversion.models(rank) for tensor in tensors)
         files.append(Unit(rank.folder(layout), nbytes, (rank,)))
     checksums = [Unit(f"checksums {unit.name}", 0, unit.work) for unit in same.units]

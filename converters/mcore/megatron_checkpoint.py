@@ -96,7 +96,7 @@ class MegatronCheckpoint(ABC):
         self._chunks = {key: _by_corner(tensor) for key, tensor in index.tensors.items()}
 
     @abstractmethod
-    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+    def _read_chunk(self, key: str, chunk: Chunk) -> Tensor:
         """Return the values of one chunk, a view of the file."""
 
     @abstractmethod
@@ -188,7 +188,7 @@ class MegatronCheckpoint(ABC):
             inside = overlap(Extent(start, size), chunk)
             if inside is None:
                 continue
-            part = bring_in(self._tensor(key, chunk)[inside.stored])
+            part = bring_in(self._read_chunk(key, chunk)[inside.stored])
             if part.numel() == prod(size):
                 return part
             out = torch.empty(size, dtype=self.dtype(key)) if out is None else out
@@ -267,8 +267,8 @@ class PairedLayers(OtherKeys):
         named = {ours: tensors[theirs] for ours, theirs in self._theirs.items()}
         super().__init__(stored, CheckpointIndex(named, stored.index.objects))
 
-    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
-        return self._stored._tensor(self._theirs[key], chunk)
+    def _read_chunk(self, key: str, chunk: Chunk) -> Tensor:
+        return self._stored._read_chunk(self._theirs[key], chunk)
 
     def arguments(self) -> Mapping[str, Any]:
         """Return them without the number of layers, which counts attention and MLP apart."""
@@ -317,11 +317,11 @@ class StackedLayers(OtherKeys):
             ]
         super().__init__(stored, index)
 
-    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+    def _read_chunk(self, key: str, chunk: Chunk) -> Tensor:
         if (layer_key := self._layer_keys.get((key, chunk.offsets[:1]))) is None:
-            return self._stored._tensor(key, chunk)
+            return self._stored._read_chunk(key, chunk)
         part = Chunk(chunk.offsets[1:], chunk.sizes[1:], chunk.data)
-        return self._stored._tensor(layer_key, part).unsqueeze(0)
+        return self._stored._read_chunk(layer_key, part).unsqueeze(0)
 
 
 class TranslatedCheckpoint(OtherKeys):
@@ -390,14 +390,14 @@ class TranslatedCheckpoint(OtherKeys):
             for key in self._centred:
                 index.tensors[key] = replace(index.tensors[key], dtype=torch.float32)
 
-    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+    def _read_chunk(self, key: str, chunk: Chunk) -> Tensor:
         if key in self._rearranged:
             start = (chunk.data.offset, *chunk.offsets[1:])
             return self._stored._read_chunks(self._rearranged[key], (), start, chunk.sizes)
         if key not in self._vision:
             theirs_key = self._language + key
             stored_key = theirs_key if theirs_key in self._stored.index.tensors else key
-            values = self._stored._tensor(stored_key, chunk)
+            values = self._stored._read_chunk(stored_key, chunk)
             return (values.float() + 1).to(self.dtype(key)) if key in self._centred else values
         row, theirs = self._vision[key]
         values = self._stored.read_box(theirs, tuple(slice(0, n) for n in theirs.shape))

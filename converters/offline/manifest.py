@@ -58,7 +58,7 @@ def dumps(
     tensors: dict[str, dict[str, Any]] = {}
     for name, piece, after, before in checksums:
         if name not in tensors:
-            tensors[name] = _tensor(checkpoint, name, dtype)
+            tensors[name] = _tensor_entry(checkpoint, name, dtype)
         for key, value in ((CHECKSUM, after), (SOURCE_CHECKSUM, before)):
             if value is not None and piece is None:
                 tensors[name][key] = value
@@ -95,7 +95,7 @@ def dumps(
     return f'{head},\n "tensors": {{\n{lines}\n }}\n}}\n'.encode()
 
 
-def _tensor(
+def _tensor_entry(
     checkpoint: HuggingFaceCheckpoint, name: str, dtype: torch.dtype | None
 ) -> dict[str, Any]:
     """Return the manifest's entry for a tensor, without the checksums of its converted values."""

@@ -79,7 +79,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             "each. A rank's file is missing from the checkpoint, or the metadata is damaged."
         )
 
-    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+    def _read_chunk(self, key: str, chunk: Chunk) -> Tensor:
         # A QKV weight is read in a hundred boxes: parsing its archive once halves the time of it.
         if (known := self._tensors.get(chunk)) is not None:
             return known

@@ -98,7 +98,7 @@ def read(folder: Path) -> CheckpointIndex:
     try:
         return _index(loads(file.read_bytes()))
     except Refused as error:
-        raise _hostile(file, error) from None
+        raise _refusal(file, error) from None
     except FileNotFoundError:
         raise BadInput(f"{file} is missing. Copy the checkpoint again.") from None
     except (OSError, *FAILURES) as error:
@@ -167,7 +167,7 @@ class _GuardedPickle:
         try:
             return _Admitting(io.BytesIO(_without_checksum(stream.read()))).load()
         except Refused as error:
-            raise _hostile(Path(getattr(stream, "name", FILE)), error) from None
+            raise _refusal(Path(getattr(stream, "name", FILE)), error) from None
 
 
 class _Admitting(pickle.Unpickler):
@@ -178,7 +178,7 @@ class _Admitting(pickle.Unpickler):
         return super().find_class(CALLED.get(module, module), name)
 
 
-def _hostile(file: Path, named: Refused) -> BadInput:
+def _refusal(file: Path, named: Refused) -> BadInput:
     return BadInput(
         f"{file} asks for {named}, which has no place in checkpoint metadata. Refused: loading "
         "it could run code. Do not use this checkpoint with a tool that would."
@@ -246,20 +246,20 @@ def _record_of(module: str, name: str) -> Any:
     raise Refused(f"{module}.{name}")
 
 
-def _is(value: Any, name: str) -> bool:
+def _is_record(value: Any, name: str) -> bool:
     return isinstance(value, Record) and type(value).__name__ == name
 
 
 def _index(metadata: Any) -> CheckpointIndex:
-    if not (_is(metadata, "Metadata") or _is(metadata, "MCoreMetadata")):
+    if not (_is_record(metadata, "Metadata") or _is_record(metadata, "MCoreMetadata")):
         raise pickle.UnpicklingError("it does not hold a Metadata object")
     ranges = _ranges(metadata["storage_data"])
     index = CheckpointIndex()
     for key, described in metadata["state_dict_metadata"].items():
-        if _is(described, "BytesStorageMetadata"):
+        if _is_record(described, "BytesStorageMetadata"):
             index.objects[key] = ranges[key, None]
-        elif _is(described, "TensorStorageMetadata"):
-            index.tensors[key] = _tensor(key, described, ranges)
+        elif _is_record(described, "TensorStorageMetadata"):
+            index.tensors[key] = _chunked_tensor(key, described, ranges)
         else:
             raise pickle.UnpicklingError(f"{key} is neither a tensor nor an object")
     return index
@@ -282,7 +282,7 @@ def _ranges(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], FileRa
     return ranges
 
 
-def _tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -> ChunkedTensor:
+def _chunked_tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -> ChunkedTensor:
     dtype = described["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError(f"{key} has no dtype")

@@ -163,7 +163,12 @@ def rehearse(
     console.quiet_libraries()
     from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, check_command
     from mcore_qwen3vl.rehearsal.report import show, show_estimate, show_fits, write_page
-    from mcore_qwen3vl.rehearsal.search import estimate_stages, search, suggest_remedies, trained_of
+    from mcore_qwen3vl.rehearsal.search import (
+        search,
+        stages_of_command,
+        suggest_remedies,
+        trained_of_command,
+    )
     from mcore_qwen3vl.rehearsal.step_time import Constants
     from mcore_qwen3vl.runtime.gpus import find_gpu
 
@@ -172,7 +177,7 @@ def rehearse(
     options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed)
     architecture = check_command(command) if not fit else command.line.architecture
     if estimate:
-        stages = estimate_stages(command, architecture, trained_of(command, architecture))
+        stages = stages_of_command(command, architecture, trained_of_command(command, architecture))
         show_estimate(command, architecture, stages, json=json)
         return
     if fit:

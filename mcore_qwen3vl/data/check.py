@@ -20,9 +20,9 @@ from mcore_qwen3vl.data.encoding.packing import (
     Balance,
     Size,
     Workload,
-    all_ranks,
     best_fit,
-    each_rank,
+    pack_by_length,
+    pack_by_work,
 )
 from mcore_qwen3vl.data.encoding.preparation import Plan, Preparation, check_length
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
@@ -291,8 +291,8 @@ def _balance(
     sizes = [report.sizes[index] for index in order]
     load = Workload(architecture, sizes, config.seq_length)
     layout = config.seq_length, ranks, config.packing_buffer
-    by_length = list(each_rank(load.lengths, *layout))
-    by_work = list(all_ranks(load.measures(), *layout, micro_batches))
+    by_length = list(pack_by_length(load.lengths, *layout))
+    by_work = list(pack_by_work(load.measures(), *layout, micro_batches))
     return {
         "by length": load.balance(by_length, micro_batches),
         "by work": load.balance(by_work, micro_batches),

@@ -62,7 +62,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
-def vocabulary_of(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+def vocabulary_fingerprint(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     """Return what identifies a vocabulary: a hash of its tokens with their ids, and its size."""
     tokens = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     return {"tokens": xxhash.xxh3_64_hexdigest(tokens), "size": vocab_size}
@@ -238,7 +238,7 @@ def teachers_of(
     """Open the files beside the data sets; return none without a `temperature`."""
     if temperature is None:
         return []
-    vocabulary = vocabulary_of(tokenizer, vocab_size)
+    vocabulary = vocabulary_fingerprint(tokenizer, vocab_size)
     return [Teacher(source.path, vocabulary, temperature) for source in sources]
 
 

@@ -412,7 +412,7 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
         facts_of,
         file_digest,
         teacher_of,
-        vocabulary_of,
+        vocabulary_fingerprint,
         write_teacher,
     )
     from mcore_qwen3vl.scoring.records import Records
@@ -437,6 +437,6 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
         "temperature": settings.distillation.loss.temperature,
         "top_k": K,
         "checkpoint": {"path": "nobody"},
-        "vocabulary": vocabulary_of(processor.tokenizer, architecture.vocab_size),
+        "vocabulary": vocabulary_fingerprint(processor.tokenizer, architecture.vocab_size),
     }
     facts_of(teacher_of(data)).write_text(json.dumps({"settings": facts}), encoding="utf-8")

@@ -126,11 +126,11 @@ def candidates(
 
     The run's own layout is among them, with its virtual stages and its own pipeline split.
     """
-    trained = trained_of(command, a)
+    trained = trained_of_command(command, a)
     assumed = allowance_gib(command.without(*_REPLACED).layout, moe=a.is_moe)
 
     def candidate(run: Command, flags: tuple[str, ...]) -> Candidate:
-        peak = max(stage.total for stage in estimate_stages(run, a, trained))
+        peak = max(stage.total for stage in stages_of_command(run, a, trained))
         extra = (allowance_gib(run.layout, moe=a.is_moe) - assumed) * GIB
         return Candidate(run, flags, step_seconds(run, a, gpu, constants), peak + extra)
 
@@ -165,12 +165,12 @@ def _reset_words(command: Command, flags: Sequence[str]) -> Iterator[str]:
             yield from (name, "1" if name.endswith("-parallel-size") else NONE)
 
 
-def trained_of(command: Command, a: Architecture) -> memory.TrainedCounts | None:
+def trained_of_command(command: Command, a: Architecture) -> memory.TrainedCounts | None:
     """Count the parameters that a LoRA run trains; None for a run without LoRA."""
     return memory.trained_of(command.settings, a, command.line.model)
 
 
-def estimate_stages(
+def stages_of_command(
     command: Command, a: Architecture, trained: memory.TrainedCounts | None
 ) -> list[memory.Memory]:
     """Return the modelled memory of a rank of each pipeline stage, in order."""

@@ -35,7 +35,7 @@ from mcore_qwen3vl.training.broadcast.batches import (
     rank_reads,
 )
 from mcore_qwen3vl.training.step.forward import forward
-from mcore_qwen3vl.training.step.objectives import EMBED, SCORES, judge, relevance
+from mcore_qwen3vl.training.step.objectives import EMBED, SCORES, answer_word_runner, relevance
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""
@@ -146,7 +146,7 @@ class Relevance(Readout):
     kind = Qwen3VLModel
 
     def __init__(self, folder: Path, words: tuple[str, str]) -> None:
-        self.compute = judge(folder, words)
+        self.compute = answer_word_runner(folder, words)
 
     def values(self, output: Tensor) -> list[dict[str, Any]]:
         logits = relevance(output.double()).cpu()

@@ -18,7 +18,13 @@ from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import fingerprint
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.processor import load_processor
-from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of, teacher_of, vocabulary_of
+from mcore_qwen3vl.data.scores import (
+    facts_of,
+    file_digest,
+    scores_of,
+    teacher_of,
+    vocabulary_fingerprint,
+)
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
@@ -163,7 +169,7 @@ class _ScoringJob:
         settings = _settings(request, samples.paths, self._config, self._block)
         if request.top_k:  # hashed only then: it takes seconds
             tokenizer = load_processor(self._model.folder).tokenizer
-            settings["vocabulary"] = vocabulary_of(tokenizer, architecture.vocab_size)
+            settings["vocabulary"] = vocabulary_fingerprint(tokenizer, architecture.vocab_size)
         self.output = Output(request.out_file, settings, self._block)
 
     def on_rank(self) -> None:

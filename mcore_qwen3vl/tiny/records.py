@@ -52,7 +52,7 @@ def write_image_qa(
         else:
             messages = _colour_question(folder, index, generator)
         lines.append(json.dumps({"messages": messages}))
-    return _written(lines, folder)
+    return _write_records(lines, folder)
 
 
 def _sum_question(generator: random.Random) -> list[dict[str, Any]]:
@@ -124,10 +124,10 @@ def write_half_images(
         if labelled:
             record["label"] = i % 2 == 0
         lines.append(json.dumps(record))
-    return _written(lines, folder)
+    return _write_records(lines, folder)
 
 
-def _written(lines: list[str], folder: Path) -> Path:
+def _write_records(lines: list[str], folder: Path) -> Path:
     """Write ``train.jsonl``, and return its path for ``--data-path``."""
     file = folder / "train.jsonl"
     file.write_text("\n".join(lines) + "\n", "utf-8")
@@ -159,23 +159,23 @@ def write_colour_task(folder: Path) -> None:
                 "images": [{"bytes": picture}],
                 "reward_model": {"style": "rule", "ground_truth": letter},
             }
-            for letter, picture, question in _drawn(generator, count)
+            for letter, picture, question in _draw_pictures(generator, count)
         ]
         parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
     warm_up = folder / "warm_up"
     warm_up.mkdir()
     lines = []
-    for index, (_, picture, question) in enumerate(_drawn(generator, 512)):
+    for index, (_, picture, question) in enumerate(_draw_pictures(generator, 512)):
         name = f"{index:03d}.png"
         (warm_up / name).write_bytes(picture)
         asked = [{"type": "image", "image": name}, {"type": "text", "text": question}]
         answer = generator.choice(list(TASK))
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         lines.append(json.dumps({"messages": turns}))
-    _written(lines, warm_up)
+    _write_records(lines, warm_up)
 
 
-def _drawn(generator: random.Random, count: int) -> Iterator[tuple[str, bytes, str]]:
+def _draw_pictures(generator: random.Random, count: int) -> Iterator[tuple[str, bytes, str]]:
     """Yield answers, pictures in the PNG format and questions, each in turn."""
     letters = list(TASK)
     for index in range(count):

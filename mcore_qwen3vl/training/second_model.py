@@ -200,7 +200,7 @@ def _check_inputs(
 ) -> None:
     """Refuse a second model that needs other tokens, patches or positions in its batches."""
     from mcore_qwen3vl.data.processor import load_processor
-    from mcore_qwen3vl.data.scores import vocabulary_of
+    from mcore_qwen3vl.data.scores import vocabulary_fingerprint
 
     name = f"{source.flag} {source.path}"
     for ours, theirs, fields in (
@@ -215,7 +215,7 @@ def _check_inputs(
                 )
     second_folder = identify(resolve(source.path, weights=False)).config()
     vocabularies = [
-        vocabulary_of(load_processor(folder).tokenizer, trained.vocab_size)
+        vocabulary_fingerprint(load_processor(folder).tokenizer, trained.vocab_size)
         for folder in (second_folder, settings.model.folder)
     ]
     if vocabularies[0] != vocabularies[1]:

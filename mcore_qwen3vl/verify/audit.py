@@ -185,15 +185,15 @@ def _explain(finding: Finding, examined: Side, right: Side) -> Verdict:
         return _FLAWS.get(finding.flaw, ("another shape", "does not have Hugging Face's shape"))
     if right.pieces[name][0].source.index is None:
         weights = _Weights(examined, right)
-        return name_mistake(weights, name, weights.weight(name))
+        return name_mistake(weights, name, weights.examined_values(name))
     experts = [_Weights(examined, right, expert) for expert in range(len(right.pieces[name]))]
-    digests = torch.stack([_digest(weights.weight(name)) for weights in experts])
-    expected = torch.stack([_digest(weights.stored(name)) for weights in experts])
+    digests = torch.stack([_digest(weights.examined_values(name)) for weights in experts])
+    expected = torch.stack([_digest(weights.right_values(name)) for weights in experts])
     wrong = (digests != expected).any(1).nonzero().flatten().tolist()
     if (order := name_permutation(name, digests, expected)) is not None:
         return order
     weights = experts[wrong[0]]
-    kind, sentence = name_mistake(weights, name, weights.weight(name))
+    kind, sentence = name_mistake(weights, name, weights.examined_values(name))
     return kind, f"{sentence}; this is expert {wrong[0]}, and {len(wrong)} experts are wrong"
 
 
@@ -219,11 +219,11 @@ class _Weights:
         assert isinstance(self.right.stored, HuggingFaceCheckpoint)
         return self.right.stored
 
-    def stored(self, name: str) -> Tensor:
+    def right_values(self, name: str) -> Tensor:
         """Return the right values, in the dtype of the examined ones."""
         return self.right.read_tensor(name, self.expert).to(self.examined.dtype_of(name))
 
-    def weight(self, name: str) -> Tensor:
+    def examined_values(self, name: str) -> Tensor:
         """Return the examined values, with experts laid out as the right ones."""
         values = self.examined.read_tensor(name, self.expert)
         layouts = {side.architecture.expert_layout for side in (self.examined, self.right)}
@@ -232,7 +232,7 @@ class _Weights:
 
 def name_mistake(weights: _Weights, name: str, actual: Tensor) -> Verdict:
     """Say how `actual` differs from the checkpoint's tensor `name`, of the same shape and dtype."""
-    right, a = weights.stored(name), weights.architecture
+    right, a = weights.right_values(name), weights.architecture
     verdict = (
         _name_qkv_order(weights, name)
         or _first_equal(actual, _simple_mistakes(name, actual, right))
@@ -341,7 +341,7 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
     names = [source.name for source in row.sources]
     if not all(weights.examined.pieces.get(n) for n in names):
         return None
-    q, k, v = stored = [weights.stored(n) for n in names]
+    q, k, v = stored = [weights.right_values(n) for n in names]
     half = weights.architecture.head_dim // 2
 
     def arrangements() -> Iterator[tuple[str, Tensor]]:
@@ -372,7 +372,7 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
             joined = torch.cat([part for rank in ranks for part in rank])
             yield f"is laid out rank by rank as for TP {tp}, each with q, k, v", joined
 
-    actual = row.to_mcore(*(weights.weight(n) for n in names))
+    actual = row.to_mcore(*(weights.examined_values(n) for n in names))
     return _first_equal(actual, (("permuted QKV", *made) for made in arrangements()))
 
 
@@ -407,7 +407,7 @@ def _name_other_tensor(weights: _Weights, name: str, actual: Tensor) -> Verdict 
     alike = [n for n, e in weights.hf.entries.items() if tuple(e.shape) == shape and n != name]
     for other in alike[:SEARCH_LIMIT]:
         start = weights.hf.read_tensor(other, (slice(1),)).to(actual.dtype)
-        if torch.equal(start, actual[:1]) and torch.equal(weights.stored(other), actual):
+        if torch.equal(start, actual[:1]) and torch.equal(weights.right_values(other), actual):
             return _kind_of_mix_up(name, other), f"holds the values of {other}"
     return None
 

@@ -27,7 +27,7 @@ from mcore_qwen3vl.data.scores import (
     file_digest,
     join_tops,
     teacher_of,
-    vocabulary_of,
+    vocabulary_fingerprint,
     write_teacher,
 )
 from mcore_qwen3vl.errors import BadInput
@@ -69,7 +69,7 @@ def write(folder: Path) -> Path:
         "temperature": 2.0,
         "top_k": K,
         "checkpoint": {"path": "/big"},
-        "vocabulary": vocabulary_of(TOKENIZER, SIZE),
+        "vocabulary": vocabulary_fingerprint(TOKENIZER, SIZE),
     }
     facts_of(teacher_of(data)).write_text(json.dumps({"settings": settings}))
     return data
@@ -77,7 +77,7 @@ def write(folder: Path) -> Path:
 
 def opened(data: Path, **changes: Any) -> Teacher:
     options = {"tokenizer": TOKENIZER, "vocab_size": SIZE, "temperature": 2.0} | changes
-    vocabulary = vocabulary_of(options["tokenizer"], options["vocab_size"])
+    vocabulary = vocabulary_fingerprint(options["tokenizer"], options["vocab_size"])
     return Teacher(data, vocabulary, options["temperature"])
 
 

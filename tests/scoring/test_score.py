@@ -22,7 +22,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.data import DataConfig, Source, load_processor
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.scores import References, facts_of, vocabulary_of
+from mcore_qwen3vl.data.scores import References, facts_of, vocabulary_fingerprint
 from mcore_qwen3vl.data.show import read_sample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -235,7 +235,7 @@ def test_the_vocabulary_is_hashed_for_distillation_alone(dense: Path, folder: Pa
         return _ScoringJob(Request(dense, folder / "data.jsonl", **options)).output._settings
 
     tokenizer, size = load_processor(dense).tokenizer, 352
-    assert settings(top_k=2)["vocabulary"] == vocabulary_of(tokenizer, size)
+    assert settings(top_k=2)["vocabulary"] == vocabulary_fingerprint(tokenizer, size)
     assert "vocabulary" not in settings()
 
 

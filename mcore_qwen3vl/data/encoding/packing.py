@@ -162,7 +162,7 @@ def extra_work(architecture: Architecture, size: Size, trained: Trained = ALL) -
     return attention + flops.vision(architecture, size.patches, size.squared_frames, trained)
 
 
-def each_rank(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) -> Iterator[Row]:
+def pack_by_length(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) -> Iterator[Row]:
     """Pack without ``--balance``: each rank packs its own part, buffer by buffer."""
     share = len(lengths) // ranks
     columns = []
@@ -177,7 +177,7 @@ def each_rank(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) ->
         yield list(row)
 
 
-def all_ranks(
+def pack_by_work(
     measures: Sequence[Measure], capacity: int, ranks: int, buffer: int, rows_per_step: int
 ) -> Iterator[Row]:
     """Pack with ``--balance``, `buffer` samples a rank at a time; omit a last, partial buffer."""

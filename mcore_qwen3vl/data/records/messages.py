@@ -216,12 +216,12 @@ def each_turn(record: Any) -> list[Any]:
             while role == _CALL and start and roles[start - 1] == _CALL:
                 start -= 1
             messages = [*prompt[:start], *turns[start : len(prompt) + 1]]
-            records.append({**_cut(record, messages, text), key: messages})
+            records.append({**_keep_used_media(record, messages, text), key: messages})
         prompt.append({**turn, "weight": 0} if answers else turn)
     return records or [record]
 
 
-def _cut(
+def _keep_used_media(
     record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], text: str
 ) -> dict[str, Any]:
     """Return the record with only the images, videos and objects that the messages use."""

@@ -153,7 +153,7 @@ class DataProvider:
             data_state.load(self.train_loader, load, args.iteration, *dp, self._sources)
         valid = None
         if loop.valid_data_path:
-            loader = self._validation_loader()
+            loader = self._open_validation()
             valid = self._share(loader, shared_host_group, valid_feed)
         if config.balance or loop.valid_data_path:
             wait_for_measuring()
@@ -192,25 +192,25 @@ class DataProvider:
         epochs, steps = (saved or {}).get(data_state.EPOCHS) or (None, None)
         return steps if epochs == self._settings.training.num_epochs else None
 
-    def _validation_loader(self) -> Loader | None:
-        """Count a validation's batches, and open its data on a rank that reads."""
+    def _open_validation(self) -> Loader | None:
+        """Count a validation's global batches, and open its data, on a rank that reads."""
         settings, loop, parallel = self._settings, self._settings.loop, self._settings.parallel
         if not self._reads():
             return None
         paths, reading = loop.valid_data_path or (), settings.sources
         sources = parse_sources(paths, reading.preprocess, reading.train_on)
         records = len(CrudeSamples(sources, split="val", trust=settings.data.trust_data))
-        batches = -(-records // loop.eval_global_batch_size)
-        if loop.eval_iters > batches and parallel.rank == 0:
-            why = f"the data have {batches}"
+        all_batches = -(-records // loop.eval_global_batch_size)  # global batches of all records
+        if loop.eval_iters > all_batches and parallel.rank == 0:
+            why = f"the data have {all_batches}"
             name_unused([Unused(COMMAND_LINE, f"--eval-iters {loop.eval_iters}", why)])
         self._validation_batches = (
-            batches if loop.eval_iters == WHOLE else min(loop.eval_iters, batches)
+            all_batches if loop.eval_iters == WHOLE else min(loop.eval_iters, all_batches)
         )
-        count = (
+        micro_batches = (
             loop.eval_global_batch_size // parallel.data_parallel_size // loop.eval_micro_batch_size
         )
-        batches = max(1, self._validation_batches * count)
+        batches = max(1, self._validation_batches * micro_batches)
         return self._loader(sources, "val", validation_config(settings), batches=batches)
 
     def _agree_on_length(self) -> None:

@@ -64,21 +64,21 @@ def summary(
     """Say what a run will do, in rows of a name and a description in words."""
     model, loss = settings.model, settings.training.loss
     rows = [
-        ("model", _model(model.folder, a)),
-        ("weights", _weights(settings, lora, other)),
-        *([("trains", _adapter(settings.lora, a, lora))] if lora else []),
-        *(_preference(settings) if loss in LOSSES else []),
-        *(_kto(settings) if loss == KTO else []),
-        *(_distillation(settings.distillation) if loss == DISTILL else []),
-        *(_task(settings) if settings.task.task else []),
-        *_second(settings, a),
-        ("layout", _layout(settings, a)),
-        ("precision", _precision(settings)),
-        ("data", _data(settings)),
-        *([("validation", _validation(settings))] if settings.loop.valid_data_path else []),
-        ("schedule", _schedule(settings)),
-        ("memory", _memory(settings, a)),
-        ("writes", _writes(settings, a)),
+        ("model", _model_text(model.folder, a)),
+        ("weights", _weights_text(settings, lora, other)),
+        *([("trains", _adapter_text(settings.lora, a, lora))] if lora else []),
+        *(_preference_rows(settings) if loss in LOSSES else []),
+        *(_kto_rows(settings) if loss == KTO else []),
+        *(_distillation_rows(settings.distillation) if loss == DISTILL else []),
+        *(_task_rows(settings) if settings.task.task else []),
+        *_second_rows(settings, a),
+        ("layout", _layout_text(settings, a)),
+        ("precision", _precision_text(settings)),
+        ("data", _data_text(settings)),
+        *([("validation", _validation_text(settings))] if settings.loop.valid_data_path else []),
+        ("schedule", _schedule_text(settings)),
+        ("memory", _memory_text(settings, a)),
+        ("writes", _writes_text(settings, a)),
     ]
     if not model.cpu and c_compiler() is None:
         rows.append(("kernels", "not fused: there is no C compiler (CC, gcc, clang)"))
@@ -86,25 +86,25 @@ def summary(
     return [*rows, ("defaults", taken)] if taken else rows
 
 
-def _model(path: str | Path, a: Architecture) -> str:
+def _model_text(path: str | Path, a: Architecture) -> str:
     size = _millions(parameters.total(a))
     kind = f"MoE, {a.num_experts} experts" if a.is_moe else "dense"
     layers = f"{a.num_hidden_layers} decoder layers, {a.vision.depth} vision blocks"
     return f"{a.brand} of {size} parameters ({kind}; {layers}), {path}"
 
 
-def _second(settings: Settings, a: Architecture) -> list[tuple[str, str]]:
+def _second_rows(settings: Settings, a: Architecture) -> list[tuple[str, str]]:
     source, architecture = source_of(settings), architecture_of(settings, a)
     if source is None or architecture is None:
         return []
-    return [("frozen", _model(source.path, architecture))]
+    return [("frozen", _model_text(source.path, architecture))]
 
 
 def _millions(count: int) -> str:
     return f"{count / 1e9:.2f}B" if count >= 1e8 else f"{count / 1e6:.2f}M"
 
 
-def _adapter(flags: LoraSettings, a: Architecture, lora: LoraRun) -> str:
+def _adapter_text(flags: LoraSettings, a: Architecture, lora: LoraRun) -> str:
     config, count = lora.config, lora.parameters
     where = flags.lora_init or flags.lora_config or " ".join(flags.lora_target or ["language"])
     ranks = ", ".join(map(str, sorted({target.r for target in lora.targets.values()})))
@@ -118,7 +118,7 @@ def _adapter(flags: LoraSettings, a: Architecture, lora: LoraRun) -> str:
     )
 
 
-def _task(settings: Settings) -> list[tuple[str, str]]:
+def _task_rows(settings: Settings) -> list[tuple[str, str]]:
     task = settings.task
     if task.task == "reranker":
         return [("loss", f"{task.ranking}, from the answers {' and '.join(task.words)}")]
@@ -142,7 +142,7 @@ def _task(settings: Settings) -> list[tuple[str, str]]:
     ]
 
 
-def _preference(settings: Settings) -> list[tuple[str, str]]:
+def _preference_rows(settings: Settings) -> list[tuple[str, str]]:
     loss = settings.preference.pair_settings(settings.training.loss)
     extra = f", gamma {loss.gamma:g}" if loss.gamma else ""
     extra += f", label smoothing {loss.label_smoothing:g}" if loss.label_smoothing else ""
@@ -153,7 +153,7 @@ def _preference(settings: Settings) -> list[tuple[str, str]]:
     ]
 
 
-def _kto(settings: Settings) -> list[tuple[str, str]]:
+def _kto_rows(settings: Settings) -> list[tuple[str, str]]:
     loss = settings.preference.kto
     weights = f"desirable x {loss.desirable_weight:g}, undesirable x {loss.undesirable_weight:g}"
     return [
@@ -162,7 +162,7 @@ def _kto(settings: Settings) -> list[tuple[str, str]]:
     ]
 
 
-def _distillation(distillation: DistillationSettings) -> list[tuple[str, str]]:
+def _distillation_rows(distillation: DistillationSettings) -> list[tuple[str, str]]:
     loss = distillation.loss
     beta = f", beta {loss.beta:g}" if loss.divergence == "jsd" else ""
     teacher = "NAME.topk.arrow beside each NAME.jsonl of the data"
@@ -175,7 +175,7 @@ def _distillation(distillation: DistillationSettings) -> list[tuple[str, str]]:
     ]
 
 
-def _weights(settings: Settings, lora: LoraRun | None, other: OtherMaker | None) -> str:
+def _weights_text(settings: Settings, lora: LoraRun | None, other: OtherMaker | None) -> str:
     checkpoints = settings.checkpoints
     from mcore_qwen3vl.training.model import resuming
 
@@ -195,7 +195,7 @@ def _layout_of(parallel: ParallelSettings, a: Architecture) -> Layout:
     return layout if a.is_moe else replace(layout, etp=1)
 
 
-def _layout(settings: Settings, a: Architecture) -> str:
+def _layout_text(settings: Settings, a: Architecture) -> str:
     parallel = settings.parallel
     layout = _layout_of(parallel, a)
     ranks = f"{parallel.world_size} rank{'s' if parallel.world_size > 1 else ''}"
@@ -203,7 +203,7 @@ def _layout(settings: Settings, a: Architecture) -> str:
     return f"{layout} on {ranks} on {device}, layer spec {settings.compute.layer_spec}"
 
 
-def _precision(settings: Settings) -> str:
+def _precision_text(settings: Settings) -> str:
     compute = settings.compute
     if compute.fp8:
         return f"{compute.fp8} in FP8 layers, the rest bf16"
@@ -214,7 +214,7 @@ def _precision(settings: Settings) -> str:
     return "fp32, whose attention is not fused: much slower than --bf16, and in far more memory"
 
 
-def _data(settings: Settings) -> str:
+def _data_text(settings: Settings) -> str:
     loop, data = settings.loop, settings.data
     paths = " ".join(map(str, loop.training_data))
     if data.packing:
@@ -231,7 +231,7 @@ def _data(settings: Settings) -> str:
     return f"{paths}; {rows}; {batch}"
 
 
-def _validation(settings: Settings) -> str:
+def _validation_text(settings: Settings) -> str:
     loop, training = settings.loop, settings.training
     paths = " ".join(map(str, loop.valid_data_path or ()))
     if not loop.eval_iters:
@@ -246,7 +246,7 @@ def _validation(settings: Settings) -> str:
     return "; ".join([f"{paths}; {batch} every {loop.eval_interval} steps", *ends])
 
 
-def _schedule(settings: Settings) -> str:
+def _schedule_text(settings: Settings) -> str:
     loop, training = settings.loop, settings.training
     length = f"{loop.train_iters} steps" if loop.train_iters else f"{loop.train_samples} samples"
     if training.num_epochs:
@@ -257,7 +257,7 @@ def _schedule(settings: Settings) -> str:
     return f"{length}, {rate}{'' if loop.lr_decay_style == 'constant' else f', {decay}'}"
 
 
-def _memory(settings: Settings, a: Architecture) -> str:
+def _memory_text(settings: Settings, a: Architecture) -> str:
     if not (settings.compute.bf16 and settings.loop.use_distributed_optimizer):
         return "not estimated: the estimate needs --bf16 with --use-distributed-optimizer"
     trained = memory.trained_of(settings, a, settings.model.folder)
@@ -271,7 +271,7 @@ def _turn_end(folder: Path) -> TurnEnd | None:
     return unlisted_turn_end(folder) if folder.is_dir() else None  # a config alone is a shape
 
 
-def _writes(settings: Settings, a: Architecture) -> str:
+def _writes_text(settings: Settings, a: Architecture) -> str:
     model, logs, log_json = settings.model, settings.logs, settings.training.log_json
     save, interval = settings.checkpoints.save, settings.checkpoints.save_interval
     trains_adapter = settings.lora.trains_adapter

@@ -57,7 +57,7 @@ def forward(
     return output, chunk.local_tokens(batch.input_ids.shape[1], packing)
 
 
-def run_with_processor(processor: Callable[..., Tensor]) -> RunBatch:
+def processor_runner(processor: Callable[..., Tensor]) -> RunBatch:
     """Return what runs a micro-batch, of which the last stage returns what `processor` computes.
 
     It is Megatron's ``output_processor``, with the batch and the chunk before its own arguments.

@@ -61,7 +61,7 @@ from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.hooks import Wrapper, call_original
 from mcore_qwen3vl.training.second_model import SecondModel
-from mcore_qwen3vl.training.step.forward import ForwardStep, RunBatch, forward, run_with_processor
+from mcore_qwen3vl.training.step.forward import ForwardStep, RunBatch, forward, processor_runner
 from mcore_qwen3vl.training.step.losses import (
     Objective,
     Reduced,
@@ -76,7 +76,7 @@ Within = Callable[[Any], AbstractContextManager[Any]]
 """A function that makes, from the model that trains, a context which gives the model to run."""
 
 
-def two_passes(
+def run_two_passes(
     field: str,
     schedule: Callable[..., Any],
     *,
@@ -169,12 +169,12 @@ def evaluation_mode(model: Any) -> Iterator[Any]:
         yield model
 
 
-def compare_with_teacher(settings: Distillation) -> RunBatch:
+def divergence_runner(settings: Distillation) -> RunBatch:
     """Return what runs a micro-batch through a pipeline chunk and compares it with the teacher.
 
     On the last stage it returns (2, B, s) float32: divergences, and cross entropies.
     """
-    return run_with_processor(partial(_compare, settings))
+    return processor_runner(partial(_compare, settings))
 
 
 def distillation_objective(settings: Distillation) -> Objective:
@@ -231,7 +231,7 @@ def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def teacher_step(k: int, temperature: float) -> Callable[..., Any]:
     """Return the forward step of a first pass, which finds the teacher's `k` likeliest tokens."""
-    run = run_with_processor(partial(_likeliest, k=k, temperature=temperature))
+    run = processor_runner(partial(_likeliest, k=k, temperature=temperature))
     return first_pass_step(
         run, lambda batch, local, values: Top(values[..., :k].int(), values[..., k:])
     )
@@ -450,17 +450,17 @@ def _pool(
     return reduce_from_tensor_model_parallel_region(values, group=group)
 
 
-def pool_last_tokens(read: Read) -> RunBatch:
+def last_token_runner(read: Read) -> RunBatch:
     """Return what runs a micro-batch through a pipeline chunk and reads its last tokens.
 
     On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
     """
-    return run_with_processor(partial(_pool, read))
+    return processor_runner(partial(_pool, read))
 
 
-EMBED = pool_last_tokens(lambda states, head, weight: states)
+EMBED = last_token_runner(lambda states, head, weight: states)
 """Runs a micro-batch, whose values are (N, H) embeddings, not normalised."""
-SCORES = pool_last_tokens(lambda states, head, weight: head(states))
+SCORES = last_token_runner(lambda states, head, weight: head(states))
 """Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
 
 
@@ -473,7 +473,9 @@ def task_objective(settings: Settings) -> tuple[Objective, RunBatch]:
         return reward_objective, SCORES
     if labels := settings.labels:
         return partial(classification_objective, labels), SCORES
-    return partial(ranking_objective, task.ranking), judge(settings.model.folder, task.words)
+    return partial(ranking_objective, task.ranking), answer_word_runner(
+        settings.model.folder, task.words
+    )
 
 
 def reward_objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
@@ -512,7 +514,7 @@ def ranking_objective(ranking: Ranking, batch: Batch, local: Tensor, logits: Ten
     return reduce_units(losses.sum(), batch, {"reranker loss": losses, "accuracy": right})
 
 
-def judge(folder: str | Path, words: tuple[str, str]) -> RunBatch:
+def answer_word_runner(folder: str | Path, words: tuple[str, str]) -> RunBatch:
     """Return what runs a micro-batch, whose values are the logits (N, 2) of two words.
 
     It raises BadInput if a word is not a single token.
@@ -527,7 +529,7 @@ def judge(folder: str | Path, words: tuple[str, str]) -> RunBatch:
                 "answers are one token each: name two others with --answers."
             )
         tokens += ids
-    return pool_last_tokens(lambda states, head, weight: head(states, weight, tokens=tokens)[0])
+    return last_token_runner(lambda states, head, weight: head(states, weight, tokens=tokens)[0])
 
 
 def relevance(logits: Tensor) -> Tensor:
@@ -557,7 +559,7 @@ def with_contrasts(contrastive: Contrastive, schedule: Callable[..., Any], **arg
         return schedule(**arguments)
     values = partial(contrasts, contrastive)
     first = first_pass_step(EMBED, lambda batch, local, embeddings: embeddings)
-    return two_passes(
+    return run_two_passes(
         "contrast", schedule, first=first, within=evaluation_mode, values=values, **arguments
     )
 
@@ -644,7 +646,7 @@ def forward_step_of(settings: Settings) -> ForwardStep:
         return step(kto_objective(settings.preference.kto))
     if loss == DISTILL:
         distillation = settings.distillation.loss
-        return step(distillation_objective(distillation), run=compare_with_teacher(distillation))
+        return step(distillation_objective(distillation), run=divergence_runner(distillation))
     if loop.mtp_num_layers:
         return step(further_token_objective(find_loss(loss), loop.mtp_loss_scaling_factor))
     return step(token_objective(find_loss(loss)))
@@ -660,9 +662,9 @@ def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
     elif loss == DISTILL and second:
         assert distillation.teacher_top_k is not None
         first = teacher_step(distillation.teacher_top_k, distillation.loss.temperature)
-        passes = partial(two_passes, "teacher", first=first, within=second.in_place)
+        passes = partial(run_two_passes, "teacher", first=first, within=second.in_place)
     elif loss in LOSSES and settings.reference in ("adapter", "model"):
-        passes = partial(two_passes, "references", first=ANSWERS_STEP, within=reference)
+        passes = partial(run_two_passes, "references", first=ANSWERS_STEP, within=reference)
     elif loss == KTO:
         passes = partial(with_baseline, reference)
     else:

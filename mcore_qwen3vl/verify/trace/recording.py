@@ -195,7 +195,7 @@ class Recording:
         return values
 
 
-def record(
+def record_reference(
     reference: Reference,
     points: list[ProbePoint],
     batch: Batch,
@@ -268,8 +268,8 @@ class TraceReference(ReferenceCheckpoint):
         key = (id(batch.micro_batches[0]), len(batch.micro_batches), gradients)
         if key not in self._recordings:
             points = data_path(self.architecture)
-            rounded = record(self.model(), points, batch, gradients=gradients)
-            exact = record(self.model(torch.float64), points, batch, gradients=gradients)
+            rounded = record_reference(self.model(), points, batch, gradients=gradients)
+            exact = record_reference(self.model(torch.float64), points, batch, gradients=gradients)
             exact.tolerances = _tolerances(rounded, exact)
             self._recordings[key] = exact
         return self._recordings[key]

@@ -13,10 +13,10 @@ from mcore_qwen3vl.data.encoding.packing import (
     Measure,
     Size,
     Workload,
-    all_ranks,
     divide,
-    each_rank,
     extra_work,
+    pack_by_length,
+    pack_by_work,
 )
 from mcore_qwen3vl.shapes import SHAPES
 
@@ -83,8 +83,8 @@ def test_the_work_of_a_row_is_level(ranks: int, model: Architecture) -> None:
     """A row's work is more even than in packs by length, which are made without balancing."""
     load = Workload(model, heavy_tailed(30000), CAPACITY)
     per_step = 512 // ranks
-    before = load.balance(list(each_rank(load.lengths, CAPACITY, ranks, 128)), per_step)
-    rows = list(all_ranks(load.measures(), CAPACITY, ranks, 128, per_step))
+    before = load.balance(list(pack_by_length(load.lengths, CAPACITY, ranks, 128)), per_step)
+    rows = list(pack_by_work(load.measures(), CAPACITY, ranks, 128, per_step))
     after = load.balance(rows, per_step)
     assert after.micro_batch_step < 1.05 < 1.1 < before.micro_batch_step
     assert after.optimizer_step < 1.02
