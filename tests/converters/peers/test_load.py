@@ -89,7 +89,7 @@ RUNS = [
     ("ms-swift-moe", "ep2xdp2"),
     ("pai-megatron-patch-dense", "pp3"),
     ("pai-megatron-patch-moe", "tp2xep2+sp"),
-    ("ms-swift-hybrid_moe", "tp2"),
+    ("ms-swift-hybrid_moe", "tp2+sp"),
 ]
 
 
