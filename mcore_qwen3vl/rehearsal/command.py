@@ -161,7 +161,8 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
 
 
 def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
-    script = name if name.is_file() else INSTALLED / name.with_suffix(".sh").name
+    # The name of a size may have a dot, which would be taken for a suffix.
+    script = name if name.is_file() else INSTALLED / f"{name.name.removesuffix('.sh')}.sh"
     if not script.is_file():
         raise BadInput(
             f"There is no script {name}: give a path, a name that `mcore-qwen3vl launch list` "

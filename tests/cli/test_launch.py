@@ -21,7 +21,7 @@ def test_list_names_every_script(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     scripts = [script for script in LAUNCH.glob("*.sh") if script.stem != "common"]
     configurations = [*LAUNCH.glob("*.yaml")]
-    assert (len(scripts), len(configurations)) == (19, 5)
+    assert (len(scripts), len(configurations)) == (23, 5)
     for script in [*scripts, *configurations]:
         assert script.stem in printed
     assert "Qwen3-VL-8B, full fine-tuning at 8k packed: one node of 8xH100-80GB." in printed
@@ -31,6 +31,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     for name, file in {
         "sft_8b": "sft_8b.sh",
         "sft_8b.sh": "sft_8b.sh",
+        "sft_qwen3.5_9b": "sft_qwen3.5_9b.sh",
         "grpo_8b": "grpo_8b.yaml",
         "grpo_8b.yaml": "grpo_8b.yaml",
     }.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from megatron.core.transformer import transformer_block
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import recompute
@@ -164,6 +167,45 @@ def test_what_is_kept_by_several_is_made_for_each() -> None:
     plain = nn.functional.layer_norm(x, (6,))
     expected = (plain * plain).sum() + plain[:, 1:3].exp().sum() + (plain.t() @ plain).sum()
     assert torch.equal(gradient, torch.autograd.grad(expected, x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_around_zero_keeps_no_wider_copy_of_its_input(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are those of a norm that keeps the copy, bit for bit, and Hugging Face's."""
+    wide: list[StorageWeakRef] = []
+    plain = functional.rms_norm
+
+    def rms_norm(x: Tensor, *arguments: Any) -> Tensor:
+        wide.append(StorageWeakRef(x.untyped_storage()))
+        return plain(x, *arguments)
+
+    monkeypatch.setattr(functional, "rms_norm", rms_norm)
+    config = SimpleNamespace(
+        layernorm_zero_centered_gamma=True, params_dtype=dtype, sequence_parallel=False
+    )
+    norm, theirs = RMSNorm(config, 64), Qwen3_5RMSNorm(64).to(dtype)  # type: ignore[arg-type]
+    draw = torch.Generator().manual_seed(1)
+    weight, inputs, gradient = (torch.randn(n, 64, generator=draw).to(dtype) for n in (1, 50, 50))
+    for module in (norm, theirs):
+        module.weight.data.copy_(weight[0])
+
+    def gradients(module: Any, context: Any) -> tuple[tuple[Tensor, ...], bool]:
+        x = inputs.clone().requires_grad_()
+        with context:
+            output = module(x)
+        kept = dtype != torch.float32 and not wide[-1].expired()
+        return torch.autograd.grad(output, (x, module.weight), gradient), kept
+
+    same, kept = gradients(norm, nullcontext())
+    assert kept == (dtype == torch.bfloat16)
+    less, kept = gradients(norm, recomputing())
+    assert not kept
+    expected, _ = gradients(theirs, nullcontext())
+    for ours, whole, hf in zip(less, same, expected, strict=True):
+        assert torch.equal(ours, whole)
+        torch.testing.assert_close(ours, hf)
 
 
 @pytest.mark.parametrize("emptied", [False, True])

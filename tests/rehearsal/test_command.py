@@ -39,10 +39,16 @@ def test_a_script_gives_flags_ranks_and_the_model_of_its_name() -> None:
     assert command.micro_batches == 64 // 8
 
 
-def test_a_script_is_named_as_launch_list_has_it(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("name", ["sft_8b", "sft_qwen3.5_9b"])
+def test_a_script_is_named_as_launch_list_has_it(
+    name: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
-    by_name, by_path = (read_command([w], None) for w in ("sft_8b", str(LAUNCH / "sft_8b.sh")))
-    assert by_name.flags == by_path.flags
+    by_name, with_suffix, by_path = (
+        read_command([word], None) for word in (name, f"{name}.sh", str(LAUNCH / f"{name}.sh"))
+    )
+    assert by_name.flags == with_suffix.flags == by_path.flags
+    assert by_name.model == name.removeprefix("sft_")
 
 
 def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:

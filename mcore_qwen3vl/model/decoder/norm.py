@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from mcore_qwen3vl.model.recompute import remember
+
 
 class RMSNorm(nn.Module):
     """A root mean square norm that keeps its input for the backward pass, without a float32 copy.
@@ -35,8 +37,16 @@ class RMSNorm(nn.Module):
         if self.zero_centered:  # HF adds one and multiplies in float32, and rounds once
             wide = torch.promote_types(x.dtype, torch.float32)
             weight = 1 + self.weight.to(wide)
-            return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
+            return F.rms_norm(_widen(x, wide), weight.shape, weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def _widen(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to a wider dtype; in a layer that recomputes, the backward pass casts once more."""
+    if x.dtype == dtype:
+        return x
+    narrow = x.detach()
+    return remember(x.to(dtype), lambda: narrow.to(dtype))
 
 
 class StandaloneRMSNorm(RMSNorm):
