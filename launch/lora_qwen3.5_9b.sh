@@ -6,6 +6,7 @@
 # eight are data parallel. For longer packs, append --tensor-model-parallel-size 2
 # --sequence-parallel, which halves the activations. Other layouts were not rehearsed.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
+# The te spec, which is the default here, was not rehearsed.
 # Memory of a GPU, rehearsed with the torch spec: 60.6 GB reserved of 81.6, 59.3 held (weights 18.9,
 # gradients 0.2, optimizer 0.1, logits and loss 0.0, the rest 40.2).
 NODES=${NODES:-${SLURM_NNODES:-1}}

@@ -7,6 +7,7 @@
 # Other layouts were not rehearsed. FP8=1 is refused: TP 4 leaves 4,120 rows of a delta net's input
 # projection to a rank, no multiple of 16.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
+# The te spec, which is the default here, was not rehearsed.
 # Memory of a GPU (first stage), rehearsed with the torch spec: 68.0 GB reserved of 81.1, 65.8 held
 # (weights 7.5, gradients 14.9, optimizer 11.2, logits and loss 0.0, the rest 32.2). A rank waits
 # 10.1% of an iteration for others (modelled).

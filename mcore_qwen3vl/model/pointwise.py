@@ -46,5 +46,5 @@ def switch_on() -> None:
     """Compile all decorated functions from now on, until the process ends."""
     Pointwise.everywhere = True
     config: Any = torch._dynamo.config
-    config.disable = False  # the simulated GPU sets it because of Megatron's functions
+    config.disable = False  # set on the simulated GPU, and where there is no C compiler
     config.recompile_limit = max(config.recompile_limit, VARIANTS)

@@ -219,7 +219,7 @@ MEGATRON_REPLACEMENTS = (
         "starts a manager process that re-imports the program; a synchronous save needs none",
         get_write_results_queue=lambda mp_mode="spawn": queue.Queue(),
     ),
-    # As Megatron's main branch does of each layer in the one that predicts a further token.
+    # Megatron's main branch asks isinstance of them for the layer that predicts a further token.
     *(
         Replacement(
             "megatron.core.tensor_parallel.inference_layers",

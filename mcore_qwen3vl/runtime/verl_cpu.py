@@ -149,4 +149,6 @@ VLLM_REPLACEMENTS = (
 
 cpu.apply(REPLACEMENTS)
 if "vllm" in sys.modules:
+    # vLLM has given functions to torch.compile before the backend could leave them as written.
+    torch._dynamo.config.disable = True
     cpu.apply(VLLM_REPLACEMENTS)

@@ -248,7 +248,7 @@ def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
     meant = {
         "linear_qkv": [query, key, value],
         "linear_proj": [output],
-        "in_proj": [*DELTA_NET[:-1]],
+        "in_proj": [*DELTA_NET[:-1]] if any(architecture.delta_net_layers) else ["in_proj"],
         "linear_fc1": [*([gate, up] if dense else []), *([EXPERTS[0]] if moe else [])],
         "linear_fc2": [*([down] if dense else []), *([EXPERTS[1]] if moe else [])],
         "router": [ROUTER],

@@ -15,6 +15,7 @@ from mcore_qwen3vl.model.recompute import remember
 class RMSNorm(nn.Module):
     """A root mean square norm that keeps its input for the backward pass, without a float32 copy.
 
+    A norm of weights that are differences from one does so only in a layer that recomputes.
     In half precision it rounds once, like Transformer Engine's norm; Hugging Face's norm also
     rounds before it multiplies by the weight. mcore's ``WrappedTorchNorm`` refuses sequence
     parallelism. This norm marks its weight, so that its gradient, of which each rank has a part, is

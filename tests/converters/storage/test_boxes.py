@@ -82,7 +82,7 @@ def test_a_layer_is_read_from_chunks_of_several_layers() -> None:
     whole = torch.arange(9.0).view(3, 3)
 
     class Stored(MegatronCheckpoint):
-        def _tensor(self, key: str, chunk: Chunk) -> torch.Tensor:
+        def _read_chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
             (rows, columns), (height, width) = chunk.offsets, chunk.sizes
             return whole[rows : rows + height, columns : columns + width]
 
