@@ -64,14 +64,47 @@ WIDE: dict[str, Any] = {
 }
 # Nor may an expert's matrix be square: Hugging Face transposes what it loads by the shape alone.
 WIDE_MOE = {"moe_intermediate_size": 384, "num_experts": 8, "num_experts_per_tok": 2}
+# Those of Qwen3.5, whose attention has heads of 256, and its delta nets of 128.
+HYBRID: dict[str, Any] = {"family": "qwen3.5"}
+WIDE_HYBRID: dict[str, Any] = {
+    **HYBRID,
+    "text": {
+        "head_dim": 256,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 128,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    },
+    "vision": WIDE["vision"],
+}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "moe": {"moe": True},
+    "hybrid": HYBRID,
+    "hybrid-moe": {**HYBRID, "moe": True},
     "wide": WIDE,
     "wide-moe": {**WIDE, "moe": True, "text": {**WIDE["text"], **WIDE_MOE}},
     # bf16 cannot judge tokens that rounding sends to other experts; with all experts it can.
     "wide-moe-all": {
         **WIDE, "moe": True, "text": {**WIDE["text"], **WIDE_MOE, "num_experts_per_tok": 8},
+    },
+    "wide-hybrid": WIDE_HYBRID,
+    "wide-hybrid-moe-all": {
+        **WIDE_HYBRID,
+        "moe": True,
+        "text": {
+            **WIDE_HYBRID["text"], **WIDE_MOE, "num_experts_per_tok": 8,
+            "shared_expert_intermediate_size": 128,
+        },
     },
 }  # fmt: skip
 """The arguments of :func:`write_tiny_checkpoint` for each model."""
@@ -80,15 +113,16 @@ WORTH = (
     "^versions$",
     "^parity, (torch spec, fp32|te spec, bf16), .*, one GPU$",
     "kernels|^experts",
-    "^training loop, .*, dense$",
+    "^training loop, .*, (dense|Qwen3.5)$",
     "^rates$",
     "^training step, 2B",
     "^training run, 2B, (torch|te)$",
-    "^training loop, .*, (MoE|dense, FP8|dense, LoRA)$",
+    "^training loop, .*, (MoE|dense, FP8|dense, LoRA|Qwen3.5, MTP)$",
     "^parity, .*, one GPU$",
     "^generate",
     "^training step, 30B",
-    "^training run, (30B|2B, FP8)",
+    "^training run, (30B|2B, FP8|Qwen3.5)",
+    "^training step, Qwen3.5",
     "^parity, .*compiled$",
     "^parity, .*GPU",
     "^training loop",
@@ -104,14 +138,16 @@ with bf16 ones, which computes less than ours does."""
 VERSIONS = """
 import json, importlib.metadata as meta, torch
 assert torch.cuda.is_available(), "PyTorch finds no GPU"
-names = ("torch", "megatron-core", "transformer-engine", "transformers", "mcore-qwen3vl")
+cudnn = torch.backends.cudnn.version()  # before Transformer Engine loads one of its own
+names = ("torch", "triton", "megatron-core", "transformer-engine", "transformers", "fla-core",
+    "mcore-qwen3vl")
 def version(name):
     try: return meta.version(name)
     except meta.PackageNotFoundError: return None
 devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 import mcore_qwen3vl.training.run, mcore_qwen3vl.model.qwen3vl, mcore_qwen3vl.converters
 print(json.dumps({**{name: version(name) for name in names}, "CUDA": torch.version.cuda,
-    "cuDNN": torch.backends.cudnn.version(),
+    "cuDNN": cudnn,
     "GPUs": [f"{d.name}, {d.total_memory / 2**30:.1f} GiB" for d in devices]}))
 """
 
@@ -279,7 +315,8 @@ def checks(out: Path, specs: Sequence[str], gpus: int, patience: float) -> Itera
         words = f"--device cuda --spec {spec} --dtype {dtype} --json".split()
         # Below the part's own limit, so that the stacks of hanging ranks are still written.
         words += ["--timeout", f"{110 * patience:g}"]
-        for name in ("dense", "moe") if dtype == "fp32" else ("wide", "wide-moe-all"):
+        wide = ("wide", "wide-moe-all", "wide-hybrid", "wide-hybrid-moe-all")
+        for name in ("dense", "moe", "hybrid", "hybrid-moe") if dtype == "fp32" else wide:
             for what, flags in (
                 ("one GPU", []),
                 (where, layout(name, used)),
@@ -287,17 +324,29 @@ def checks(out: Path, specs: Sequence[str], gpus: int, patience: float) -> Itera
             ):
                 command = [*COMMAND, "verify", "parity", str(models / name), *words, *flags]
                 title = f"parity, {spec} spec, {dtype}, {name}, {what}"
+                if dtype == "bf16" and "hybrid" in name and not find_spec("fla"):
+                    yield absent(title, NO_FLA)
+                    continue
                 yield Part(title, command, 38, worst_finding)
     kernels = [sys.executable, str(ROOT / "benchmarks" / "kernels.py")]
     yield Part("attention kernels, torch spec, bf16", kernels, 12, worst_kernels)
     yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 8, last_json)
-    answers: list[Part] = []
-    for spec in specs:
-        words = ["generate", str(models / "dense"), "--spec", spec, "--prompt", "What is it?"]
-        words += ["--max-new-tokens", "16", "--temperature", "0", "--json"]
-        read = partial(compare_tokens, out / f"answer-{spec}.json", out / f"answer-{specs[0]}.json")
-        answers.append(Part(f"generate, {spec} spec", [*COMMAND, *words], 22, read, answers[:1]))
-    yield from answers
+    if find_spec("fla"):
+        yield Part("delta net kernels, bf16", [*kernels, "--delta-net"], 30, worst_kernels)
+    else:
+        yield absent("delta net kernels, bf16", NO_FLA)
+    for name, model in (("", "dense"), (", Qwen3.5", "wide-hybrid")):
+        if name and not find_spec("fla"):
+            yield absent(f"generate{name}", NO_FLA)
+            continue
+        answers: list[Part] = []
+        for spec in specs:
+            words = ["generate", str(models / model), "--spec", spec, "--prompt", "What is it?"]
+            words += ["--max-new-tokens", "16", "--temperature", "0", "--json"]
+            files = (out / f"answer-{model}-{which}.json" for which in (spec, specs[0]))
+            title, read = f"generate, {spec} spec{name}", partial(compare_tokens, *files)
+            answers.append(Part(title, [*COMMAND, *words], 22, read, answers[:1]))
+        yield from answers
 
 
 def even(gpus: int) -> int:
@@ -318,6 +367,8 @@ LOSS_TOLERANCE = 0.02
 rounded as in FP8 by 0.8 %. Products whose weights get no gradient make 25 %."""
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"  # as FP8=1 for the scripts
 MOE = "--moe-z-loss-coeff 1e-5"
+MTP = "--mtp-num-layers 1"
+NO_FLA = "flash-linear-attention is not installed"
 HOPPER = 9  # major compute capability
 TRAINING = (
     "--bf16 --packing --seq-length 256 --micro-batch-size 1 --use-distributed-optimizer "
@@ -342,6 +393,8 @@ def training(out: Path, specs: Sequence[str], gpus: int, capability: int) -> Ite
         ("dense", "wide", gpus, "", None),
         ("MoE", "wide-moe", gpus, MOE, None),
         ("dense, LoRA", "wide", gpus, "--lora-rank 8 --lora-target language", None),
+        ("Qwen3.5", "wide-hybrid", gpus, "", None),
+        ("Qwen3.5, MTP", "wide-hybrid", gpus, MTP, None),
         # EP changes no batch, unless a GPU is left over.
         ("MoE, EP 2", "wide-moe", pairs, f"{MOE} --expert-model-parallel-size 2",
          "MoE" if pairs == gpus else None),
@@ -349,7 +402,7 @@ def training(out: Path, specs: Sequence[str], gpus: int, capability: int) -> Ite
         ("dense, FP8", "wide", gpus, FP8, "dense"),
     ):  # fmt: skip
         tp = 2 if flags == stages else 1
-        missing = no_fp8(specs, capability) if flags == FP8 else ""
+        missing = no_fp8(specs, capability) if flags == FP8 else no_kernels(model)
         if missing or not used:
             yield absent(f"training loop, {name}", missing or f"it needs {2 * tp} GPUs, not {gpus}")
             continue
@@ -381,6 +434,12 @@ def no_fp8(specs: Sequence[str], capability: int) -> str:
         return "Transformer Engine is not installed"
     too_old = f"it needs compute capability {HOPPER}.0; this GPU has {capability}.x"
     return too_old if capability < HOPPER else ""
+
+
+def no_kernels(model: str) -> str:
+    """Return why the machine cannot train a model or size in half precision; empty: it can."""
+    stub = is_preloaded()  # a rank of a rehearsal has one
+    return NO_FLA if re.search("hybrid|Qwen3.5", model) and not find_spec("fla") and not stub else ""
 
 
 def absent(name: str, why: str) -> Part:
@@ -452,12 +511,15 @@ STEPS = (
     Size("2B", "2B", None, 60),
     Size("30B-A3B with 4 layers", "30B-A3B", 4, 70),
     Size("8B with 8 layers", "8B", 8, 67),
+    Size("Qwen3.5-9B with 4 layers", "Qwen3.5-9B", 4, 70),
 )
 RUNS = (
     Size("2B", "2B", None, 62),
     Size("2B, FP8", "2B", None, 66, FP8),
     Size("30B-A3B with 3 layers", "30B-A3B", 3, 76, MOE),
     Size("8B, LoRA", "8B", None, 47, "--lora-rank 16 --lora-target language"),
+    Size("Qwen3.5-0.8B", "Qwen3.5-0.8B", None, 40),
+    Size("Qwen3.5-9B, LoRA", "Qwen3.5-9B", None, 70, "--lora-rank 16 --lora-target language"),
 )
 
 
@@ -481,9 +543,11 @@ def measurements(
         name = f"training {what}, {size.name}, {side}"
         if size.flags == FP8 and side != "te":
             continue
-        why = no_fp8(specs, machine.capability) if size.flags == FP8 else ""
+        why = no_fp8(specs, machine.capability) if size.flags == FP8 else no_kernels(size.name)
         if side == "te" and side not in specs:
             why = "Transformer Engine is not installed"
+        elif side == "hf" and "Qwen3.5" in size.name:
+            why = "Hugging Face loads the kernels of delta nets from its hub, over a network"
         elif not why and 0 < machine.memory_gib < size.gib:
             why = f"it takes {size.gib:.0f} GiB; the GPU has {machine.memory_gib:.0f}"
         if why:

@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py            # attention; --device cpu tries the comparison itself
     python benchmarks/kernels.py --experts  # the experts' grouped matmuls instead
+    python benchmarks/kernels.py --delta-net  # flash-linear-attention's kernels instead
     python benchmarks/kernels.py --rates FILE --gpu h100-80gb  # what the model of time assumes
 
 Parity of tiny models in float32 never calls the variable-length kernel, which needs half precision.
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--delta-net", action="store_true")
     parser.add_argument("--rates", type=Path, metavar="FILE", help="write rates of --gpu to FILE")
     parser.add_argument("--gpu", choices=GPUS)
     options = parser.parse_args(argv)
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     if options.experts:
         errors_by_name, limit = experts(device), EXPERTS_LIMIT
+    elif options.delta_net:
+        errors_by_name, limit = dict(delta_net(device)), LIMIT
     else:
         errors_by_name, limit = {**dict(decoder(device)), **dict(vision(device))}, LIMIT
     print(json.dumps(errors_by_name))
@@ -79,6 +84,62 @@ def experts(device: torch.device) -> dict[str, float]:
     shapes = [(sum(counts), 768), (len(counts), 512, 768)]
     differences = errors(ours, each, shapes, (sum(counts), 512), device)
     return dict(zip(("output", "gradient of rows", "of matrices"), differences, strict=True))
+
+
+def delta_net(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Compare the convolution and the delta rule of one sample, and of packed ones.
+
+    On the host, the plain functions in half precision take the place of the kernels.
+    """
+    from mcore_qwen3vl.model.decoder import delta_net as nets
+    from mcore_qwen3vl.model.decoder.attention import PackedSequence
+
+    plain_convolve, plain_rule = nets._PLAIN
+    convolve, apply_rule = nets._KERNELS if device.type == "cuda" else nets._PLAIN
+    channels, heads, size = 512, 4, 128
+    for what, bounds in (("one sample", (0, 584)), ("packed", (0, 128, 132, 516, 584))):
+        length = bounds[-1]
+        samples: Any = bounds
+        if device.type == "cuda":
+            cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+            packed = PackedSequence(
+                qkv_format="thd", bounds=bounds, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
+            )
+            samples = packed if len(bounds) > 2 else None
+
+        def convolution(x: Tensor, weight: Tensor, run: Any, samples: Any) -> Tensor:
+            output: Tensor = run(x, weight, samples, None)
+            return output
+
+        def rule(
+            query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
+            run: Any, samples: Any,
+        ) -> Tensor:  # fmt: skip
+            log_decay = -F.softplus(decay.float())
+            output: Tensor = run(query, key, value, log_decay, beta.sigmoid(), samples, None)[0]
+            return output
+
+        rows = (1, length)
+        yield f"convolution, {what}", max(
+            errors(
+                partial(convolution, run=convolve, samples=samples),
+                partial(convolution, run=plain_convolve, samples=bounds),
+                [(*rows, channels), (channels, 4)],
+                (*rows, channels),
+                device,
+            )
+        )
+        yield f"delta rule, {what}", max(
+            errors(
+                partial(rule, run=apply_rule, samples=samples),
+                partial(rule, run=plain_rule, samples=bounds),
+                [
+                    *[(*rows, heads // 2, size)] * 2, (*rows, heads, size), *[(*rows, heads)] * 2,
+                ],
+                (*rows, heads, size),
+                device,
+            )
+        )  # fmt: skip
 
 
 def decoder(device: torch.device) -> Iterator[tuple[str, float]]:

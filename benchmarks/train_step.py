@@ -94,8 +94,10 @@ def shape(name: str, layers: int | None) -> dict[str, Any]:
         file = SHAPES / f"{name.lower().replace('-', '_')}.json"
         config = json.loads(file.read_text(encoding="utf-8"))
     if layers:
-        vision = config["vision_config"]
-        config["text_config"]["num_hidden_layers"] = vision["depth"] = layers
+        text, vision = config["text_config"], config["vision_config"]
+        text["num_hidden_layers"] = vision["depth"] = layers
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][:layers]
         taps = len(vision["deepstack_visual_indexes"])
         vision["deepstack_visual_indexes"] = list(range(min(taps, layers)))
     return config
@@ -113,8 +115,13 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
         cpu.install()
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.model import flops
+    from mcore_qwen3vl.pretended.preload import is_preloaded
     from mcore_qwen3vl.training.logs.metrics import device_peak_tflops
 
+    if is_preloaded():
+        from mcore_qwen3vl.rehearsal.rank import linear_attention
+
+        linear_attention.install()
     architecture = Architecture.from_hf(config)
     torch.manual_seed(0)
     batch = make_batch(architecture, options.seq_length, options.samples)

@@ -48,7 +48,11 @@ from mcore_qwen3vl.verify.job import (
     train,
     worst_difference,
 )
-from mcore_qwen3vl.verify.parity.reference import decay_groups, with_adapter
+from mcore_qwen3vl.verify.parity.reference import (
+    decay_groups,
+    with_adapter,
+    without_gpu_kernels,
+)
 
 Split = Literal["train", "val"]
 
@@ -122,7 +126,8 @@ def hf_curve(
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor = AutoProcessor.from_pretrained(job.checkpoint)
-    model = AutoModelForImageTextToText.from_pretrained(job.checkpoint, dtype=torch.float32)
+    with without_gpu_kernels():
+        model = AutoModelForImageTextToText.from_pretrained(job.checkpoint, dtype=torch.float32)
     if job.lora is not None:
         model = with_adapter(model, job.lora)
     model.train()
