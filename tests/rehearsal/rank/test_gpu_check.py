@@ -46,8 +46,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, **Settings().environment(), "OMP_NUM_THREADS": "1"}
 
 
-PARTS = "^(?!parity)|^parity, .*, (dense, one GPU|moe, 4 GPUs|wide, compiled)$"
-"""All parts but those of parity, of which there are twelve of three kinds, a minute each."""
+PARTS = (
+    "^(?!parity|delta net|generate.*Qwen)|^parity, .*, (dense, one GPU|moe, 4 GPUs|wide, compiled)$"
+)
+"""Of parity three parts of a minute, and none that calls flash-linear-attention's own kernels."""
 
 
 @pytest.mark.slow  # thirty processes that import everything
@@ -76,9 +78,11 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert parts[attention]["status"] == "exit 1", found[attention]
     assert parts[attention]["found"]["compared"] == 16, found[attention]
     rates = parts["rates"]
-    assert rates["status"] == "exit 1", found["rates"]
-    assert {"gemm", "attention", "memory", "launch_us", "wait_us"} <= set(rates["found"])
-    assert not (out / "constants.json").exists()
+    constants = {"gemm", "attention", "memory", "launch_us", "wait_us"}
+    assert constants <= set(rates["found"])
+    # What memory holds that no kernel wrote is the same for both dtypes, or is not.
+    assert rates["status"] in ("ok", "exit 1"), found["rates"]
+    assert (out / "constants.json").exists() is (rates["status"] == "ok")
     absent = {name for name, part in parts.items() if part["status"] == "not applicable"}
     te = {"training step, tiny, te", "training run, tiny, te"}
     assert absent == {"training loop, dense, FP8", *te}
@@ -88,9 +92,10 @@ def test_every_part_runs(tmp_path: Path) -> None:
     nonsense = {*parity, experts, attention, "rates", expert_parallel, *absent}
     others = {n: part["status"] for n, part in parts.items() if n not in nonsense}
     assert set(others.values()) == {"ok"}, found
-    assert len(others) == 14
+    assert len(others) == 16
     loops = {name.split("spec, ")[1] for name in others if name.startswith("training loop")}
-    assert loops == {"dense", "MoE", "dense, LoRA", "dense, TP 2, PP 2"}
+    hybrid = {"Qwen3.5", "Qwen3.5, MTP"}
+    assert loops == {"dense", "MoE", "dense, LoRA", "dense, TP 2, PP 2", *hybrid}
     assert parts["versions"]["found"]["GPUs"] == ["Pretended GPU, 80.0 GiB"]
     # With the same step or loop, flags and data, memory is the same.
     for what in ("step, tiny, torch", "step, tiny, hf", "run, tiny, torch"):
