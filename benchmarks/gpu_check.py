@@ -439,7 +439,9 @@ def no_fp8(specs: Sequence[str], capability: int) -> str:
 def no_kernels(model: str) -> str:
     """Return why the machine cannot train a model or size in half precision; empty: it can."""
     stub = is_preloaded()  # a rank of a rehearsal has one
-    return NO_FLA if re.search("hybrid|Qwen3.5", model) and not find_spec("fla") and not stub else ""
+    return (
+        NO_FLA if re.search("hybrid|Qwen3.5", model) and not find_spec("fla") and not stub else ""
+    )
 
 
 def absent(name: str, why: str) -> Part:

@@ -120,14 +120,17 @@ def delta_net(device: torch.device) -> Iterator[tuple[str, float]]:
             return output
 
         rows = (1, length)
-        yield f"convolution, {what}", max(
-            errors(
-                partial(convolution, run=convolve, samples=samples),
-                partial(convolution, run=plain_convolve, samples=bounds),
-                [(*rows, channels), (channels, 4)],
-                (*rows, channels),
-                device,
-            )
+        yield (
+            f"convolution, {what}",
+            max(
+                errors(
+                    partial(convolution, run=convolve, samples=samples),
+                    partial(convolution, run=plain_convolve, samples=bounds),
+                    [(*rows, channels), (channels, 4)],
+                    (*rows, channels),
+                    device,
+                )
+            ),
         )
         yield f"delta rule, {what}", max(
             errors(

@@ -404,9 +404,10 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
     """
     try:
         import peft
-    except ImportError:
+    except ImportError as error:
+        missing = "which is not installed: pip install 'mcore-qwen3vl[lora]'"
         raise BadInput(
-            "adapters need PEFT, which is not installed: pip install 'mcore-qwen3vl[lora]'."
+            f"adapters need PEFT, {missing if error.name == 'peft' else f'which fails: {error}'}."
         ) from None
     import torch  # not above: without torch, `train` answers a typo at once
 

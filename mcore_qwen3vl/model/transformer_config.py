@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fp8_utils import get_fp8_align_size
-from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -20,8 +20,18 @@ from mcore_qwen3vl.megatron_config import config_fields
 from mcore_qwen3vl.model.decoder.attention import rope_frequencies
 from mcore_qwen3vl.model.decoder.delta_net import KERNEL_DTYPES
 
+HOPPER = 9
+"""The major compute capability of an H100 and an H200."""
+
 Spec = Literal["torch", "te"]
 """The modules that a layer is made of: plain torch (CPU and CUDA), or Transformer Engine (CUDA)."""
+
+
+WIDEST_HEAD_OF_OLD_CUDNN = 128
+FIRST_CUDNN_FOR_WIDER_HEADS = (9, 18, 0)
+"""Before it, the backward pass of packed attention uses a workspace that it has not initialized on
+Hopper. Source: Transformer Engine's issue 2186, and an H100: with 9.14 the outputs of heads of 192
+and 256 were right, and the gradients off by their own size or NaN; with 9.19 they were right."""
 
 
 def transformer_config(
@@ -74,6 +84,8 @@ def transformer_config(
         # for a factor of a part of each head.
         fields["softmax_scale"] = factor**2 / architecture.head_dim**0.5
     _check_interleaving(fields)
+    if spec == "te" and architecture.head_dim > WIDEST_HEAD_OF_OLD_CUDNN:
+        _check_cudnn(architecture.head_dim, fields)
     if architecture.delta_net is not None:
         _check_delta_net(architecture.delta_net, fields)
     if (further := fields.get("mtp_num_layers")) not in (None, architecture.mtp_num_hidden_layers):
@@ -136,6 +148,29 @@ def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
         )
     if overrides.get("attention_dropout"):
         raise BadInput("The torch spec has no attention dropout; these models use none either.")
+
+
+def _check_cudnn(head_dim: int, fields: dict[str, Any]) -> None:
+    """Refuse a cuDNN whose gradients are wrong, if Transformer Engine would take its attention."""
+    backend = fields.get("attention_backend", AttnBackend.auto)
+    if (
+        fields["params_dtype"] not in KERNEL_DTYPES
+        or backend not in (AttnBackend.auto, AttnBackend.fused)
+        or not torch.cuda.is_available()
+        or torch.cuda.get_device_capability()[0] != HOPPER
+    ):
+        return
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    version = get_cudnn_version()
+    if version < FIRST_CUDNN_FOR_WIDER_HEADS:
+        names = [".".join(map(str, v)) for v in (version, FIRST_CUDNN_FOR_WIDER_HEADS)]
+        raise BadInput(
+            f"Transformer Engine has loaded cuDNN {names[0]}, whose gradients of packed attention "
+            f"are wrong on this GPU for heads of {head_dim}. It takes the system's before that of "
+            f"Python packages: update it to {names[1]} or later, let LD_LIBRARY_PATH begin with "
+            "the lib folder of the nvidia-cudnn package that PyTorch brings, or use the torch spec."
+        )
 
 
 def _check_delta_net(net: DeltaNetArchitecture, fields: dict[str, Any]) -> None:

@@ -54,15 +54,28 @@ def test_an_adapter(
     assert "('someone/model') was not found" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "which is not installed: pip install 'mcore-qwen3vl[lora]'."),
+        ("import accelerate.none", "which fails: No module named 'accelerate.none'."),
+    ],
+)
 def test_without_peft(
+    text: str | None,
+    expected: str,
     made: Callable[[str], Made],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     source = made("swapped roles")
-    monkeypatch.setitem(sys.modules, "peft", None)
+    if text is None:
+        monkeypatch.setitem(sys.modules, "peft", None)
+    else:
+        (tmp_path / "peft.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "peft", raising=False)
     code, message = inspect(capsys, source.folder)
     assert code == 2
-    assert (
-        "adapters need PEFT, which is not installed: pip install 'mcore-qwen3vl[lora]'" in message
-    )
+    assert f"adapters need PEFT, {expected}" in message

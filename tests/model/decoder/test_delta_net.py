@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
@@ -134,6 +136,38 @@ def test_a_gpu_needs_kernels_in_half_precision(monkeypatch: pytest.MonkeyPatch) 
         transformer_config(HYBRID, params_dtype=torch.bfloat16)
     transformer_config(HYBRID, params_dtype=torch.float32)
     transformer_config(HYBRID, params_dtype=torch.bfloat16, deterministic_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "overrides", "refused"),
+    [
+        ((9, 14, 0), 9, {}, True),
+        ((9, 14, 0), 9, {"attention_backend": AttnBackend.fused}, True),
+        ((9, 14, 0), 9, {"attention_backend": AttnBackend.flash}, False),
+        ((9, 14, 0), 9, {"params_dtype": torch.float32}, False),
+        ((9, 14, 0), 10, {}, False),
+        ((9, 18, 0), 9, {}, False),
+    ],
+)
+def test_a_cudnn_with_wrong_gradients_of_wide_heads_is_refused(
+    version: tuple[int, ...],
+    capability: int,
+    overrides: dict[str, Any],
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    utils = ModuleType("transformer_engine.pytorch.utils")
+    monkeypatch.setattr(utils, "get_cudnn_version", lambda: version, raising=False)
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(model_config, "find_spec", lambda name: True)
+    expected = pytest.raises(BadInput, match=r"cuDNN 9\.14\.0.* heads of 64.* 9\.18\.0")
+    fields = {"params_dtype": torch.bfloat16, **overrides}
+    transformer_config(HYBRID, spec="te", **fields)  # its heads are narrow
+    monkeypatch.setattr(model_config, "WIDEST_HEAD_OF_OLD_CUDNN", HYBRID.head_dim - 1)
+    with expected if refused else nullcontext():
+        transformer_config(HYBRID, spec="te", **fields)
 
 
 def test_the_kernels_get_and_give_what_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +17,9 @@ from mcore_qwen3vl.model.decoder import delta_net
 from mcore_qwen3vl.model.decoder.attention import RotarySelfAttention
 from mcore_qwen3vl.model.decoder.delta_net import DeltaNet
 from mcore_qwen3vl.model.decoder.norm import RMSNorm
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow
+from tests.docs.markdown import ROOT
 from tests.turns import slow_except
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -114,3 +120,25 @@ def test_a_mistake_is_seen(name: str, matrix: Matrix, monkeypatch: pytest.Monkey
     failed = {p for (_, p), summary in report.parts().items() if summary.failed}
     assert part in failed
     assert ("logits" in failed) == (part == "logits")  # otherwise another mistake was made
+
+
+@pytest.mark.slow
+def test_the_reference_calls_no_kernels_that_need_a_gpu(tmp_path: Path) -> None:
+    """Where flash-linear-attention is installed, transformers would call it on the CPU too."""
+    package = tmp_path / "fla"
+    package.mkdir()
+    raising = "def {}(*arguments, **named): raise RuntimeError('it needs a GPU')\n"
+    kernels = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
+    (package / "__init__.py").touch()
+    for folder in ("ops", "ops/gated_delta_rule"):
+        (package / folder).mkdir()
+        (package / folder / "__init__.py").write_text("".join(map(raising.format, kernels)))
+    model = write_tiny_checkpoint(tmp_path / "model", family="qwen3.5")
+    done = subprocess.run(
+        [sys.executable, "-m", "mcore_qwen3vl", "verify", "parity", str(model), "--no-gradients"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
