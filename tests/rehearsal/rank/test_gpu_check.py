@@ -199,21 +199,27 @@ def test_the_loss_that_is_compared_falls(gpu_check: Any, models: Path) -> None:
     assert found["last loss"] < 3.5
 
 
-def test_what_the_machine_cannot_run_is_not_applicable(gpu_check: Any, tmp_path: Path) -> None:
+def test_what_the_machine_cannot_run_is_not_applicable(
+    gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is said in words, and is no failure."""
+    kernels = ["Qwen3.5", "Qwen3.5, MTP"]
     ways = ["MoE, EP 2", "dense, TP 2, PP 2", "dense, FP8"]
-    for gpus, specs, capability, absent in (
-        (1, ["torch"], 9, ways),
-        (1, ["torch", "te"], 9, ways[:2]),
-        (3, ["torch", "te"], 8, ways[1:]),
-        (4, ["torch", "te"], 10, []),
+    for gpus, specs, capability, package, absent in (
+        (1, ["torch"], 9, None, [*kernels, *ways]),
+        (1, ["torch"], 9, "fla", ways),
+        (1, ["torch", "te"], 9, "fla", ways[:2]),
+        (3, ["torch", "te"], 8, "fla", ways[1:]),
+        (4, ["torch", "te"], 10, None, kernels),
     ):
-        found = list(gpu_check.training(tmp_path, specs, gpus, capability))
-        missing = [part for part in found if part.status == "not applicable"]
+        monkeypatch.setattr(gpu_check, "find_spec", lambda name, found=package: found)
+        loops = list(gpu_check.training(tmp_path, specs, gpus, capability))
+        missing = [part for part in loops if part.status == "not applicable"]
         assert [part.name for part in missing] == [f"training loop, {name}" for name in absent]
         assert all(part.results["why"] and not part.command for part in missing)
-        run = [part.name for part in found if part not in missing]
-        assert len(run) == (5 - len({*absent} & {*ways[:2]})) * len(specs) + (ways[2] not in absent)
+        run = [part.name for part in loops if part not in missing]
+        of_both_specs = 7 - len({*absent} & {*kernels, *ways[:2]})
+        assert len(run) == of_both_specs * len(specs) + (ways[2] not in absent)
 
 
 def test_what_is_not_applicable_is_reported_and_is_no_failure(
