@@ -7,8 +7,8 @@
 # --sequence-parallel, which halves the activations. Other layouts were not rehearsed.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
 # The te spec, which is the default here, was not rehearsed.
-# Memory of a GPU, rehearsed with the torch spec: 60.6 GB reserved of 81.6, 59.3 held (weights 18.9,
-# gradients 0.2, optimizer 0.1, logits and loss 0.0, the rest 40.2).
+# Memory of a GPU, rehearsed with the torch spec: 51.9 GB reserved of 81.6, 50.3 held (weights 18.9,
+# gradients 0.2, optimizer 0.1, logits and loss 0.0, the rest 31.1).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

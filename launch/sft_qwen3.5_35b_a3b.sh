@@ -7,8 +7,8 @@
 # recomputed. Other layouts were not rehearsed.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
 # The te spec, which is the default here, was not rehearsed.
-# Memory of a GPU, rehearsed with the torch spec: 65.0 GB reserved of 77.4, 64.6 held (weights 11.4,
-# gradients 22.8, optimizer 26.7, logits and loss 0.0, the rest 3.6).
+# Memory of a GPU, rehearsed with the torch spec: 64.9 GB reserved of 77.4, 64.4 held (weights 11.4,
+# gradients 22.8, optimizer 26.7, logits and loss 0.0, the rest 3.5).
 NODES=${NODES:-${SLURM_NNODES:-2}}
 MOE_MODEL=1
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -7,8 +7,8 @@
 # not rehearsed.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
 # The te spec, which is the default here, was not rehearsed.
-# Memory of a GPU, rehearsed with the torch spec: 67.5 GB reserved of 81.1, 65.8 held (weights 9.9,
-# gradients 19.7, optimizer 14.8, logits and loss 1.2, the rest 20.2).
+# Memory of a GPU, rehearsed with the torch spec: 63.0 GB reserved of 81.1, 61.2 held (weights 9.9,
+# gradients 19.7, optimizer 14.8, logits and loss 1.2, the rest 15.7).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

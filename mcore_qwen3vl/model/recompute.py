@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 Recipe = Callable[[], Tensor]
 """A function that recomputes a tensor: the same values, shape and strides."""
@@ -96,6 +97,20 @@ def remember(output: Tensor, recipe: Recipe) -> Tensor:
 def recipe_of(output: Tensor) -> Recipe | None:
     """Return the recipe of `output`, or None if none is registered in this scope."""
     return None if _scopes.innermost is None else _scopes.innermost.recipe(output)
+
+
+def keep_inputs(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return ``compute(*inputs)``, keeping only the inputs for its backward pass, in any layer.
+
+    For cheap, deterministic functions that work in float32: run as they are written, they would
+    keep wide copies. The backward pass runs `compute` again. The output gets it as a recipe too.
+    A view among the inputs keeps all of the tensor that it is part of.
+    """
+    if not torch.is_grad_enabled():
+        return compute(*inputs)
+    output: Tensor = checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+    values = [x.detach() for x in inputs]
+    return remember(output, lambda: compute(*values))
 
 
 def remember_outputs_of(module: nn.Module) -> None:

@@ -236,7 +236,7 @@ def _layer_activations(
     # Inputs of both norms.
     values = 2 * h * local
     if a.delta_net_layers[layer]:
-        values += _delta_net_values(a) * tokens / layout.tp
+        values += _delta_net_values(a, cheap) * tokens / layout.tp
     else:
         values += _attention_values(a, cheap) * tokens / layout.tp
     inner = 2  # gate and up
@@ -260,25 +260,26 @@ def _attention_values(a: Architecture, cheap: bool) -> float:
     """Return what attention keeps of a token: q, k, v and its output; q and k rotated."""
     query, key = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     values = 2 * query + 2 * key
+    products = query + key
     if a.attn_output_gate:
-        values += 3 * query  # the gate's activation in float32, and the product
-    return values if cheap else values + query + key
+        values += query  # the gate
+        products += query
+    return values if cheap else values + products
 
 
-def _delta_net_values(a: Architecture) -> float:
+def _delta_net_values(a: Architecture, cheap: bool) -> float:
     """Return what a gated delta net keeps of a token, in units of ACTIVATION bytes.
 
     Query, key and value before and after the convolution; of the rule its output, each head's row
     of the system of a chunk, its beta and, in float32, three steps of its decay and the scales of
-    three norms; and of the gated norm the normed output, the gate and its activation in float32,
-    and the gate or, if that is not recomputed, its product.
+    two norms; and of the gated norm the gate and, if that is not recomputed, the product.
     """
     net = a.delta_net
     assert net is not None
     qkv, heads = 2 * net.key_dim + net.value_dim, net.num_value_heads
     rule = net.value_dim + (CHUNK + 1 + 2 * 3) * heads
-    norms = 2 * (heads + 2 * net.num_key_heads)
-    gated = (1 + 2 + 2 + 1) * net.value_dim
+    norms = 2 * 2 * net.num_key_heads
+    gated = (1 if cheap else 2) * net.value_dim
     return 2 * qkv + rule + norms + gated
 
 

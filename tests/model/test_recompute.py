@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,19 +15,27 @@ import pytest
 import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as offloading
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer import transformer_block
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import recompute
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.recompute import recomputing, remember, remember_outputs_of
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 from tests.model.engine import TOLERANCE, Case, References, build, train_step, wrap
 from tests.model.reference import Expected
 from tests.model.samples import packed, sample
@@ -206,6 +216,90 @@ def test_a_norm_around_zero_keeps_no_wider_copy_of_its_input(
     for ours, whole, hf in zip(less, same, expected, strict=True):
         assert torch.equal(ours, whole)
         torch.testing.assert_close(ours, hf)
+
+
+class _Storages(TorchDispatchMode):
+    """Notes the storages of all tensors that are made inside this context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage()
+            self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def kept(self, *outside: Tensor) -> int:
+        """Return the bytes that are still alive, without those of tensors that are known."""
+        gc.collect()
+        known = {tensor.untyped_storage()._cdata for tensor in outside}
+        made = self.made.items()
+        return sum(size for key, (ref, size) in made if key not in known and not ref.expired())
+
+
+def _gates(dtype: torch.dtype) -> list[tuple[str, int, int, bool]]:
+    """Apply the gates of a gated delta net and of attention, ours and Megatron's.
+
+    Returns:
+        Of each, the bytes that ours and Megatron's keep beside inputs and output, and whether
+        output and gradients are the same.
+    """
+    initialize(Layout())
+    a = Architecture.from_hf(tiny_config(family="qwen3.5"))
+    model = Qwen3VLModel.from_hf_config(a, params_dtype=dtype)
+    net, attention = (model.decoder.layers[n].self_attention for n in (0, 3))
+    draw = torch.Generator().manual_seed(1)
+    weight = net.out_norm.weight
+    weight.data.normal_(generator=draw)
+
+    def megatrons_norm(output: Tensor, gate: Tensor) -> Tensor:
+        normed = GatedDeltaNet._apply_gated_norm(net, output, gate.view(-1, output.shape[-1]))
+        return normed.view(gate.shape).transpose(0, 1).contiguous()
+
+    def megatrons_gate(x: Tensor, gate: Tensor) -> Tensor:
+        return SelfAttention._apply_output_gate(attention, x, gate)
+
+    heads, width = net.num_value_heads, net.value_head_dim
+    of_net = (2, 24, heads, width), (2, 24, heads * width)
+    query = a.num_attention_heads, a.head_dim
+    of_attention = (24, 2, query[0] * query[1]), (24, 2, *query)
+
+    def apply(gate: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[int, list[Tensor]]:
+        with recomputing(), _Storages() as storages:
+            output = gate(*inputs)
+        kept = storages.kept(output, *inputs)
+        leaves = [x for x in (*inputs, weight) if x.requires_grad]
+        gradient = torch.linspace(-1, 1, output.numel(), dtype=dtype).view(output.shape)
+        gradients = torch.autograd.grad(output, leaves, gradient, allow_unused=True)
+        return kept, [x for x in (output, *gradients) if x is not None]
+
+    found = []
+    for name, ours, theirs, shapes, trained in (
+        ("norm", net._gated_norm, megatrons_norm, of_net, True),
+        ("norm, frozen", net._gated_norm, megatrons_norm, of_net, False),
+        ("gate", attention._apply_output_gate, megatrons_gate, of_attention, True),
+    ):
+        weight.requires_grad_(trained)
+        inputs = [torch.randn(s, generator=draw).to(dtype).requires_grad_() for s in shapes]
+        (kept, tensors), (more, expected) = (apply(gate, inputs) for gate in (ours, theirs))
+        assert len(tensors) == len(expected)
+        found.append((name, kept, more, all(map(torch.equal, tensors, expected))))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_keep_their_inputs_alone(dtype: torch.dtype) -> None:
+    """Megatron's, which are the same bits, keep float32 tensors as well unless compiled."""
+    [gates] = run_layout(_gates, 1, dtype)
+    for name, kept, more, equal in gates:
+        assert equal, name
+        assert kept == 0, name
+        assert more > 0, name
 
 
 @pytest.mark.parametrize("emptied", [False, True])

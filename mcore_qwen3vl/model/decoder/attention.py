@@ -50,7 +50,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.inputs import local_positions, to_device
 from mcore_qwen3vl.model.pointwise import Pointwise
-from mcore_qwen3vl.model.recompute import recipe_of, remember
+from mcore_qwen3vl.model.recompute import keep_inputs, recipe_of, remember
 
 
 def rope_frequencies(
@@ -220,6 +220,10 @@ class RotarySelfAttention(SelfAttention):
         if recipe is None:
             return turned
         return remember(turned, lambda: self._rotate(recipe(), angles))
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        # A copy, because a view that is kept would keep the whole projection.
+        return keep_inputs(super()._apply_output_gate, x, gate.contiguous())
 
 
 @dataclass

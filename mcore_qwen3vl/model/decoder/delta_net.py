@@ -33,7 +33,7 @@ from torch import Tensor
 from mcore_qwen3vl.model.decoder.attention import PackedSequence, gathered_positions
 from mcore_qwen3vl.model.decoder.delta_rule import CHUNK, causal_convolution, gated_delta_rule
 from mcore_qwen3vl.model.inputs import local_positions, to_device
-from mcore_qwen3vl.model.recompute import remember
+from mcore_qwen3vl.model.recompute import keep_inputs
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 """The dtypes in which flash-linear-attention's kernels compute, on a GPU; they refuse float32."""
@@ -172,8 +172,7 @@ class DeltaNet(GatedDeltaNet):
             normed = self._apply_gated_norm(output, gates).view(batch, length, -1)
             return normed.transpose(0, 1).contiguous()
 
-        inputs = output.detach(), gate.detach()
-        return remember(compute(output, gate), lambda: compute(*inputs))
+        return keep_inputs(compute, output, gate)
 
     def _state(self, context: Any) -> tuple[Tensor | None, Tensor | None]:
         """Return the last inputs of the convolution and S; None before the first token."""
