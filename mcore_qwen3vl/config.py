@@ -8,6 +8,9 @@ This module imports neither torch nor megatron, so that conversion and inspectio
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -283,6 +286,26 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """Return the parsed ``config.json`` at `path` (the file itself or its directory)."""
     where = "A Hugging Face checkpoint directory holds a config.json"
     return read_object(path, "config.json", where)
+
+
+@contextmanager
+def without_gpu_kernels() -> Iterator[None]:
+    """Hide packages whose kernels Hugging Face's delta nets would call, and which need a GPU.
+
+    It chooses once, when a model's module is imported. So whatever imports the module first, does
+    it within this.
+    """
+    packages = ("causal_conv1d", "fla")
+    imported = {name: sys.modules.get(name) for name in packages}
+    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name, module in imported.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 def family_of(config: dict[str, Any]) -> Family:

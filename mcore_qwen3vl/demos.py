@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mcore_qwen3vl.config import without_gpu_kernels
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.errors import CheckFailed
 from mcore_qwen3vl.layout import Layout
@@ -142,7 +143,8 @@ def hugging_face_logits(hf: Path, inputs: dict[str, torch.Tensor]) -> torch.Tens
     """Return the (1, S, V) logits of Hugging Face's own model, in float32."""
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32).eval()
+    with without_gpu_kernels():
+        model = AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32).eval()
     return model(**inputs).logits
 
 
@@ -248,7 +250,8 @@ def answer(
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor = AutoProcessor.from_pretrained(checkpoint)
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    with without_gpu_kernels():
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     if adapter is not None:
         from peft import PeftModel
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from mcore_qwen3vl.config import Architecture, family_of, read_config_file
+from mcore_qwen3vl.config import Architecture, family_of, read_config_file, without_gpu_kernels
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
@@ -473,7 +473,7 @@ def meta_model(config: dict[str, Any]) -> Any:
     name = family.name
     unquantised = {key: value for key, value in config.items() if key != "quantization_config"}
     hf_config = getattr(transformers, f"{name}Config").from_dict(unquantised)
-    with torch.device("meta"):
+    with torch.device("meta"), without_gpu_kernels():
         return getattr(transformers, f"{name}ForConditionalGeneration")(hf_config)
 
 

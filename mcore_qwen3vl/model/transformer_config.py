@@ -156,7 +156,7 @@ def _check_cudnn(head_dim: int, fields: dict[str, Any]) -> None:
     if (
         fields["params_dtype"] not in KERNEL_DTYPES
         or backend not in (AttnBackend.auto, AttnBackend.fused)
-        or not torch.cuda.is_available()
+        or not (HAVE_TE and torch.cuda.is_available())
         or torch.cuda.get_device_capability()[0] != HOPPER
     ):
         return
@@ -169,7 +169,8 @@ def _check_cudnn(head_dim: int, fields: dict[str, Any]) -> None:
             f"Transformer Engine has loaded cuDNN {names[0]}, whose gradients of packed attention "
             f"are wrong on this GPU for heads of {head_dim}. It takes the system's before that of "
             f"Python packages: update it to {names[1]} or later, let LD_LIBRARY_PATH begin with "
-            "the lib folder of the nvidia-cudnn package that PyTorch brings, or use the torch spec."
+            "the lib folder of the nvidia-cudnn package that PyTorch brings, or use "
+            "--attention-backend unfused or --spec torch."
         )
 
 

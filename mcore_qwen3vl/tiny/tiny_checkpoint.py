@@ -10,7 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from mcore_qwen3vl.config import LAYER_TYPES, MODEL_TYPES, ExpertLayout, declared_expert_layout
+from mcore_qwen3vl.config import (
+    LAYER_TYPES,
+    MODEL_TYPES,
+    ExpertLayout,
+    declared_expert_layout,
+    without_gpu_kernels,
+)
 from mcore_qwen3vl.tiny.processor import TINY, Vocabulary, write_processor
 
 FamilyName = Literal["qwen3-vl", "qwen3.5"]
@@ -225,7 +231,7 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     name = config["architectures"][0]
     config_class = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))
     hf_config = config_class.from_dict(json.loads(json.dumps(config)))
-    with torch.device("meta"):
+    with torch.device("meta"), without_gpu_kernels():
         model = getattr(transformers, name)(hf_config).to(dtype)
         if layers := config["text_config"].get("mtp_num_hidden_layers"):
             model.mtp = _mtp(model.model.language_model.layers, hf_config.text_config, layers)

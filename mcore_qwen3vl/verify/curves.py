@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import Architecture, without_gpu_kernels
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.converters.place import TRACKER
 from mcore_qwen3vl.layout import Layout
@@ -48,11 +48,7 @@ from mcore_qwen3vl.verify.job import (
     train,
     worst_difference,
 )
-from mcore_qwen3vl.verify.parity.reference import (
-    decay_groups,
-    with_adapter,
-    without_gpu_kernels,
-)
+from mcore_qwen3vl.verify.parity.reference import decay_groups, with_adapter
 
 Split = Literal["train", "val"]
 

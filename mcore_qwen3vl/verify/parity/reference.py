@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -24,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import Architecture, without_gpu_kernels
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import PREFIX, lora_layers
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
@@ -44,25 +42,6 @@ PIECE_VALUES = 1 << 22
 """Values of a gradient that are in memory in float64 at a time."""
 
 M_MMAP_THRESHOLD = -3  # of <malloc.h>
-
-
-@contextmanager
-def without_gpu_kernels() -> Iterator[None]:
-    """Hide packages whose kernels Hugging Face's delta nets would call, and which need a GPU.
-
-    It chooses once, when the module of a model is imported.
-    """
-    packages = ("causal_conv1d", "fla")
-    imported = {name: sys.modules.get(name) for name in packages}
-    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for name, module in imported.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
 
 
 def return_freed_memory() -> None:

@@ -162,12 +162,15 @@ def test_a_cudnn_with_wrong_gradients_of_wide_heads_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     monkeypatch.setattr(model_config, "find_spec", lambda name: True)
+    monkeypatch.setattr(model_config, "HAVE_TE", True)
     expected = pytest.raises(BadInput, match=r"cuDNN 9\.14\.0.* heads of 64.* 9\.18\.0")
     fields = {"params_dtype": torch.bfloat16, **overrides}
     transformer_config(HYBRID, spec="te", **fields)  # its heads are narrow
     monkeypatch.setattr(model_config, "WIDEST_HEAD_OF_OLD_CUDNN", HYBRID.head_dim - 1)
     with expected if refused else nullcontext():
         transformer_config(HYBRID, spec="te", **fields)
+    monkeypatch.setattr(model_config, "HAVE_TE", False)
+    transformer_config(HYBRID, spec="te", **fields)  # the model says what is missing
 
 
 def test_the_kernels_get_and_give_what_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
