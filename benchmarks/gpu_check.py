@@ -40,74 +40,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_models import FP8, MOE, RUNS, STEPS, Size  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.files import atomic_write  # noqa: E402
 from mcore_qwen3vl.pretended.preload import is_preloaded  # noqa: E402
 from mcore_qwen3vl.runtime.gpus import GPUS, find_gpu  # noqa: E402
 
-# Kernels take the published head sizes of 128 and 72, rows of whole 16 bytes and, in FP8, blocks of
-# 128. With other sizes a model is computed in other ways than those that train.
-WIDE: dict[str, Any] = {
-    "text": {
-        "head_dim": 128,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_scaling": {
-            "mrope_interleaved": True,
-            "mrope_section": [24, 20, 20],
-            "rope_type": "default",
-        },
-    },
-    "vision": {"hidden_size": 144, "intermediate_size": 256, "num_heads": 2},
-}
-# Nor may an expert's matrix be square: Hugging Face transposes what it loads by the shape alone.
-WIDE_MOE = {"moe_intermediate_size": 384, "num_experts": 8, "num_experts_per_tok": 2}
-# Those of Qwen3.5, whose attention has heads of 256, and its delta nets of 128.
-HYBRID: dict[str, Any] = {"family": "qwen3.5"}
-WIDE_HYBRID: dict[str, Any] = {
-    **HYBRID,
-    "text": {
-        "head_dim": 256,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_value_head_dim": 128,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
-    },
-    "vision": WIDE["vision"],
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "moe": {"moe": True},
-    "hybrid": HYBRID,
-    "hybrid-moe": {**HYBRID, "moe": True},
-    "wide": WIDE,
-    "wide-moe": {**WIDE, "moe": True, "text": {**WIDE["text"], **WIDE_MOE}},
-    # bf16 cannot judge tokens that rounding sends to other experts; with all experts it can.
-    "wide-moe-all": {
-        **WIDE, "moe": True, "text": {**WIDE["text"], **WIDE_MOE, "num_experts_per_tok": 8},
-    },
-    "wide-hybrid": WIDE_HYBRID,
-    "wide-hybrid-moe-all": {
-        **WIDE_HYBRID,
-        "moe": True,
-        "text": {
-            **WIDE_HYBRID["text"], **WIDE_MOE, "num_experts_per_tok": 8,
-            "shared_expert_intermediate_size": 128,
-        },
-    },
-}  # fmt: skip
-"""The arguments of :func:`write_tiny_checkpoint` for each model."""
 NOT_APPLICABLE, LEFT_OUT, WAITING, RUNNING = "not applicable", "left out", "waiting", "running"
 WORTH = (
     "^versions$",
@@ -129,7 +67,7 @@ WORTH = (
 )
 """Regular expressions of parts' names, the worthiest first; what none of them finds comes last."""
 MARGIN = 60  # seconds for a part to start, beside three times what it is expected to take
-GIB_OF_A_CHECK = 4  # context, NCCL's buffers, and a tiny model
+GIB_OF_A_CHECK = 8  # context, NCCL's buffers, a tiny model, and what Triton tunes kernels with
 COMMAND = [sys.executable, "-c", "from mcore_qwen3vl.cli import main; main()"]
 MEMORY_TOLERANCE = 0.05  # as a share of the rehearsed peak
 HF_FLOAT32_GIB = 100
@@ -289,7 +227,7 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
     ):
         files = [folder / name / "data" / "train.jsonl" for name in names or ["."]]
         if not all(file.exists() for file in files):
-            code = f"import sys; from benchmarks.gpu_check import {function} as write; "
+            code = f"import sys; from benchmarks.gpu_models import {function} as write; "
             command = [sys.executable, "-c", f"{code}write(*sys.argv[1:])", str(folder), *names]
             writers[str(folder)] = Part(f"write {folder.name}", command, seconds, serves=True)
     yield from writers.values()
@@ -328,8 +266,9 @@ def checks(out: Path, specs: Sequence[str], gpus: int, patience: float) -> Itera
             ):
                 command = [*COMMAND, "verify", "parity", str(models / name), *words, *flags]
                 title = f"parity, {spec} spec, {dtype}, {name}, {what}"
-                if dtype == "bf16" and "hybrid" in name and not find_spec("fla"):
-                    yield absent(title, NO_FLA)
+                missing = no_kernels(name) if dtype == "bf16" else ""
+                if missing:
+                    yield absent(title, missing)
                     continue
                 # Triton tries configurations of the delta nets' kernels first.
                 seconds = 75 if dtype == "bf16" and "hybrid" in name else 38
@@ -339,13 +278,12 @@ def checks(out: Path, specs: Sequence[str], gpus: int, patience: float) -> Itera
     kernels = [sys.executable, str(ROOT / "benchmarks" / "kernels.py")]
     yield Part("attention kernels, torch spec, bf16", kernels, 12, worst_kernels)
     yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 8, last_json)
-    if find_spec("fla"):
-        yield Part("delta net kernels, bf16", [*kernels, "--delta-net"], 60, worst_kernels)
-    else:
-        yield absent("delta net kernels, bf16", NO_FLA)
+    title, missing = "delta net kernels, bf16", no_kernels("hybrid")
+    command = [*kernels, "--delta-net"]
+    yield absent(title, missing) if missing else Part(title, command, 60, worst_kernels)
     for name, model in (("", "dense"), (", Qwen3.5", "wide-hybrid")):
-        if name and not find_spec("fla"):
-            yield absent(f"generate{name}", NO_FLA)
+        if missing := no_kernels(model):
+            yield absent(f"generate{name}", missing)
             continue
         answers: list[Part] = []
         for spec in specs:
@@ -373,10 +311,7 @@ ITERATIONS = 20
 LOSS_TOLERANCE = 0.02
 """Relative. On the CPU, float32 differs from bf16 by 0.15 % (MoE: 0.35 %), and products of values
 rounded as in FP8 by 0.8 %. Products whose weights get no gradient make 25 %."""
-FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"  # as FP8=1 for the scripts
-MOE = "--moe-z-loss-coeff 1e-5"
 MTP = "--mtp-num-layers 1"
-NO_FLA = "flash-linear-attention is not installed"
 HOPPER = 9  # major compute capability
 TRAINING = (
     "--bf16 --packing --seq-length 256 --micro-batch-size 1 --use-distributed-optimizer "
@@ -447,7 +382,8 @@ def no_fp8(specs: Sequence[str], capability: int) -> str:
 def no_kernels(model: str) -> str:
     """Return why the machine cannot train a model in half precision; an empty string if it can."""
     needs_them = re.search(r"hybrid|Qwen3\.5", model) and not is_preloaded()  # which has a stub
-    return NO_FLA if needs_them and not find_spec("fla") else ""
+    missing = needs_them and not find_spec("fla")
+    return "flash-linear-attention is not installed" if missing else ""
 
 
 def absent(name: str, why: str) -> Part:
@@ -497,38 +433,6 @@ def compare_losses(log: Path, other: Path | None, printed: str) -> dict[str, Any
 
 def _losses(log: Path) -> list[float]:
     return [json.loads(line)["lm loss"] for line in log.read_text().splitlines()]
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model to measure."""
-
-    name: str
-    shape: str
-    layers: int | None = None  # of each tower in a step, of the decoder in a run
-    gib: float = 0.0  # what it takes of a GPU
-    flags: str = ""
-
-    @property
-    def stand_in(self) -> str:
-        """The name of its folder, from which :func:`stand_ins` takes shape and layers."""
-        return f"{self.shape}_{self.layers}" if self.layers else self.shape
-
-
-STEPS = (
-    Size("2B", "2B", None, 60),
-    Size("30B-A3B with 4 layers", "30B-A3B", 4, 70),
-    Size("8B with 8 layers", "8B", 8, 67),
-    Size("Qwen3.5-9B with 4 layers", "Qwen3.5-9B", 4, 70),
-)
-RUNS = (
-    Size("2B", "2B", None, 62),
-    Size("2B, FP8", "2B", None, 66, FP8),
-    Size("30B-A3B with 3 layers", "30B-A3B", 3, 76, MOE),
-    Size("8B, LoRA", "8B", None, 47, "--lora-rank 16 --lora-target language"),
-    Size("Qwen3.5-0.8B", "Qwen3.5-0.8B", None, 40),
-    Size("Qwen3.5-9B, LoRA", "Qwen3.5-9B", None, 70, "--lora-rank 16 --lora-target language"),
-)
 
 
 def measurements(
@@ -894,38 +798,6 @@ def read_log(printed: str) -> dict[str, Any]:
     times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", printed)
     seconds = median(float(time) / 1e3 for time in times[3:] or times)
     return {"peak GB": peak, "seconds": seconds, "reserved GB": reserved}
-
-
-def stand_ins(folder: str, *names: str) -> None:
-    """Write a model directory and data for each name: a shape, or a shape and its layers."""
-    from mcore_qwen3vl.shapes import SHAPES
-    from mcore_qwen3vl.tiny import tiny_config
-    from mcore_qwen3vl.tiny.records import write_half_images
-    from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
-
-    for name in names:
-        out = Path(folder, name)
-        shutil.rmtree(out, ignore_errors=True)  # what an interrupted run left
-        out.mkdir(parents=True)
-        shape, _, layers = name.partition("_")
-        tokens, side, pixels = (128, 6, 8) if shape == "tiny" else (512, 16, 32)
-        config = SHAPES / f"{shape.lower().replace('-', '_')}.json"
-        if shape == "tiny":
-            config = out / "tiny.json"
-            config.write_text(json.dumps(tiny_config()))
-        write_stand_in(config, out / "model", layers=int(layers) if layers else None)
-        write_half_images(out / "data", tokens=tokens, image_side=side, token_pixels=pixels)
-
-
-def tiny(folder: str) -> None:
-    """Write the models of :data:`MODELS`, and records to train on."""
-    from mcore_qwen3vl.tiny import write_tiny_checkpoint
-    from mcore_qwen3vl.tiny.records import write_half_images
-
-    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
-    for name, sizes in MODELS.items():
-        write_tiny_checkpoint(Path(folder, name), **sizes)
-    write_half_images(Path(folder, "data"), tokens=128, image_side=6, token_pixels=8)
 
 
 def _short(value: Any) -> str:

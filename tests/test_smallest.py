@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.command import without_version
 from tests.release import smallest_packages
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +50,9 @@ def absent() -> list[str]:
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PROGRAM, ",".join(absent()), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran.stderr = without_version(ran.stderr)
+    return ran
 
 
 @pytest.mark.slow

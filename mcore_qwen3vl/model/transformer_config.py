@@ -28,10 +28,11 @@ Spec = Literal["torch", "te"]
 
 
 WIDEST_HEAD_OF_OLD_CUDNN = 128
+"""A cuDNN before `FIRST_CUDNN_FOR_WIDER_HEADS` has right gradients up to this size of a head."""
 FIRST_CUDNN_FOR_WIDER_HEADS = (9, 18, 0)
 """Before it, the backward pass of packed attention uses a workspace that it has not initialized on
 Hopper. Source: Transformer Engine's issue 2186, and an H100: with 9.14 the outputs of heads of 192
-and 256 were right, and the gradients off by their own size or NaN; with 9.19 they were right."""
+and 256 were right, and the gradients off by 9 to 190 % or NaN; with 9.19 they were right."""
 
 
 def transformer_config(
@@ -169,8 +170,8 @@ def _check_cudnn(head_dim: int, fields: dict[str, Any]) -> None:
             f"Transformer Engine has loaded cuDNN {names[0]}, whose gradients of packed attention "
             f"are wrong on this GPU for heads of {head_dim}. It takes the system's before that of "
             f"Python packages: update it to {names[1]} or later, let LD_LIBRARY_PATH begin with "
-            "the lib folder of the nvidia-cudnn package that PyTorch brings, or use "
-            "--attention-backend unfused or --spec torch."
+            "the lib folder of the nvidia-cudnn package that PyTorch brings, or use --spec torch "
+            "(train also takes --attention-backend unfused)."
         )
 
 
