@@ -473,7 +473,7 @@ def write_adapter(
     target = Path(path)
     with staging(
         target,
-        os.urandom(8).hex(),
+        None,
         force=force,
         replaceable=lambda there: (there / ADAPTER_CONFIG).is_file(),
     ) as stage:

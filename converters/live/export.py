@@ -247,7 +247,7 @@ def _prepare(
     if dist.get_rank() != 0:
         return None
     stage = stack.enter_context(
-        staging(path, "live", force=force, replaceable=lambda there: identify(there).is_checkpoint)
+        staging(path, None, force=force, replaceable=lambda there: identify(there).is_checkpoint)
     )
     for shard in files:
         shard.create(stage.tree)

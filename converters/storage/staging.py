@@ -3,7 +3,8 @@
 Work happens in a hidden directory beside the target: ``tree/`` becomes the result and ``journal``
 records each finished unit of work. The target appears by one rename. A run that finds the remains
 of an interrupted run with the same plan continues from its journal; remains of another plan are
-deleted.
+deleted. What the target replaces waits in ``replaced`` between two renames; if a run was killed
+there, the next one puts it back before anything else.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class Meter:
                 self._progress(self._done, self._total, name)
 
 
+REPLACED = "replaced"
+
+
 class Staging:
     """The working directory of one conversion.
 
@@ -47,15 +51,15 @@ class Staging:
         done: results of the finished units, by unit name; at first those of an interrupted run.
     """
 
-    def __init__(self, target: Path, fingerprint: str, *, force: bool) -> None:
+    def __init__(self, target: Path, fingerprint: str | None, *, force: bool) -> None:
         self.target, self._force = target, force
-        self.folder = target.parent / f".{target.name}.incomplete"
+        self.folder = _work_folder(target)
         self.tree = self.folder / "tree"
         self._journal = self.folder / "journal"
         self._lock = threading.Lock()
         header = json.dumps({"plan": fingerprint}) + "\n"
         lines = self._read_journal()
-        if not lines or lines[0] != header:
+        if fingerprint is None or not lines or lines[0] != header:
             shutil.rmtree(self.tree, ignore_errors=True)
             lines = [header]
         records = (json.loads(line) for line in lines[1:])
@@ -77,8 +81,8 @@ class Staging:
         for folder, _, _ in self.tree.walk():
             sync_folder(folder)
         if self._force and self.target.exists():
-            shutil.rmtree(self.folder / "replaced", ignore_errors=True)
-            self.target.rename(self.folder / "replaced")
+            shutil.rmtree(self.folder / REPLACED, ignore_errors=True)
+            self.target.rename(self.folder / REPLACED)
         self.tree.rename(self.target)
         sync_folder(self.target.parent)
         shutil.rmtree(self.folder)
@@ -93,7 +97,7 @@ class Staging:
 
 @contextmanager
 def staging(
-    target: Path, fingerprint: str, *, force: bool, replaceable: Callable[[Path], bool]
+    target: Path, fingerprint: str | None, *, force: bool, replaceable: Callable[[Path], bool]
 ) -> Iterator[Staging]:
     """Yield a `Staging` that no other process uses at the same time.
 
@@ -101,7 +105,8 @@ def staging(
     it is kept, so that a later run can resume it.
 
     Args:
-        fingerprint: identifies the plan; only a run with the same fingerprint is resumed.
+        fingerprint: identifies the plan; only a run with the same fingerprint is resumed, and none
+            without a fingerprint.
         force: whether to replace an existing target, if it is `replaceable`.
         replaceable: tells whether an existing directory may be deleted.
 
@@ -111,7 +116,7 @@ def staging(
     """
     target = Path(os.path.abspath(target))
     check_target(target, force=force, replaceable=replaceable)
-    folder = target.parent / f".{target.name}.incomplete"
+    folder = _work_folder(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock").acquire(blocking=False)
@@ -123,10 +128,17 @@ def staging(
         raise BadInput(f"{target} cannot be written: {error}. Check its folder.") from None
     with lock:
         try:
+            if (folder / REPLACED).exists() and not os.path.lexists(target):
+                (folder / REPLACED).rename(target)
+                check_target(target, force=force, replaceable=replaceable)
             yield Staging(target, fingerprint, force=force)
         except (BadInput, CheckFailed):  # running again would only stop again
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+def _work_folder(target: Path) -> Path:
+    return target.parent / f".{target.name}.incomplete"
 
 
 def check_target(target: Path, *, force: bool, replaceable: Callable[[Path], bool]) -> None:

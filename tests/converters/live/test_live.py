@@ -311,6 +311,26 @@ def test_nothing_is_left_when_a_rank_cannot_write(tiny, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_export_begins_anew_after_one_that_was_killed(tiny, tmp_path, monkeypatch):
+    """Its shards may have had other sizes, and would lie beside the new ones."""
+    from mcore_qwen3vl.converters.live import export as live
+
+    source, target = tiny("dense"), tmp_path / "target"
+
+    def kill(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def work(chunks: list[Any]) -> None:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(live, "copy_companions", kill)
+            save_hf(chunks, target, hf_config=source, max_shard_size="600KB")
+        assert len(list(tmp_path.glob(".target.incomplete/tree/*.safetensors"))) > 1
+        save_hf(chunks, target, hf_config=source)
+
+    on_ranks(source, "single", work)
+    assert [file.name for file in target.glob("model*")] == ["model.safetensors"]
+
+
 def test_an_existing_target_is_refused_on_every_rank(tiny, tmp_path):
     (tmp_path / "keep").write_text("mine")
 

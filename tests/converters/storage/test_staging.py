@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,56 @@ def test_what_may_be_replaced_is_for_the_caller_to_say(tmp_path: Path) -> None:
         check_target(target, force=True, replaceable=nothing)
     with pytest.raises(BadInput, match="add --force"):
         check_target(target, force=False, replaceable=lambda path: True)
+
+
+def test_work_without_a_fingerprint_is_not_gone_on_with(tmp_path: Path) -> None:
+    """A shard of another size would stay in the tree beside the new ones."""
+    target = tmp_path / "target"
+    for name in ("killed", "whole"):
+        with (
+            suppress(KeyboardInterrupt),
+            staging(target, None, force=False, replaceable=nothing) as s,
+        ):
+            (s.tree / name).touch()
+            s.finish(name, 1)
+            if name == "killed":
+                raise KeyboardInterrupt
+            assert list(s.done) == ["whole"]
+            s.publish()
+    assert [file.name for file in target.iterdir()] == ["whole"]
+
+
+@pytest.mark.parametrize(("force", "plan"), [(False, "plan"), (True, "plan"), (True, "another")])
+def test_what_a_killed_run_was_replacing_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool, plan: str
+) -> None:
+    """Killed between two renames, it leaves the old target in the hidden folder alone."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "old").touch()
+    rename = Path.rename
+
+    def rename_until_killed(path: Path, to: Path) -> Path:
+        if to == target:
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_until_killed)
+        with (
+            suppress(KeyboardInterrupt),
+            staging(target, "plan", force=True, replaceable=lambda there: True) as stage,
+        ):
+            (stage.tree / "new").touch()
+            stage.publish()
+    assert not target.exists()
+    # This run stops on its own before it publishes, which deletes its work.
+    expected = "is refused" if force else "exists. Remove it"
+    with (
+        pytest.raises(BadInput, match=expected),
+        staging(target, plan, force=force, replaceable=lambda there: True) as stage,
+    ):
+        assert (stage.tree / "new").exists() is (plan == "plan")
+        raise BadInput("the work is refused")
+    assert list(tmp_path.iterdir()) == [target]
+    assert [file.name for file in target.iterdir()] == ["old"]
