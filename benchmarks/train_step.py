@@ -125,7 +125,9 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
     architecture = Architecture.from_hf(config)
     torch.manual_seed(0)
     batch = make_batch(architecture, options.seq_length, options.samples)
-    step, note = (hf_step if side == "hf" else our_step)(side, architecture, config, batch, options)
+    step, note = (make_hf_step if side == "hf" else make_our_step)(
+        side, architecture, config, batch, options
+    )
     losses = [step() for _ in range(options.warmup)]
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -272,7 +274,7 @@ def make_batch(architecture: Any, seq_length: int, samples: int) -> dict[str, Te
     }
 
 
-def our_step(
+def make_our_step(
     spec: str, architecture: Any, config: dict[str, Any], batch: dict[str, Tensor], options: Any
 ) -> tuple[Callable[[], Tensor], str]:
     """Return a step of the Megatron model with its own optimizer and gradient buffers."""
@@ -356,7 +358,7 @@ def our_step(
     return step, f"{spec} spec, {dtype} with float32 main weights and gradients"
 
 
-def hf_step(
+def make_hf_step(
     side: str, architecture: Any, config: dict[str, Any], batch: dict[str, Tensor], options: Any
 ) -> tuple[Callable[[], Tensor], str]:
     """Return a step as Hugging Face's ``Trainer`` does it, on the same pack."""

@@ -387,4 +387,7 @@ RULES = (
     Rule("a config", Kind.CONFIG, _holding(CONFIG)),
     Rule("something else", Kind.UNKNOWN, lambda path: path),
 )
-"""The forms that a path may have; the first that fits counts."""
+"""The forms that a path may have; the first that fits counts.
+
+So a folder with a tracker is a run, even if an export lies in it, unless the tracked iteration has
+no Megatron weights."""

@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from mcore_qwen3vl.config import NO_VISION, Architecture, declared_expert_layout
-from mcore_qwen3vl.converters.hf.config_file import with_layout
+from mcore_qwen3vl.converters.hf.config_file import in_transformers_form
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, config_fields
 from mcore_qwen3vl.owners import unused_of_config
@@ -207,8 +207,8 @@ def test_two_ropes_that_say_the_same_are_one():
     config["text_config"]["rope_scaling"] = dict(config["text_config"]["rope_parameters"])
     assert Architecture.from_hf(config) == wanted
     for layout, name in (("published", "rope_scaling"), ("v5", "rope_parameters")):
-        text = with_layout(config, layout)["text_config"]
-        assert Architecture.from_hf(with_layout(config, layout)) == wanted
+        text = in_transformers_form(config, layout)["text_config"]
+        assert Architecture.from_hf(in_transformers_form(config, layout)) == wanted
         assert text[name]["factor"] == 4.0
         assert text.get("rope_theta", 5000000) == 5000000
 

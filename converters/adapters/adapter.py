@@ -521,17 +521,17 @@ def _checked_tensors(
             )
         if len(slot.base) == 3 and roles == "swapped":
             a, b = swap(a, b, slot.base[0])
-        yield slot.a_key, _unshare(a, memory)
-        yield slot.b_key, _unshare(b, memory)
+        yield slot.a_key, _storable(a, memory)
+        yield slot.b_key, _storable(b, memory)
     for name, tensor in saved.items():
         if tuple(tensor.shape) != whole_shape(name, applied):
             raise BadInput(
                 f"{name} is {list(tensor.shape)} and not {list(whole_shape(name, applied))}."
             )
-        yield (BASE_LAYER if name in factors else f"{PREFIX}{name}"), _unshare(tensor, memory)
+        yield (BASE_LAYER if name in factors else f"{PREFIX}{name}"), _storable(tensor, memory)
 
 
-def _unshare(tensor: Tensor, memory: set[int]) -> Tensor:
+def _storable(tensor: Tensor, memory: set[int]) -> Tensor:
     """Return `tensor`, contiguous and in its own memory: safetensors refuses shared memory."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype not in DTYPES.values():

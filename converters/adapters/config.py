@@ -216,7 +216,7 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _number(value: Any, low: float, high: float) -> bool:
+def _is_number_within(value: Any, low: float, high: float) -> bool:
     return type(value) in (int, float) and low <= value <= high
 
 
@@ -243,13 +243,13 @@ def _selection(value: Any) -> bool:
 
 
 def _alpha(value: Any) -> bool:
-    return _number(value, -1e6, 1e6)
+    return _is_number_within(value, -1e6, 1e6)
 
 
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "r": _rank,
     "lora_alpha": _alpha,
-    "lora_dropout": lambda value: _number(value, 0, 1),
+    "lora_dropout": lambda value: _is_number_within(value, 0, 1),
     "use_rslora": lambda value: isinstance(value, bool),
     "target_modules": _selection,
     "target_parameters": _names,
@@ -424,7 +424,7 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT warns of is checked here, as an error
         try:
-            lora = peft.LoraConfig(**_arguments(config, peft))
+            lora = peft.LoraConfig(**_lora_config_arguments(config, peft))
             wrapped = peft.get_peft_model(model, lora, low_cpu_mem_usage=True)
             stored = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
             matched = tuple(
@@ -477,7 +477,7 @@ def meta_model(config: dict[str, Any]) -> Any:
         return getattr(transformers, f"{name}ForConditionalGeneration")(hf_config)
 
 
-def _arguments(config: AdapterConfig, peft: Any) -> dict[str, Any]:
+def _lora_config_arguments(config: AdapterConfig, peft: Any) -> dict[str, Any]:
     """Return the arguments of ``LoraConfig`` that decide what is adapted, if this PEFT has them."""
     content = config.to_dict()
     decided = {name: content[name] for name in content if name not in config.raw}

@@ -62,13 +62,13 @@ class Changes:
         if self.labels:
             wanted = self.labels.in_config(wanted)
         if self.layout is not None:
-            wanted = with_layout(wanted, self.layout)
+            wanted = in_transformers_form(wanted, self.layout)
         if self.dtype is not None:
             wanted = with_dtype(wanted, dtype_name(self.dtype))
         return None if wanted == config else dumps(wanted)
 
 
-def with_layout(config: Config, layout: ExpertLayout) -> Config:
+def in_transformers_form(config: Config, layout: ExpertLayout) -> Config:
     """Return `config` in the form that transformers 4.57 (``published``) or 5 (``v5``) writes.
 
     That of a hybrid model has one form only, and is left as it is.

@@ -115,8 +115,11 @@ class Dialect:
     language: str = LANGUAGE
     hybrid_model: bool = False
 
-    def rows(self, rows: Sequence[Row], a: Architecture) -> Iterator[Row]:
-        """Yield how the dialect stores what `rows`, rows of the table, store."""
+    def stored_rows(self, rows: Sequence[Row], a: Architecture) -> Iterator[Row]:
+        """Yield how the dialect stores what `rows`, rows of the table, store.
+
+        A row that joins several stands in the place of the first of them.
+        """
         rearranged, in_others = {}, set()
         for fused, parts in self.rearranged(rows, a):
             rearranged[parts[0].key] = fused

@@ -227,7 +227,7 @@ def plan(
         dialect.require_architecture(architecture)
         checkpoint.form.require_language_model(source)
         centred = frozenset(dialect.language + key for key in dialect.centred_keys(rows))
-        rows = [*dialect.rows(rows, architecture)]
+        rows = [*dialect.stored_rows(rows, architecture)]
         _require_exact(checkpoint, [r for r in rows if r.key in centred], wanted, dialect.maker)
     tensors = _targets(checkpoint, rows, wanted)
     companions = companion_files(source)

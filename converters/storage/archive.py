@@ -459,7 +459,12 @@ class TensorUnpickler(RestrictedUnpickler):
     def __init__(
         self, archive: Archive, largest: int, stand_ins: Mapping[str, type[Record]] | None = None
     ) -> None:
-        """Read a pickle of at most `largest` bytes; `stand_ins` are inert, by the names' places."""
+        """Read a pickle of at most `largest` bytes.
+
+        Args:
+            stand_ins: classes that are used in place of those that the pickle names, by module and
+                name; nothing of that module is imported.
+        """
         super().__init__(archive.small("data.pkl", largest))
         self._archive, self._stand_ins = archive, stand_ins or {}
 

@@ -158,12 +158,12 @@ class DistcpFile(DirectFile):
         write_archive(self, Described(dtype, sizes), [(nbytes, chunks)])
         tensor = self.index.tensors.setdefault(row.key, ChunkedTensor(dtype, row.global_shape))
         corner = (*row.offset, *(0 for _ in row.shape))
-        tensor.chunks.append(Chunk(corner, sizes, self._place(start)))
+        tensor.chunks.append(Chunk(corner, sizes, self._range_since(start)))
 
     def write_object(self, key: str, content: bytes) -> None:
         start = self.tell()
         self.write(content)
-        self.index.objects[key] = self._place(start)
+        self.index.objects[key] = self._range_since(start)
 
-    def _place(self, start: int) -> FileRange:
+    def _range_since(self, start: int) -> FileRange:
         return FileRange(self._name, start, self.tell() - start)

@@ -64,6 +64,11 @@ class TrueIntegers(TorchDispatchMode):
         return result
 
     def _fill(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Give the integers and booleans of `result` their values.
+
+        Indices of the largest floats, as a router takes them, go through the columns in turn. What
+        else depends on floats is zero. What depends on integers alone is computed on the host.
+        """
         outputs = [t for t in _many(result) if _is_whole(t)]
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         if not outputs or not any(t.is_cuda for t in (*outputs, *inputs)):

@@ -31,7 +31,12 @@ from mcore_qwen3vl.console import prepare_streams
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.pretended.preload import is_preloaded
 from mcore_qwen3vl.runtime import cpu, shared_gpu
-from mcore_qwen3vl.runtime.lifetime import death, end_with_parent, noting_ctrl_c, scratch_folder
+from mcore_qwen3vl.runtime.lifetime import (
+    end_with_parent,
+    how_it_ended,
+    noting_ctrl_c,
+    scratch_folder,
+)
 
 PATIENCE = 1.0
 """Multiplies every limit of `run_layout`; tests raise it, so that only a hang meets a limit."""
@@ -249,7 +254,7 @@ def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
         r.ended = time.monotonic()
         r.process.join()
         r.died = r.process.exitcode != -signal.SIGABRT
-        r.error = f"{death(r.process.exitcode)}\n"
+        r.error = f"{how_it_ended(r.process.exitcode)}\n"
         return
     if succeeded is None:
         heard(value)

@@ -25,7 +25,7 @@ rm -rf -- "$1" || { sleep 1; rm -rf -- "$1"; }
 killed at the same time, and one may still write a file during the removal: hence the second try."""
 
 
-def death(code: int) -> str:
+def how_it_ended(code: int) -> str:
     """Say how a process ended, given its exit code (negative: the number of a signal)."""
     if code >= 0:
         return f"ended with exit code {code}"

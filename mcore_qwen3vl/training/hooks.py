@@ -286,7 +286,9 @@ def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
     """Replace ``_allreduce_non_tensor_model_parallel_grads``; the sums are the same.
 
     Some parameters are replicated on every TP rank, while each rank's gradient comes from a part of
-    the tokens: those of norms under SP, and those of the vision tower. mcore copies all these
+    the tokens: those of norms under SP (``model/decoder/norm.py``), of the vision tower
+    (``model/vision.py``), of a delta net's norm (``model/decoder/delta_net.py``), and of LoRA's
+    factors that are not divided (``model/lora/adapter.py``). mcore copies all these
     gradients into one tensor before it reduces them. For the tower that takes 2.2 GB, at the moment
     of peak memory of an MoE model under full recompute.
     """

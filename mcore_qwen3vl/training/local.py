@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime.lifetime import death, scratch_folder
+from mcore_qwen3vl.runtime.lifetime import how_it_ended, scratch_folder
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.help import COMMON, PROGRAM, print_help
@@ -112,5 +112,5 @@ def death_of_a_rank(failures: Mapping[int, Any]) -> str:
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM  # torchrun's signal
     }
     rank, failure = min((killed or failures).items(), key=lambda item: item[1].timestamp)
-    said = f"rank {rank} {death(failure.exitcode)}"
+    said = f"rank {rank} {how_it_ended(failure.exitcode)}"
     return f"{said}; the others cannot go on without it" if rank in killed else said

@@ -559,7 +559,10 @@ def _logits(router: Any, hidden: Tensor) -> Tensor:
 
 
 class _AddProduct(torch.autograd.Function):
-    """Computes ``output + scaling * a @ matrix.T`` in place, without another wide tensor."""
+    """Computes ``output + scaling * a @ matrix.T`` in place, without another wide tensor.
+
+    `output` is (..., rows), `a` (..., rank) and `matrix` (rows, rank).
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, a: Tensor, matrix: Tensor, scaling: float) -> Tensor:

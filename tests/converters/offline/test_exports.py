@@ -12,7 +12,7 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_hf, hf_to_mcore, mcore_to_hf, plan_hf_to_hf
-from mcore_qwen3vl.converters.hf.config_file import with_layout
+from mcore_qwen3vl.converters.hf.config_file import in_transformers_form
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.offline import to_hf
 from mcore_qwen3vl.errors import BadInput
@@ -118,8 +118,8 @@ def test_layouts_are_transposes_of_each_other(
 @pytest.mark.parametrize("case", ["dense-tied", "dense", "moe", "yarn"])
 def test_converted_config_means_the_same(tiny: Tiny, case: str) -> None:
     config = json.loads((tiny(case) / "config.json").read_text())
-    v5 = with_layout(config, "v5")
-    published = with_layout(v5, "published")
+    v5 = in_transformers_form(config, "v5")
+    published = in_transformers_form(v5, "published")
     for changed in (v5, published):
         a, b = Architecture.from_hf(config), Architecture.from_hf(changed)
         fields = {name: getattr(a, name) for name in a.__dataclass_fields__}

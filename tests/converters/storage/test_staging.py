@@ -106,11 +106,13 @@ def test_what_a_killed_run_was_replacing_is_put_back(
     assert not target.exists()
     # This run stops on its own before it publishes, which deletes its work.
     expected = "is refused" if force else "exists. Remove it"
-    with (
-        pytest.raises(BadInput, match=expected),
-        staging(target, plan, force=force, replaceable=lambda there: True) as stage,
-    ):
-        assert (stage.tree / "new").exists() is (plan == "plan")
-        raise BadInput("the work is refused")
+
+    def refuse() -> None:
+        with staging(target, plan, force=force, replaceable=lambda there: True) as stage:
+            assert (stage.tree / "new").exists() is (plan == "plan")
+            raise BadInput("the work is refused")
+
+    with pytest.raises(BadInput, match=expected):
+        refuse()
     assert list(tmp_path.iterdir()) == [target]
     assert [file.name for file in target.iterdir()] == ["old"]
