@@ -121,3 +121,11 @@ def test_the_pins_reach_from_end_to_end_of_what_is_supported() -> None:
         assert pin.name not in allowed or allowed[pin.name].contains(exact.version)
     minors = {int(next(iter(p.specifier)).version.split(".")[1]) for p in pins if p.name == "torch"}
     assert minors == {n for n in range(100) if allowed["torch"].contains(f"2.{n}.0")}
+
+
+def test_the_rows_have_the_packages_that_the_tests_need() -> None:
+    """Those of the group ``dev``, from which `make test` installs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = {Requirement(text).name for text in project["dependency-groups"]["dev"]}
+    lines = (PINS / "tools.txt").read_text().splitlines()
+    assert needed <= {Requirement(line).name for line in lines if not line.startswith("#")}
