@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import tempfile
@@ -270,20 +269,3 @@ def messages() -> dict[int, list[Any]]:
     os.close(writable)
     os.waitpid(child, 0)
     return {0: received, 1: json.loads(os.read(readable, 4096))}
-
-
-def address_range() -> list[tuple[int, int, int]]:
-    """Ask the driver which allocation an address of a tensor lies in, and one of the host.
-
-    Returns:
-        For each the error code, the bytes from the allocation's start to the address, and the
-        allocation's bytes.
-    """
-    tensor, host = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda"), torch.empty(1)
-    ask = ctypes.CDLL(None).cuMemGetAddressRange_v2
-    answers = []
-    for address in (tensor.data_ptr() + MIB, host.data_ptr()):
-        base, size = ctypes.c_uint64(address), ctypes.c_size_t(0)
-        arguments = ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
-        answers.append((ask(*arguments), address - base.value, size.value))
-    return answers

@@ -129,18 +129,6 @@ int cudaMallocAsync(void **p, size_t bytes, void *stream) { return cudaMalloc(p,
 int cudaFreeAsync(void *p, void *stream) { return cudaFree(p); }
 int cudaMallocManaged(void **p, size_t bytes, unsigned flags) { return cudaMalloc(p, bytes); }
 int cudaGetSymbolAddress(void **p, const void *symbol) { return cudaMalloc(p, PAGE); }
-// Of what cudaMalloc gave: the allocation that an address lies in. torch 2.15 asks.
-int cuMemGetAddressRange_v2(u64 *base, size_t *bytes, u64 address) {
-    Slot found = {0};
-    pthread_mutex_lock(&lock);
-    for (u64 i = 0; i < SLOTS && !found.key; i++)
-        if (sizes[i].key && address - (u64)sizes[i].key < sizes[i].value) found = sizes[i];
-    pthread_mutex_unlock(&lock);
-    if (!found.key) return INVALID;
-    if (base) *base = (u64)found.key;
-    if (bytes) *bytes = found.value;
-    return OK;
-}
 int cudaMemGetInfo(size_t *available, size_t *total) {
     *total = pretended_capacity;
     *available = pretended_capacity - pretended_count[USED];
