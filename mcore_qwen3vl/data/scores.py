@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
@@ -216,10 +216,6 @@ class Top:
 
     ids: Tensor  # (n, k) int32
     log_probs: Tensor  # (n, k + 1) float32: the last one is that of all other tokens together
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Top:
-        """Return the tokens with each tensor replaced by what `function` makes of it."""
-        return Top(function(self.ids), function(self.log_probs))
 
 
 def join_tops(parts: Sequence[Top]) -> Top:

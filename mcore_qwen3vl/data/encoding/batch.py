@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,10 +27,7 @@ from mcore_qwen3vl.model.inputs import (
 IGNORED = -100
 """The label of positions that are not trained, as in HF."""
 
-_ON_DEVICE = (
-    *("input_ids", "labels", "loss_weights", "position_ids", "padding_mask", "cu_seqlens"),
-    *("references", "targets", "desirable"),
-)
+_PER_TOKEN = ("input_ids", "labels", "loss_weights", "position_ids", "padding_mask")
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,70 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)))
+
+
+@dataclass(frozen=True)
+class PairReferences:
+    """What preference losses with a reference need; other losses of pairs need nothing."""
+
+    log_probs: Tensor
+    """float32, of the reference: (pairs, 2) from a file, (2 * pairs,) from a model."""
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """What labelled records give: :class:`LabelledReferences` are computed from it."""
+
+    desirable: Tensor  # (samples,) bool: the labels
+    mismatched: Batch
+    """The same prompts with the answers of others. Its `cu_seqlens` stays on the host, and its
+    `visual` has shapes in place of the tensors with a patch axis, which are those of the batch; see
+    :meth:`Batch.with_exchanged_answers`."""
+
+
+@dataclass(frozen=True)
+class LabelledReferences:
+    """What KTO's loss needs."""
+
+    desirable: Tensor  # (samples,) bool: the labels
+    log_probs: Tensor  # (samples,) float32, of the reference
+    baseline: Tensor  # scalar float32, of the global batch
+
+
+@dataclass(frozen=True)
+class Margins:
+    """What the loss of reward models needs."""
+
+    margins: Tensor  # (pairs,) float32
+
+
+@dataclass(frozen=True)
+class RightLabels:
+    """What the loss of classifiers needs."""
+
+    right: Tensor  # (records, labels) float32: 1 for labels that are right, else 0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What losses of embeddings of two texts need; those of a query with documents need nothing."""
+
+    scores: Tensor  # (records,) float32 similarities
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A batch's part of the global batch's loss of embeddings, which a first pass has found."""
+
+    losses: Tensor  # (queries,) float32
+    gradients: Tensor  # (samples, H) float32: of the sum of all losses, by the embeddings
+
+
+TaskInputs = (
+    PairReferences | Labelled | LabelledReferences | Margins | RightLabels | Scores | Contrast | Top
+)
+"""What one task's loss needs besides the tokens; each field is a tensor or a batch. Distillation
+needs a :class:`~mcore_qwen3vl.data.scores.Top`, and a reranker nothing."""
 
 
 @dataclass
@@ -70,48 +131,53 @@ class Batch:
     visual: VisualInputs | None
     counts: Counts
     names: tuple[str, ...]  # file and line of each sample
-    references: Tensor | None = None
-    """float32 log-probabilities of the reference: (pairs, 2) from a file, (2 * pairs,) from a
-    model, or, with labelled records, (samples,); see mcore_qwen3vl.data.encoding.encoder."""
-    desirable: Tensor | None = None  # (samples,) bool: the labels of labelled records
-    mismatched: Batch | None = None
-    """With labelled records: the same prompts with the answers of others. Its `cu_seqlens` stays on
-    the host, and its `visual` has shapes in place of the tensors with a patch axis, which are those
-    of `visual`; see :meth:`exchanged`."""
-    baseline: Tensor | None = None  # scalar float32: KTO's baseline of the global batch
     lengths: tuple[int, ...] = ()  # tokens of each sample, without padding
-    targets: Tensor | None = None
-    """(records,) float32 margins of pairs; or (records, labels), 1 for labels that are right."""
     data_sets: tuple[str, ...] = ()  # name of each sample's data set; empty if there is only one
     groups: tuple[int, ...] = ()  # samples of each record, for records of several samples
-    contrast: tuple[Tensor, Tensor] | None = None
-    """Losses (queries,) and gradients (samples, H) of the global batch's contrastive loss; see
-    mcore_qwen3vl.training.step.objectives."""
-    teacher: Top | None = None
-    """A teacher's tokens at the trained positions, row by row, and a last row for all others; from
-    a live teacher, those at this rank's positions."""
+    task: TaskInputs | None = None
     is_spare: bool = False
     """Whether it counts for nothing: a rank without a record still takes part in every step."""
     __restore_key__: tuple = ()  # set and read by energon
 
+    def inputs_of[Kind: TaskInputs](self, kind: type[Kind]) -> Kind:
+        """Return the task's inputs, or raise BadInput if they are not of this kind."""
+        if not isinstance(self.task, kind):
+            raise BadInput(
+                f"The loss needs a batch whose task is {kind.__name__}, and this one's is "
+                f"{self.task and type(self.task).__name__}."
+            )
+        return self.task
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Move the tensors, except those that :class:`VisualInputs` keeps on the host."""
-        return self._map_tensors(
+        return self._move(
             lambda tensor: tensor.to(device, non_blocking=non_blocking),
             self.visual and self.visual.to(device, non_blocking),
         )
 
-    def device_tensors(self) -> list[Tensor]:
-        """Return the tensors that are on a GPU."""
-        visual = [getattr(self.visual, name) for name in PER_PATCH] if self.visual else []
-        tensors = [getattr(self, name) for name in _ON_DEVICE]
-        tensors += [self.teacher.ids, self.teacher.log_probs] if self.teacher else []
-        on_device = [tensor for tensor in tensors + visual if tensor is not None and tensor.is_cuda]
-        return on_device + (self.mismatched.device_tensors() if self.mismatched else [])
-
     def pin_memory(self) -> Self:
         """Return a page-locked copy, so that ``to(device, non_blocking=True)`` overlaps compute."""
-        return self._map_tensors(Tensor.pin_memory, self.visual and self.visual.pin_memory())
+        return self._move(Tensor.pin_memory, self.visual and self.visual.pin_memory())
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Replace each tensor by `function` of it, except `cu_seqlens`, which the host reads, and
+        those of `visual`."""
+        mapped: dict[str, Any] = {name: function(getattr(self, name)) for name in _PER_TOKEN}
+        if self.task is not None:
+            inputs: dict[str, Any] = {
+                name: value.map_tensors(function) if isinstance(value, Batch) else function(value)
+                for name, value in vars(self.task).items()
+            }
+            mapped["task"] = type(self.task)(**inputs)
+        return replace(self, **mapped)
+
+    def device_tensors(self) -> list[Tensor]:
+        """Return the tensors that :meth:`map_tensors` replaces, and those with a patch axis."""
+        tensors = [getattr(self, name) for name in _PER_TOKEN]
+        tensors += [getattr(self.visual, name) for name in PER_PATCH] if self.visual else []
+        for value in vars(self.task).values() if self.task else ():
+            tensors += value.device_tensors() if isinstance(value, Batch) else [value]
+        return tensors
 
     def sequences(self) -> Tensor:
         """Return (B, S) int64 on the host: the number of the sequence of each position."""
@@ -122,22 +188,16 @@ class Batch:
         return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
 
     def with_exchanged_answers(self) -> Batch:
-        """Return `mismatched` with the pixels of this batch, which are the same."""
-        assert self.mismatched is not None
-        if self.visual is None or self.mismatched.visual is None:
-            return self.mismatched
+        """Return the prompts with the answers of others, and the pixels, which are the same."""
+        other = self.inputs_of(Labelled).mismatched
+        if self.visual is None or other.visual is None:
+            return other
         patches = {name: getattr(self.visual, name) for name in PER_PATCH}
-        return replace(self.mismatched, visual=replace(self.mismatched.visual, **patches))
+        return replace(other, visual=replace(other.visual, **patches))
 
-    def _map_tensors(self, function, visual: VisualInputs | None) -> Self:  # type: ignore[no-untyped-def]
-        tensors = {name: getattr(self, name) for name in _ON_DEVICE}
-        moved = {name: function(t) for name, t in tensors.items() if t is not None}
-        other = self.mismatched
-        if other is not None:
-            on_device = replace(other, cu_seqlens=None)._map_tensors(function, other.visual)
-            other = replace(on_device, cu_seqlens=other.cu_seqlens)
-        teacher = self.teacher and self.teacher.map_tensors(function)
-        return replace(self, **moved, visual=visual, mismatched=other, teacher=teacher)
+    def _move(self, function: Callable[[Tensor], Tensor], visual: VisualInputs | None) -> Self:
+        bounds = None if self.cu_seqlens is None else function(self.cu_seqlens)
+        return replace(self.map_tensors(function), cu_seqlens=bounds, visual=visual)
 
 
 class Batcher:

@@ -31,7 +31,18 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Task
-from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, Counts, without_pixels
+from mcore_qwen3vl.data.encoding.batch import (
+    Batch,
+    Batcher,
+    Counts,
+    Labelled,
+    Margins,
+    PairReferences,
+    RightLabels,
+    Scores,
+    TaskInputs,
+    without_pixels,
+)
 from mcore_qwen3vl.data.encoding.packing import EpochOf, EpochPacking, best_fit
 from mcore_qwen3vl.data.encoding.preparation import (
     Pixels,
@@ -327,16 +338,19 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         owners = [record for record in records for _ in record.plans]
         plans = [plan for record in records for plan in record.plans]
         batch = assemble(plans, [record.name for record in owners])
-        if self._teachers:
-            tops = [record.teacher for record in records if record.teacher]
-            batch = replace(batch, teacher=join_tops(tops))
-        if self._references:
-            references = torch.tensor([record.reference for record in records])
-            batch = replace(batch, references=references)
+        batch = replace(batch, task=self._task_inputs(assemble, records))
         if not self._source_names:
             return batch
         names = tuple(self._source_names[record.source] for record in owners)
         return replace(batch, data_sets=names)
+
+    def _task_inputs(
+        self, assemble: Callable[..., Batch], records: list[Record]
+    ) -> TaskInputs | None:
+        """Return what the records give the task's loss besides tokens."""
+        if not self._teachers:
+            return None
+        return join_tops([record.teacher for record in records if record.teacher])
 
 
 def _media_of(plan: Plan) -> list[Any]:
@@ -350,6 +364,12 @@ _NEEDED: dict[Task | None, tuple[str, ...]] = {
     "classify": ("",),
 }
 """By task, the sequences that a record needs."""
+_TARGETS: dict[Task | None, type[Scores | Margins | RightLabels]] = {
+    "embedding": Scores,
+    "reward": Margins,
+    "classify": RightLabels,
+}
+"""By task, what a batch holds of the records' targets."""
 
 
 class GroupTaskEncoder(Qwen3VLTaskEncoder):
@@ -368,12 +388,18 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
 
     def _assemble(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
         batch = super()._assemble(assemble, records)
+        return replace(batch, groups=tuple(len(record.plans) for record in records))
+
+    def _task_inputs(
+        self, assemble: Callable[..., Batch], records: list[Record]
+    ) -> TaskInputs | None:
+        if self._references:
+            return PairReferences(torch.tensor([record.reference for record in records]))
+        kind = _TARGETS.get(self.config.task)
         targets = [record.target for record in records]
-        return replace(
-            batch,
-            groups=tuple(len(record.plans) for record in records),
-            targets=None if None in targets else torch.tensor(targets, dtype=torch.float32),
-        )
+        if kind is None or None in targets:
+            return None
+        return kind(torch.tensor(targets, dtype=torch.float32))
 
 
 class LabelledTaskEncoder(GroupTaskEncoder):
@@ -401,17 +427,14 @@ class LabelledTaskEncoder(GroupTaskEncoder):
         length = self.config.padded(len(sample.plans[0].input_ids) + more)
         return min(length, self.config.seq_length)
 
-    def _assemble(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
-        batch = super()._assemble(assemble, records)
+    def _task_inputs(self, assemble: Callable[..., Batch], records: list[Record]) -> Labelled:
         plans = [record.plans[0] for record in records]
         pairs = zip(plans, [plans[-1], *plans[:-1]], strict=True)
         exchanged = [_with_answer(plan, other, self.config.seq_length) for plan, other in pairs]
-        other = assemble(exchanged, batch.names)
+        other = assemble(exchanged, [record.name for record in records])
         visual = other.visual and without_pixels(other.visual)
-        return replace(
-            batch,
-            desirable=torch.tensor([record.label for record in records]),
-            mismatched=replace(other, visual=visual),
+        return Labelled(
+            torch.tensor([record.label for record in records]), replace(other, visual=visual)
         )
 
 

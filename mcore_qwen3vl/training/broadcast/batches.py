@@ -240,14 +240,11 @@ class SharedBatches:
         light, pixels_follow = message[0]
         if isinstance(light, Batch) and self._device.type == "cuda":
             # A batch from another rank is not pinned yet.
-            pinned = replace(light, visual=None).pin_memory()
-            light = replace(pinned, visual=light.visual, cu_seqlens=light.cu_seqlens)
+            light = light.map_tensors(Tensor.pin_memory)
         return _Prepared(light, pixels_follow, visual)
 
     def _move_to_device(self, prepared: _Prepared, light: Batch) -> Batch:
-        # The host needs the values of cu_seqlens.
-        moved = replace(light, visual=None).to(self._device, non_blocking=True)
-        batch = replace(moved, visual=light.visual, cu_seqlens=light.cu_seqlens)
+        batch = light.map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True))
         if light.visual is None or not prepared.pixels_follow:
             return batch
         patches: dict[str, Any] = {
@@ -271,7 +268,8 @@ class SharedBatches:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._copies)
             for tensor in batch.device_tensors():
-                tensor.record_stream(current)
+                if tensor.is_cuda:  # later stages have shapes in place of patches
+                    tensor.record_stream(current)
         return batch
 
     def _read_batch(self) -> Batch | BadInput | None:

@@ -22,7 +22,7 @@ Memory Limited Setup", 2021 (GradCache). With one micro-batch a rank, one pass i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,17 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.encoding.batch import (
+    Batch,
+    Contrast,
+    Labelled,
+    LabelledReferences,
+    Margins,
+    PairReferences,
+    RightLabels,
+    Scores,
+    TaskInputs,
+)
 from mcore_qwen3vl.data.loading.sources import parse_sources, source_names
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.scores import Top
@@ -77,12 +87,11 @@ Within = Callable[[Any], AbstractContextManager[Any]]
 
 
 def run_two_passes(
-    field: str,
     schedule: Callable[..., Any],
     *,
     first: Callable[..., Any],
     within: Within,
-    values: Callable[[list[Batch], list[Any]], list[Any]] = lambda batches, results: results,
+    inputs: Callable[[list[Batch], list[Any]], Iterable[TaskInputs]] = lambda batches, found: found,
     **arguments: Any,
 ) -> Any:
     """Run Megatron's `schedule` twice, and return what its second call returns.
@@ -90,17 +99,16 @@ def run_two_passes(
     An iteration's micro-batches are all read before it begins, and kept until it ends.
 
     Args:
-        field: the field of a batch that holds what the first pass has found for it.
         schedule: the schedule, which `arguments` are for.
         first: the forward step of the first pass.
         within: gives the model of the first pass.
-        values: computes the field's values from the micro-batches and from what the loss function
-            of `first` returned for each. Only the last stage calls it.
+        inputs: makes each micro-batch's `task` from the micro-batches and from what the loss
+            function of `first` returned for each. Only the last stage calls it.
     """
     of_chunks = read_batches(arguments)
     if results := forward_pass(schedule, arguments, of_chunks, first=first, within=within):
-        of_batches = zip(of_chunks[-1], values(of_chunks[-1], results), strict=True)
-        of_chunks[-1] = [replace(batch, **{field: value}) for batch, value in of_batches]
+        of_batches = zip(of_chunks[-1], inputs(of_chunks[-1], results), strict=True)
+        of_chunks[-1] = [replace(batch, task=task) for batch, task in of_batches]
     return schedule(**{**arguments, "data_iterator": replay(of_chunks)})
 
 
@@ -218,15 +226,14 @@ def _compare(
 
 def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return the teacher's ids (B, s, k) and log-probabilities (B, s, k + 1) at `positions`."""
-    if batch.teacher is None:
-        raise BadInput("The batch has no tokens of a teacher.")
-    if batch.teacher.ids.ndim == 3:  # a live teacher's, at these positions
-        return batch.teacher.ids, batch.teacher.log_probs
+    teacher = batch.inputs_of(Top)
+    if teacher.ids.ndim == 3:  # a live teacher's, at these positions
+        return teacher.ids, teacher.log_probs
     # A file has rows for the trained positions alone, in order, and a last one for all others.
     trained = batch.loss_weights > 0
     number = trained.flatten().cumsum(0).view_as(trained) - 1
-    row = number.where(trained, len(batch.teacher.ids) - 1).index_select(1, positions)
-    return batch.teacher.ids[row], batch.teacher.log_probs[row]
+    row = number.where(trained, len(teacher.ids) - 1).index_select(1, positions)
+    return teacher.ids[row], teacher.log_probs[row]
 
 
 def teacher_step(k: int, temperature: float) -> Callable[..., Any]:
@@ -259,12 +266,12 @@ def preference_objective(preference: Preference) -> Objective:
     """Return the objective of preference training: a mean over the pairs of the global batch."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
-        if preference.has_reference and batch.references is None:
-            raise BadInput("The batch has no log-probabilities of the reference.")
+        reference = None
+        if preference.has_reference:
+            reference = batch.inputs_of(PairReferences).log_probs.view(-1, 2)
         log_probs, lengths = (
             values.view(-1, 2) for values in answer_log_probs(batch, local, losses)
         )
-        reference = None if batch.references is None else batch.references.view(-1, 2)
         pairs = pair_losses(log_probs, reference, lengths, preference)
         detached = log_probs.detach()
         numbers = {
@@ -287,17 +294,14 @@ def kto_objective(kto: Kto) -> Objective:
     """Return the objective of KTO: a mean over the records of the global batch."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
-        if batch.references is None or batch.baseline is None or batch.desirable is None:
-            raise BadInput("The batch has no labels, or no log-probabilities of the reference.")
+        inputs = batch.inputs_of(LabelledReferences)
         log_probs, _ = answer_log_probs(batch, local, losses)
-        wanted = batch.desirable
-        of_answers, rewards = labelled_losses(
-            log_probs, batch.references, wanted, batch.baseline, kto
-        )
+        wanted, baseline = inputs.desirable, inputs.baseline
+        of_answers, rewards = labelled_losses(log_probs, inputs.log_probs, wanted, baseline, kto)
         detached = log_probs.detach()
         numbers = {
             "kto loss": of_answers,
-            "kl baseline": batch.baseline.clamp(min=0).expand(len(detached)),
+            "kl baseline": baseline.clamp(min=0).expand(len(detached)),
         }
         reduced = reduce_units(of_answers.sum(), batch, numbers)
         of_kinds = {}
@@ -363,9 +367,10 @@ def with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any
     )
     if reference:  # the last stage
         baseline = _baseline(policy, of_reference)
+        labels = [batch.inputs_of(Labelled).desirable for batch in of_chunks[-1]]
         of_chunks[-1] = [
-            replace(batch, references=log_probs, baseline=baseline)
-            for batch, log_probs in zip(of_chunks[-1], reference, strict=True)
+            replace(batch, task=LabelledReferences(desirable, log_probs, baseline))
+            for batch, desirable, log_probs in zip(of_chunks[-1], labels, reference, strict=True)
         ]
     return schedule(**{**arguments, "data_iterator": replay(of_chunks)})
 
@@ -480,10 +485,8 @@ def task_objective(settings: Settings) -> tuple[Objective, RunBatch]:
 
 def reward_objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
     """Compute the mean loss of reward models over the pairs."""
-    if batch.targets is None:
-        raise BadInput("The batch has no margins.")
     rewards = values.view(-1, 2)
-    losses = reward_losses(rewards, batch.targets)
+    losses = reward_losses(rewards, batch.inputs_of(Margins).margins)
     gaps = rewards[:, 0] - rewards[:, 1]
     numbers = {
         "reward loss": losses,
@@ -499,9 +502,8 @@ def classification_objective(
     labels: Labels, batch: Batch, local: Tensor, logits: Tensor
 ) -> Reduced:
     """Compute the mean loss of classifiers over the records."""
-    if batch.targets is None:
-        raise BadInput("The batch has no labels.")
-    losses, right = classification_losses(logits, batch.targets, is_single=labels.is_single)
+    inputs = batch.inputs_of(RightLabels)
+    losses, right = classification_losses(logits, inputs.right, is_single=labels.is_single)
     return reduce_units(losses.sum(), batch, {"classification loss": losses, "accuracy": right})
 
 
@@ -544,11 +546,12 @@ def embedding_objective(contrastive: Contrastive) -> Objective:
     """Return the objective of embedding training: a mean over the queries of the global batch."""
 
     def objective(batch: Batch, local: Tensor, embeddings: Tensor) -> Reduced:
-        losses, gradients = (
-            batch.contrast or contrasts(contrastive, [batch], [embeddings.detach()])[0]
-        )
-        total = (embeddings * gradients).sum()  # its gradient is that of the global batch's loss
-        return reduce_units(total, batch, {contrastive.name: losses})
+        contrast = batch.task
+        if not isinstance(contrast, Contrast):  # no first pass has found it
+            (contrast,) = contrasts(contrastive, [batch], [embeddings.detach()])
+        # The gradient of this is that of the global batch's loss.
+        total = (embeddings * contrast.gradients).sum()
+        return reduce_units(total, batch, {contrastive.name: contrast.losses})
 
     return objective
 
@@ -557,16 +560,14 @@ def with_contrasts(contrastive: Contrastive, schedule: Callable[..., Any], **arg
     """Run Megatron's `schedule` after a pass for all embeddings, if there are several to gather."""
     if arguments["num_microbatches"] == 1:
         return schedule(**arguments)
-    values = partial(contrasts, contrastive)
+    inputs = partial(contrasts, contrastive)
     first = first_pass_step(EMBED, lambda batch, local, embeddings: embeddings)
-    return run_two_passes(
-        "contrast", schedule, first=first, within=evaluation_mode, values=values, **arguments
-    )
+    return run_two_passes(schedule, first=first, within=evaluation_mode, inputs=inputs, **arguments)
 
 
 def contrasts(
     contrastive: Contrastive, batches: Sequence[Batch], embeddings: Sequence[Tensor]
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[Contrast]:
     """Differentiate the loss of all DP ranks' micro-batches with respect to their embeddings.
 
     All data-parallel ranks call this, each with its own micro-batches, and all compute the same
@@ -576,18 +577,11 @@ def contrasts(
         embeddings: (N, H) float32 for each of them, without a gradient.
 
     Returns:
-        For each of `batches`, the losses (queries,) of its queries, and the gradient (N, H) of the
-        sum of all ranks' losses.
+        For each of `batches`, the losses of its queries, and the gradient of the sum of all ranks'
+        losses.
     """
     groups_of_batches = [() if batch.is_spare else batch.groups for batch in batches]
-    targets = [
-        batch.targets[: len(of)]
-        for batch, of in zip(batches, groups_of_batches, strict=True)
-        if batch.targets is not None
-    ]
     vectors = [rows[: sum(of)] for rows, of in zip(embeddings, groups_of_batches, strict=True)]
-    if contrastive.takes_scores and len(targets) < len(batches):
-        raise BadInput("The batch has no scores.")
     groups: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
     dist.all_gather_object(
         groups, groups_of_batches, group=parallel_state.get_data_parallel_group_gloo()
@@ -597,7 +591,9 @@ def contrasts(
     queries = [sum(map(len, of_rank)) for of_rank in groups]
     scores = None
     if contrastive.takes_scores:
-        scores = _gather(torch.cat(targets)[:, None], queries)[:, 0]
+        of_batches = zip(batches, groups_of_batches, strict=True)
+        own = [batch.inputs_of(Scores).scores[: len(of)] for batch, of in of_batches]
+        scores = _gather(torch.cat(own)[:, None], queries)[:, 0]
     texts = [size for of_rank in groups for rows in of_rank for size in rows]
     with torch.enable_grad():
         losses = contrastive_losses(everyone, texts, contrastive, scores)
@@ -607,9 +603,9 @@ def contrasts(
     of_own = gradients.split(sizes)[rank].split([sum(rows) for rows in groups_of_batches])
     return [
         # A spare batch takes part in no loss.
-        (torch.zeros(len(batch.groups), device=rows.device), torch.zeros_like(rows))
+        Contrast(torch.zeros(len(batch.groups), device=rows.device), torch.zeros_like(rows))
         if batch.is_spare
-        else (losses, gradient)
+        else Contrast(losses, gradient)
         for batch, rows, losses, gradient in zip(batches, embeddings, mine, of_own, strict=True)
     ]
 
@@ -662,9 +658,14 @@ def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
     elif loss == DISTILL and second:
         assert distillation.teacher_top_k is not None
         first = teacher_step(distillation.teacher_top_k, distillation.loss.temperature)
-        passes = partial(run_two_passes, "teacher", first=first, within=second.in_place)
+        passes = partial(run_two_passes, first=first, within=second.in_place)
     elif loss in LOSSES and settings.reference in ("adapter", "model"):
-        passes = partial(run_two_passes, "references", first=ANSWERS_STEP, within=reference)
+        passes = partial(
+            run_two_passes,
+            first=ANSWERS_STEP,
+            within=reference,
+            inputs=lambda batches, log_probs: map(PairReferences, log_probs),
+        )
     elif loss == KTO:
         passes = partial(with_baseline, reference)
     else:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, Qwen3VLModel
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig
-from mcore_qwen3vl.data.encoding.batch import Batcher
+from mcore_qwen3vl.data.encoding.batch import Batcher, Margins, Scores
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.preparation import PixelLoader, Plan
 from mcore_qwen3vl.errors import BadInput
@@ -171,6 +171,17 @@ def test_a_batch_crosses_processes_and_moves(
     text = batcher(architecture, seq_length=256).pad([samples[2]], ["text"])
     assert text.visual is None
     assert text.to("meta").cu_seqlens is None
+
+
+def test_a_loss_refuses_a_batch_for_another(
+    architecture: Architecture, samples: list[Plan]
+) -> None:
+    batch = batcher(architecture, seq_length=256).pad([samples[2]], ["text"])
+    scored = replace(batch, task=Scores(torch.ones(1)))
+    assert scored.inputs_of(Scores) is scored.task
+    for other, held in ((batch, "None"), (scored, "Scores")):
+        with pytest.raises(BadInput, match=f"whose task is Margins, and this one's is {held}"):
+            other.inputs_of(Margins)
 
 
 def test_counts_add_up() -> None:

@@ -62,8 +62,9 @@ def test_each_prompt_gets_the_answer_of_the_record_before(
     several = 0
     for _ in range(5):
         batch = next(batches)
-        assert batch.desirable is not None
-        assert batch.desirable.tolist() == [labels[int(n.rsplit(":")[-1]) - 1] for n in batch.names]
+        assert batch.task.desirable.tolist() == [
+            labels[int(n.rsplit(":")[-1]) - 1] for n in batch.names
+        ]
         own, other = parts_of(batch), batch.with_exchanged_answers()
         answers = [answer for _, answer in own]
         expected = zip([prompt for prompt, _ in own], answers[-1:] + answers[:-1], strict=True)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
-from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.encoding.batch import Batch, Margins, TaskInputs, without_pixels
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches, StageFeed
@@ -25,12 +28,12 @@ def stream(path: Path) -> Iterator[Batch]:
     """Yield a batch with an image and one without, then raise an error."""
     architecture = Architecture.from_hf(path)
     torch.manual_seed(5)
-    yield batch(architecture, image=True)
-    yield batch(architecture, image=False)
+    for image in (True, False):
+        yield replace(batch(architecture, image), task=Margins(torch.rand(1)))
     raise BadInput("too many bad samples")
 
 
-def shared(path: Path, chunks: int, ahead: bool) -> tuple[list[float | None], int, str]:
+def shared(path: Path, chunks: int, ahead: bool) -> tuple[list[float | None], Any, int, str]:
     loader = stream(path) if dist.get_rank() == 0 else None
     shown: list[Batch] = []
     batches = SharedBatches(
@@ -39,15 +42,16 @@ def shared(path: Path, chunks: int, ahead: bool) -> tuple[list[float | None], in
         ahead=ThreadPoolExecutor(1) if ahead else None,
     )  # fmt: skip
     streams = [batches.chunk(index) for index in range(chunks)]
-    pixels = []
+    pixels, margins = [], []
     for _ in range(2):
         for received in [next(one) for one in streams]:
             visual = received.visual
             pixels.append(None if visual is None else float(visual.pixel_values.double().sum()))
+            margins.append(received.inputs_of(Margins).margins.tolist())
     try:
         next(streams[0])
     except BadInput as error:
-        return pixels, len(shown), str(error)
+        return pixels, margins, len(shown), str(error)
     raise AssertionError("the error did not arrive")
 
 
@@ -57,7 +61,7 @@ def test_every_rank_and_chunk_sees_the_readers_batches(
 ) -> None:
     results = run_layout(shared, ranks, dense, chunks, ahead)
     assert all(result == results[0] for result in results)
-    pixels, shown, error = results[0]
+    pixels, _, shown, error = results[0]
     assert pixels[0] is not None
     assert pixels[0] != 0
     assert pixels == [pixels[0]] * chunks + [None] * chunks
@@ -126,16 +130,53 @@ def test_a_stage_gets_its_batch_before_the_next_stage_asks() -> None:
     assert run_layout(in_order, 3, timeout=20) == [["first", "second"]] * 3
 
 
-def alone(loader: Iterator[Batch], ahead: ThreadPoolExecutor | None) -> SharedBatches:
+def alone(
+    loader: Iterator[Batch], ahead: ThreadPoolExecutor | None, device: str = "cpu"
+) -> SharedBatches:
     """Share batches with no other rank."""
     group = type("Alone", (), {"size": lambda self: 1})()
     return SharedBatches(
         loader,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         group=group,  # type: ignore[arg-type]
         host_group=group,  # type: ignore[arg-type]
         ahead=ahead,
     )
+
+
+def tensors_in(value: Any, name: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a batch by the names of its fields, and of those within."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    found: dict[str, Tensor] = {}
+    for field, part in vars(value).items() if is_dataclass(value) else ():
+        found |= tensors_in(part, f"{name}.{field}".removeprefix("."))
+    return found
+
+
+FOR_THE_HOST = {"cu_seqlens", "visual.grid_thw", "visual.token_index"}
+
+
+@pytest.mark.parametrize("kind", get_args(TaskInputs), ids=lambda kind: kind.__name__)
+def test_every_tensor_is_pinned_and_moved_but_those_that_the_host_reads(
+    kind: Any, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = batch(Architecture.from_hf(dense), image=True)
+    assert plain.visual is not None
+    other = replace(plain, visual=without_pixels(plain.visual))
+    inputs = {f.name: other if f.type == "Batch" else torch.ones(2) for f in fields(kind)}
+    given = replace(plain, task=kind(**inputs))
+
+    def others(one: Batch, chosen: Callable[[Tensor], bool]) -> set[str]:
+        left = (name for name, tensor in tensors_in(one).items() if not chosen(tensor))
+        return {name.removeprefix("task.mismatched.") for name in left}
+
+    moved = next(alone(iter([given]), None, "meta").chunk(0))
+    assert others(moved, lambda tensor: tensor.is_meta) == FOR_THE_HOST
+    of_device = moved.device_tensors()
+    assert others(moved, lambda t: any(t is each for each in of_device)) == FOR_THE_HOST
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor.to("meta"))
+    assert others(given.pin_memory(), lambda tensor: tensor.is_meta) <= FOR_THE_HOST
 
 
 def test_the_next_batch_is_read_while_this_one_is_worked_on(dense: Path) -> None:
