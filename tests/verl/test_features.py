@@ -124,6 +124,31 @@ def apart(found: list[Any], expected: list[Any]) -> float:
     return max(float((a[:-1] - b).abs().max()) for a, b in pairs)
 
 
+# The router's balancing loss.
+
+BALANCED = {"override_transformer_config": {"moe_aux_loss_coeff": 1.0}}
+
+
+def norm_of_step(path: Path, engine: Any, samples: Any, expected: Any) -> float:
+    return float(ppo_step(build(path, engine), samples, expected)["metrics"]["grad_norm"])
+
+
+@pytest.mark.parametrize("kind", ["moe", "hybrid moe"])
+def test_padding_does_not_count_in_the_balancing_loss(kind: str, case: Any, on_ranks: Any) -> None:
+    given = case(kind)
+    norms = {}
+    for name, engine in {
+        "packed": BALANCED,
+        "bucket": BALANCED | {"pad_to_length": True, "pad_to_length_bucket": 64},
+    }.items():
+        (norms[name],) = on_ranks(
+            1, norm_of_step, given.path, engine, given.samples, given.expected
+        )
+    print(kind, norms)
+    assert norms["bucket"] == pytest.approx(norms["packed"], rel=TOLERANCE)
+    assert abs(norms["packed"] / given.expected.grad_norm - 1) > 100 * TOLERANCE
+
+
 # Frozen parts.
 
 
