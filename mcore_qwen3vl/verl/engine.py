@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from torch import Tensor, nn
 from verl.utils import tensordict_utils
 from verl.utils.megatron_utils import get_model, mapping_string_to_attn_backend, unwrap_model
@@ -57,12 +58,26 @@ ARCHITECTURES = {
 
 def register() -> None:
     """Register both engines instead of VERL's own, for NVIDIA's and AMD's devices."""
+    _give_verl_a_class()
     devices: list[dict[str, Any]] = [{"device": "cuda", "vendor": ["nvidia", "amd"]}]
     if cpu.installed():
         devices.append({"device": "cpu"})
     for device in devices:
         EngineRegistry.register("language_model", "megatron", **device)(Qwen3VLEngine)
         EngineRegistry.register("value_model", "megatron", **device)(Qwen3VLValueEngine)
+
+
+def _give_verl_a_class() -> None:
+    """Let VERL ask whether a model is wrapped by Megatron's FSDP, which this engine refuses.
+
+    VERL passes ``FullyShardedDataParallel`` to `isinstance`, and Megatron-Core 0.20 has made a
+    function of it. VERL has read the name before this package is imported, and reads it again.
+    """
+    name = "FullyShardedDataParallel"
+    wrapper = getattr(mcore_fsdp_adapter, f"{name}V1", getattr(mcore_fsdp_adapter, name))
+    setattr(mcore_fsdp_adapter, name, wrapper)
+    (classes,) = unwrap_model.__defaults__
+    unwrap_model.__defaults__ = (tuple(c if isinstance(c, type) else wrapper for c in classes),)
 
 
 class Qwen3VLEngine(MegatronEngineWithLMHead):

@@ -15,8 +15,15 @@ pytest.importorskip("verl", reason="make test-verl makes an environment that has
 
 from tests.verl.engines import build, error, exported, infer, ppo_step, same
 from tests.verl.samples import batch
-from tests.verl.test_layouts import CP2, EP2, PP2, TOLERANCE, TP2, VPP2
+from tests.verl.test_layouts import CP2, EP2, PP2, TOLERANCE, TP2, VPP2, published_shapes
 
+RECOMPUTE = {
+    "override_transformer_config": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+}
 RANKS = {"1": (1, {}), "tp2": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2), "dp2": (2, {})}
 
 
@@ -88,19 +95,22 @@ def under(engine: Any, samples: Any, routes: list[Any]) -> Any:
     return [t.clone() for t in out["model_output"]["log_probs"].unbind()]
 
 
+@pytest.mark.parametrize("kind", ["moe", "hybrid moe"])
 @pytest.mark.parametrize("mode", ["R2", "R3"])
-def test_router_replay(mode: str, case: Any, on_ranks: Any) -> None:
+def test_router_replay(mode: str, kind: str, case: Any, on_ranks: Any) -> None:
     """Recorded routes repeat the log-probabilities; others change them alike in all layouts."""
-    given = case("moe")
+    given = case(kind)
     layouts = {"1": (1, {}), "tp2ep2": (2, TP2 | EP2), "pp2": (2, PP2), "cp2": (2, CP2)}
-    layouts |= {"pp2vpp2": (2, VPP2)} if mode == "R2" else {}
+    layouts |= (
+        {"pp2vpp2": (2, VPP2), "pp2 recomputed": (2, PP2 | RECOMPUTE)} if mode == "R2" else {}
+    )
     reports = {}
     for name, (ranks, layout) in layouts.items():
         found = on_ranks(ranks, replayed, given.path, layout, given.samples, given.expected, mode)
         (reports[name],) = [r for r in found if r is not None]
     first = reports["1"]
     for name, report in reports.items():
-        print(mode, name, report["norm"])
+        print(mode, kind, name, report["norm"])
         if mode == "R2":
             assert report["shapes"] == [(len(s.ids), 4, 3) for s in given.samples]
             assert apart(report["recorded"], given.expected.log_probs) < TOLERANCE
@@ -112,6 +122,31 @@ def test_router_replay(mode: str, case: Any, on_ranks: Any) -> None:
 def apart(found: list[Any], expected: list[Any]) -> float:
     pairs = zip(found, expected, strict=True)
     return max(float((a[:-1] - b).abs().max()) for a, b in pairs)
+
+
+# The router's balancing loss.
+
+BALANCED = {"override_transformer_config": {"moe_aux_loss_coeff": 1.0}}
+
+
+def norm_of_step(path: Path, engine: Any, samples: Any, expected: Any) -> float:
+    return float(ppo_step(build(path, engine), samples, expected)["metrics"]["grad_norm"])
+
+
+@pytest.mark.parametrize("kind", ["moe", "hybrid moe"])
+def test_padding_does_not_count_in_the_balancing_loss(kind: str, case: Any, on_ranks: Any) -> None:
+    given = case(kind)
+    norms = {}
+    for name, engine in {
+        "packed": BALANCED,
+        "bucket": BALANCED | {"pad_to_length": True, "pad_to_length_bucket": 64},
+    }.items():
+        (norms[name],) = on_ranks(
+            1, norm_of_step, given.path, engine, given.samples, given.expected
+        )
+    print(kind, norms)
+    assert norms["bucket"] == pytest.approx(norms["packed"], rel=TOLERANCE)
+    assert abs(norms["packed"] / given.expected.grad_norm - 1) > 100 * TOLERANCE
 
 
 # Frozen parts.
@@ -126,10 +161,12 @@ def frozen(path: Path, layout: Any, samples: Any, expected: Any, option: Any) ->
     return norm, kept, [name for name in before if ".visual." in name]
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2", "pp2"])
-def test_frozen_vision(layout: str, case: Any, on_ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("dense", "1"), ("dense", "tp2"), ("dense", "pp2"), ("hybrid", "tp2")]
+)
+def test_frozen_vision(kind: str, layout: str, case: Any, on_ranks: Any) -> None:
     ranks, engine = RANKS[layout]
-    given, option = case(), {"freeze": ["vision", "aligner"]}
+    given, option = case(kind), {"freeze": ["vision", "aligner"]}
     reports = on_ranks(ranks, frozen, given.path, engine, given.samples, given.expected, option)
     for norm, kept, vision in reports:
         assert kept == vision
@@ -137,8 +174,9 @@ def test_frozen_vision(layout: str, case: Any, on_ranks: Any) -> None:
     assert any(norm is not None for norm, *_ in reports)
 
 
-def test_frozen_routers(case: Any, on_ranks: Any) -> None:
-    given, option = case("moe"), {"moe_config": {"freeze_moe_router": True}}
+@pytest.mark.parametrize("kind", ["moe", "hybrid moe"])
+def test_frozen_routers(kind: str, case: Any, on_ranks: Any) -> None:
+    given, option = case(kind), {"moe_config": {"freeze_moe_router": True}}
     ((_, kept, _),) = on_ranks(1, frozen, given.path, {}, given.samples, given.expected, option)
     assert kept == [name for name in kept if name.endswith("mlp.gate.weight")]
     assert len(kept) == 4
@@ -189,7 +227,7 @@ def critic(path: Path, layout: Any, samples: Any, expected: Any, folder: Path) -
     }
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "hybrid", "hybrid moe"])
 def test_value_head(kind: str, case: Any, on_ranks: Any, tmp_path: Path) -> None:
     given, norms = case(kind), []
     for name in ("1", "tp2", "pp2", "cp2"):
@@ -223,28 +261,28 @@ def offloaded(path: Path, layout: Any, samples: Any, expected: Any) -> Any:
     out, own = infer(engine, samples)
     step = ppo_step(engine, samples, expected)
     between = held()
-    names = list(exported(engine))
+    names = set(exported(engine))
     if not out:
         return None
     return (
         error(out["log_probs"], expected.log_probs[own], shifted=True),
         float(step["metrics"]["grad_norm"]),
         (resting, between, held() > 0),
-        len(names),
+        names,
     )
 
 
-@pytest.mark.parametrize("name", ["1", "tp2"])
-def test_offloading(name: str, case: Any, on_ranks: Any) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("dense", "1"), ("dense", "tp2"), ("hybrid", "tp2")])
+def test_offloading(kind: str, name: str, case: Any, on_ranks: Any) -> None:
     ranks, layout = RANKS[name]
-    given = case()
+    given = case(kind)
     found = on_ranks(ranks, offloaded, given.path, layout, given.samples, given.expected)
-    ((difference, norm, (resting, between, exporting), tensors),) = [f for f in found if f]
+    ((difference, norm, (resting, between, exporting), names),) = [f for f in found if f]
     assert difference < TOLERANCE
     assert norm == pytest.approx(given.expected.grad_norm, rel=TOLERANCE)
     assert (resting, between) == (0, 0)
     assert exporting, "an export needs the weights"
-    assert tensors == 134
+    assert names == set(published_shapes(given.path))
 
 
 def in_worker(path: Path, layout: Any, samples: Any, expected: Any) -> Any:

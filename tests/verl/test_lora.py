@@ -13,6 +13,7 @@ pytest.importorskip("verl", reason="make test-verl makes an environment that has
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.verl.options import LORA_LINEARS
 from tests.verl.engines import build, error, exported, infer, ppo_step, same
 from tests.verl.test_layouts import CP2, EP2, PP2, TOLERANCE, TP2, published_shapes
 
@@ -35,6 +36,17 @@ CASES = {
         {"target_modules": ["linear_qkv", "linear_fc1", "linear_fc2", "in_proj", "out_proj"]},
     ),
 }
+
+MEANT = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj"),
+    "linear_fc2": ("down_proj",),
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "out_proj": ("out_proj",),
+    "router": ("gate",),
+}
+"""The last parts of Hugging Face's names that Megatron's names in ``target_modules`` mean."""
 
 
 def lora_run(path: Path, layout: Any, given: Any, samples: Any, expected: Any, folder: Path) -> Any:
@@ -101,7 +113,15 @@ def test_lora(name: str, case: Any, on_ranks: Any, tmp_path: Path) -> None:
     merge(given.path, adapter, merged)
     stored = HuggingFaceCheckpoint(merged)
     assert set(report["handed"]) == set(published_shapes(merged))
-    for tensor_name, tensor in report["handed"].items():
+    source = HuggingFaceCheckpoint(given.path)
+    handed = report["handed"].items()
+    adapted = {n for n, tensor in handed if not torch.equal(tensor, source.read_tensor(n))}
+    targets = options.get("target_modules", LORA_LINEARS)
+    if targets != ["all"]:
+        parts = {part for target in targets for part in MEANT[target]}
+        names = (n for n in source.entries if n.startswith("model.language_model.layers."))
+        assert adapted == {n for n in names if n.removesuffix(".weight").split(".")[-1] in parts}
+    for tensor_name, tensor in handed:
         assert torch.allclose(tensor, stored.read_tensor(tensor_name), rtol=0, atol=1e-6), (
             tensor_name
         )
