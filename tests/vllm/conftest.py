@@ -23,11 +23,20 @@ from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName
 from tests.data.conftest import write_png, write_video
 
 
-def write_servable(path: Path, kind: str) -> Path:
-    """Write a Hugging Face checkpoint of `kind`: dense, tied, moe, hybrid or hybrid_moe."""
+def write_servable(path: Path, kind: str, dtype: str = "float32", **text: Any) -> Path:
+    """Write a Hugging Face checkpoint of `kind`: dense, tied, moe, hybrid, ..., hybrid_moe.
+
+    `text` overrides fields of the text config.
+    """
     family: FamilyName = "qwen3.5" if kind.startswith("hybrid") else "qwen3-vl"
-    moe, text = kind.endswith("moe"), SERVABLE[family]
-    return write_tiny_checkpoint(path, family=family, moe=moe, tie=kind == "tied", text=text)
+    return write_tiny_checkpoint(
+        path,
+        family=family,
+        moe=kind.endswith("moe"),
+        tie=kind.endswith("tied"),
+        dtype=dtype,
+        text=SERVABLE[family] | text,
+    )
 
 
 def environment() -> dict[str, str]:
@@ -142,12 +151,14 @@ def in_vllm(
         adapters: Mapping[str, Path | None],
         *,
         score: bool = True,
+        together: bool = False,
         **options: Any,
     ) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("job")
         job = {
             "model": str(checkpoint),
             "score": score,
+            "together": together,
             "options": options,
             "adapters": {n: None if p is None else str(p) for n, p in adapters.items()},
             "prompts": {

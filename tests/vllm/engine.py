@@ -4,15 +4,18 @@
 
 JOB is a JSON file with ``model``, ``options`` of ``vllm.LLM``, ``adapters`` (directories by name;
 null: none) and ``prompts`` (by name, a conversation and the answer to score). RESULT gets, for each
-adapter and prompt, the prompt's tokens, the greedy ones after it and, if ``score`` is true, tokens
-and log-probabilities of conversation and answer. For an adapter that vLLM refuses, it gets the
-error.
+adapter and prompt, the prompt's tokens, the greedy ones after it with their log-probabilities and,
+if ``score`` is true, tokens and log-probabilities of conversation and answer. Where vLLM decodes
+speculatively, it gets the drafts too. For an adapter that vLLM refuses, it gets the error. Prompts
+are asked one by one unless ``together`` is true.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,44 +45,94 @@ def main(job_file: str, result_file: str) -> None:
                 engine.llm_engine.add_lora(adapter)
             # One by one: where its tower is adapted, vLLM 0.32 fails on the CPU when it is given
             # pictures and a video to encode together.
-            result[name] = {
-                prompt: answer(engine, asked, adapter)
-                | (score(engine, asked, adapter) if job["score"] else {})
-                for prompt, asked in job["prompts"].items()
-            }
+            names = list(job["prompts"])
+            found: dict[str, Any] = {}
+            for group in [names] if job["together"] else [[one] for one in names]:
+                asked = [job["prompts"][one] for one in group]
+                for one, given in zip(group, answer(engine, asked, adapter), strict=True):
+                    found[one] = given
+                if job["score"]:
+                    for one, scored in zip(group, score(engine, asked, adapter), strict=True):
+                        found[one] |= scored
+            result[name] = found
         except ValueError as error:
             result[name] = str(error)
     Path(result_file).write_text(json.dumps(result), "utf-8")
 
 
-def answer(engine: Any, prompt: dict[str, Any], adapter: Any) -> dict[str, Any]:
-    """Return the tokens of the prompt and the greedy ones after it."""
+def answer(engine: Any, prompts: list[dict[str, Any]], adapter: Any) -> list[dict[str, Any]]:
+    """Return the tokens of each prompt, and the greedy ones after it.
+
+    The drafts are those of all prompts: one list of tokens for each prompt and step.
+    """
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
-    (output,) = engine.chat(prompt["conversation"], greedy, lora_request=adapter, use_tqdm=False)
-    return {
-        "prompt": list(output.prompt_token_ids),
-        "answer": list(output.outputs[0].token_ids),
-    }
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=0)
+    with drafts_of(engine) as drafts:
+        outputs = engine.chat(
+            [prompt["conversation"] for prompt in prompts],
+            greedy,
+            lora_request=adapter,
+            use_tqdm=False,
+        )
+    return [
+        {
+            "prompt": list(output.prompt_token_ids),
+            "answer": list(output.outputs[0].token_ids),
+            "answer_log_probs": log_probs(output.outputs[0].token_ids, output.outputs[0].logprobs),
+            "drafts": drafts,
+        }
+        for output in outputs
+    ]
 
 
-def score(engine: Any, prompt: dict[str, Any], adapter: Any) -> dict[str, Any]:
-    """Return tokens and log-probabilities of conversation and answer."""
+@contextmanager
+def drafts_of(engine: Any) -> Iterator[list[list[int]]]:
+    """Collect what the model's further layer drafts: after each step, some tokens a request."""
+    executor, drafts = engine.llm_engine.model_executor, []
+    take = executor.take_draft_token_ids
+
+    def taken() -> Any:
+        drafted = take()
+        if drafted is not None:
+            drafts.extend(drafted.draft_token_ids)
+        return drafted
+
+    executor.take_draft_token_ids = taken
+    try:
+        yield drafts
+    finally:
+        del executor.take_draft_token_ids
+
+
+def score(engine: Any, prompts: list[dict[str, Any]], adapter: Any) -> list[dict[str, Any]]:
+    """Return tokens and log-probabilities of each conversation with its answer."""
     from vllm import SamplingParams
 
     scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    whole = [*prompt["conversation"], {"role": "assistant", "content": prompt["answer"]}]
-    (output,) = engine.chat(
-        whole, scoring, lora_request=adapter, use_tqdm=False, add_generation_prompt=False
+    outputs = engine.chat(
+        [
+            [*prompt["conversation"], {"role": "assistant", "content": prompt["answer"]}]
+            for prompt in prompts
+        ],
+        scoring,
+        lora_request=adapter,
+        use_tqdm=False,
+        add_generation_prompt=False,
     )
-    tokens = output.prompt_token_ids
-    # The first token has no log-probability, because nothing comes before it.
-    pairs = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
-    return {
-        "token_ids": list(tokens),
-        "log_probs": [float(found[token].logprob) for token, found in pairs],
-    }
+    return [
+        {
+            "token_ids": list(output.prompt_token_ids),
+            # The first token has no log-probability, because nothing comes before it.
+            "log_probs": log_probs(output.prompt_token_ids[1:], output.prompt_logprobs[1:]),
+        }
+        for output in outputs
+    ]
+
+
+def log_probs(tokens: Any, found: Any) -> list[float]:
+    """Return the log-probability of each token."""
+    return [float(one[token].logprob) for token, one in zip(tokens, found, strict=True)]
 
 
 if __name__ == "__main__":

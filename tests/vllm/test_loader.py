@@ -42,7 +42,14 @@ def in_vllm(checkpoint: Path, *files: Path) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("dense", "tp2xpp2+sp"), ("tied", "tp2"), ("moe", "tp2xep2xpp2+sp")],
+    [
+        ("dense", "tp2xpp2+sp"),
+        ("tied", "tp2"),
+        ("moe", "tp2xep2xpp2+sp"),
+        ("hybrid", "tp2xpp2+sp"),
+        ("hybrid_tied", "tp2"),
+        ("hybrid_moe", "tp2xep2xpp2+sp"),
+    ],
 )
 def test_vllm_takes_it(kind: str, text: str, tmp_path: Path) -> None:
     path = write_servable(tmp_path / "hf", kind)
