@@ -33,8 +33,8 @@ from mcore_qwen3vl.shapes import SHAPES
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rehearse.md"
 SIZES = ("2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b")
-SCRIPTS = [f"{task}_{size}" for size in SIZES for task in ("sft", "pretrain", "lora")]
-SCRIPTS += ["dpo_8b", "sft_qwen3.5_9b", "lora_qwen3.5_9b", "sft_qwen3.5_27b", "sft_qwen3.5_35b_a3b"]
+SIZES += ("qwen3.5_9b", "qwen3.5_27b", "qwen3.5_35b_a3b")
+SCRIPTS = [f"{task}_{size}" for size in SIZES for task in ("sft", "pretrain", "lora")] + ["dpo_8b"]
 STEPS, ROLES = "| script | s a step | TFLOP/s | MFU |", "| script | role |"
 WIDTH = 102
 

@@ -30,6 +30,7 @@ ORDER = (
     "megatron_config",
     "console",
     "machine",
+    "launch.catalogue",
     "shapes",
     "tiny",
     "converters.storage",

@@ -16,11 +16,11 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-import mcore_qwen3vl
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.launch import catalogue
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K as K
 from mcore_qwen3vl.shapes import SHAPES
@@ -33,9 +33,6 @@ from mcore_qwen3vl.training.arguments.command_line import (
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.second_model import source_of
-
-INSTALLED = Path(mcore_qwen3vl.__file__).parent / "launch"
-"""The launch scripts that are installed with the package."""
 
 _ENTRY = "train.py"
 
@@ -161,9 +158,8 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
 
 
 def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
-    # The name of a size may have a dot, which would be taken for a suffix.
-    script = name if name.is_file() else INSTALLED / f"{name.name.removesuffix('.sh')}.sh"
-    if not script.is_file():
+    script = name if name.is_file() else catalogue.find(name.name)
+    if script is None or script.suffix == ".yaml":
         raise BadInput(
             f"There is no script {name}: give a path, a name that `mcore-qwen3vl launch list` "
             "prints, or the flags of train, each of which begins with --."

@@ -192,7 +192,9 @@ def work_of(command: Command, a: Architecture) -> list[RankWork]:
       recompute. The vision tower is on the first stage; decoder layers are divided equally.
     * TP with SP: each layer has two all-gathers and two reduce-scatters of the hidden states in
       each direction, and two more all-gathers in the backward pass.
-    * CP gathers keys and values, and scatters their gradients. EP sends and returns tokens.
+    * CP gathers keys and values of attention, and scatters their gradients. In a gated delta net an
+      all-to-all takes the projected tokens to the ranks of their heads, and another takes the
+      outputs back. EP sends and returns tokens.
     * DP: gradients in fp32 and weights in bf16 are exchanged once a step.
 
     Other kernels, their launches, host syncs and the transfers between stages are left out.
@@ -228,18 +230,31 @@ def work_of(command: Command, a: Architecture) -> list[RankWork]:
 
 def _exchanges(a: Architecture, layout: Layout, tokens: int) -> list[tuple[Traffic, float, float]]:
     """Return what a virtual stage exchanges, and the bytes of its forward and backward pass."""
-    layers, moe_layers = (
-        count / (layout.pp * layout.vpp) for count in (a.num_hidden_layers, sum(a.moe_layers))
-    )
-    hidden = 2 * a.hidden_size * tokens / layout.cp * layers  # in bf16, as all of these
-    keys = 2 * 2 * a.num_key_value_heads * a.head_dim * tokens / layout.tp * layers
-    routed = hidden / layers / layout.tp * a.num_experts_per_tok * moe_layers
+    counts = a.num_hidden_layers, sum(a.delta_net_layers), sum(a.moe_layers)
+    layers, delta_nets, moe_layers = (count / (layout.pp * layout.vpp) for count in counts)
+    of_rank = 2 * tokens / layout.cp  # bytes of a value of each token, in bf16 as all of these
+    hidden = of_rank * a.hidden_size * layers
+    keys = 2 * 2 * a.num_key_value_heads * a.head_dim * tokens / layout.tp * (layers - delta_nets)
+    values = _values_between_heads(a) * of_rank / layout.tp * delta_nets
+    routed = of_rank * a.hidden_size / layout.tp * a.num_experts_per_tok * moe_layers
+    to_heads = _traffic("CONTEXT_PARALLEL", layout.cp, layout.tp, "all_to_all")
     to_experts = _traffic("EXPERT_MODEL_PARALLEL", layout.ep, layout.etp, "all_to_all")
     return [
         (_traffic("TENSOR_MODEL_PARALLEL", layout.tp, 1), 4 * hidden, 6 * hidden),
         (_traffic("CONTEXT_PARALLEL", layout.cp, layout.tp), keys, keys),
+        (to_heads, values, values),
         (to_experts, 2 * routed, 2 * routed),
     ]
+
+
+def _values_between_heads(a: Architecture) -> int:
+    """Return how many values of a token a gated delta net sends to other CP ranks, and back.
+
+    Query, key, value and gate, and beta and the decay of each head go; the gated output returns.
+    """
+    if (net := a.delta_net) is None:
+        return 0
+    return 2 * net.key_dim + 3 * net.value_dim + 2 * net.num_value_heads
 
 
 def _gradient_traffic(a: Architecture, layout: Layout, stage: int) -> Iterator[Traffic]:

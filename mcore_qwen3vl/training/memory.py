@@ -89,7 +89,7 @@ def estimate_stages(
             while the other layers keep everything, as with ``none``.
         trained: None if everything trains.
         visual_share: share of the tokens that are image or video features.
-        mtp: whether the layer that predicts a further token trains; its activations are left out.
+        mtp: whether the layer that predicts a further token trains.
     """
     counts = parameters.count(a, mtp=mtp)
     if mtp and a.num_experts:  # EP divides the further layer's experts too
@@ -108,12 +108,18 @@ def estimate_stages(
     for stage in range(layout.pp):
         frozen_counts = rank_parameters(a, layout, stage, frozen)
         shared, experts = rank_parameters(a, layout, stage, factors)
+        logits = LOGIT * alive
+        if mtp and not a.tie_word_embeddings:
+            # Each use of the head hands autograd a gradient as large as the weight. The first waits
+            # while the second is computed, and their sum is a third.
+            head = WEIGHT * a.vocab_size * a.hidden_size / layout.tp
+            logits = max(logits + head, 3 * head)
         memory = Memory(
             weights=WEIGHT * (sum(frozen_counts) + shared + experts),
             gradients=GRADIENT * (shared + experts),
             optimizer=OPTIMIZER * (shared / shared_copies + experts / expert_copies),
-            activations=_activations(a, layout, rank_tokens, visual, recompute, stage),
-            logits=LOGIT * alive if stage == layout.pp - 1 else 0.0,
+            activations=_activations(a, layout, rank_tokens, visual, recompute, stage, mtp),
+            logits=logits if stage == layout.pp - 1 else 0.0,
         )
         stages.append(memory)
     return stages
@@ -195,15 +201,22 @@ def _outside_layers(group: Group, a: Architecture, layout: Layout, stage: int) -
 
 
 def _activations(
-    a: Architecture, layout: Layout, tokens: float, visual: float, recompute: Recompute, stage: int
+    a: Architecture,
+    layout: Layout,
+    tokens: float,
+    visual: float,
+    recompute: Recompute,
+    stage: int,
+    mtp: bool,
 ) -> float:
     """Return the bytes that a rank keeps, of decoder layers in flight and the vision tower.
 
     A CP rank has `tokens` of a micro-batch; `visual` of them are features of a tower that trains.
     """
     virtual_stages = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]
+    cheap = recompute == "cheap"
     each = [
-        [_layer_activations(a, layout, tokens, n, recompute == "cheap") for n in layers]
+        [_layer_activations(a, layout, tokens, n, cheap) for n in layers]
         for layers in virtual_stages
     ]
     again = recompute if isinstance(recompute, int) else a.num_hidden_layers
@@ -213,6 +226,19 @@ def _activations(
     recomputed = max((size for chunk in each for size in chunk[:again]), default=0.0)
     if stage == 0:
         kept[0] += _vision_activations(a, layout, visual, recompute)
+    if mtp:
+        last = layout.pp * layout.vpp - 1
+        for chunk in range(len(kept)):
+            place = chunk * layout.pp + stage
+            if place > 0 or place == last:  # the next tokens' embeddings travel to the last
+                kept[chunk] += inputs
+    if mtp and stage == layout.pp - 1:
+        inside = _further_token_activations(a, layout, tokens, cheap)
+        kept[-1] += 2 * inputs  # what the layer gets beside the embeddings, and what the head gets
+        if again:
+            recomputed = max(recomputed, inside)
+        else:
+            kept[-1] += inside
     return in_flight(layout, stage, kept) + recomputed
 
 
@@ -254,6 +280,23 @@ def _layer_activations(
     shared = a.shared_expert_intermediate_size
     values += (3 * shared * tokens / layout.tp + h * local) if shared else 0
     return ACTIVATION * values
+
+
+def _further_token_activations(
+    a: Architecture, layout: Layout, tokens: float, cheap: bool
+) -> float:
+    """Return the bytes that predicting a further token keeps between its inputs and the head.
+
+    The layer has attention. Before it, hidden states and embeddings side by side are the input of a
+    linear layer. SP gathers them for that, in a buffer twice as large as other layers need, and its
+    output is kept whole. A norm follows.
+    """
+    layer = _layer_activations(a, layout, tokens, a.delta_net_layers.index(False), cheap)
+    local = tokens / (layout.tp if layout.sp else 1)
+    around = (2 + 1) * local
+    if layout.sp:
+        around += (tokens - local) + tokens
+    return layer + ACTIVATION * a.hidden_size * around
 
 
 def _attention_values(a: Architecture, cheap: bool) -> float:

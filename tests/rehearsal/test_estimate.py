@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.rehearsal.command import Command
+from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, stages_of_command
 from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 from mcore_qwen3vl.training import memory
 from tests.command import exit_code
+from tests.rehearsal.conftest import Command as RunCommand
 
 SIZES = (
     *("--tensor-model-parallel-size", "4", "--sequence-parallel"),
@@ -77,3 +82,48 @@ def test_it_is_a_table_and_what_does_not_divide_is_refused(
     assert "16 attention heads cannot be divided over TP 3" in capsys.readouterr().err
     assert run("2b", 8, options=("--fit",)) == 2
     assert "--estimate rehearses nothing: drop it" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # two rehearsals each
+@pytest.mark.parametrize(
+    ("name", "layout", "more"),
+    [
+        ("qwen3.5_9b", "single", ()),
+        ("qwen3.5_9b", "tp2+sp", ()),
+        ("qwen3.5_9b", "pp2", ()),
+        ("qwen3.5_9b", "tp2+sp", FULL_RECOMPUTE),
+        ("qwen3.5_35b_a3b", "ep8xdp8", ()),
+    ],
+)
+def test_what_predicting_a_further_token_takes(
+    name: str, layout: str, more: tuple[str, ...], command: RunCommand, tmp_path: Path
+) -> None:
+    """The peak of every role grows as the estimate does, with eight layers of the real width."""
+    write_stand_in(SHAPES / f"{name}.json", tmp_path / "model", layers=8, vision_blocks=1)
+    config = tmp_path / "model" / "config.json"
+    fields = json.loads(config.read_text())
+    # With so few layers, gradients of the whole embedding would be most of the peak.
+    fields["text_config"]["vocab_size"] = 65536
+    config.write_text(json.dumps(fields))
+    sizes = Layout.parse(layout)
+    flags = (
+        *("--hf-model", str(tmp_path / "model"), "--packing", "--seq-length", "8192", "--bf16"),
+        *("--use-distributed-optimizer", "--lr", "1e-5", "--global-batch-size", "16"),
+        *("--spec", "torch", *sizes.flags(moe=sizes.ep > 1), *more),
+        *(("--moe-grouped-gemm",) if sizes.ep > 1 else ()),
+    )
+    peaks, estimates = [], []
+    for mtp in ((), ("--mtp-num-layers", "1")):
+        run = Command((*flags, *mtp), sizes.world_size)
+        code, found = command("--gpus", run.gpus, "--gpu", "h200", "--no-suggest", *run.flags)
+        assert code == 0, found
+        peaks.append([role["peak"] / 1e9 for role in found["roles"]])
+        stages = stages_of_command(run, run.line.architecture, None)
+        # With experts, the peak is in their backward pass, where no logits are alive.
+        estimates.append([(s.total - s.logits * (sizes.ep > 1)) / 1e9 for s in stages])
+    hidden = 2 * run.line.architecture.hidden_size * 8192 / 1e9  # GB, of all tokens
+    # The norms of this spec keep their inputs in float32: two before the layer and one after it.
+    # What a stage sends, where the next tokens' embeddings travel too, is in no estimate.
+    left_out = [hidden] * (sizes.pp - 1) + [3 * hidden / sizes.tp]
+    for before, after, estimate, grown, more_held in zip(*peaks, *estimates, left_out, strict=True):
+        assert after - before == pytest.approx(grown - estimate + more_held, rel=0.05, abs=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.rehearsal.command import Command, read_command
-from mcore_qwen3vl.rehearsal.search import candidates, step_seconds
+from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
+from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, candidates, step_seconds, work_of
 from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.runtime.gpus import GPUS
 from mcore_qwen3vl.schedule import Durations, model_pipeline
 from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.tiny import tiny_config
 from mcore_qwen3vl.training.memory import rank_parameters
 from tests.command import exit_code
 from tests.launch.test_scripts import final_command
@@ -23,6 +26,7 @@ from tests.turns import slow
 
 H100 = GPUS["h100-80gb"]
 DENSE = Architecture.from_hf(SHAPES / "8b.json")
+HYBRID = Architecture.from_hf(SHAPES / "qwen3.5_9b.json")
 IDEAL = Constants(gemm=0.5, attention=0.5, link=1)
 SCRIPT = Path(__file__).parents[2] / "launch" / "sft_30b_a3b.sh"
 
@@ -65,6 +69,31 @@ def test_what_layouts_cost() -> None:
     few, many = (seconds(*sized(pp=4), gpus=4, batch=n) for n in (4, 64))
     assert few > alone / 4 * 1.5
     assert many / 64 < few / 4
+
+
+def test_a_gated_delta_net_sends_tokens_to_the_ranks_of_their_heads() -> None:
+    """Two all-to-alls of projected values take the place of keys and values that are gathered."""
+    (alone, _), (both, _) = (cp_exchange(a, Layout(cp=2)) for a in (DENSE, HYBRID))
+    assert alone == {"all_gather": 36 * 8192 * 2 * 1024 * 2, "all_to_all": 0}
+    # Of 32 layers, 8 have attention with 4 key/value heads of 256. The others have 16 key heads and
+    # 32 value heads of 128: query and key; value, gate and output; beta and the decay.
+    to_heads = 24 * 4096 * (2 * 2048 + 3 * 4096 + 2 * 32) * 2
+    assert both == {"all_gather": 8 * 8192 * 2 * 1024 * 2, "all_to_all": to_heads}
+    divided, twice = cp_exchange(HYBRID, Layout(tp=2, pp=2, cp=2, sp=True))
+    assert divided == {operation: size / 4 for operation, size in both.items()}
+    assert twice == divided  # the gradients take the same way
+
+
+def cp_exchange(a: Architecture, layout: Layout) -> list[dict[str, float]]:
+    """Return the bytes that a CP rank is to exchange forward and backward, by operation."""
+    size = ("--seq-length", "8192", "--packing", "--global-batch-size", "4")
+    command = Command((*size, *layout.flags(moe=a.is_moe)), layout.world_size)
+    work = work_of(command, a)[0].chunks[0]
+    return [
+        {operation: work[direction][f"CONTEXT_PARALLEL_GROUP[{layout.cp}]\n{operation}"]
+         for operation in ("all_gather", "all_to_all")}
+        for direction in (FORWARD, BACKWARD)
+    ]  # fmt: skip
 
 
 def reduced(ranks: int, tp: int = 1) -> float:
@@ -135,6 +164,30 @@ def test_a_page_of_one_rehearsal_is_refused_for_several(
     page = tmp_path / "page.html"
     assert exit_code("rehearse", "--fit", "--gpus", "8", "--report", page, SCRIPT) == 2
     assert "--report writes a page about one" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [(), FULL_RECOMPUTE], ids=["kept", "recomputed"])
+def test_context_parallel_ranks_exchange_what_the_search_expects(
+    recompute: tuple[str, ...], command: RunCommand, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family="qwen3.5")))
+    flags = (
+        *("--packing", "--seq-length", "512", "--global-batch-size", "1", "--bf16", "--lr", "1e-5"),
+        *("--spec", "torch", "--context-parallel-size", "2", *recompute),
+    )
+    run = Command(("--hf-model", str(tmp_path), *flags), 2)
+    (work,) = work_of(run, run.line.architecture)[0].chunks
+    code, found = command("--gpus", 2, *run.flags)
+    assert code == 0
+    counted = {f"{t['group']}\n{t['operation']}": t["size"] for t in found["roles"][0]["traffic"]}
+    group = "CONTEXT_PARALLEL_GROUP[2]"
+    for operations in (["all_to_all"], ["all_gather", "reduce_scatter"]):
+        expected, exchanged = (
+            sum(one.get(f"{group}\n{operation}", 0) for one in each for operation in operations)
+            for each in ([work[FORWARD], work[BACKWARD]], [counted])
+        )
+        assert exchanged == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.slow  # several rehearsals
