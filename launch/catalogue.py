@@ -19,6 +19,6 @@ def scripts() -> dict[str, Path]:
 def find(name: str) -> Path | None:
     """Return the script or configuration of this name, with its suffix or without.
 
-    The name of a size may have a dot, so that not all behind one is a suffix.
+    Names of sizes have dots, as in ``qwen3.5``, so only these two suffixes are taken off.
     """
     return scripts().get(name.removesuffix(".sh").removesuffix(".yaml"))

@@ -3,8 +3,8 @@
 Work happens in a hidden directory beside the target: ``tree/`` becomes the result and ``journal``
 records each finished unit of work. The target appears by one rename. A run that finds the remains
 of an interrupted run with the same plan continues from its journal; remains of another plan are
-deleted. What the target replaces waits in ``replaced`` between two renames; if a run was killed
-there, the next one puts it back before anything else.
+deleted. What the target replaces waits in ``replaced`` while the new one is renamed; if a run was
+killed there, the next one puts it back before anything else.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class Staging:
             self.target.rename(self.folder / REPLACED)
         self.tree.rename(self.target)
         sync_folder(self.target.parent)
+        if (self.folder / REPLACED).exists():  # half deleted, it must not be put back
+            (self.folder / REPLACED).rename(self.folder / "obsolete")
         shutil.rmtree(self.folder)
 
     def _read_journal(self) -> list[str]:
@@ -127,10 +129,10 @@ def staging(
     except OSError as error:
         raise BadInput(f"{target} cannot be written: {error}. Check its folder.") from None
     with lock:
+        if (folder / REPLACED).exists() and not os.path.lexists(target):
+            (folder / REPLACED).rename(target)
+            check_target(target, force=force, replaceable=replaceable)
         try:
-            if (folder / REPLACED).exists() and not os.path.lexists(target):
-                (folder / REPLACED).rename(target)
-                check_target(target, force=force, replaceable=replaceable)
             yield Staging(target, fingerprint, force=force)
         except (BadInput, CheckFailed):  # running again would only stop again
             shutil.rmtree(folder, ignore_errors=True)

@@ -12,11 +12,11 @@ One process is one rank of any number; the other ranks are assumed to do what it
 It cannot show results, speed, anything that depends on time, hangs between ranks, or errors inside
 kernels. Floats hold whatever is in memory, mostly zeros; integers and booleans have true values.
 
-``stub/`` is that library: ``memory.c`` allocates, ``kernels.c`` takes launches, ``lookup.c`` finds
-functions by name, ``libraries.c`` stands in for cuBLAS and others, and ``count.c`` counts.
-``preload.py`` compiles it and starts a process with it, ``device.py`` reads the counters,
-``integers.py`` computes integers, ``groups.py`` stands in for other ranks, and ``rank.py`` measures
-memory.
+``stub/`` is that library. Among its files, ``memory.c`` allocates, ``kernels.c`` takes launches,
+``lookup.c`` finds functions by name, ``libraries.c`` stands in for cuBLAS and others, ``driver.c``
+for the driver, and ``count.c`` counts. ``preload.py`` compiles it and starts a process with it,
+``device.py`` reads the counters, ``integers.py`` computes integers, ``groups.py`` stands in for
+other ranks, and ``rank.py`` measures memory.
 
 ``python -m mcore_qwen3vl.pretended`` runs a program on it, see ``--help``.
 :class:`Workbench` runs functions, each in a process of its own that has done its imports. The

@@ -159,7 +159,9 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
 
 def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
     script = name if name.is_file() else catalogue.find(name.name)
-    if script is None or script.suffix == ".yaml":
+    if script is not None and script.suffix == ".yaml":
+        raise BadInput(f"{script.name} is a configuration of another program: it has no flags.")
+    if script is None:
         raise BadInput(
             f"There is no script {name}: give a path, a name that `mcore-qwen3vl launch list` "
             "prints, or the flags of train, each of which begins with --."

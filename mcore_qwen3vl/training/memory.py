@@ -109,9 +109,10 @@ def estimate_stages(
         frozen_counts = rank_parameters(a, layout, stage, frozen)
         shared, experts = rank_parameters(a, layout, stage, factors)
         logits = LOGIT * alive
-        if mtp and not a.tie_word_embeddings:
+        if mtp and not (a.tie_word_embeddings and layout.pp == 1):
             # Each use of the head hands autograd a gradient as large as the weight. The first waits
-            # while the second is computed, and their sum is a third.
+            # while the second is computed, and their sum is a third. A rehearsal shows none of them
+            # where the weight is that of the stage's embedding.
             head = WEIGHT * a.vocab_size * a.hidden_size / layout.tp
             logits = max(logits + head, 3 * head)
         memory = Memory(

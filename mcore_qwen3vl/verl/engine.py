@@ -76,8 +76,9 @@ def _give_verl_a_class() -> None:
     name = "FullyShardedDataParallel"
     wrapper = getattr(mcore_fsdp_adapter, f"{name}V1", getattr(mcore_fsdp_adapter, name))
     setattr(mcore_fsdp_adapter, name, wrapper)
-    (classes,) = unwrap_model.__defaults__
-    unwrap_model.__defaults__ = (tuple(c if isinstance(c, type) else wrapper for c in classes),)
+    (classes, *others) = unwrap_model.__defaults__
+    classes = tuple(c if isinstance(c, type) else wrapper for c in classes)
+    unwrap_model.__defaults__ = (classes, *others)
 
 
 class Qwen3VLEngine(MegatronEngineWithLMHead):

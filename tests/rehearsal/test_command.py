@@ -64,7 +64,7 @@ def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:
         (["--hf-model", "x"], None, "Say how many GPUs"),
         (["--lr", "1"], 8, "No model is named: give --hf-model"),
         (["launch/none.sh"], None, "There is no script launch/none.sh"),
-        (["grpo_8b"], None, "There is no script grpo_8b"),  # a configuration for VERL
+        (["grpo_8b"], None, "grpo_8b.yaml is a configuration"),  # a configuration for VERL
         ([str(LAUNCH / "common.sh")], None, "does not print a torchrun command"),
         ([str(LAUNCH / "sft_2b.sh")], 0, "--gpus is 0"),
         (

@@ -91,6 +91,7 @@ def test_it_is_a_table_and_what_does_not_divide_is_refused(
         ("qwen3.5_9b", "single", ()),
         ("qwen3.5_9b", "tp2+sp", ()),
         ("qwen3.5_9b", "pp2", ()),
+        ("qwen3.5_0.8b", "pp2", ()),  # whose last stage has a copy of the embedding
         ("qwen3.5_9b", "tp2+sp", FULL_RECOMPUTE),
         ("qwen3.5_35b_a3b", "ep8xdp8", ()),
     ],

@@ -240,5 +240,5 @@ def test_control_with_positions_of_text_fails(
     pairs = zip(log_probs, given.expected.log_probs, strict=True)
     wrong = [float((mine[:-1] - theirs).abs().max()) for mine, theirs in pairs]
     # With an image: 0.4 with Qwen3-VL, and 0.06 with Qwen3.5, of whose four layers one rotates.
-    assert max(wrong[0], wrong[2]) > 1000 * TOLERANCE
+    assert max(wrong[0], wrong[2]) > {"dense": 0.1, "hybrid": 1000 * TOLERANCE}[kind]
     assert max(wrong[1], wrong[3]) < TOLERANCE  # without

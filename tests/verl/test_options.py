@@ -109,6 +109,25 @@ def test_registered_for_gpus_beside_verls_own() -> None:
         assert known["cuda"].__module__.startswith("verl.")
 
 
+def test_verl_asks_for_classes_where_megatron_has_a_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron-Core 0.20 has made a function of its FSDP class."""
+    from mcore_qwen3vl.verl import engine
+
+    def function() -> None:
+        raise AssertionError("it is not called")
+
+    (classes, *_) = engine.unwrap_model.__defaults__
+    monkeypatch.setattr(engine.unwrap_model, "__defaults__", ((*classes, function), "more"))
+    monkeypatch.setattr(engine.mcore_fsdp_adapter, "FullyShardedDataParallel", function)
+    made = type("FullyShardedDataParallelV1", (), {})
+    monkeypatch.setattr(engine.mcore_fsdp_adapter, made.__name__, made, raising=False)
+    engine._give_verl_a_class()
+    assert engine.unwrap_model.__defaults__ == ((*classes, made), "more")
+    assert engine.mcore_fsdp_adapter.FullyShardedDataParallel is made
+
+
 def test_other_models_get_verls_engine(case: Any, tmp_path: Path, on_ranks: Any) -> None:
     source = case().path
     for file in source.iterdir():

@@ -18,7 +18,7 @@ from tests.vllm.conftest import Prompt
 
 
 @dataclass(frozen=True)
-class After:
+class Following:
     """Log-probabilities (n, vocabulary), in float32, of what comes after each of n tokens."""
 
     next: Tensor  # the token after it
@@ -40,7 +40,7 @@ class HuggingFace:
         self.further = FurtherToken(checkpoint, self.model).to(dtype).eval()
 
     @torch.no_grad()
-    def after(self, prompt: Prompt, tokens: list[int]) -> After:
+    def after(self, prompt: Prompt, tokens: list[int]) -> Following:
         """Return what comes after each of `tokens`, which begin with those of the prompt."""
         inputs = hugging_face_inputs(self.processor, prompt.conversation)
         asked = inputs["input_ids"].shape[1]
@@ -52,7 +52,7 @@ class HuggingFace:
         with self._seen() as seen:
             hidden = self.model.model(**inputs).last_hidden_state
         states = hidden[0], self.further(hidden, seen["inputs_embeds"], seen["angles"])
-        return After(*(self.model.lm_head(at).float().log_softmax(-1) for at in states))
+        return Following(*(self.model.lm_head(at).float().log_softmax(-1) for at in states))
 
     @contextmanager
     def _seen(self) -> Iterator[dict[str, Any]]:

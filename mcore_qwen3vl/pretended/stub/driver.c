@@ -47,7 +47,10 @@ int cuCtxGetDevice(int *device) { *device = 0; return OK; }
 int cuStreamGetCtx(void *stream, void **c) { *c = context; return OK; }
 int cuGetErrorString(int e, const char **text) { *text = e ? "error of the pretended device" : "no error"; return OK; }
 // torch 2.15 asks for what the driver logs when it starts. Nothing is logged.
-int cuLogsRegisterCallback(void *callback, void *data, void **handle) { *handle = 0; return OK; }
+int cuLogsRegisterCallback(void *callback, void *data, void **handle) {
+    if (handle) *handle = 0;
+    return OK;
+}
 SUCCEEDS(cuLogsUnregisterCallback)
 int cuGetErrorName(int e, const char **text) { *text = e ? "CUDA_ERROR" : "CUDA_SUCCESS"; return OK; }
 

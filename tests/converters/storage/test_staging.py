@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,5 +116,31 @@ def test_what_a_killed_run_was_replacing_is_put_back(
 
     with pytest.raises(BadInput, match=expected):
         refuse()
-    assert list(tmp_path.iterdir()) == [target]
     assert [file.name for file in target.iterdir()] == ["old"]
+    # Without --force the work is kept, as before any other refusal of the target.
+    assert (tmp_path / ".target.incomplete" / "tree" / "new").exists() is not force
+
+
+def test_what_was_replaced_is_not_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed while it deletes leaves a part of it."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "old").touch()
+
+    def publish() -> None:
+        with staging(target, "plan", force=True, replaceable=lambda there: True) as stage:
+            (stage.tree / "new").touch()
+            stage.publish()
+
+    def kill(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **ignore: ignore or kill())
+        with pytest.raises(KeyboardInterrupt):
+            publish()
+    assert [file.name for file in target.iterdir()] == ["new"]
+    target.rename(tmp_path / "elsewhere")
+    publish()
+    assert [file.name for file in target.iterdir()] == ["new"]
+    assert {file.name for file in tmp_path.iterdir()} == {"target", "elsewhere"}
