@@ -214,5 +214,9 @@ def short_path(file: str) -> str:
     top = len(folders)
     while top and Path("/".join(folders[:top]), "__init__.py").exists():
         top -= 1
-    shown = folders[top:] or folders[-2:]
-    return "/".join([*shown, last])
+    if top == len(folders):
+        return "/".join([*folders[-2:], last])
+    # Around it may be packages without an __init__.py, as ``megatron``, up to a root of imports.
+    root = "/".join(folders[:top]) + "/"
+    roots = [f"{entry}/" for entry in sys.path if entry and root.startswith(f"{entry}/")]
+    return file[len(max(roots, key=len, default=root)) :]

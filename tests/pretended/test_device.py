@@ -161,13 +161,18 @@ def test_every_launch_is_recorded_with_its_line_if_asked_for(workbench: Workbenc
     assert report.interval("end").launches == []
 
 
-def test_a_place_begins_with_the_outermost_package(tmp_path: Path) -> None:
+def test_a_place_begins_with_the_outermost_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inner = tmp_path / "outer" / "inner"
     inner.mkdir(parents=True)
     for folder in (inner, inner.parent):
         (folder / "__init__.py").touch()
     assert short_path(f"{inner}/module.py") == "outer/inner/module.py"
     assert short_path(f"{inner.parent}/module.py") == "outer/module.py"
+    # A checkout of Megatron, whose outermost package has no __init__.py.
+    monkeypatch.syspath_prepend(str(tmp_path.parent))
+    assert short_path(f"{inner}/other.py") == f"{tmp_path.name}/outer/inner/other.py"
     assert short_path("/no/such/folder/script.py") == "such/folder/script.py"
     assert short_path("script.py") == "script.py"
     assert short_path("/venv/site-packages/megatron/core/x.py") == "megatron/core/x.py"
