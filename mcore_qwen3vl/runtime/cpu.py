@@ -102,10 +102,6 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _as_class(layer: Any) -> Any:
-    return layer if isinstance(layer, type) else type("NotInstalled", (), {})
-
-
 def _get_rng_state(*_: Any, **__: Any) -> Tensor:
     return torch.get_rng_state()
 
@@ -218,16 +214,6 @@ MEGATRON_REPLACEMENTS = (
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
         "starts a manager process that re-imports the program; a synchronous save needs none",
         get_write_results_queue=lambda mp_mode="spawn": queue.Queue(),
-    ),
-    # Megatron's main branch asks isinstance of them for the layer that predicts a further token.
-    *(
-        Replacement(
-            "megatron.core.tensor_parallel.inference_layers",
-            name,
-            _as_class,
-            "without Transformer Engine it is a mock, of which isinstance cannot ask",
-        )
-        for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear")
     ),
 )
 

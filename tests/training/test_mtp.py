@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.tensor_parallel import inference_layers
 from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.decoder.layer import mtp_spec
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training.step.losses import cross_entropy, further_token_objective
@@ -194,6 +198,15 @@ def test_a_pipeline_layout_does_not_name_the_layer(hybrids: dict[str, Path]) -> 
     overrides = Layout.parse(f"pp2+E{layers}|tL").config_overrides()
     config = transformer_config(architecture, **overrides, mtp_num_layers=1)
     assert config.mtp_num_layers == 1
+
+
+@pytest.mark.skipif(HAVE_TE, reason="asks for what Megatron has without Transformer Engine")
+def test_megatrons_next_version_can_ask_for_layers_of_inference(hybrids: dict[str, Path]) -> None:
+    """It asks isinstance of them, and without Transformer Engine they are mocks."""
+    config = transformer_config(Architecture.from_hf(hybrids["dense"]), mtp_num_layers=1)
+    mtp_spec(config, "torch", rotary_factor=1.0, keep_activations=True)
+    assert not isinstance(nn.Linear(1, 1), inference_layers.InferenceColumnParallelLinear)
+    assert not isinstance(nn.Linear(1, 1), inference_layers.InferenceLayerNormColumnParallelLinear)
 
 
 @pytest.mark.slow

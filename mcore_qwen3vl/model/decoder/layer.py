@@ -33,6 +33,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import inference_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -207,12 +208,25 @@ def mtp_spec(
         from megatron.core.extensions.transformer_engine import TENorm as Norm
     else:
         Linear, Norm = ColumnParallelLinear, StandaloneRMSNorm
+    _make_classes_of_mocks()
     kind = _Kind(moe=config.num_moe_experts is not None, delta_net=False)
     layer = _layer(config, spec, kind, rotary_factor, {"recomputes": not keep_activations})
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=Norm, hnorm=Norm, eh_proj=Linear, mtp_model_layer=layer, layer_norm=Norm
     )
     return MultiTokenPredictionBlockSubmodules([ModuleSpec(FurtherTokenLayer, submodules=parts)])
+
+
+def _make_classes_of_mocks() -> None:
+    """Replace two of Megatron's layers, if they are mocks, by classes without instances.
+
+    They are mocks without Transformer Engine. Megatron's main branch asks isinstance of them when
+    it builds the layer that predicts a further token.
+    """
+    for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+        layer = getattr(inference_layers, name)
+        if not isinstance(layer, type):
+            setattr(inference_layers, name, type(name, (), {"__wrapped__": layer}))
 
 
 class FurtherTokenLayer(MultiTokenPredictionLayer):
