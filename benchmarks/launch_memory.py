@@ -32,8 +32,10 @@ from mcore_qwen3vl.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rehearse.md"
-SIZES = ("2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b")
-SIZES += ("qwen3.5_9b", "qwen3.5_27b", "qwen3.5_35b_a3b")
+SIZES = (
+    *("2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b"),
+    *("qwen3.5_9b", "qwen3.5_27b", "qwen3.5_35b_a3b"),
+)
 SCRIPTS = [f"{task}_{size}" for size in SIZES for task in ("sft", "pretrain", "lora")] + ["dpo_8b"]
 STEPS, ROLES = "| script | s a step | TFLOP/s | MFU |", "| script | role |"
 WIDTH = 102

@@ -32,10 +32,10 @@ class Expected:
     frozen_norm: float
 
 
-def of(path: Path, samples: list[Sample]) -> Expected:
-    """Run the model, forward and backward."""
+def of(path: Path, samples: list[Sample], dtype: torch.dtype = torch.float32) -> Expected:
+    """Run the model in `dtype`, forward and backward."""
     model = AutoModelForImageTextToText.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+        path, dtype=dtype, attn_implementation="eager"
     )
     architecture = Architecture.from_hf(path)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -48,7 +48,7 @@ def of(path: Path, samples: list[Sample]) -> Expected:
             output_hidden_states=True,
             **sample.media,
         )
-        scores = (out.logits[0] / TEMPERATURE).log_softmax(-1)
+        scores = (out.logits[0].float() / TEMPERATURE).log_softmax(-1)
         log_probs = scores[:-1].gather(1, ids[0, 1:, None])[:, 0]
         response = log_probs[-len(sample.response) :]
         ratio = (response - response.detach()).exp()

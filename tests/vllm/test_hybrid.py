@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ class Served:
 
     hf: Path
     exported: Path
+
+    @cached_property
+    def references(self) -> tuple[HuggingFace, HuggingFace]:
+        """Hugging Face's model in float32 and in bf16."""
+        return HuggingFace(self.hf, torch.float32), HuggingFace(self.hf, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +133,13 @@ def test_it_scores_and_answers_as_hugging_face(
     for name, tensor in after.items():
         assert torch.equal(before[name].to(tensor.dtype), tensor), name
     found = in_vllm(model.exported, {"": None}, together=True, dtype="bfloat16")[""]
-    exact, rounded = (HuggingFace(model.hf, d) for d in (torch.float32, torch.bfloat16))
     answers, off, noise = [], [], []
     for name, one in found.items():
         for start, tokens, theirs in (
             (len(one["prompt"]), one["prompt"] + one["answer"], one["answer_log_probs"]),
             (1, one["token_ids"], one["log_probs"]),
         ):
-            both = [m.after(prompts[name], tokens).next[start - 1 : -1] for m in (exact, rounded)]
+            both = [m.after(prompts[name], tokens).next[start - 1 : -1] for m in model.references]
             rows = Rows(torch.tensor(tokens[start:]), *both)
             off.append(torch.tensor(theirs) - rows.of_tokens(rows.exact))
             noise.append(rows.noise)
@@ -156,11 +161,10 @@ def test_its_drafts_are_those_of_the_further_layer(
     model = served(kind)
     options = {"score": False, "dtype": "bfloat16", **DRAFTING}
     found = in_vllm(model.exported, {"": None}, **options)[""]
-    exact, rounded = (HuggingFace(model.hf, d) for d in (torch.float32, torch.bfloat16))
     answers, drafts = [], []
     for name, one in found.items():
         tokens, asked = one["prompt"] + one["answer"], len(one["prompt"])
-        both = [m.after(prompts[name], tokens) for m in (exact, rounded)]
+        both = [m.after(prompts[name], tokens) for m in model.references]
         rows = [states.next[asked - 1 : -1] for states in both]
         answers.append(Rows(torch.tensor(one["answer"]), *rows))
         # The first draft comes after the first token of the answer. One that is right is an
