@@ -91,6 +91,14 @@ def _plain_linear(dispatch: Callable[..., None]) -> Callable[..., None]:
     return keep
 
 
+def _plain_convolution(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def pack_here(*args: Any, weight: Tensor, is_vnni: bool, **kwargs: Any) -> Tensor:
+        # The kernel packs a weight (dim, width) itself if it is not said to be packed.
+        return convolve(*args, weight=weight.flatten(1), is_vnni=False, **kwargs)
+
+    return pack_here
+
+
 def _plain_experts(experts: type[Any]) -> type[Any]:
     class PlainExperts(experts):
         def process_weights_after_loading(self, layer: Any) -> None:
@@ -137,6 +145,15 @@ VLLM_REPLACEMENTS = (
         "dispatch_cpu_unquantized_gemm",
         _plain_linear,
         "packs the weights of linears and drops them, so that new weights cannot be loaded",
+    ),
+    *(
+        cpu.Replacement(
+            "vllm._custom_ops",
+            name,
+            _plain_convolution,
+            "takes the weights of Qwen3.5's convolutions as packed, which no longer happens",
+        )
+        for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu")
     ),
     cpu.Replacement(
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
