@@ -26,7 +26,7 @@ from mcore_qwen3vl.converters.mapping.table import (
     table,
 )
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import open_megatron
+from mcore_qwen3vl.converters.megatron_checkpoint import open_megatron
 from mcore_qwen3vl.converters.offline.engine import default_workers, group_units, unit_bytes
 from mcore_qwen3vl.converters.place import Kind, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Shape

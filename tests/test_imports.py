@@ -37,7 +37,7 @@ ORDER = (
     "converters.mapping",
     "converters.place",
     "converters.hf",
-    "converters.mcore",
+    "converters.megatron_checkpoint",
     "converters.torch_dist",
     "converters.offline",
     "converters.adapters",

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mcore_qwen3vl.converters.legacy.layout import FILE, Rank, model_key
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import require_own_keys
+from mcore_qwen3vl.converters.megatron_checkpoint import require_own_keys
 from mcore_qwen3vl.converters.place import RELEASE
 from mcore_qwen3vl.converters.storage.archive import (
     STORAGES,

@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.legacy.layout import (
     share_out,
 )
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, table
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,

@@ -15,7 +15,7 @@ from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.live.sharded import Models, hf_parts, mcore_pieces, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADLESS, SCORE, TIED_COPY, head_of
 from mcore_qwen3vl.converters.mapping.table import table
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import format_of, open_megatron
+from mcore_qwen3vl.converters.megatron_checkpoint import format_of, open_megatron
 from mcore_qwen3vl.converters.place import Kind, Place, identify
 from mcore_qwen3vl.errors import BadInput
 

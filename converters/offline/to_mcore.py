@@ -29,7 +29,7 @@ from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.dialects import Dialect
 from mcore_qwen3vl.converters.mapping.table import Row, extra_state_keys, max_rows, table
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,

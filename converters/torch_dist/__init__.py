@@ -1,6 +1,6 @@
 """Megatron-Core's ``torch_dist`` format: paths, metadata, reading and writing."""
 
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import Format
+from mcore_qwen3vl.converters.megatron_checkpoint import Format
 from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
 
 FORMAT = Format(

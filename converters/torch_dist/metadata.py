@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,

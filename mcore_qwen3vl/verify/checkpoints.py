@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.hf.companions import companion_files, digest, read
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import rename_entries
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint, open_megatron
+from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, Interrupted, default_workers
 from mcore_qwen3vl.converters.offline.manifest import stated_checksum

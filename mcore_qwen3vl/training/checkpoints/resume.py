@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, maker_of
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import FileRange, format_of
+from mcore_qwen3vl.converters.megatron_checkpoint import FileRange, format_of
 from mcore_qwen3vl.converters.place import (
     HF_FOLDER,
     Kind,
@@ -158,7 +158,7 @@ def choose_iteration(
 
     Raises:
         BadInput: see :func:`readable_iteration` and
-            :class:`mcore_qwen3vl.converters.mcore.megatron_checkpoint.Format`.
+            :class:`mcore_qwen3vl.converters.megatron_checkpoint.Format`.
     """
     if checkpoints.load is None:
         return None

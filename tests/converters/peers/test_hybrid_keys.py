@@ -23,7 +23,7 @@ from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.live.load import load_checkpoint
 from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mapping.dialects import HYBRID, MEGATRON_BRIDGE
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import CheckpointIndex
+from mcore_qwen3vl.converters.megatron_checkpoint import CheckpointIndex
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput

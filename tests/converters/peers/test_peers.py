@@ -23,7 +23,7 @@ from mcore_qwen3vl.converters.mapping.dialects import (
     Module,
     maker_of,
 )
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import ChunkedTensor
+from mcore_qwen3vl.converters.megatron_checkpoint import ChunkedTensor
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint

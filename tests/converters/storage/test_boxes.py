@@ -13,7 +13,7 @@ import torch
 
 from mcore_qwen3vl.converters.mapping.table import Row
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
