@@ -31,7 +31,7 @@ from mcore_qwen3vl.converters.offline.engine import default_workers, group_units
 from mcore_qwen3vl.converters.place import Kind, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
-from mcore_qwen3vl.converters.torch_dist import metadata
+from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
 from mcore_qwen3vl.errors import BadInput
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -125,7 +125,7 @@ def _megatron(place: Place, hf_config: Path | None) -> Inspection:
         folder = hf_config or place.config()
     except BadInput as error:
         newest = place.weights()
-        keys = metadata.read(newest).tensors if (newest / metadata.FILE).is_file() else ()
+        keys = read_metadata(newest).tensors if (newest / METADATA).is_file() else ()
         if (dialect := maker_of(newest, keys)) is None:
             raise
         raise BadInput(f"Written by {dialect.maker}. {error}") from None

@@ -34,7 +34,7 @@ from mcore_qwen3vl.converters.live.export import export_hf, export_merged, run_t
 from mcore_qwen3vl.converters.live.load import load_weights
 from mcore_qwen3vl.converters.live.sharded import load_factors, unwrap
 from mcore_qwen3vl.converters.place import Kind, identify
-from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
+from mcore_qwen3vl.converters.torch_dist import guard_reads
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.layout import Layout

@@ -37,8 +37,7 @@ from mcore_qwen3vl.converters.place import (
     read_tracker,
 )
 from mcore_qwen3vl.converters.storage.archive import refused_by_torch
-from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
-from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
+from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
 from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write

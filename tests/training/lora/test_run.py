@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, TRACKER
-from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -50,7 +50,7 @@ def test_a_run_goes_on_under_another_layout_and_its_export_is_pefts(
     whole, save = whole_and_half(job, tmp_path)
     difference = worst_difference(curve_of(whole), hf_curve(job))
     assert max(difference.loss, difference.grad_norm) <= TOLERANCE
-    held = metadata.read(save / "iter_0000002").tensors
+    held = torch_dist.read_metadata(save / "iter_0000002").tensors
     assert all("adapter.model." in key or "adapter.lm_head." in key for key in held)
 
     flags = ("--use-distributed-optimizer", "--num-workers", "2")
