@@ -44,6 +44,7 @@ ORDER = (
     "converters.legacy",
     "converters.convert",
     "converters.live",
+    "converters.export",
     "converters.describe",
     "runtime",
     "model",

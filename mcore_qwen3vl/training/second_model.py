@@ -152,7 +152,7 @@ def start_from(chunks: list[Any], source: str | Path) -> None:
 
     A value head that a Hugging Face checkpoint lacks stays as it is.
     """
-    from mcore_qwen3vl.converters.live.load import load_weights  # imports torch
+    from mcore_qwen3vl.converters.live import load_weights  # imports torch
 
     load_weights(chunks, identify(source), spare_value_head=bool(chunks[0].head_labels))
 

@@ -468,7 +468,7 @@ def adapter_roundtrip(
 
 def _write_adapter_of_model(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
     """Build the model, adapt it and save the adapter; every rank calls this."""
-    from mcore_qwen3vl.converters.live.export import save_adapter
+    from mcore_qwen3vl.converters.export import save_adapter
     from mcore_qwen3vl.model.lora.attach import adapt
     from mcore_qwen3vl.model.qwen3vl import build_chunks
     from mcore_qwen3vl.runtime.parallel import initialize

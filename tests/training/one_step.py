@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_qwen3vl.converters.live.sharded import factor_parts, gradient, hf_parts, unwrap
+from mcore_qwen3vl.converters.live import factor_parts, gradient, hf_parts, unwrap
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.run import Run

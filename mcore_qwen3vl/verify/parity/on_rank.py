@@ -32,8 +32,14 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.live.load import load_weights
-from mcore_qwen3vl.converters.live.sharded import Values, factor_parts, gradient, hf_parts, unwrap
+from mcore_qwen3vl.converters.live import (
+    Values,
+    factor_parts,
+    gradient,
+    hf_parts,
+    load_weights,
+    unwrap,
+)
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.freeze import Freezing

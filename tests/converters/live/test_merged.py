@@ -14,9 +14,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, resolve_targets
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.converters.live.export import export_merged, save_adapter, save_hf
-from mcore_qwen3vl.converters.live.load import load_hf
-from mcore_qwen3vl.converters.live.sharded import initialize_factors
+from mcore_qwen3vl.converters.export import export_merged, save_adapter, save_hf
+from mcore_qwen3vl.converters.live import initialize_factors, load_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora.attach import adapt, attach

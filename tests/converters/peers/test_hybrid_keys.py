@@ -21,7 +21,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.live.load import load_checkpoint
+from mcore_qwen3vl.converters.live import load_checkpoint
 from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mapping.dialects import HYBRID, MEGATRON_BRIDGE
 from mcore_qwen3vl.converters.megatron_checkpoint import CheckpointIndex

@@ -13,7 +13,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
+from mcore_qwen3vl.converters.live import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.place import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of

@@ -15,7 +15,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.live.load import load_checkpoint
+from mcore_qwen3vl.converters.live import load_checkpoint
 from mcore_qwen3vl.converters.place import TRACKER, Kind, identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
