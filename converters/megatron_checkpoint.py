@@ -1,6 +1,6 @@
 """A Megatron checkpoint of any format and maker: its index, and the table's tensors in it.
 
-Each format is a module of its own. Code that reads a checkpoint calls `open_megatron`, and names no
+Each format has its own module. Code that reads a checkpoint calls `open_megatron`, and names no
 format itself.
 """
 

@@ -51,7 +51,7 @@ FORMATS = {
     "torch": FormatFiles("mp_rank_*/model_optim_rng.pt", "mcore_qwen3vl.converters.legacy"),
     "torch_dist": FormatFiles(".metadata", "mcore_qwen3vl.converters.torch_dist"),
 }
-"""By the value of Megatron's ``--ckpt-format``. To drop one, remove its folder and its line."""
+"""By the value of Megatron's ``--ckpt-format``. To drop one, remove its module and its line."""
 DEFAULT_FORMAT = "torch_dist"
 
 

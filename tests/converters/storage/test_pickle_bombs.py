@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.converters import torch_dist
-from mcore_qwen3vl.converters.legacy.files import check_run, open_ranks
+from mcore_qwen3vl.converters.legacy.legacy_checkpoint import check_run, open_ranks
 from mcore_qwen3vl.converters.storage.archive import BadArchive, load, read_tensor
 from mcore_qwen3vl.errors import BadInput
 from tests.memory import little_memory
