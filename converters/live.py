@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mapping.forms import (
     CLASSIFIER,
     HEADLESS,
@@ -39,7 +38,7 @@ from mcore_qwen3vl.converters.mapping.forms import (
 )
 from mcore_qwen3vl.converters.mapping.table import Row, table
 from mcore_qwen3vl.converters.megatron_checkpoint import format_of, open_megatron
-from mcore_qwen3vl.converters.place import Kind, Place, identify
+from mcore_qwen3vl.converters.place import Kind, Place, identify, resolve
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput
