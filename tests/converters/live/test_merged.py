@@ -23,7 +23,7 @@ from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from tests.converters.adapters.rounding import assert_merged
 from tests.converters.checkpoints import load, turned
 from tests.turns import slow
