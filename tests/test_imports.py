@@ -70,7 +70,6 @@ ORDER = (
     "verify.audit",
     "verify.parity",
     "verify.trace",
-    "verify.job",
     "verify.curves",
     "demos",
     "launch",

@@ -28,8 +28,15 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.checkpoints import optimizer as own_parts
 from mcore_qwen3vl.training.checkpoints.optimizer import LOAD, SAVE, USED, keep_own_parts
-from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, whole_and_half
-from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
+from mcore_qwen3vl.verify.curves import (
+    DISTRIBUTED,
+    OTHER_LAYOUT,
+    Job,
+    curve_of,
+    train,
+    whole_and_half,
+    worst_difference,
+)
 from tests.training.checkpoints.trained import (
     BF16,
     DENSE,

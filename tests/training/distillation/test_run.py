@@ -18,8 +18,15 @@ from mcore_qwen3vl.objectives.settings import Distillation
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import encode, sample_order, whole_and_half
-from mcore_qwen3vl.verify.job import Job, curve_of, train, worst_difference
+from mcore_qwen3vl.verify.curves import (
+    Job,
+    curve_of,
+    encode,
+    sample_order,
+    train,
+    whole_and_half,
+    worst_difference,
+)
 from tests.training.one_step import Plain, check_step, plain_model, step_job
 from tests.training.preference.test_run import random_adapter
 from tests.turns import slow

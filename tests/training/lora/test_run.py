@@ -24,8 +24,17 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.lora import LoraRun, check_checkpoint
-from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, TOLERANCE, hf_curve, whole_and_half
-from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
+from mcore_qwen3vl.verify.curves import (
+    DISTRIBUTED,
+    OTHER_LAYOUT,
+    TOLERANCE,
+    Job,
+    curve_of,
+    hf_curve,
+    train,
+    whole_and_half,
+    worst_difference,
+)
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 
