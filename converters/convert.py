@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from mcore_qwen3vl.converters.mapping import dialects
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import format_named
+from mcore_qwen3vl.converters.megatron_checkpoint import format_named
 from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.converters.offline.engine import (
     ConversionPlan,

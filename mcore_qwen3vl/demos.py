@@ -24,8 +24,7 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
-from mcore_qwen3vl.verify.curves import with_image_paths
-from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.curves import DISTRIBUTED, Job, train, with_image_paths
 from mcore_qwen3vl.verify.measurement import measure
 
 TOLERANCE = 2e-5

@@ -105,7 +105,7 @@ def load_model(
         BadInput: the layout does not divide the model, or the checkpoint lacks tensors of the model
             or has others.
     """
-    from mcore_qwen3vl.converters.live.load import load_weights
+    from mcore_qwen3vl.converters.live import load_weights
     from mcore_qwen3vl.model.qwen3vl import build_chunks
 
     place, layout = identify(checkpoint), layout or Layout()
@@ -201,7 +201,7 @@ def reduce_gradients(
     """
     from megatron.core.distributed import finalize_model_grads
 
-    from mcore_qwen3vl.converters.live.sharded import unwrap
+    from mcore_qwen3vl.converters.live import unwrap
     from mcore_qwen3vl.model.qwen3vl import WithoutDDP
 
     chunks = [WithoutDDP(chunk) for chunk in unwrap(models)]
@@ -233,8 +233,8 @@ def save_model(
         BadInput: `path` exists or cannot be written, the ranks do not hold the whole model, or
             copies of a parameter differ.
     """
-    from mcore_qwen3vl.converters.live.export import save_hf
-    from mcore_qwen3vl.converters.live.sharded import check_replicas
+    from mcore_qwen3vl.converters.export import save_hf
+    from mcore_qwen3vl.converters.live import check_replicas
 
     check_replicas(models)
     save_hf(models, path, hf_config=identify(like).config(), force=force)

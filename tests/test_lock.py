@@ -16,7 +16,7 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.verify.job import Job
+from mcore_qwen3vl.verify.curves import Job
 
 FORK = multiprocessing.get_context("fork")
 

@@ -1,1 +1,1 @@
-"""LoRA adapters as PEFT stores them: read, written, described, merged into a checkpoint."""
+"""LoRA adapters as PEFT stores them: read, written, merged into a checkpoint."""

@@ -42,12 +42,11 @@ from mcore_qwen3vl.converters.adapters.config import (
     labels_of,
     unused_names,
 )
-from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.hf.shards import FLOATS, SafetensorsFile
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, refuse_wrapped
 from mcore_qwen3vl.converters.offline import manifest
-from mcore_qwen3vl.converters.place import ADAPTER_CONFIG
+from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, origin_of
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, cast, dtype_name
@@ -125,7 +124,7 @@ class Adapter:
             return []
         converted = manifest.find(base)
         source = manifest.read(converted)["source"] if converted else {}
-        if Path(named).samefile(base) or hub.origin_of(Path(named)).items() <= source.items():
+        if Path(named).samefile(base) or origin_of(Path(named)).items() <= source.items():
             return []
         return [f"The adapter was trained on {named}, and is used with {base}."]
 

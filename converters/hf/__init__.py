@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: reading, writing, config, companion files, the hub, FP8."""
+"""Hugging Face checkpoints: reading, writing, config, companion files, FP8."""

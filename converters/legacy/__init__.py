@@ -1,9 +1,8 @@
 """Megatron's legacy format, ``--ckpt-format torch``."""
 
 from mcore_qwen3vl.converters.legacy import to_legacy
-from mcore_qwen3vl.converters.legacy.files import check_run
-from mcore_qwen3vl.converters.legacy.legacy_checkpoint import LegacyCheckpoint
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import Format
+from mcore_qwen3vl.converters.legacy.legacy_checkpoint import LegacyCheckpoint, check_run
+from mcore_qwen3vl.converters.megatron_checkpoint import Format
 
 FORMAT = Format(
     name="torch",

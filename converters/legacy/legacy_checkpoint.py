@@ -1,42 +1,47 @@
 """Megatron's legacy checkpoints (``--ckpt-format torch``), read as the table's tensors.
 
-A legacy checkpoint has one file for each model-parallel rank, with that rank's parameters under the
-names of its layer spec. The files are mapped and their tensors are assembled into whole tensors;
-the data of the optimizer and random states in the files is never read.
+A legacy checkpoint has one file for each model-parallel rank: what ``state_dict()`` returns there.
+So names are those of the layer spec, layers and experts are numbered from zero on every rank, and
+each rank has its part of a tensor. The table says what a tensor is and along which axis it is cut;
+this module says which rank gets which part, and under which name.
+
+The files are mapped, checked against each other and against a run, and their tensors are assembled
+into whole tensors; the data of the optimizer and random states in the files is never read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+import re
+from argparse import Namespace
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.legacy.files import RankFile, open_ranks, saved_arguments
-from mcore_qwen3vl.converters.legacy.layout import (
-    FILE,
-    OUTPUT,
-    Spec,
-    Stage,
-    local_name,
-    pipeline_stages,
-    rank_boxes,
-    require_equal_parts,
-    share_out,
-)
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, table
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
     FileRange,
     MegatronCheckpoint,
+    require_own_keys,
 )
-from mcore_qwen3vl.converters.storage.archive import BadArchive, Sums
-from mcore_qwen3vl.converters.storage.boxes import Shape, fill
+from mcore_qwen3vl.converters.place import RELEASE
+from mcore_qwen3vl.converters.storage.archive import (
+    STORAGES,
+    BadArchive,
+    Sums,
+    load,
+)
+from mcore_qwen3vl.converters.storage.boxes import Box, Shape, fill
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import refuse_special_files
+from mcore_qwen3vl.layout import Layout
 
 
 class LegacyCheckpoint(MegatronCheckpoint):
@@ -171,3 +176,369 @@ class LegacyCheckpoint(MegatronCheckpoint):
                 tensor = file.tensor(stage.vp, name)
                 entry = ChunkedTensor(tensor.dtype, tuple(tensor.shape))
                 self.index.tensors[f"{file.path.parent.name}/{name}"] = entry
+
+
+_COMPARED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
+_COMPARED_IN_MOE = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+def saved_arguments(folder: Path) -> Namespace:
+    """Return Megatron's arguments of the run that saved the legacy checkpoint in `folder`.
+
+    Raises:
+        BadInput: there is no such checkpoint, or it is damaged or holds no arguments.
+    """
+    path = _rank_files(folder)[0]
+    return _arguments(load(path), path)
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    if not (paths := sorted(folder.glob(f"mp_rank_*/{FILE}"))):
+        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is not a legacy checkpoint.")
+    return paths
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """The mapped file of one rank."""
+
+    path: Path
+    rank: Rank
+    layout: Layout
+    models: list[dict[str, Any]]
+
+    def tensor(self, vp: int, name: str) -> Tensor:
+        """Return parameter `name` of chunk `vp`."""
+        if name not in self.models[vp]:
+            raise BadInput(
+                f"{self.path} lacks the parameter {name}, which other ranks have. The files do not "
+                "belong together."
+            )
+        value = self.models[vp][name]
+        if not isinstance(value, Tensor) or value.dtype not in STORAGES:
+            kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+            raise BadInput(
+                f"{self.path}: {name} is {kind}; it must be a tensor of "
+                f"{', '.join(map(str, STORAGES))}."
+            )
+        return value
+
+    def layers(self, vp: int) -> int:
+        """Return the number of decoder layers in chunk `vp`: one more than the highest index."""
+        # A larger number is no layer's; it is left over, and refused by its name.
+        numbers = (re.match(r"decoder\.layers\.(\d{1,4})\.", name) for name in self.models[vp])
+        return max((int(match[1]) + 1 for match in numbers if match), default=0)
+
+
+def open_ranks(folder: Path, sums: Sums | None = None) -> list[RankFile]:
+    """Map every rank's file; note the checksums of its tensors' data in `sums`.
+
+    Raises:
+        BadInput: there are no files, one is damaged or missing, or they belong to different
+            checkpoints.
+    """
+    rank_files = []
+    for path in _rank_files(folder):
+        refuse_special_files(path.parent)
+        content = load(path, sums=sums)
+        layout = _layout(content, path)
+        models = [
+            _named_parameters(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)
+        ]
+        rank_files.append(RankFile(path, _rank(path, layout), layout, models))
+    for file in rank_files:
+        if file.layout != rank_files[0].layout:
+            raise BadInput(
+                f"{rank_files[0].path} was saved under {rank_files[0].layout} and {file.path} "
+                f"under {file.layout}. They are of different checkpoints."
+            )
+    _require_all_ranks(folder, rank_files)
+    return rank_files
+
+
+def _require_all_ranks(folder: Path, rank_files: list[RankFile]) -> None:
+    """Raise BadInput unless the files hold every part of each tensor, and every expert."""
+    layout = rank_files[0].layout
+    tp = {(file.rank.pp, file.rank.tp) for file in rank_files}
+    experts = {(file.rank.pp, file.rank.ep, file.rank.tp % layout.etp) for file in rank_files}
+    for pp in range(layout.pp):
+        absent = [f"TP rank {n}" for n in range(layout.tp) if (pp, n) not in tp]
+        absent += [
+            f"EP rank {n}"
+            for n in range(layout.ep)
+            if not all((pp, n, etp) in experts for etp in range(layout.etp))
+        ]
+        if absent:
+            raise BadInput(
+                f"{folder} was saved under {layout} and lacks a file of {absent[0]}, PP rank {pp}. "
+                "Copy the checkpoint again."
+            )
+
+
+def _arguments(content: Any, path: Path) -> Namespace:
+    args = content.get("args") if isinstance(content, dict) else None
+    if not isinstance(args, Namespace):
+        raise BadInput(
+            f"{path} holds no arguments, so the layout that it was saved under is not known. Load "
+            "it in Megatron and save it again."
+        )
+    return args
+
+
+def _layout(content: Any, path: Path) -> Layout:
+    args = _arguments(content, path)
+    tp = getattr(args, "tensor_model_parallel_size", None)
+    sizes: dict[str, Any] = {
+        "tp": tp,
+        "pp": getattr(args, "pipeline_model_parallel_size", None),
+        "vpp": getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+        "ep": getattr(args, "expert_model_parallel_size", 1),
+        "etp": getattr(args, "expert_tensor_parallel_size", None) or tp,
+    }
+    for value in sizes.values():
+        if type(value) is not int or value < 1:
+            shown = value if type(value) is int else f"a {type(value).__name__}"
+            raise BadInput(
+                f"{path}: the arguments give {shown} as a parallel size. Copy the checkpoint again."
+            )
+    layout = Layout(**sizes)
+    if not getattr(args, "num_experts", None):
+        return replace(layout, ep=1, etp=1)
+    if layout.tp % layout.etp:
+        raise BadInput(
+            f"{path} was saved under ETP {layout.etp} and TP {layout.tp}. ETP does not divide TP, "
+            "and several ranks have written the same file: part of the experts is lost."
+        )
+    return layout
+
+
+def _rank(path: Path, layout: Layout) -> Rank:
+    """Parse the rank from the folder's name, whose form depends on the layout."""
+    pattern = r"mp_rank_(\d{2,})" + r"_(\d{3,})" * ((layout.pp > 1) + (layout.ep > 1))
+    match = re.fullmatch(pattern, path.parent.name)
+    numbers = [int(number) for number in match.groups()] if match else []
+    tp, *others = numbers or [layout.tp]
+    pp = others.pop(0) if others and layout.pp > 1 else 0
+    ep = others.pop(0) if others else 0
+    if tp >= layout.tp or pp >= layout.pp or ep >= layout.ep:
+        raise BadInput(
+            f"{path}: the arguments say {layout}, but the name of its folder says another layout."
+        )
+    return Rank(tp, pp, ep)
+
+
+def _named_parameters(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    state = content.get(key)
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        there = ", ".join(_shorten(name) for name in content)
+        raise BadInput(
+            f"{path} holds no {key!r} with parameters by their names, but {there:.200}. Copy it "
+            "again."
+        )
+    return state
+
+
+def check_run(folder: Path, args: Namespace) -> None:
+    """Check that the legacy checkpoint in `folder` is for the run that `args` describe.
+
+    Megatron itself exits with code 0 if a rank's file is missing. A virtual stage that is missing
+    from the file keeps its random values, and so do parameters that another spec names differently.
+
+    Raises:
+        BadInput: the checkpoint is for another layout or layer spec (the message names both
+            values), is another maker's, or its optimizer state is for other parameters.
+    """
+    saved = saved_arguments(folder)
+    names = [*_COMPARED, *(_COMPARED_IN_MOE if args.num_experts else ())]
+    if getattr(saved, "spec", None) is not None:  # Megatron's own models have none
+        names.append("spec")
+    different = [
+        f"{name} {_shorten(getattr(saved, name))} instead of {getattr(args, name)}"
+        for name in names
+        if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
+    ]
+    if different:
+        raise BadInput(
+            f"{folder} is a legacy checkpoint, which loads only under its own layout. It was "
+            f"saved with {', '.join(different)}. Change the flags, or convert it: mcore-qwen3vl "
+            "convert mcore-to-hf, then --load-hf."
+        )
+    require_own_keys(folder, open_ranks(folder)[0].models[0])
+    if folder.name != RELEASE and not (args.finetune or args.no_load_optim):
+        # The optimizer's state has no names, only the order of the parameters. Each expert of the
+        # torch spec used to be one parameter; now one parameter holds all experts.
+        apart = not getattr(saved, "moe_grouped_gemm", True)
+        if args.num_experts and args.spec == ["torch"] and apart:
+            raise BadInput(
+                f"{folder} is a legacy checkpoint in which each expert is a parameter of its own, "
+                "so its optimizer state does not fit this version. Continue from its weights with "
+                "--no-load-optim."
+            )
+
+
+def _shorten(value: Any) -> str:
+    """Shorten a value from a file for a message; only these types are sure to give short text."""
+    items = value if isinstance(value, list) else [value]
+    plain = all(item is None or isinstance(item, int | str) for item in items)
+    return f"{value!s:.80}" if plain else f"a {type(value).__name__}"
+
+
+Spec = Literal["te", "torch"]
+"""The layer spec that decides the parameters' names."""
+
+FILE = "model_optim_rng.pt"
+OUTPUT, FINAL_NORM = "output_layer.weight", "decoder.final_layernorm.weight"
+_LAYERS, _SEQUENTIAL = "decoder.layers.", "mlp.experts.local_experts."
+_STANDALONE_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Norms that Transformer Engine, but not the torch spec, fuses into the next linear layer."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One model-parallel position; all ranks in it hold the same parameters."""
+
+    tp: int
+    pp: int
+    ep: int
+
+    def folder(self, layout: Layout) -> str:
+        """Return the name of the rank's folder.
+
+        Source: ``megatron.training.checkpointing.get_checkpoint_name``.
+        """
+        name = f"mp_rank_{self.tp:02d}"
+        name += f"_{self.pp:03d}" if layout.pp > 1 else ""
+        return name + (f"_{self.ep:03d}" if layout.ep > 1 else "")
+
+    def share(self, row: Row, layout: Layout) -> tuple[int, int]:
+        """Return which part of `row` the rank holds, and of how many along the row's TP axis.
+
+        Megatron numbers TP and ETP ranks along the same axis, so the ETP rank follows from the TP
+        rank if ETP divides TP.
+        """
+        if row.expert is None:
+            return self.tp, layout.tp
+        return self.tp % layout.etp, layout.etp
+
+
+def require_equal_parts(a: Architecture) -> None:
+    """Raise BadInput for a model whose tensors a rank does not hold in equal parts of one kind."""
+    if a.delta_net is not None:
+        raise BadInput(
+            "The legacy format (--format torch) is neither written nor read for Qwen3.5, whose "
+            "delta nets join six tensors of unequal sizes in each rank's file: use torch_dist, "
+            "which loads under any layout."
+        )
+
+
+def ranks_with_files(layout: Layout) -> list[Rank]:
+    """Return one rank per file: the pairs of TP and EP rank that occur in each pipeline stage."""
+    numbers = range(lcm(layout.tp, layout.etp * layout.ep))
+    pairs = {(n % layout.tp, n // layout.etp % layout.ep) for n in numbers}
+    return [Rank(tp, pp, ep) for pp in range(layout.pp) for tp, ep in sorted(pairs)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline chunk.
+
+    Attributes:
+        pp, vp: pipeline rank, and virtual stage on that rank.
+        layers: indices of its decoder layers in the whole model.
+        last: whether it holds the head.
+    """
+
+    pp: int
+    vp: int
+    layers: range
+    last: bool
+
+
+def pipeline_stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
+    """Return the pipeline's chunks, of ``counts[vp][pp]`` layers, in the order of the network."""
+    pipeline: list[Stage] = []
+    start, chunks = 0, sum(len(of_pp) for of_pp in counts)
+    for vp, of_pp in enumerate(counts):
+        for pp, count in enumerate(of_pp):
+            layers = range(start, start + count)
+            pipeline.append(Stage(pp, vp, layers, len(pipeline) == chunks - 1))
+            start += count
+    return pipeline
+
+
+def share_out(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> list[list[Row]]:
+    """Return the rows of each chunk.
+
+    If the embedding is tied and the last chunk does not hold it, Megatron gives that chunk a copy
+    as its output layer. The table has no row for the copy, so one is added here.
+    """
+    first, last = pipeline[0], pipeline[-1]
+    shares: dict[Stage, list[Row]] = {stage: [] for stage in pipeline}
+    of_layer = {layer: stage for stage in pipeline for layer in stage.layers}
+    for row in rows:
+        if row.layer is not None:
+            if row.layer in of_layer:
+                shares[of_layer[row.layer]].append(row)
+            continue
+        shares[last if row.key in (OUTPUT, FINAL_NORM) else first].append(row)
+        if tied and row.key == EMBEDDING and first != last:
+            shares[last].append(replace(row, key=OUTPUT))
+    return list(shares.values())
+
+
+def model_key(vp: int, vpp: int) -> str:
+    """Return the key under which a rank's file has the state of virtual stage `vp`."""
+    return f"model{vp}" if vpp > 1 else "model"
+
+
+def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
+    """Return the parameter's name on a rank that holds `experts` experts of a layer."""
+    layer, expert = row.layer, row.expert
+    if layer is None:
+        return row.key
+    part = re.sub(r"^\d+\.", "", row.key.removeprefix(_LAYERS))
+    if expert is not None:
+        linear = part.removeprefix("mlp.experts.experts.")  # linear_fc1.weight
+        number = expert % experts
+        grouped = spec == "te"
+        part = f"mlp.experts.{linear}{number}" if grouped else f"{_SEQUENTIAL}{number}.{linear}"
+    elif spec == "torch":
+        part = _STANDALONE_NORMS.get(part, part)
+    return f"{_LAYERS}{layer - stage.layers.start}.{part}"
+
+
+def extra_state(row: Row, name: str, spec: Spec) -> Iterator[str]:
+    """Yield the names of the ``_extra_state`` that ``state_dict()`` has beside parameter `name`.
+
+    Linear layers and standalone norms have one (FP8 scales; None or empty without FP8). So have
+    mcore's own linear layers in the torch spec, which keep a place for it.
+    """
+    if not name.startswith(_LAYERS) and name not in (OUTPUT, FINAL_NORM):
+        return
+    if not row.key.endswith(".weight") or ".router." in name:
+        return  # a fused norm, or the standalone norm that replaces it in the torch spec
+    yield f"{name.rpartition('.')[0]}._extra_state"
+    if spec == "te" and name.endswith("linear_proj.weight"):
+        yield name.replace("linear_proj.weight", "core_attention._extra_state")
+
+
+def rank_boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
+    """Return the boxes of one TP rank's part of a row's piece, in order along the TP axis."""
+    full = tuple(slice(0, n) for n in shape)
+    axis = row.tp_axis
+    if axis is None or axis >= len(shape):
+        return [full]
+    part = shape[axis] // row.tp_parts
+    width = part // size
+    starts = (number * part + index * width for number in range(row.tp_parts))
+    return [(*full[:axis], slice(at, at + width), *full[axis + 1 :]) for at in starts]

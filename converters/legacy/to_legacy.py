@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.legacy.layout import (
+from mcore_qwen3vl.converters.legacy.legacy_checkpoint import (
     FILE,
     Rank,
     Spec,

@@ -21,12 +21,11 @@ import torch
 import xxhash
 
 from mcore_qwen3vl import __version__
-from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.converters.hf.companions import digest
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.quantized import SUFFIX
 from mcore_qwen3vl.converters.mapping.table import SourceTensor
-from mcore_qwen3vl.converters.place import INDEX, Kind, identify
+from mcore_qwen3vl.converters.place import INDEX, Kind, identify, origin_of
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
@@ -79,7 +78,7 @@ def dumps(
             "xxhash": xxhash.VERSION,
         },
         "source": {  # what distinguishes it from another
-            **hub.origin_of(checkpoint.path),
+            **origin_of(checkpoint.path),
             "config_sha256": digest(checkpoint.path / "config.json"),
             "files": {file.name: file.stat().st_size for file in files},
         },

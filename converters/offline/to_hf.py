@@ -37,7 +37,7 @@ from mcore_qwen3vl.converters.mapping.table import (
     split_experts,
     table,
 )
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint, open_megatron
+from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import (
     ConversionPlan,

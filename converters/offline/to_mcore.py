@@ -29,7 +29,7 @@ from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.dialects import Dialect
 from mcore_qwen3vl.converters.mapping.table import Row, extra_state_keys, max_rows, table
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
@@ -49,8 +49,7 @@ from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
-from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.files import DistcpFile
+from mcore_qwen3vl.converters.torch_dist import METADATA, DistcpFile, dumps_metadata
 from mcore_qwen3vl.errors import BadInput
 
 OBJECTS = "__0_objects.distcp"
@@ -110,7 +109,7 @@ class ToMcore:
                 out.write_object(key, content)
             out.sync()
         index.objects = out.index.objects
-        write_durably(folder / metadata.FILE, metadata.dumps(index))
+        write_durably(folder / METADATA, dumps_metadata(index))
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_durably(folder / "metadata.json", json.dumps(backend).encode())
         self.accompany(tree, results)

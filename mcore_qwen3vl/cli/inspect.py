@@ -17,8 +17,12 @@ from mcore_qwen3vl.unused import Unused
 from mcore_qwen3vl.unused import as_json as unused_as_json
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.adapters.inspect import AdapterInspection
-    from mcore_qwen3vl.converters.describe import Estimate, Inspection, MappingLine
+    from mcore_qwen3vl.converters.describe import (
+        AdapterInspection,
+        Estimate,
+        Inspection,
+        MappingLine,
+    )
 
 MAPPING_WIDTH = 260
 """The width at which no name of the mapping is folded, for pipes and files."""
@@ -51,8 +55,12 @@ def inspect(
 ) -> None:
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
     from mcore_qwen3vl.converters.adapters.adapter import unused_of_adapter
-    from mcore_qwen3vl.converters.adapters.inspect import inspect_adapter
-    from mcore_qwen3vl.converters.describe import estimate, inspect_path, mapping_lines
+    from mcore_qwen3vl.converters.describe import (
+        estimate,
+        inspect_adapter,
+        inspect_path,
+        mapping_lines,
+    )
     from mcore_qwen3vl.converters.place import Kind, identify
     from mcore_qwen3vl.owners import unused_of
 

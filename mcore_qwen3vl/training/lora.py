@@ -15,8 +15,8 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig, apply, resolve_targets
-from mcore_qwen3vl.converters.live.export import save_adapter
-from mcore_qwen3vl.converters.live.sharded import hf_parts, initialize_factors, load_factors
+from mcore_qwen3vl.converters.export import save_adapter
+from mcore_qwen3vl.converters.live import hf_parts, initialize_factors, load_factors
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, LORA_FOLDER, Kind, identify
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.data.config import Task

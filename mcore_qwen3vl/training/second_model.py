@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.hub import resolve
-from mcore_qwen3vl.converters.place import identify
+from mcore_qwen3vl.converters.place import identify, resolve
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
@@ -152,7 +151,7 @@ def start_from(chunks: list[Any], source: str | Path) -> None:
 
     A value head that a Hugging Face checkpoint lacks stays as it is.
     """
-    from mcore_qwen3vl.converters.live.load import load_weights  # imports torch
+    from mcore_qwen3vl.converters.live import load_weights  # imports torch
 
     load_weights(chunks, identify(source), spare_value_head=bool(chunks[0].head_labels))
 

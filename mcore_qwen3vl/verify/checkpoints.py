@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.hf.companions import companion_files, digest, read
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import rename_entries
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint, open_megatron
+from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, Interrupted, default_workers
 from mcore_qwen3vl.converters.offline.manifest import stated_checksum
@@ -468,7 +468,7 @@ def adapter_roundtrip(
 
 def _write_adapter_of_model(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
     """Build the model, adapt it and save the adapter; every rank calls this."""
-    from mcore_qwen3vl.converters.live.export import save_adapter
+    from mcore_qwen3vl.converters.export import save_adapter
     from mcore_qwen3vl.model.lora.attach import adapt
     from mcore_qwen3vl.model.qwen3vl import build_chunks
     from mcore_qwen3vl.runtime.parallel import initialize

@@ -30,11 +30,10 @@ from verl.workers.engine import (
 
 from mcore_qwen3vl.config import MODEL_TYPES, Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
-from mcore_qwen3vl.converters.live.export import export_hf, export_merged, run_together, save_hf
-from mcore_qwen3vl.converters.live.load import load_weights
-from mcore_qwen3vl.converters.live.sharded import load_factors, unwrap
+from mcore_qwen3vl.converters.export import export_hf, export_merged, run_together, save_hf
+from mcore_qwen3vl.converters.live import load_factors, load_weights, unwrap
 from mcore_qwen3vl.converters.place import Kind, identify
-from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
+from mcore_qwen3vl.converters.torch_dist import guard_reads
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.layout import Layout

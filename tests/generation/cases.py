@@ -16,7 +16,7 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.generation import Generation, generate, load_generation_config
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks

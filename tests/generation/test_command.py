@@ -17,7 +17,7 @@ import transformers
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.decoding import CachedModel, inference
 from mcore_qwen3vl.generation.prompts import prompts_from_inputs

@@ -14,7 +14,7 @@ from mcore_qwen3vl.converters.place import ADAPTER_CONFIG
 from mcore_qwen3vl.generation.decoding import Request, generate_on_all_ranks
 from mcore_qwen3vl.inference import adapter_for
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from tests.turns import slow
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_qwen3vl.converters.live.sharded import factor_parts, gradient, hf_parts, unwrap
+from mcore_qwen3vl.converters.live import factor_parts, gradient, hf_parts, unwrap
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.run import Run
-from mcore_qwen3vl.verify.job import Job, run_rank
+from mcore_qwen3vl.verify.curves import Job, run_rank
 from mcore_qwen3vl.verify.measurement import Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
 from mcore_qwen3vl.verify.parity.reference import Reference

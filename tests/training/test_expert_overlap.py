@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.curves import DISTRIBUTED, Job, train
 
 STEPS, TIMEOUT = 2, 120.0
 OVERLAP = "--overlap-moe-expert-parallel-comm"

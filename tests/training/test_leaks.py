@@ -12,8 +12,8 @@ import pytest
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.logs import metrics
-from mcore_qwen3vl.verify import job as jobs
-from mcore_qwen3vl.verify.job import Job
+from mcore_qwen3vl.verify import curves
+from mcore_qwen3vl.verify.curves import Job
 from tests.data.conftest import write_video
 
 WARM, STEPS, INTERVAL = 200, 400, 20
@@ -35,7 +35,7 @@ def measured_rank(*args: Any) -> None:
         write(file, {**numbers, "held": held})
 
     metrics.append_json = append  # type: ignore[assignment]
-    jobs.run_rank(*args)
+    curves.run_rank(*args)
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_memory_and_open_files_do_not_grow(dense: Path, tmp_path: Path) -> None:
         "--save", str(tmp_path / "save"), "--save-interval", str(WARM // 2),
     )  # fmt: skip
     job = Job(dense, data, steps=STEPS, batch=1, seq_length=256, packing=True, flags=flags)
-    jobs.import_for_ranks()
+    curves.import_for_ranks()
     run_layout(measured_rank, 1, job.argv, tmp_path / "output.txt", timeout=900)
     entries = [json.loads(line) for line in log.read_text().splitlines()]
     early = [entry["held"] for entry in entries if WARM // 2 < entry["iteration"] <= WARM]

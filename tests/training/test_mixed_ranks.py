@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.curves import DISTRIBUTED, Job, train
 
 STEPS, TIMEOUT = 8, 60.0
 

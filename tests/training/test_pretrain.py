@@ -13,7 +13,7 @@ from PIL import Image
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.curves import DISTRIBUTED, Job, train
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 
 COLOURS = ((220, 30, 30), (30, 180, 60), (40, 60, 220), (230, 220, 40))

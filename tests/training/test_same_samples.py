@@ -16,8 +16,7 @@ import torch
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.step.forward import ForwardStep
-from mcore_qwen3vl.verify.curves import encode
-from mcore_qwen3vl.verify.job import Job, import_for_ranks, run_rank, train
+from mcore_qwen3vl.verify.curves import Job, encode, import_for_ranks, run_rank, train
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "indigo", "violet")
 RECORDS, HELD_OUT, BATCH = 10, 7, 4

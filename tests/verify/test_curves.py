@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import TOLERANCE, cases, hf_curve
-from mcore_qwen3vl.verify.job import curve_of, train, worst_difference
+from mcore_qwen3vl.verify.curves import (
+    TOLERANCE,
+    cases,
+    curve_of,
+    hf_curve,
+    train,
+    worst_difference,
+)
 from tests.turns import slow
 
 STEPS = 3

@@ -27,8 +27,7 @@ from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
 from mcore_qwen3vl.model.lora import attach
 from mcore_qwen3vl.model.lora.adapter import GroupedSite, Site
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
-from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.parity.case import ADAPTERS, Case, write_random_adapter
 from mcore_qwen3vl.verify.trace import on_rank
 from mcore_qwen3vl.verify.trace.recording import (
     ACTIVATION_GRADIENTS,

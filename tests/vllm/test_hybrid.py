@@ -21,8 +21,8 @@ pytest.importorskip("vllm", reason="make test-vllm makes an environment that has
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.live.export import save_hf
-from mcore_qwen3vl.converters.live.load import load_checkpoint
+from mcore_qwen3vl.converters.export import save_hf
+from mcore_qwen3vl.converters.live import load_checkpoint
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout

@@ -13,8 +13,8 @@ from torch import Tensor
 pytest.importorskip("vllm", reason="make test-vllm makes an environment that has vLLM")
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.live.export import export_hf
-from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.export import export_hf
+from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout

@@ -14,10 +14,10 @@ pytest.importorskip("vllm", reason="make test-vllm makes an environment that has
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.inspect import vllm_notes
 from mcore_qwen3vl.converters.adapters.merge import merge
+from mcore_qwen3vl.converters.describe import vllm_notes
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.parity.adapters import (
+from mcore_qwen3vl.verify.parity.case import (
     ADAPTERS,
     ATTENTION,
     MLP,

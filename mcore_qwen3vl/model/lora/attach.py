@@ -1,8 +1,8 @@
 """Put adapters into a built model: attach them to its linears, fill them, and say what trains.
 
 The model itself says which part of each Hugging Face tensor a rank holds
-(:func:`mcore_qwen3vl.converters.live.sharded.hf_parts`). So nothing here knows how TP, PP, EP or
-ETP divide it: B has the rows of the weight and A its columns.
+(:func:`mcore_qwen3vl.converters.live.hf_parts`). So nothing here knows how TP, PP, EP or ETP divide
+it: B has the rows of the weight and A its columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, Factors
 from mcore_qwen3vl.converters.adapters.config import Slot
-from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, load_factors
+from mcore_qwen3vl.converters.live import Part, hf_parts, load_factors
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing, global_name

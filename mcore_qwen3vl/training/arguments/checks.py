@@ -16,8 +16,8 @@ from pathlib import Path
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf.companions import read_form, require_processor
-from mcore_qwen3vl.converters.hf.hub import SMALL
 from mcore_qwen3vl.converters.place import (
+    SMALL,
     TRACKER,
     Kind,
     Place,

@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, maker_of
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import FileRange, format_of
+from mcore_qwen3vl.converters.megatron_checkpoint import FileRange, format_of
 from mcore_qwen3vl.converters.place import (
     HF_FOLDER,
     Kind,
@@ -37,8 +37,7 @@ from mcore_qwen3vl.converters.place import (
     read_tracker,
 )
 from mcore_qwen3vl.converters.storage.archive import refused_by_torch
-from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
-from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
+from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
 from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
@@ -158,7 +157,7 @@ def choose_iteration(
 
     Raises:
         BadInput: see :func:`readable_iteration` and
-            :class:`mcore_qwen3vl.converters.mcore.megatron_checkpoint.Format`.
+            :class:`mcore_qwen3vl.converters.megatron_checkpoint.Format`.
     """
     if checkpoints.load is None:
         return None

@@ -19,7 +19,7 @@ from megatron.training import training
 from megatron.training.utils import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_qwen3vl.converters.live.export import save_hf
+from mcore_qwen3vl.converters.export import save_hf
 from mcore_qwen3vl.converters.place import folder_name, read_tracker
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import fill

@@ -24,9 +24,17 @@ from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import check_gpus, describe_device, run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verify.measurement import Measurements, findings, measure, merge, take_frozen
-from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
-from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, batches_of, build_batch
-from mcore_qwen3vl.verify.parity.case import AdamW, Case, Dtype
+from mcore_qwen3vl.verify.parity.case import (
+    RECIPES,
+    AdamW,
+    Batch,
+    Case,
+    Dtype,
+    batches_of,
+    build_batch,
+    preset_config,
+    write_random_adapter,
+)
 from mcore_qwen3vl.verify.parity.reference import (
     AFTER_STEP,
     Expected,

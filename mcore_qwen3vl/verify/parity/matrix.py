@@ -13,9 +13,7 @@ from typing import Any
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.tiny.tiny_checkpoint import HYBRID_TEXT
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
-from mcore_qwen3vl.verify.parity.batches import RECIPES
-from mcore_qwen3vl.verify.parity.case import AdamW, Case
+from mcore_qwen3vl.verify.parity.case import ADAPTERS, RECIPES, AdamW, Case, write_random_adapter
 from mcore_qwen3vl.verify.parity.comparison import compare_case
 from mcore_qwen3vl.verify.parity.reference import ReferenceCheckpoint
 from mcore_qwen3vl.verify.report import Report

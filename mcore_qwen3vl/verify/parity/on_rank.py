@@ -32,8 +32,14 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.live.load import load_weights
-from mcore_qwen3vl.converters.live.sharded import Values, factor_parts, gradient, hf_parts, unwrap
+from mcore_qwen3vl.converters.live import (
+    Values,
+    factor_parts,
+    gradient,
+    hf_parts,
+    load_weights,
+    unwrap,
+)
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.freeze import Freezing
@@ -43,8 +49,7 @@ from mcore_qwen3vl.runtime.launch import tell
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.training.step.optimizer import use_multi_tensor
 from mcore_qwen3vl.verify.measurement import FROZEN, Measurement, Measurements, measure, merge
-from mcore_qwen3vl.verify.parity.batches import MicroBatch
-from mcore_qwen3vl.verify.parity.case import AdamW, Case, computing_in
+from mcore_qwen3vl.verify.parity.case import AdamW, Case, MicroBatch, computing_in
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, Expected, Stepped, move_to_files
 
 IN_MEMORY: ExpertLayout = "v5"

@@ -32,8 +32,16 @@ from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, build_batch, media
-from mcore_qwen3vl.verify.parity.case import AdamW, Case, computing_in
+from mcore_qwen3vl.verify.parity.case import (
+    AdamW,
+    Batch,
+    Case,
+    MicroBatch,
+    Sample,
+    build_batch,
+    computing_in,
+    media,
+)
 
 AFTER_STEP = "logits after a step"
 """The report's part on the forward pass that overlaps the gathering of new parameters."""

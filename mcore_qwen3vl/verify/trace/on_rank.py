@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.live.sharded import Part, factor_parts, hf_parts
+from mcore_qwen3vl.converters.live import Part, factor_parts, hf_parts
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.model.inputs import local_positions
 from mcore_qwen3vl.model.lora.attach import whole_tensors, with_tied

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.verify.measurement import EPSILON, measure
-from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, build_batch
+from mcore_qwen3vl.verify.parity.case import Batch, MicroBatch, build_batch
 from mcore_qwen3vl.verify.parity.reference import Expected, Reference, ReferenceCheckpoint
 
 Rows = Literal["tokens", "patches", "features"]

@@ -16,8 +16,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verify.audit import compare_configs
 from mcore_qwen3vl.verify.measurement import Finding, Measurement, Measurements, merge, take_frozen
-from mcore_qwen3vl.verify.parity.batches import MEDIA, Batch, MicroBatch, Sample, micro_batch
-from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.parity.case import MEDIA, Batch, Case, MicroBatch, Sample, micro_batch
 from mcore_qwen3vl.verify.report import Report
 from mcore_qwen3vl.verify.trace.recording import (
     ACTIVATION_GRADIENTS,

@@ -12,8 +12,8 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.live.export import export_hf
-from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
+from mcore_qwen3vl.converters.export import export_hf
+from mcore_qwen3vl.converters.live import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout

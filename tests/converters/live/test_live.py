@@ -19,9 +19,8 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.live.export import export_hf, save_hf
-from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
-from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts
+from mcore_qwen3vl.converters.export import export_hf, save_hf
+from mcore_qwen3vl.converters.live import gradient, hf_parts, load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.table import MTP
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -292,7 +291,7 @@ def test_a_parameter_that_is_no_part_of_the_model_is_named(tiny):
 
 
 def test_nothing_is_left_when_a_rank_cannot_write(tiny, tmp_path, monkeypatch):
-    from mcore_qwen3vl.converters.live import export as live
+    from mcore_qwen3vl.converters import export as live
 
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
@@ -313,7 +312,7 @@ def test_nothing_is_left_when_a_rank_cannot_write(tiny, tmp_path, monkeypatch):
 
 def test_an_export_begins_anew_after_one_that_was_killed(tiny, tmp_path, monkeypatch):
     """Its shards may have had other sizes, and would lie beside the new ones."""
-    from mcore_qwen3vl.converters.live import export as live
+    from mcore_qwen3vl.converters import export as live
 
     source, target = tiny("dense"), tmp_path / "target"
 

@@ -13,8 +13,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.mapping.table import extra_state_keys
-from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
-from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
+from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint, guard_reads
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout

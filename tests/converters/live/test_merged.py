@@ -14,9 +14,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, resolve_targets
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.converters.live.export import export_merged, save_adapter, save_hf
-from mcore_qwen3vl.converters.live.load import load_hf
-from mcore_qwen3vl.converters.live.sharded import initialize_factors
+from mcore_qwen3vl.converters.export import export_merged, save_adapter, save_hf
+from mcore_qwen3vl.converters.live import initialize_factors, load_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora.attach import adapt, attach
@@ -24,7 +23,7 @@ from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from tests.converters.adapters.rounding import assert_merged
 from tests.converters.checkpoints import load, turned
 from tests.turns import slow

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.converters.checkpoints import load, tree_digests
@@ -114,7 +114,7 @@ def clear(scratch: Path) -> None:
 def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
     """Find where the tensors' own bytes lie, by file, with the standard library's zip reader."""
     ranges: dict[str, list[tuple[int, int]]] = {}
-    for tensor in metadata.read(folder).tensors.values():
+    for tensor in torch_dist.read_metadata(folder).tensors.values():
         for chunk in tensor.chunks:
             stored = chunk.data
             with (folder / stored.file).open("rb") as file:

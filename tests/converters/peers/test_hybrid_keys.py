@@ -18,14 +18,14 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.live.load import load_checkpoint
+from mcore_qwen3vl.converters.live import load_checkpoint
 from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mapping.dialects import HYBRID, MEGATRON_BRIDGE
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import CheckpointIndex
-from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
+from mcore_qwen3vl.converters.megatron_checkpoint import CheckpointIndex
+from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -60,10 +60,10 @@ def rewritten(source: Path, target: Path, *changes: Callable[[CheckpointIndex], 
     """Copy a converted checkpoint without its config and manifest, and change its index."""
     folder = copy(source / "release", target / "release")
     (target / "latest_checkpointed_iteration.txt").write_text("release")
-    index = metadata.read(folder)
+    index = torch_dist.read_metadata(folder)
     for change in changes:
         change(index)
-    (folder / metadata.FILE).write_bytes(metadata.dumps(index))
+    (folder / torch_dist.METADATA).write_bytes(torch_dist.dumps_metadata(index))
     return target
 
 
@@ -94,7 +94,7 @@ def test_keys_shapes_and_dtypes_are_the_hybrid_models(
     tiny: Tiny, converted: Converted, case: str
 ) -> None:
     [(shapes, objects)] = run_layout(on_one_rank, 1, tiny(case))
-    index = metadata.read(converted(case) / "release")
+    index = torch_dist.read_metadata(converted(case) / "release")
     assert {key: (t.shape, t.dtype) for key, t in index.tensors.items()} == shapes
     assert set(index.objects) == objects | {"common_state/shard_0_1"}
     saved = dist_checkpointing.load_common_state_dict(str(converted(case) / "release"))["args"]
@@ -211,7 +211,7 @@ def test_whole_tensors_as_megatrons_tool_stores_them_are_bitwise(
     tiny: Tiny, converted: Converted, tmp_path: Path, case: str
 ) -> None:
     """``save_dist_checkpoint_full``: all experts of a layer are one chunk, and no objects."""
-    index = metadata.read(converted(case) / "release")
+    index = torch_dist.read_metadata(converted(case) / "release")
     stored = TorchDistCheckpoint(converted(case) / "release")
     folder = tmp_path / "tool" / "iter_0000000"
     folder.mkdir(parents=True)
@@ -231,7 +231,7 @@ def test_a_language_model_in_megatron_bridge_is_read_too(
     with monkeypatch.context() as patched:
         patched.setattr(dialects, "DIALECTS", written)
         hf_to_mcore(tiny("dense"), tmp_path / "peer", dialect="megatron-bridge")
-    keys = metadata.read(tmp_path / "peer" / "release").tensors
+    keys = torch_dist.read_metadata(tmp_path / "peer" / "release").tensors
     assert {"language_model.decoder.final_norm.weight", "vision_model.patch_embed.proj.bias"} <= (
         keys.keys()
     )

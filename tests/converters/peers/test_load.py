@@ -13,7 +13,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
+from mcore_qwen3vl.converters.live import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.place import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of
@@ -23,7 +23,7 @@ from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
-from mcore_qwen3vl.verify.job import Job, train
+from mcore_qwen3vl.verify.curves import Job, train
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 from mcore_qwen3vl.verify.trace.recording import WEIGHTS
 from mcore_qwen3vl.verify.trace.tracing import trace

@@ -11,9 +11,10 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
+from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.legacy.files import check_run, saved_arguments
+from mcore_qwen3vl.converters.legacy.legacy_checkpoint import check_run, saved_arguments
 from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mapping.dialects import (
     MEGATRON_BRIDGE,
@@ -23,10 +24,9 @@ from mcore_qwen3vl.converters.mapping.dialects import (
     Module,
     maker_of,
 )
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import ChunkedTensor
+from mcore_qwen3vl.converters.megatron_checkpoint import ChunkedTensor
 from mcore_qwen3vl.converters.place import identify
-from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
+from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.checkpoints import FILES, TENSORS, check_manifest, compare_checkpoints
@@ -313,11 +313,11 @@ def test_the_legacy_format_is_refused(tmp_path: Path, vision: str, refused: str)
 
 def test_two_dialects_in_one_checkpoint_are_refused(tmp_path: Path) -> None:
     folder = copy(HERE / "ms-swift-dense", tmp_path / "peer") / "iter_0000001"
-    index = metadata.read(folder)
+    index = torch_dist.read_metadata(folder)
     index.tensors["embedding.word_embeddings.weight"] = index.tensors.pop(
         "language_model.output_layer.weight"
     )
-    (folder / metadata.FILE).write_bytes(metadata.dumps(index))
+    (folder / torch_dist.METADATA).write_bytes(torch_dist.dumps_metadata(index))
     with pytest.raises(BadInput, match=r"the tensor embedding\.word\S+ under two keys"):
         mcore_to_hf(tmp_path / "peer", tmp_path / "out", hf_config=HERE / "hf-dense")
 
@@ -338,11 +338,11 @@ def test_layers_of_which_one_is_missing_are_refused(
     tmp_path: Path, changed: str, place: str | None, refused: str
 ) -> None:
     checkpoint = copy(HERE / "pai-megatron-patch-moe", tmp_path / "peer")
-    index = metadata.read(checkpoint / "release")
+    index = torch_dist.read_metadata(checkpoint / "release")
     tensor = index.tensors.pop(changed)
     if place is not None:
         index.tensors[place] = tensor
-    (checkpoint / "release" / metadata.FILE).write_bytes(metadata.dumps(index))
+    (checkpoint / "release" / torch_dist.METADATA).write_bytes(torch_dist.dumps_metadata(index))
     with pytest.raises(BadInput, match=refused) as error:
         mcore_to_hf(checkpoint, tmp_path / "out", hf_config=HERE / "hf-moe")
     assert "\n" not in str(error.value)
@@ -350,12 +350,12 @@ def test_layers_of_which_one_is_missing_are_refused(
 
 def test_layers_that_are_also_stacked_are_refused(tmp_path: Path) -> None:
     checkpoint = copy(HERE / "pai-megatron-patch-moe", tmp_path / "peer")
-    index = metadata.read(checkpoint / "release")
+    index = torch_dist.read_metadata(checkpoint / "release")
     (first,) = index.tensors[ROUTER.format("0.")].chunks
     data = replace(first.data, offset=0, length=0)
     whole = replace(first, offsets=(0, 0, 0), sizes=(3, 6, 20), data=data)
     index.tensors[ROUTER.format("")] = ChunkedTensor(torch.bfloat16, whole.sizes, [whole])
-    (checkpoint / "release" / metadata.FILE).write_bytes(metadata.dumps(index))
+    (checkpoint / "release" / torch_dist.METADATA).write_bytes(torch_dist.dumps_metadata(index))
     with pytest.raises(BadInput, match=r"does not fit the 3 layers .* two checkpoints are mixed"):
         mcore_to_hf(checkpoint, tmp_path / "out", hf_config=HERE / "hf-moe")
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.live.load import load_checkpoint
+from mcore_qwen3vl.converters.live import load_checkpoint
 from mcore_qwen3vl.converters.place import TRACKER, Kind, identify
-from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -65,7 +65,7 @@ def iteration_of(run: Path) -> Path:
 @each_maker
 def test_it_holds_a_training_state_and_every_tensor_has_moved(maker: str, runs: Path) -> None:
     run = run_of(maker, runs)
-    index = metadata.read(iteration_of(run))
+    index = torch_dist.read_metadata(iteration_of(run))
     assert any(key.startswith("optimizer.") for key in index.tensors)
     assert any(key.startswith("rng_state/") for key in index.objects)
     result = compare_checkpoints(run, START)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.mapping.table import Row
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
@@ -21,8 +22,7 @@ from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
     MegatronCheckpoint,
 )
 from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, fill, flat_range
-from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
+from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -118,9 +118,9 @@ def test_metadata(tmp_path: Path, name: str) -> None:
     damage, message = DAMAGES[name]
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (tmp_path / "__0_0.distcp").write_bytes(bytes(20))
-    (tmp_path / ".metadata").write_bytes(metadata.dumps(index(((0, 0), A), ((2, 0), B))))
+    (tmp_path / ".metadata").write_bytes(torch_dist.dumps_metadata(index(((0, 0), A), ((2, 0), B))))
     TorchDistCheckpoint(tmp_path)
-    (tmp_path / ".metadata").write_bytes(metadata.dumps(damage()))
+    (tmp_path / ".metadata").write_bytes(torch_dist.dumps_metadata(damage()))
     with pytest.raises(BadInput, match=message):
         TorchDistCheckpoint(tmp_path)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.converters.legacy.files import check_run, open_ranks
+from mcore_qwen3vl.converters import torch_dist
+from mcore_qwen3vl.converters.legacy.legacy_checkpoint import check_run, open_ranks
 from mcore_qwen3vl.converters.storage.archive import BadArchive, load, read_tensor
-from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from tests.memory import little_memory
 
@@ -57,7 +57,7 @@ def test_metadata_bomb(tmp_path: Path, name: str) -> None:
     (tmp_path / ".metadata").write_bytes(HEAD + BOMBS[name])
     refused = pytest.raises(BadInput, match="is not readable checkpoint metadata")
     with little_memory(), refused:
-        metadata.read(tmp_path)
+        torch_dist.read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize("name", BOMBS)

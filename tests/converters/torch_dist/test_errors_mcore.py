@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import mcore_to_hf
-from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from tests.converters.checkpoints import copy, cut, edit_config, tree_digests
 
@@ -53,7 +53,7 @@ FC1 = "decoder.layers.mlp.linear_fc1.weight"
 def flip_a_bit(path: Path) -> None:
     """As in a checkpoint from training, which has no manifest."""
     (path / "manifest.json").unlink()
-    place = metadata.read(path / "release").tensors[FC1].chunks[1].data
+    place = torch_dist.read_metadata(path / "release").tensors[FC1].chunks[1].data
     file = path / "release" / place.file
     data = bytearray(file.read_bytes())
     data[place.offset + place.length // 2] ^= 1
@@ -63,15 +63,15 @@ def flip_a_bit(path: Path) -> None:
 def exchange_chunks(path: Path) -> None:
     """Exchange the places of two chunks of one shape."""
     (path / "manifest.json").unlink()
-    file, index = path / "release" / metadata.FILE, metadata.read(path / "release")
+    file, index = path / "release" / torch_dist.METADATA, torch_dist.read_metadata(path / "release")
     first, second, *others = index.tensors[FC1].chunks
     index.tensors[FC1].chunks = [
         replace(first, data=second.data),
         replace(second, data=first.data),
         *others,
     ]
-    _, mark, checksum = file.read_bytes().rpartition(metadata._MARK)
-    file.write_bytes(metadata.dumps(index).rpartition(mark)[0] + mark + checksum)
+    _, mark, checksum = file.read_bytes().rpartition(torch_dist._MARK)
+    file.write_bytes(torch_dist.dumps_metadata(index).rpartition(mark)[0] + mark + checksum)
 
 
 MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {

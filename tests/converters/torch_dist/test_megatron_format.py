@@ -19,8 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.mcore.megatron_checkpoint import (
+from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
@@ -35,8 +36,7 @@ from mcore_qwen3vl.converters.storage.archive import (
     write_archive,
 )
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
+from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from tests.converters.checkpoints import load
 
@@ -162,8 +162,8 @@ def example_index() -> CheckpointIndex:
 
 
 def test_metadata_round_trips(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(metadata.dumps(example_index()))
-    assert metadata.read(tmp_path) == example_index()
+    (tmp_path / ".metadata").write_bytes(torch_dist.dumps_metadata(example_index()))
+    assert torch_dist.read_metadata(tmp_path) == example_index()
     theirs = dcp.FileSystemReader(tmp_path).read_metadata()
     experts = theirs.state_dict_metadata["experts"]
     assert experts.size == torch.Size((2, 3, 4, 6))
@@ -177,7 +177,7 @@ def test_metadata_names_nothing_that_torch_2_11_lacks() -> None:
     """It has only classes and fields that torch 2.11's own file (in `OLD`) and source have."""
     names = {
         arg.replace(" ", ".")
-        for op, arg, _ in pickletools.genops(metadata.dumps(example_index()))
+        for op, arg, _ in pickletools.genops(torch_dist.dumps_metadata(example_index()))
         if op.name == "GLOBAL"
     }
     module = "torch.distributed.checkpoint.metadata."
@@ -195,7 +195,7 @@ def test_metadata_names_nothing_that_torch_2_11_lacks() -> None:
         "torch.float32",
         "torch.serialization._get_layout",
     }
-    record = metadata.loads(metadata.dumps(example_index()))
+    record = torch_dist.loads_metadata(torch_dist.dumps_metadata(example_index()))
     fields = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     assert set(record.state) <= fields
     assert len(record["state_dict_metadata"]["norm"]["properties"].state) == 5
@@ -225,7 +225,7 @@ def test_reading_what_megatron_0_15_wrote() -> None:
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore torch's own reading and writing, whatever was called before."""
     monkeypatch.setattr(filesystem, "pickle", pickle)
-    get_state, set_state = metadata._own_state_methods()
+    get_state, set_state = torch_dist._own_state_methods()
     monkeypatch.setattr(TensorProperties, "__getstate__", get_state)
     monkeypatch.setattr(TensorProperties, "__setstate__", set_state)
     if hasattr(TensorProperties, "strides"):
@@ -245,7 +245,7 @@ def test_fields_of_a_newer_torch_do_not_matter(
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     checkpoint = TorchDistCheckpoint(tmp_path)
-    metadata.guard_reads()
+    torch_dist.guard_reads()
     described = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     for key, tensor in tensors.items():
         assert torch.equal(checkpoint.tensor(key), tensor)
@@ -259,18 +259,18 @@ def test_fields_of_a_newer_torch_do_not_matter(
 def test_torchs_writer_adds_a_checksum_which_both_readers_check(
     tmp_path: Path, unguarded: None
 ) -> None:
-    metadata.guard_reads()
+    torch_dist.guard_reads()
     dcp.save({"a": torch.randn(3, 4)}, checkpoint_id=tmp_path, no_dist=True)
     file = tmp_path / ".metadata"
     written = file.read_bytes()
-    assert set(metadata.read(tmp_path).tensors) == {"a"}
+    assert set(torch_dist.read_metadata(tmp_path).tensors) == {"a"}
     assert set(dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata) == {"a"}
     assert set(pickle.loads(written).state_dict_metadata) == {"a"}  # as others read it
     for at in range(0, len(written), 16):
         file.write_bytes(written[:at] + bytes([written[at] ^ 1]) + written[at + 1 :])
-        if metadata._MARK in file.read_bytes():
+        if torch_dist._MARK in file.read_bytes():
             with pytest.raises(BadInput, match=r"other bytes than were saved"):
-                metadata.read(tmp_path)
+                torch_dist.read_metadata(tmp_path)
             with pytest.raises(pickle.UnpicklingError, match=r"other bytes than were saved"):
                 dcp.FileSystemReader(tmp_path).read_metadata()
 
@@ -279,8 +279,8 @@ def test_torchs_writer_adds_a_checksum_which_both_readers_check(
 def test_a_path_as_any_python_writes_it(module: str, unguarded: None) -> None:
     """It is read: torch stores a folder's path, which Python 3.13 pickles under another module."""
     stored = f"c{module}\nPosixPath\n(Va\nVb\ntR.".encode()
-    metadata.loads(stored)
-    metadata.guard_reads()
+    torch_dist.loads_metadata(stored)
+    torch_dist.guard_reads()
     assert filesystem.pickle.load(io.BytesIO(stored)) == Path("a/b")
 
 
@@ -325,13 +325,13 @@ def test_hostile_metadata_never_runs(tmp_path: Path, function: Any) -> None:
     victim.touch()
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Call(function, victim)))
     with pytest.raises(BadInput, match="which has no place in checkpoint metadata"):
-        metadata.read(tmp_path)
+        torch_dist.read_metadata(tmp_path)
     assert victim.exists()
 
 
 def test_metadata_must_not_reach_outside(tmp_path: Path) -> None:
     index = example_index()
     index.objects["x"] = FileRange("../../etc/passwd", 0, 10)
-    (tmp_path / ".metadata").write_bytes(metadata.dumps(index))
+    (tmp_path / ".metadata").write_bytes(torch_dist.dumps_metadata(index))
     with pytest.raises(BadInput, match="not a plain file name in the same directory"):
-        metadata.read(tmp_path)
+        torch_dist.read_metadata(tmp_path)

@@ -13,8 +13,8 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.live.sharded import factor_parts, hf_parts
-from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
+from mcore_qwen3vl.converters.live import factor_parts, hf_parts
+from mcore_qwen3vl.converters.torch_dist import guard_reads
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora.adapter import AdapterModule
 from mcore_qwen3vl.model.lora.attach import adapt, trained_names, whole_tensors

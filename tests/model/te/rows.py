@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mcore_qwen3vl.verify.parity.batches import batches_of
+from mcore_qwen3vl.verify.parity.case import batches_of
 from mcore_qwen3vl.verify.parity.matrix import LORA_MATRIX, MATRIX, MatrixRow
 
 TRAINED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}

@@ -22,7 +22,7 @@ from mcore_qwen3vl.model.qwen3vl import build_chunks  # noqa: E402
 from mcore_qwen3vl.runtime.launch import run_layout  # noqa: E402
 from mcore_qwen3vl.runtime.parallel import initialize  # noqa: E402
 from mcore_qwen3vl.verify.parity import on_rank  # noqa: E402
-from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, MicroBatch  # noqa: E402
+from mcore_qwen3vl.verify.parity.case import RECIPES, Batch, MicroBatch  # noqa: E402
 from mcore_qwen3vl.verify.parity.comparison import verify_parity  # noqa: E402
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from tests.model.te.kernels import gemm  # noqa: E402

@@ -16,17 +16,15 @@ require()
 from mcore_qwen3vl.layout import Layout  # noqa: E402
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel  # noqa: E402
 from mcore_qwen3vl.training.arguments import parser  # noqa: E402
-from mcore_qwen3vl.verify.curves import (  # noqa: E402
+from mcore_qwen3vl.verify.curves import (  # noqa: E402  # noqa: E402
+    DISTRIBUTED,
     OTHER_LAYOUT,
     TOLERANCE,
-    hf_curve,
-    whole_and_half,
-)
-from mcore_qwen3vl.verify.job import (  # noqa: E402
-    DISTRIBUTED,
     Job,
     curve_of,
+    hf_curve,
     train,
+    whole_and_half,
     worst_difference,
 )
 from tests.training.exact import numbers_of  # noqa: E402

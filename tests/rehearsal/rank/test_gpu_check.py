@@ -29,8 +29,7 @@ from mcore_qwen3vl.model.decoder.experts import _has_kernel
 from mcore_qwen3vl.pretended import Settings
 from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.parity.batches import build_batch
-from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.parity.case import Case, build_batch
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 from tests.docs.markdown import ROOT, blocks
 from tests.leftovers import run_and_end

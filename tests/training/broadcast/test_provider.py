@@ -12,7 +12,7 @@ import pytest
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.broadcast import provider
 from mcore_qwen3vl.training.broadcast.provider import DataProvider
-from mcore_qwen3vl.verify.job import Job, train
+from mcore_qwen3vl.verify.curves import Job, train
 
 
 def test_no_stage_waits_for_measuring_in_a_group_with_a_short_timeout(

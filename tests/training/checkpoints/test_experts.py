@@ -9,8 +9,15 @@ import pytest
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.checkpoints.optimizer import regroup
-from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, whole_and_half
-from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
+from mcore_qwen3vl.verify.curves import (
+    DISTRIBUTED,
+    OTHER_LAYOUT,
+    Job,
+    curve_of,
+    train,
+    whole_and_half,
+    worst_difference,
+)
 
 
 def group(rate: float, expert: bool) -> dict[str, Any]:

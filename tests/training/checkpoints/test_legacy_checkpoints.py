@@ -15,8 +15,8 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.legacy import files
-from mcore_qwen3vl.converters.legacy.files import check_run, saved_arguments
+from mcore_qwen3vl.converters.legacy import legacy_checkpoint
+from mcore_qwen3vl.converters.legacy.legacy_checkpoint import check_run, saved_arguments
 from mcore_qwen3vl.converters.storage.archive import load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -25,7 +25,7 @@ from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import Parsed, validate
 from mcore_qwen3vl.training.checkpoints.resume import iteration_to_load
-from mcore_qwen3vl.verify.job import Job, train
+from mcore_qwen3vl.verify.curves import Job, train
 from tests.converters.checkpoints import assert_same_tensors
 from tests.converters.ranks import build_empty, check_chunks
 from tests.training.exact import numbers_of
@@ -190,7 +190,7 @@ def test_an_optimizers_state_of_single_experts_is_refused(tiny, tmp_path, monkey
     args = arguments(tiny("moe"), Layout()).args
     check_run(trained, args)
     saved = Namespace(**{**vars(saved_arguments(trained)), "moe_grouped_gemm": False})
-    monkeypatch.setattr(files, "saved_arguments", lambda folder: saved)
+    monkeypatch.setattr(legacy_checkpoint, "saved_arguments", lambda folder: saved)
     with pytest.raises(BadInput, match=r"each expert is a parameter of its own.*--no-load-optim"):
         check_run(trained, args)
     check_run(trained, Namespace(**{**vars(args), "no_load_optim": True}))

@@ -21,15 +21,22 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from packaging.version import Version
 from torch import Tensor
 
+from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.place import TRACKER
-from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.checkpoints import optimizer as own_parts
 from mcore_qwen3vl.training.checkpoints.optimizer import LOAD, SAVE, USED, keep_own_parts
-from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, whole_and_half
-from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
+from mcore_qwen3vl.verify.curves import (
+    DISTRIBUTED,
+    OTHER_LAYOUT,
+    Job,
+    curve_of,
+    train,
+    whole_and_half,
+    worst_difference,
+)
 from tests.training.checkpoints.trained import (
     BF16,
     DENSE,
@@ -119,7 +126,7 @@ def test_own_parts_are_what_megatron_gathers(
 def written(folder: Path) -> Counter[str]:
     """Count the values that each rank wrote."""
     counts: Counter[str] = Counter()
-    for tensor in metadata.read(folder).tensors.values():
+    for tensor in torch_dist.read_metadata(folder).tensors.values():
         for chunk in tensor.chunks:
             counts[chunk.data.file.split("_")[2]] += prod(chunk.sizes)
     return counts

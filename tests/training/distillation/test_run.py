@@ -13,13 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_qwen3vl.converters.place import identify
-from mcore_qwen3vl.converters.torch_dist.metadata import read
+from mcore_qwen3vl.converters.torch_dist import read_metadata
 from mcore_qwen3vl.objectives.settings import Distillation
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import encode, sample_order, whole_and_half
-from mcore_qwen3vl.verify.job import Job, curve_of, train, worst_difference
+from mcore_qwen3vl.verify.curves import (
+    Job,
+    curve_of,
+    encode,
+    sample_order,
+    train,
+    whole_and_half,
+    worst_difference,
+)
 from tests.training.one_step import Plain, check_step, plain_model, step_job
 from tests.training.preference.test_run import random_adapter
 from tests.turns import slow
@@ -239,7 +246,7 @@ def test_a_live_teacher_is_the_one_of_the_file_and_a_run_resumes(
     for entry, one in zip(entries, expected, strict=True):
         names = {"distill loss", "validation distill loss", "grad norm"} & one.keys()
         assert {n: entry[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=1e-6)
-    index, theirs = (read(identify(folder).folder).tensors for folder in (save, other))
+    index, theirs = (read_metadata(identify(folder).folder).tensors for folder in (save, other))
     assert {name: one.shape for name, one in index.items()} == {
         name: one.shape for name, one in theirs.items()
     }

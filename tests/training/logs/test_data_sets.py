@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import TOLERANCE, batch_names, encode
-from mcore_qwen3vl.verify.job import Job, train
+from mcore_qwen3vl.verify.curves import TOLERANCE, Job, batch_names, encode, train
 
 NAMES = {"first/train.jsonl": "first/train.jsonl", "second/train.jsonl": "sums"}
 """The name in the log of each data set: by default its path."""

@@ -17,7 +17,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.logs import metrics
-from mcore_qwen3vl.verify.job import Job, train
+from mcore_qwen3vl.verify.curves import Job, train
 from tests.test_atomic import full_disk
 from tests.training.toy import batch
 

@@ -15,18 +15,27 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, TRACKER
-from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.lora import LoraRun, check_checkpoint
-from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, TOLERANCE, hf_curve, whole_and_half
-from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.curves import (
+    DISTRIBUTED,
+    OTHER_LAYOUT,
+    TOLERANCE,
+    Job,
+    curve_of,
+    hf_curve,
+    train,
+    whole_and_half,
+    worst_difference,
+)
+from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 
 KEEP = ("--save-interval", "1000")
@@ -50,7 +59,7 @@ def test_a_run_goes_on_under_another_layout_and_its_export_is_pefts(
     whole, save = whole_and_half(job, tmp_path)
     difference = worst_difference(curve_of(whole), hf_curve(job))
     assert max(difference.loss, difference.grad_norm) <= TOLERANCE
-    held = metadata.read(save / "iter_0000002").tensors
+    held = torch_dist.read_metadata(save / "iter_0000002").tensors
     assert all("adapter.model." in key or "adapter.lm_head." in key for key in held)
 
     flags = ("--use-distributed-optimizer", "--num-workers", "2")

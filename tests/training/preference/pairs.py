@@ -14,11 +14,14 @@ from torch import Tensor
 
 from mcore_qwen3vl.objectives.settings import Kto, Preference
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import adamw, batch_order, encode, sample_order
-from mcore_qwen3vl.verify.job import (
+from mcore_qwen3vl.verify.curves import (
     CLIP,
     Job,
     StepMetrics,
+    adamw,
+    batch_order,
+    encode,
+    sample_order,
 )
 from tests.training.one_step import Plain, plain_model
 

@@ -12,9 +12,17 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.objectives.settings import Preference
 from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, TOLERANCE, whole_and_half
-from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.curves import (
+    DISTRIBUTED,
+    OTHER_LAYOUT,
+    TOLERANCE,
+    Job,
+    curve_of,
+    train,
+    whole_and_half,
+    worst_difference,
+)
+from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from tests.training.one_step import check_step, step_job
 from tests.training.preference.pairs import as_tar, plain_curve, plain_step, write_pairs
 from tests.turns import slow

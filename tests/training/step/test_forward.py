@@ -16,7 +16,7 @@ from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.training.step.forward import forward
-from mcore_qwen3vl.verify.parity.batches import MicroBatch, build_batch
+from mcore_qwen3vl.verify.parity.case import MicroBatch, build_batch
 
 
 def batch_of(micro: MicroBatch) -> Batch:

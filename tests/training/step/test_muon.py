@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves import adamw, hf_curve
-from mcore_qwen3vl.verify.job import (
+from mcore_qwen3vl.verify.curves import (
     LEARNING_RATE,
     WEIGHT_DECAY,
     Job,
+    adamw,
     curve_of,
+    hf_curve,
     train,
     worst_difference,
 )

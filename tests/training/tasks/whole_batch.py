@@ -15,9 +15,8 @@ from transformers import Qwen3_5ForSequenceClassification
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.verify.curves import sample_order, with_image_paths
-from mcore_qwen3vl.verify.job import Job
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.curves import Job, sample_order, with_image_paths
+from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.reference import trained_parameters
 from tests.converters.forms import (
     Qwen3VLForSequenceClassification,

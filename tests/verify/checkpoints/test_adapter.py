@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.converters.live import export
+from mcore_qwen3vl.converters import export
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.checkpoints import adapter_roundtrip
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 
 
 @pytest.mark.parametrize(

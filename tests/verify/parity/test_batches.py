@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.verify.parity.batches import RECIPES, build_batch
+from mcore_qwen3vl.verify.parity.case import RECIPES, build_batch
 from mcore_qwen3vl.verify.parity.matrix import Matrix
 
 

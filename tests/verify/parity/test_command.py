@@ -13,7 +13,7 @@ import pytest
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.measurement import Finding, Measurement
 from mcore_qwen3vl.verify.parity import comparison
-from mcore_qwen3vl.verify.parity.batches import RECIPES
+from mcore_qwen3vl.verify.parity.case import RECIPES
 from mcore_qwen3vl.verify.parity.matrix import Matrix
 from mcore_qwen3vl.verify.report import Report
 from tests.command import exit_code

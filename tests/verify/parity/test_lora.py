@@ -8,7 +8,7 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS
+from mcore_qwen3vl.verify.parity.case import ADAPTERS
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 from mcore_qwen3vl.verify.parity.matrix import LORA_MATRIX, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP

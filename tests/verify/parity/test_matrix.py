@@ -9,7 +9,7 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder import attention
-from mcore_qwen3vl.verify.parity.batches import RECIPES
+from mcore_qwen3vl.verify.parity.case import RECIPES
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
 from mcore_qwen3vl.verify.parity.matrix import MATRIX, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP

@@ -24,7 +24,7 @@ from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, holder_of_mtp
-from mcore_qwen3vl.converters.live.sharded import (
+from mcore_qwen3vl.converters.live import (
     Models,
     Part,
     factor_parts,

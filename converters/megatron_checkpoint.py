@@ -1,6 +1,6 @@
 """A Megatron checkpoint of any format and maker: its index, and the table's tensors in it.
 
-Each format has its own folder. Code that reads a checkpoint calls `open_megatron`, and names no
+Each format has its own module. Code that reads a checkpoint calls `open_megatron`, and names no
 format itself.
 """
 

@@ -1,1 +1,0 @@
-"""Load and export of a running, sharded model, with the same table."""

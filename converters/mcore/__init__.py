@@ -1,1 +1,0 @@
-"""Code shared by Megatron's checkpoint formats: the index, the registry, what is saved beside."""
