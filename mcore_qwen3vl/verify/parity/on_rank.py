@@ -35,7 +35,7 @@ from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.live.load import load_weights
 from mcore_qwen3vl.converters.live.sharded import Values, factor_parts, gradient, hf_parts, unwrap
 from mcore_qwen3vl.converters.place import identify
-from mcore_qwen3vl.model import pointwise
+from mcore_qwen3vl.model import kernels
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.attach import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
@@ -124,7 +124,7 @@ class Engine:
     ) -> None:
         self.case = case
         if case.compile_pointwise:
-            pointwise.switch_on()
+            kernels.compile_pointwise()
         overrides = {
             "calculate_per_token_loss": True,
             "params_dtype": case.torch_dtype,
