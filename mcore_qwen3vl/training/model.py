@@ -16,7 +16,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import kernels
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.attach import adapter_freezing
+from mcore_qwen3vl.model.lora import adapter_freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.training.arguments.run import LOSSES, CheckpointSettings
 from mcore_qwen3vl.training.arguments.settings import Settings

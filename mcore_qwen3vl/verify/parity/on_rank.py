@@ -37,7 +37,7 @@ from mcore_qwen3vl.converters.live.sharded import Values, factor_parts, gradient
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.model import kernels
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.attach import adapt
+from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import tell
 from mcore_qwen3vl.runtime.parallel import initialize

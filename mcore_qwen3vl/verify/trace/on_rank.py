@@ -22,7 +22,7 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.live.sharded import Part, factor_parts, hf_parts
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.model.inputs import local_positions
-from mcore_qwen3vl.model.lora.attach import whole_tensors, with_tied
+from mcore_qwen3vl.model.lora import whole_tensors, with_tied
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.vision import share_frames
 from mcore_qwen3vl.runtime.parallel import initialize

@@ -19,7 +19,7 @@ from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.live.sharded import initialize_factors
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.lora.attach import adapt, attach
+from mcore_qwen3vl.model.lora import adapt, attach
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
