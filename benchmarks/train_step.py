@@ -284,7 +284,7 @@ def make_our_step(
     os.environ.setdefault("MASTER_PORT", "29611")
     from mcore_qwen3vl.layout import Layout
     from mcore_qwen3vl.runtime.gpus import order_transfers
-    from mcore_qwen3vl.runtime.parallel import initialize
+    from mcore_qwen3vl.runtime.launch import initialize
 
     order_transfers()
     if not dist.is_initialized():

@@ -27,8 +27,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.owners import unused_of
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.unused import Unused
 
 _WEEK = 7 * 86400.0  # seconds: a command may take long, and the user can interrupt it

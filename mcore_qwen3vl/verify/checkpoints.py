@@ -471,7 +471,7 @@ def _write_adapter_of_model(hf: Path, layout: Layout, adapter: Adapter, back: Pa
     from mcore_qwen3vl.converters.live.export import save_adapter
     from mcore_qwen3vl.model.lora import adapt
     from mcore_qwen3vl.model.qwen3vl import build_chunks
-    from mcore_qwen3vl.runtime.parallel import initialize
+    from mcore_qwen3vl.runtime.launch import initialize
 
     initialize(layout)
     dtype = next(iter(adapter.factors.values())).a.dtype

@@ -13,8 +13,7 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training.memory import trained_parameters
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 

@@ -17,8 +17,7 @@ from mcore_qwen3vl.converters.torch_dist.files import TorchDistCheckpoint
 from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors
 from tests.converters.ranks import build_empty, check_chunks
 from tests.turns import slow_except

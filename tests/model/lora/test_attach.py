@@ -23,8 +23,7 @@ from mcore_qwen3vl.model import lora
 from mcore_qwen3vl.model.lora import adapter_freezing, attach, whole_patterns
 from mcore_qwen3vl.model.lora_modules import GroupedSite, Kind, Pair, Place, Site
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import tiny_config
 
 LAYER = "model.language_model.layers.1."

@@ -53,7 +53,7 @@ def built_without_cuda(checkpoint: Path) -> list[str]:
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.layout import Layout
     from mcore_qwen3vl.model.qwen3vl import build_chunks
-    from mcore_qwen3vl.runtime.parallel import initialize
+    from mcore_qwen3vl.runtime.launch import initialize
 
     dist.init_process_group("nccl")
     initialize(Layout())
@@ -184,7 +184,7 @@ def kept_by_layers(config: Path, tokens: int, cheap: bool) -> list[int]:
     from mcore_qwen3vl.model.decoder.attention import PackedSequence
     from mcore_qwen3vl.model.qwen3vl import build_chunks
     from mcore_qwen3vl.rehearsal.rank import linear_attention
-    from mcore_qwen3vl.runtime.parallel import initialize
+    from mcore_qwen3vl.runtime.launch import initialize
 
     linear_attention.install()
     dist.init_process_group("nccl")
