@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcore_qwen3vl.layout import Pipeline
 from mcore_qwen3vl.pretended.device import Interval, Report
 from mcore_qwen3vl.rehearsal.command import Command, Role
 from mcore_qwen3vl.rehearsal.rank import holders
 from mcore_qwen3vl.rehearsal.step_time import StepTime
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu
-from mcore_qwen3vl.schedule import Pipeline
 
 SPARE = 0.05
 """Share of the GPU's memory that a run should leave free, since a rehearsal is not exact."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Durations, Pipeline, model_pipeline
 from mcore_qwen3vl.pretended.flops import flops_of
 from mcore_qwen3vl.pretended.preload import Routing, Settings, Unavailable
 from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
@@ -21,7 +22,6 @@ from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.schedule import Durations, Pipeline, model_pipeline
 
 IMPORTS = (
     "mcore_qwen3vl.rehearsal.rank.linear_attention",  # first, because it hides a package
