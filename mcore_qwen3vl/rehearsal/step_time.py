@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Durations, order_of_work, simulate
 from mcore_qwen3vl.pretended.device import Interval, Traffic
-from mcore_qwen3vl.pretended.flops import BYTES, KINDS, ONE_KEY
-from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, COMBINE, DISPATCH, FORWARD
+from mcore_qwen3vl.pretended.rank import BYTES, KINDS, ONE_KEY
+from mcore_qwen3vl.rehearsal.holders import BACKWARD, COMBINE, DISPATCH, FORWARD
 from mcore_qwen3vl.runtime.gpus import Gpu
 
 GEMM, ATTENTION, MEMORY, HOST = "GEMM", "attention", "other kernels (memory)", "host"
@@ -149,7 +149,7 @@ class RankWork:
 
     Attributes:
         chunks: ``forward`` and ``backward`` work of a micro-batch by virtual stage, see
-            :meth:`mcore_qwen3vl.rehearsal.rank.train.StageWork.of_iteration`.
+            :meth:`mcore_qwen3vl.rehearsal.rank.StageWork.of_iteration`.
         micro_batches: micro-batches of that iteration.
         tokens, useful_flops: those of that iteration on this data-parallel rank.
     """

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from mcore_qwen3vl.console import prepare_streams
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.pretended.preload import is_preloaded
+from mcore_qwen3vl.pretended.device import is_preloaded
 from mcore_qwen3vl.runtime import cpu, shared_gpu
 from mcore_qwen3vl.runtime.lifetime import (
     end_with_parent,

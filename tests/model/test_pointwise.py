@@ -74,7 +74,7 @@ def test_compiled_functions_give_the_same() -> None:
 
 PROGRAM = """
     import json, os
-    from mcore_qwen3vl.pretended.preload import Settings, start_again
+    from mcore_qwen3vl.pretended.device import Settings, start_again
     os.environ["TORCHDYNAMO_DISABLE"] = "0"
     start_again(Settings())
 

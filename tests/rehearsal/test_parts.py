@@ -19,7 +19,7 @@ from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 
 
 def parts(hf: Path, adapter: Path) -> dict[str, int]:
-    from mcore_qwen3vl.rehearsal.rank.train import by_part
+    from mcore_qwen3vl.rehearsal.rank import by_part
 
     initialize(Layout())
     chunks = build_chunks(Architecture.from_hf(hf), Layout())

@@ -11,7 +11,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Durations, Layout, model_pipeline
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.rehearsal.command import Command, read_command
-from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
+from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, candidates, step_seconds, work_of
 from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.runtime.gpus import GPUS
