@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_models import FP8, MOE, RUNS, STEPS, Size  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.files import atomic_write  # noqa: E402
-from mcore_qwen3vl.pretended.preload import is_preloaded  # noqa: E402
+from mcore_qwen3vl.pretended.device import is_preloaded  # noqa: E402
 from mcore_qwen3vl.runtime.gpus import GPUS, find_gpu  # noqa: E402
 
 NOT_APPLICABLE, LEFT_OUT, WAITING, RUNNING = "not applicable", "left out", "waiting", "running"
@@ -404,7 +404,7 @@ def python(ranks: int = 1, tp: int = 1) -> list[str]:
 def trainer(gpus: int, tp: int = 1) -> list[str]:
     """Return the command that trains on all GPUs; on the pretended device, on its one rank."""
     if is_preloaded():
-        return [*python(gpus, tp), "-m", "mcore_qwen3vl.rehearsal.rank.train"]
+        return [*python(gpus, tp), "-m", "mcore_qwen3vl.rehearsal.rank"]
     return [*COMMAND, "train", "--processes", str(gpus)]
 
 

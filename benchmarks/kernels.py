@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.train_step import timed
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.pretended.preload import is_preloaded
+from mcore_qwen3vl.pretended.device import is_preloaded
 from mcore_qwen3vl.runtime.gpus import GPUS
 
 LIMIT = 2**-4

@@ -23,8 +23,7 @@ from textwrap import wrap
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.rehearsal.command import Command, read_command
-from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome, memory_line
-from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser
+from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearsal, Rehearser, RoleOutcome, memory_line
 from mcore_qwen3vl.rehearsal.search import stages_of_command, trained_of_command
 from mcore_qwen3vl.rehearsal.step_time import ATTENTION, GEMM, IDLE, MEMORY
 from mcore_qwen3vl.runtime.gpus import GIB, GPUS

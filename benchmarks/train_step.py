@@ -115,13 +115,13 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
         cpu.install()
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.model import flops
-    from mcore_qwen3vl.pretended.preload import is_preloaded
+    from mcore_qwen3vl.pretended.device import is_preloaded
     from mcore_qwen3vl.training.logs.metrics import device_peak_tflops
 
     if is_preloaded():
-        from mcore_qwen3vl.rehearsal.rank import linear_attention
+        from mcore_qwen3vl.rehearsal import stubs
 
-        linear_attention.install()
+        stubs.install_linear_attention()
     architecture = Architecture.from_hf(config)
     torch.manual_seed(0)
     batch = make_batch(architecture, options.seq_length, options.samples)
@@ -174,7 +174,7 @@ def profile(step: Callable[[], Any], file: str) -> dict[str, Any]:
     """
     from torch.profiler import ProfilerActivity
 
-    from mcore_qwen3vl.pretended.preload import is_preloaded
+    from mcore_qwen3vl.pretended.device import is_preloaded
 
     if is_preloaded():
         return {"profile": "none: the simulated GPU has no clock"}
@@ -206,8 +206,8 @@ def modelled(step: Callable[[], Any], kind: str) -> float:
     For the whole step that is the GPU's time, or the host's where it is longer.
     """
     from mcore_qwen3vl.pretended import rank
-    from mcore_qwen3vl.pretended.flops import count_transformer_engine
-    from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
+    from mcore_qwen3vl.pretended.rank import count_transformer_engine
+    from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
     from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork
     from mcore_qwen3vl.runtime.gpus import find_gpu
 
@@ -284,7 +284,7 @@ def make_our_step(
     os.environ.setdefault("MASTER_PORT", "29611")
     from mcore_qwen3vl.layout import Layout
     from mcore_qwen3vl.runtime.gpus import order_transfers
-    from mcore_qwen3vl.runtime.parallel import initialize
+    from mcore_qwen3vl.runtime.launch import initialize
 
     order_transfers()
     if not dist.is_initialized():

@@ -24,11 +24,10 @@ from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.lora.attach import adapt
+from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.owners import unused_of
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.unused import Unused
 
 _WEEK = 7 * 86400.0  # seconds: a command may take long, and the user can interrupt it

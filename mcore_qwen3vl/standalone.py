@@ -30,7 +30,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.gpus import order_transfers
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.encoding.batch import Batch

@@ -20,7 +20,7 @@ cpu.install(training=True)  # before any test module imports megatron
 from mcore_qwen3vl import machine  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.pretended import Workbench  # noqa: E402
-from mcore_qwen3vl.pretended.preload import cache_folder  # noqa: E402
+from mcore_qwen3vl.pretended.device import cache_folder  # noqa: E402
 from mcore_qwen3vl.runtime import launch  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
@@ -109,8 +109,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ON_WORKBENCH = (
-    "mcore_qwen3vl.rehearsal.rank.linear_attention",
-    "mcore_qwen3vl.rehearsal.rank.train",
+    "mcore_qwen3vl.rehearsal.stubs",
+    "mcore_qwen3vl.rehearsal.rank",
     "mcore_qwen3vl.training.run",
     "mcore_qwen3vl.training.model",
     "mcore_qwen3vl.training.broadcast.provider",

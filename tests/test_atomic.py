@@ -18,7 +18,7 @@ from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, only_writer
 from mcore_qwen3vl.rehearsal.command import Command
-from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal
+from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal
 from mcore_qwen3vl.rehearsal.report import write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
 from mcore_qwen3vl.scoring.output import Output

@@ -25,7 +25,6 @@ ORDER = (
     "files",
     "config",
     "labels",
-    "schedule",
     "layout",
     "megatron_config",
     "console",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mcore_qwen3vl.schedule import Durations, order_of_work, simulate
+from mcore_qwen3vl.layout import Durations, order_of_work, simulate
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,8 @@ from torch.autograd.function import once_differentiable
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.model.lora.adapter import Site
-from mcore_qwen3vl.model.pointwise import Pointwise
-from mcore_qwen3vl.model.weight_gradients import add_product, stand_in_gradient
+from mcore_qwen3vl.model.kernels import Pointwise, add_product, stand_in_gradient
+from mcore_qwen3vl.model.lora_modules import Site
 
 CHUNK_LOGITS = 2**27
 """Number of logits in one chunk: 0.5 GiB in float32."""

@@ -44,7 +44,7 @@ from mcore_qwen3vl.model.inputs import (
     require_right_padding,
     to_device,
 )
-from mcore_qwen3vl.model.lora.adapter import AdapterModule
+from mcore_qwen3vl.model.lora_modules import AdapterModule
 from mcore_qwen3vl.model.schedule_plan import SchedulePlan
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision import VisionTower

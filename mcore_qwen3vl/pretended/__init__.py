@@ -14,9 +14,9 @@ kernels. Floats hold whatever is in memory, mostly zeros; integers and booleans 
 
 ``stub/`` is that library. Among its files, ``memory.c`` allocates, ``kernels.c`` takes launches,
 ``lookup.c`` finds functions by name, ``libraries.c`` stands in for cuBLAS and others, ``driver.c``
-for the driver, and ``count.c`` counts. ``preload.py`` compiles it and starts a process with it,
-``device.py`` reads the counters, ``integers.py`` computes integers, ``groups.py`` stands in for
-other ranks, and ``rank.py`` measures memory.
+for the driver, and ``count.c`` counts. ``device.py`` compiles it, starts a process with it and
+reads the counters, ``integers.py`` computes integers, ``groups.py`` stands in for other ranks, and
+``rank.py`` counts work and measures memory.
 
 ``python -m mcore_qwen3vl.pretended`` runs a program on it, see ``--help``.
 :class:`Workbench` runs functions, each in a process of its own that has done its imports. The
@@ -25,8 +25,15 @@ device needs Linux with glibc and a C compiler.
 This package imports nothing else of ours and knows no model, so that it can be used alone.
 """
 
-from mcore_qwen3vl.pretended.device import HostSync, Interval, Report
-from mcore_qwen3vl.pretended.preload import Settings, Unavailable, is_preloaded, start_again
+from mcore_qwen3vl.pretended.device import (
+    HostSync,
+    Interval,
+    Report,
+    Settings,
+    Unavailable,
+    is_preloaded,
+    start_again,
+)
 from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
 
 __all__ = [

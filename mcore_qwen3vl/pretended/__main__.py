@@ -10,8 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_qwen3vl.pretended.device import Report
-from mcore_qwen3vl.pretended.preload import Settings, Unavailable, start_again
+from mcore_qwen3vl.pretended.device import Report, Settings, Unavailable, start_again
 from mcore_qwen3vl.pretended.workbench import leave_at_once
 
 
@@ -48,8 +47,13 @@ def main(argv: Sequence[str]) -> int:
     start_again(
         Settings(options.memory_gib, capability=options.capability, late_events=options.late_events)
     )
-    from mcore_qwen3vl.pretended.flops import count_compiled
-    from mcore_qwen3vl.pretended.rank import History, line_of, one_rank, record_allocations
+    from mcore_qwen3vl.pretended.rank import (
+        History,
+        count_compiled,
+        line_of,
+        one_rank,
+        record_allocations,
+    )
 
     count_compiled()
     with one_rank(options.rank, options.world_size) as rank:

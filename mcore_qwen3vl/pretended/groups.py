@@ -25,9 +25,8 @@ from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
-from mcore_qwen3vl.pretended.device import Traffic
+from mcore_qwen3vl.pretended.device import Traffic, Unavailable
 from mcore_qwen3vl.pretended.integers import host_view
-from mcore_qwen3vl.pretended.preload import Unavailable
 
 REPLACED = ("init_process_group", "new_group", "_store_based_barrier")
 """Functions of ``torch.distributed.distributed_c10d`` that :func:`install` replaces."""

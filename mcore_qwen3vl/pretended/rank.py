@@ -1,16 +1,29 @@
-"""One rank of a program on the pretended device: what it does, and what its memory holds."""
+"""One rank of a program on the pretended device: what it does, and what its memory holds.
+
+What it does are the intervals of :class:`Rank`: host syncs, launches, traffic and work. FLOPs of
+matmuls and attention are counted from the operators' shapes, by PyTorch's own formulas where it has
+them. A multiply-add counts as two; recomputed work counts again, unlike in an MFU. Every other
+operator that launches something is counted by the bytes of its tensors, each read or written once.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial, wraps
+from inspect import isfunction
+from typing import Any, Self
+from unittest import mock
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from mcore_qwen3vl.pretended import groups
 from mcore_qwen3vl.pretended.device import (
@@ -20,12 +33,13 @@ from mcore_qwen3vl.pretended.device import (
     HostSync,
     Interval,
     Report,
+    Routing,
     Traffic,
+    Unavailable,
+    is_preloaded,
     short_path,
 )
-from mcore_qwen3vl.pretended.flops import BYTES, FUSED, KINDS, ONE_KEY, CountWork
-from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes
-from mcore_qwen3vl.pretended.preload import Routing, Unavailable, is_preloaded
+from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes, host_view
 
 _LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters of a level, not of events
 
@@ -231,3 +245,255 @@ def line_of(frames: Frames) -> str:
         if not any(part in frame["filename"] for part in NOT_THE_CALLER):
             return f"{short_path(frame['filename'])}:{frame['line']} {frame['name']}"
     return "autograd"
+
+
+KINDS = ("gemm", "attention", "convolution")
+ONE_KEY = "attention of one key"
+"""The key of the FLOPs that attention would take if each of its queries had one key."""
+BYTES = "bytes"
+"""The key of the bytes, beside :data:`KINDS`."""
+FUSED = "fused"
+"""The key of the launches that ``torch.compile`` would save; see :func:`count_compiled`."""
+BACKWARD_OVER_FORWARD = 2.5  # five matmuls instead of two: the scores are recomputed
+_TE_EXTENSION = "transformer_engine_torch"
+_GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+
+
+class CountWork(TorchDispatchMode):
+    """A mode that adds up what runs inside, by :data:`KINDS`, :data:`BYTES` and :data:`FUSED`."""
+
+    active: CountWork | None = None
+
+    def __init__(self, launched: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._launched = launched
+        self._within_one = False
+
+    def __enter__(self) -> Self:
+        CountWork.active = self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        CountWork.active = None
+
+    @contextmanager
+    def one_kernel(self, tensors: Iterable[Any]) -> Iterator[list[Any]]:
+        """Count what runs inside as one kernel that reads `tensors` and writes the yielded list.
+
+        Matmuls and attention still count by their FLOPs.
+        """
+        if self._within_one:
+            yield []
+            return
+        made: list[Any] = []
+        before, self._within_one = self._launched(), True
+        try:
+            yield made
+        finally:
+            self._within_one = False
+        self.counts[BYTES] += sum(size_of([*tensors, *made]))
+        self.counts[FUSED] += max(self._launched() - before - 1, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = self._launched()
+        result = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        formula = flop_registry.get(packet)
+        if func.namespace == "torch_attn":
+            self.counts.update(_varlen_work(packet.__name__, args))
+        elif packet.__name__.startswith("_scaled_dot_product"):
+            self.counts.update(_dense_work(packet.__name__, args))
+        elif packet.__name__ == "_grouped_mm":
+            self.counts["gemm"] += _grouped_flops(*args[:2])
+        elif formula is not None and packet.__name__ in _GEMMS:
+            # PyTorch's formulas do not take the output's dtype.
+            operands = [a for a in args if isinstance(a, Tensor)]
+            self.counts["gemm"] += formula(*operands, out_val=result)
+        elif formula is not None:
+            kind = "convolution" if "conv" in packet.__name__ else "attention"
+            self.counts[kind] += formula(*args, **(kwargs or {}), out_val=result)
+        elif not self._within_one and self._launched() > before:  # unlike a view
+            self.counts[BYTES] += _bytes_moved(func, args, result)
+        return result
+
+
+def _bytes_moved(func: Any, args: Any, result: Any) -> int:
+    """Return the bytes of the tensors that an operator reads and of those that it writes."""
+    pairs = zip(func._schema.arguments, args, strict=False)
+    changed = [a for argument, a in pairs if argument.alias_info and argument.alias_info.is_write]
+    made = [] if changed else [result]
+    return sum(size_of(args)) + sum(size_of([*changed, *made]))
+
+
+def size_of(values: Iterable[Any]) -> Iterator[int]:
+    """Yield the bytes of each tensor in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.numel() * value.element_size()
+        elif isinstance(value, list | tuple):
+            yield from size_of(value)
+
+
+def count_compiled() -> None:
+    """Count each function given to ``torch.compile`` from now on as one kernel.
+
+    It runs as written: compilation is off by default, because it would take most of a rehearsal.
+    """
+    compile_function = torch.compile
+
+    def counted(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return partial(counted, **options)
+        compiled = compile_function(function, **options)
+        if not isfunction(function):
+            return compiled
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if CountWork.active is None:
+                return compiled(*args, **kwargs)
+            with CountWork.active.one_kernel([args, list(kwargs.values())]) as made:
+                result = compiled(*args, **kwargs)
+                made.append(result)
+            return result
+
+        return call
+
+    torch.compile = counted  # type: ignore[assignment]
+
+
+def launch(
+    read: Iterable[Tensor] = (), written: Iterable[Tensor] = (), attention: float = 0
+) -> None:
+    """Launch one kernel in the place of another one, and count the work of that one.
+
+    Args:
+        read, written: what the other one reads and writes.
+        attention: its FLOPs, if it is one of (linear) attention's.
+    """
+    assert CountWork.active is not None
+    with CountWork.active.one_kernel(read) as made:
+        torch.empty(1, device="cuda").zero_()
+        made.extend(written)
+    CountWork.active.counts["attention"] += int(attention)
+
+
+def flops_of(work: Mapping[str, float]) -> float:
+    """Return the FLOPs of all :data:`KINDS` in counted work."""
+    return sum(work.get(kind, 0) for kind in KINDS)
+
+
+def _grouped_flops(a: Tensor, b: Tensor) -> int:
+    """Return the FLOPs of ``F.grouped_mm``.
+
+    The operands are (T, K) and (E, K, N), or for weight gradients (M, T) and (T, N).
+    """
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _dense_work(name: str, args: Any) -> dict[str, int]:
+    """Return the work of ``scaled_dot_product_attention``.
+
+    PyTorch's own counter refuses grouped heads before version 2.12.
+    """
+    backward = "backward" in name
+    (b, heads, queries, width), (*_, keys, _), (*_, of_values) = (
+        tensor.shape for tensor in args[int(backward) :][:3]
+    )
+    one_key = 2 * b * heads * queries * (width + of_values)
+    return _attention_work(one_key * keys, one_key, backward=backward)
+
+
+def _attention_work(flops: float, one_key: float, *, backward: bool) -> dict[str, int]:
+    times = BACKWARD_OVER_FORWARD if backward else 1
+    return {"attention": int(flops * times), ONE_KEY: int(one_key * times)}
+
+
+def _varlen_work(name: str, args: Any) -> dict[str, int]:
+    """Return the work of ``torch.nn.attention.varlen``."""
+    backward = name.endswith("backward")
+    query = args[1] if backward else args[0]  # (t, heads, D)
+    bounds = [a for a in args if isinstance(a, Tensor) and a.dtype == torch.int32][:2]
+    window = next((a for a in args if isinstance(a, list | tuple) and len(a) == 2), (-1, -1))
+    flops = segmented_flops(query, bounds[0], bounds[-1], causal=window[1] == 0)
+    return _attention_work(*flops, backward=backward)
+
+
+def segmented_flops(
+    query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: bool
+) -> tuple[float, float]:
+    """Return the FLOPs of attention's two matmuls, and what they would be with one key a query.
+
+    They are over the query-key pairs of each segment. The queries are the last positions of their
+    segment. With causal attention a query is paired with all keys before the queries, and with half
+    of the queries on average.
+
+    Args:
+        query: (..., heads, D).
+        of_queries, of_keys: bounds of the segments, on the device.
+        causal: whether attention is causal.
+    """
+    queries, keys = (host_view(bounds).diff().double() for bounds in (of_queries, of_keys))
+    pairs = float((queries * keys).sum())
+    if causal:
+        pairs -= float((queries * queries).sum()) / 2
+    a_pair = 4 * query.shape[-2] * query.shape[-1]
+    return a_pair * pairs, a_pair * float(queries.sum())
+
+
+@contextmanager
+def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
+    """Add the work of Transformer Engine's kernels to `counts`, if it is imported."""
+    extension = sys.modules.get(_TE_EXTENSION)
+    works: dict[str, Callable[..., dict[str, int]]] = {
+        "generic_gemm": lambda *a: {"gemm": int(_te_product(*a))},
+        "te_general_grouped_gemm": lambda *a: {"gemm": int(_te_products(*a))},
+        "fused_attn_fwd": lambda *a: _attention_work(*_te_attention(*a), backward=False),
+        "fused_attn_bwd": lambda *a: _attention_work(*_te_attention(*a), backward=True),
+    }
+
+    def counted(name: str, original: Any) -> Any:
+        work = works.get(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if work is not None:
+                counts.update(work(*args))
+            result = original(*args, **kwargs)
+            if work is None:
+                counts[BYTES] += sum(size_of([args, list(kwargs.values()), result]))
+            return result
+
+        return call
+
+    with ExitStack() as patches:
+        for name, value in list(vars(extension).items()) if extension is not None else ():
+            if callable(value) and not isinstance(value, type):
+                patches.enter_context(mock.patch.object(extension, name, counted(name, value)))
+        yield
+
+
+def _te_product(a: Any, transposed: bool, b: Any, *_: Any) -> float:
+    """Return the FLOPs of one matmul.
+
+    `a`, with its axes as in PyTorch, is contracted along its last axis if transposed, else along
+    the others.
+    """
+    last = a.size()[-1]
+    size = a.size().numel()
+    contracted = last if transposed else size / max(last, 1)
+    return 2 * size * b.size().numel() / max(contracted, 1)
+
+
+def _te_products(a: list[Any], transposed: bool, b: list[Any], *_: Any) -> float:
+    return sum(_te_product(x, transposed, y) for x, y in zip(a, b, strict=True))
+
+
+def _te_attention(*args: Any) -> tuple[float, float]:
+    first = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.int32)
+    causal = any("CAUSAL" in str(a) for a in args[:first] if "Mask" in type(a).__name__)
+    of_queries, of_keys, query = args[first : first + 3]
+    return segmented_flops(query, of_queries, of_keys, causal=causal)

@@ -24,8 +24,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 from unittest import mock
 
-from mcore_qwen3vl.pretended.device import Report
-from mcore_qwen3vl.pretended.preload import Routing, Settings
+from mcore_qwen3vl.pretended.device import Report, Routing, Settings
 
 
 class Failed(RuntimeError):
@@ -60,7 +59,7 @@ class Workbench:
             raised: exceptions that :meth:`call` raises as they are. They must be picklable.
 
         Raises:
-            Unavailable: see :func:`.preload.libraries`.
+            Unavailable: see :func:`.device.libraries`.
         """
         environment = {**os.environ, **(settings or Settings()).environment()}
         program = f"import sys; from {__name__} import serve; serve(*sys.argv[1:])"
@@ -130,7 +129,7 @@ def _send(stream: BinaryIO | Any, message: Any) -> None:
 
 def serve(parent: str, *imports: str) -> None:
     """Answer calls from stdin until stdin or the process with the ID `parent` ends."""
-    from mcore_qwen3vl.pretended.flops import count_compiled
+    from mcore_qwen3vl.pretended.rank import count_compiled
 
     _end_with(int(parent))
     answers = os.fdopen(os.dup(1), "wb")

@@ -13,7 +13,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.files import atomic_write, templates
 from mcore_qwen3vl.rehearsal.command import Command
-from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
+from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.search import NODE, Fit
 from mcore_qwen3vl.runtime.gpus import GIB
 from mcore_qwen3vl.training.memory import Memory

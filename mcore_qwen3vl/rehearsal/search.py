@@ -13,11 +13,10 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.pretended.device import Interval, Traffic
-from mcore_qwen3vl.pretended.flops import ONE_KEY
+from mcore_qwen3vl.pretended.rank import ONE_KEY
 from mcore_qwen3vl.rehearsal.command import Command, sample_size
-from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy
-from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
-from mcore_qwen3vl.rehearsal.rehearse import Rehearser, check_command
+from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
+from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, Rehearser, Remedy, check_command
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu, allowance_gib
 from mcore_qwen3vl.training import memory

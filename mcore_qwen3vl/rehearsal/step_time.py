@@ -2,7 +2,7 @@
 
 In each direction and virtual stage, a micro-batch takes the GPU's time or the host's time to launch
 it, whichever is longer. The GPU's time is the sum of matmuls, attention, all other kernels (by the
-bytes that they move) and exchanges. :func:`mcore_qwen3vl.schedule.simulate` runs the pipeline with
+bytes that they move) and exchanges. :func:`mcore_qwen3vl.layout.simulate` runs the pipeline with
 these times; work that an iteration does once, such as the optimizer's step, follows. If Megatron
 overlaps the data-parallel exchange with a micro-batch, only the part that outlasts it counts. With
 ``--overlap-moe-expert-parallel-comm`` most of the experts' exchange runs beside the opposite pass
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Durations, order_of_work, simulate
 from mcore_qwen3vl.pretended.device import Interval, Traffic
-from mcore_qwen3vl.pretended.flops import BYTES, KINDS, ONE_KEY
-from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, COMBINE, DISPATCH, FORWARD
+from mcore_qwen3vl.pretended.rank import BYTES, KINDS, ONE_KEY
+from mcore_qwen3vl.rehearsal.holders import BACKWARD, COMBINE, DISPATCH, FORWARD
 from mcore_qwen3vl.runtime.gpus import Gpu
-from mcore_qwen3vl.schedule import Durations, order_of_work, simulate
 
 GEMM, ATTENTION, MEMORY, HOST = "GEMM", "attention", "other kernels (memory)", "host"
 EXPERTS = "EP exchange"
@@ -149,7 +149,7 @@ class RankWork:
 
     Attributes:
         chunks: ``forward`` and ``backward`` work of a micro-batch by virtual stage, see
-            :meth:`mcore_qwen3vl.rehearsal.rank.train.StageWork.of_iteration`.
+            :meth:`mcore_qwen3vl.rehearsal.rank.StageWork.of_iteration`.
         micro_batches: micro-batches of that iteration.
         tokens, useful_flops: those of that iteration on this data-parallel rank.
     """
@@ -201,7 +201,7 @@ class Model:
 
         Args:
             ranks: one rank of each role, in the order of the pipeline.
-            group: see :func:`mcore_qwen3vl.schedule.simulate`.
+            group: see :func:`mcore_qwen3vl.layout.simulate`.
             dp: data-parallel size, CP not included.
         """
         stages = [rank for rank in ranks for _ in range(rank.stages)]

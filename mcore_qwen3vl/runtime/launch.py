@@ -1,4 +1,4 @@
-"""Run a function on every rank of a layout, one process per rank.
+"""Run a function on every rank of a layout, one process per rank, and set up Megatron on a rank.
 
 On the CPU, ranks are forked. A fork of a process that has imported torch and megatron takes
 milliseconds; a fresh interpreter needs about fifteen seconds for the imports alone. On CUDA, ranks
@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.console import prepare_streams
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
-from mcore_qwen3vl.pretended.preload import is_preloaded
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.pretended.device import is_preloaded
 from mcore_qwen3vl.runtime import cpu, shared_gpu
 from mcore_qwen3vl.runtime.lifetime import (
     end_with_parent,
@@ -153,6 +154,32 @@ def run_layout(
         raise_if_interrupted()
         _raise_errors(ranks, timeout)
     return [r.result for r in ranks]
+
+
+def initialize(layout: Layout, *, seed: int = 1234) -> None:
+    """Set up Megatron's process groups and random states for this rank.
+
+    ``torch.distributed`` must be initialised with ``layout.world_size`` ranks.
+
+    Raises:
+        BadInput: the number of ranks is not ``layout.world_size``.
+    """
+    # Imported here, because megatron must not be imported before the CPU backend is installed.
+    from megatron.core import parallel_state, tensor_parallel
+
+    if dist.get_world_size() != layout.world_size:
+        raise BadInput(
+            f"Layout {layout} needs {layout.world_size} ranks; {dist.get_world_size()} are running."
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 @dataclass
@@ -300,5 +327,7 @@ def _stack(r: _Rank) -> str:
     if not r.stacks.exists():
         return "it had not begun"
     lines = r.stacks.read_text("utf-8", errors="replace").splitlines()
-    first_of_ours = next((i for i, line in enumerate(lines) if f'"{__file__}"' in line), len(lines))
-    return "\n".join(lines[:first_of_ours])
+    # The function that the rank runs may be waiting in `initialize`.
+    ours = (line for line in lines if f'"{__file__}"' in line)
+    first = next((line for line in ours if not line.endswith(" in initialize")), None)
+    return "\n".join(lines if first is None else lines[: lines.index(first)])

@@ -3,11 +3,13 @@
 Everything is made locally: the demo, the tests and the benchmarks need no download.
 """
 
-from mcore_qwen3vl.tiny.processor import TINY, read_vocabulary, write_processor
 from mcore_qwen3vl.tiny.tiny_checkpoint import (
     SERVABLE,
+    TINY,
     YARN,
+    read_vocabulary,
     tiny_config,
+    write_processor,
     write_random_weights,
     write_tiny_checkpoint,
 )

@@ -288,7 +288,7 @@ def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
     Some parameters are replicated on every TP rank, while each rank's gradient comes from a part of
     the tokens: those of norms under SP (``model/decoder/norm.py``), of the vision tower
     (``model/vision.py``), of a delta net's norm (``model/decoder/delta_net.py``), and of LoRA's
-    factors that are not divided (``model/lora/adapter.py``). mcore copies all these
+    factors that are not divided (``model/lora_modules.py``). mcore copies all these
     gradients into one tensor before it reduces them. For the tower that takes 2.2 GB, at the moment
     of peak memory of an MoE model under full recompute.
     """

@@ -22,7 +22,7 @@ from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.data.config import Task
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.attach import (
+from mcore_qwen3vl.model.lora import (
     attach,
     load_saved,
     trained_names,
@@ -160,7 +160,7 @@ class LoraRun:
     def adapt(self, chunk: Qwen3VLModel, choice: Freezing) -> None:
         """Add the adapter to a chunk that has the base weights; a resume loads its values later.
 
-        `choice`, of :func:`mcore_qwen3vl.model.lora.attach.adapter_freezing`, is the same for all
+        `choice`, of :func:`mcore_qwen3vl.model.lora.adapter_freezing`, is the same for all
         chunks, and is applied to each afterwards.
         """
         attach(chunk, self.targets, dropout=self.config.lora_dropout)

@@ -24,10 +24,9 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.parameters import Group
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.layout import Layout, order_of_work
 from mcore_qwen3vl.model.decoder.delta_rule import CHUNK
 from mcore_qwen3vl.model.head import CHUNK_LOGITS
-from mcore_qwen3vl.schedule import order_of_work
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.second_model import architecture_of, layout_for
 

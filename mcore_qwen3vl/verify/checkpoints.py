@@ -445,7 +445,7 @@ def adapter_roundtrip(
     adapter = read_adapter(lora, hf)
     architecture = Architecture.from_hf(hf)
     layout.validate(architecture)
-    from mcore_qwen3vl.model.lora.attach import whole_tensors
+    from mcore_qwen3vl.model.lora import whole_tensors
 
     with scratch_folder("roundtrip-", work_dir) as folder:
         back = folder / "adapter"
@@ -469,9 +469,9 @@ def adapter_roundtrip(
 def _write_adapter_of_model(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
     """Build the model, adapt it and save the adapter; every rank calls this."""
     from mcore_qwen3vl.converters.export import save_adapter
-    from mcore_qwen3vl.model.lora.attach import adapt
+    from mcore_qwen3vl.model.lora import adapt
     from mcore_qwen3vl.model.qwen3vl import build_chunks
-    from mcore_qwen3vl.runtime.parallel import initialize
+    from mcore_qwen3vl.runtime.launch import initialize
 
     initialize(layout)
     dtype = next(iter(adapter.factors.values())).a.dtype

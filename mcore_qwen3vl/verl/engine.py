@@ -38,8 +38,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.adapter import without_factors
-from mcore_qwen3vl.model.lora.attach import adapter_freezing, load_saved, whole_tensors
+from mcore_qwen3vl.model.lora import adapter_freezing, load_saved, whole_tensors
+from mcore_qwen3vl.model.lora_modules import without_factors
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts

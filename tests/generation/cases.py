@@ -20,8 +20,7 @@ from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.generation import Generation, generate, load_generation_config
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 
 NEW_TOKENS = 24

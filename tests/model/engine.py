@@ -18,8 +18,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.verify.parity.on_rank import HEAD_CHUNK, logits_of
 from tests.model import weights
 from tests.model.reference import Expected, Reference

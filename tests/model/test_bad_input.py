@@ -15,8 +15,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.inputs import require_right_padding
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.transformer_config import transformer_config
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 DENSE = Architecture.from_hf(tiny_config())

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.model import pointwise
+from mcore_qwen3vl.model import kernels
 from mcore_qwen3vl.model.decoder.attention import turn
 from mcore_qwen3vl.model.head import Columns, token_log_probs
-from mcore_qwen3vl.model.pointwise import Pointwise
+from mcore_qwen3vl.model.kernels import Pointwise
 from mcore_qwen3vl.runtime.launch import run_layout
 
 
@@ -58,7 +58,7 @@ def _both() -> tuple[list[Tensor], list[Tensor], int]:
     from torch._dynamo.utils import counters
 
     written = _results()
-    pointwise.switch_on()
+    kernels.compile_pointwise()
     compiled = _results()
     assert not counters["graph_break"]
     return written, compiled, counters["frames"]["ok"]
@@ -74,12 +74,12 @@ def test_compiled_functions_give_the_same() -> None:
 
 PROGRAM = """
     import json, os
-    from mcore_qwen3vl.pretended.preload import Settings, start_again
+    from mcore_qwen3vl.pretended.device import Settings, start_again
     os.environ["TORCHDYNAMO_DISABLE"] = "0"
     start_again(Settings())
 
     import torch
-    from mcore_qwen3vl.model import pointwise
+    from mcore_qwen3vl.model import kernels
     from mcore_qwen3vl.model.decoder.attention import turn
     from mcore_qwen3vl.model.head import Columns, token_log_probs
     from mcore_qwen3vl.pretended.device import Device
@@ -104,7 +104,7 @@ PROGRAM = """
         return {name: after[name] - before[name] for name in names}
 
     written = counted()
-    pointwise.switch_on()
+    kernels.compile_pointwise()
     print(json.dumps([written, counted()]))
 """
 

@@ -33,8 +33,7 @@ from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.recompute import recomputing, remember, remember_outputs_of
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 from tests.model.engine import TOLERANCE, Case, References, build, train_step, wrap
 from tests.model.reference import Expected

@@ -14,8 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.inputs import visual_inputs
 from mcore_qwen3vl.model.vision import VisionTower, assign_frames, share_frames
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from tests.model.visual_batches import ARCHITECTURE
 
 MERGE_UNIT = 4

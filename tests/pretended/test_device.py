@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.pretended import Failed, Settings, Unavailable, Workbench, preload
+from mcore_qwen3vl.pretended import Failed, Settings, Unavailable, Workbench, device
 from mcore_qwen3vl.pretended.device import short_path
 from tests.leftovers import run_and_end
 
@@ -234,7 +234,7 @@ def _torch_library(name: str) -> Path:
 def ours() -> set[str]:
     if shutil.which("nm") is None:
         pytest.skip("nm is not installed")
-    return set().union(*(_symbols(library, "--defined-only") for library in preload.libraries()))
+    return set().union(*(_symbols(library, "--defined-only") for library in device.libraries()))
 
 
 # Graphs, memory of other processes, and what torch 2.15 asks of kernel libraries that a program
@@ -299,7 +299,7 @@ def test_canary_the_functions_of_torch_distributed_that_are_replaced(
 def test_the_counters_are_those_of_the_stub() -> None:
     from mcore_qwen3vl.pretended.device import COUNTERS, HOST_SYNCS
 
-    header = (preload.SOURCES / "stub.h").read_text()
+    header = (device.SOURCES / "stub.h").read_text()
     names = header.split("enum {\n    LAUNCHES")[1].split("}")[0]
     names = [n.strip().lower() for n in f"LAUNCHES{names}".replace("\n", " ").split(",")]
     assert tuple(names[:-1]) == COUNTERS
@@ -314,24 +314,24 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "no-such-compiler -m64")
     with pytest.raises(Unavailable, match=r"no C compiler no-such-compiler: install gcc"):
-        preload.libraries()
+        device.libraries()
     monkeypatch.setenv("CC", "false")
     with pytest.raises(Unavailable, match=r"false cannot compile the simulated GPU"):
-        preload.libraries()
+        device.libraries()
     assert not list(tmp_path.rglob("*.so*"))
 
 
 def test_on_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(Unavailable, match=r"needs Linux with glibc, and this is darwin"):
-        preload.libraries()
+        device.libraries()
 
 
 def test_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(Unavailable, match="set XDG_CACHE_HOME"):
-        preload.libraries()
+        device.libraries()
 
 
 @pytest.mark.slow
@@ -340,19 +340,19 @@ def test_it_is_compiled_once_and_again_when_its_source_changes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "stub"
-    shutil.copytree(preload.SOURCES, source)
-    monkeypatch.setattr(preload, "SOURCES", source)
-    first = preload.libraries()
+    shutil.copytree(device.SOURCES, source)
+    monkeypatch.setattr(device, "SOURCES", source)
+    first = device.libraries()
     made = [library.stat().st_mtime_ns for library in first]
-    assert [library.stat().st_mtime_ns for library in preload.libraries()] == made
+    assert [library.stat().st_mtime_ns for library in device.libraries()] == made
     (source / "count.c").write_text((source / "count.c").read_text() + "\n// changed\n")
-    assert preload.libraries()[0] != first[0]
+    assert device.libraries()[0] != first[0]
 
 
 @pytest.mark.slow
 def test_a_program_runs_on_it_with_nothing_else_of_ours(tmp_path: Path) -> None:
     """The package runs alone, under a name of its own."""
-    shutil.copytree(preload.SOURCES.parent, tmp_path / "pretended")
+    shutil.copytree(device.SOURCES.parent, tmp_path / "pretended")
     for file in (tmp_path / "pretended").glob("*.py"):
         alone = file.read_text().replace("mcore_qwen3vl.pretended", "pretended")
         assert "mcore_qwen3vl" not in alone, file

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_qwen3vl.pretended import flops as te_flops
+from mcore_qwen3vl.pretended import rank as te_flops
 
 TOKENS, INNER, OUTER = 5, 3, 7
 INPUT, OUTPUT = torch.empty(TOKENS, INNER), torch.empty(TOKENS, OUTER)

@@ -12,8 +12,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.command import Command, prepare, read_command, roles_of
-from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal
-from mcore_qwen3vl.rehearsal.rehearse import check_command
+from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, check_command
 from mcore_qwen3vl.rehearsal.report import heading
 from mcore_qwen3vl.runtime.gpus import allowance_gib, find_gpu
 from mcore_qwen3vl.shapes import SHAPES

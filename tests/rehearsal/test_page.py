@@ -8,7 +8,7 @@ import pytest
 
 from mcore_qwen3vl.pretended.device import Interval, Report
 from mcore_qwen3vl.rehearsal.command import Command, Role
-from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
+from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.report import HEIGHT, LETTER, plot, write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
 

@@ -11,16 +11,15 @@ from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import apply, resolve_targets
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.lora.attach import adapt
+from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training.memory import trained_parameters
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 
 
 def parts(hf: Path, adapter: Path) -> dict[str, int]:
-    from mcore_qwen3vl.rehearsal.rank.train import by_part
+    from mcore_qwen3vl.rehearsal.rank import by_part
 
     initialize(Layout())
     chunks = build_chunks(Architecture.from_hf(hf), Layout())

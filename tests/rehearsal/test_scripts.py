@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.rehearsal.outcome import SPARE
-from mcore_qwen3vl.rehearsal.rank.holders import FINALIZE, FORWARD_BACKWARD
+from mcore_qwen3vl.rehearsal.holders import FINALIZE, FORWARD_BACKWARD
+from mcore_qwen3vl.rehearsal.rehearse import SPARE
 from tests.rehearsal.conftest import Command
 from tests.rehearsal.rank.conftest import WITHOUT_TE
 

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.layout import Durations, Layout, model_pipeline
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.rehearsal.command import Command, read_command
-from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
+from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, candidates, step_seconds, work_of
 from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.runtime.gpus import GPUS
-from mcore_qwen3vl.schedule import Durations, model_pipeline
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import tiny_config
 from mcore_qwen3vl.training.memory import rank_parameters

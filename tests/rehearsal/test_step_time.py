@@ -10,7 +10,7 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pretended.device import Interval, Traffic
-from mcore_qwen3vl.pretended.flops import ONE_KEY
+from mcore_qwen3vl.pretended.rank import ONE_KEY
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import find_gpu
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training import hooks
 
 SIZES = {"whole": (5, 7), "cut": (6, 3), "norm": (11,), "mean": (4,), "last": (9, 2)}

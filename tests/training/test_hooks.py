@@ -15,8 +15,7 @@ import torch.distributed as dist
 import mcore_qwen3vl
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training.hooks import (
     HOOKS,
     AsyncHostCopy,

@@ -11,8 +11,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head import CHUNK_LOGITS
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import tiny_config
 from mcore_qwen3vl.training import memory

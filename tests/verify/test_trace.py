@@ -21,11 +21,10 @@ from typer.testing import CliRunner, Result
 from mcore_qwen3vl.cli.verify import verify_trace
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model import qwen3vl
+from mcore_qwen3vl.model import lora, qwen3vl
 from mcore_qwen3vl.model.decoder import attention, delta_net, norm
 from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
-from mcore_qwen3vl.model.lora import attach
-from mcore_qwen3vl.model.lora.adapter import GroupedSite, Site
+from mcore_qwen3vl.model.lora_modules import GroupedSite, Site
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, Case, write_random_adapter
 from mcore_qwen3vl.verify.trace import on_rank
@@ -310,13 +309,13 @@ def test_an_adapter_left_out(
 
 
 def test_a_factor_of_another_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = attach.load_factors
+    load = lora.load_factors
     names = [f"{TEXT}.layers.{i}.self_attn.v_proj.weight" for i in (1, 2)]
 
     def exchanged(chunks, factors):
         load(chunks, factors | {names[0]: factors[names[1]]})
 
-    monkeypatch.setattr(attach, "load_factors", exchanged)
+    monkeypatch.setattr(lora, "load_factors", exchanged)
     result = trace(adapted("mixed ranks", False), layout=Layout(tp=2, sp=True))
     assert result.first.name == names[0].removesuffix(".weight")
     assert set(result.wrong_weights()) == {f"{names[0]}.lora_A", f"{names[0]}.lora_B"}

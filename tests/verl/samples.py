@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.tiny.processor import TINY
+from mcore_qwen3vl.tiny.tiny_checkpoint import TINY
 
 TEMPERATURE = 1.3
 WIDTH = 9

@@ -25,8 +25,7 @@ from mcore_qwen3vl.converters.export import save_hf
 from mcore_qwen3vl.converters.live import load_checkpoint
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny.tiny_checkpoint import HYBRID_MOE
 from tests.converters.checkpoints import load
 from tests.vllm.conftest import Prompt, write_servable

@@ -17,8 +17,7 @@ from mcore_qwen3vl.converters.export import export_hf
 from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from tests.vllm.conftest import in_process, write_servable
 
 

@@ -49,7 +49,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.inputs import local_positions, to_device
-from mcore_qwen3vl.model.pointwise import Pointwise
+from mcore_qwen3vl.model.kernels import Pointwise
 from mcore_qwen3vl.model.recompute import keep_inputs, recipe_of, remember
 
 

@@ -61,9 +61,9 @@ from mcore_qwen3vl.model.decoder.experts import (
 )
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm, StandaloneRMSNorm
+from mcore_qwen3vl.model.kernels import accumulate_in_products
 from mcore_qwen3vl.model.recompute import recomputing, remember_fused_norms, remember_outputs_of
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk
-from mcore_qwen3vl.model.weight_gradients import accumulate_in_products
 
 
 class DeepStackLayer(TransformerLayer):

@@ -1,6 +1,6 @@
 // A simulated CUDA device for PyTorch. Memory is reserved and counted, and kernels do nothing.
 //
-// The files here make two shared libraries, built by ../preload.py: libcuda.so.1 (the CUDA driver,
+// The files here make two shared libraries, built by ../device.py: libcuda.so.1 (the CUDA driver,
 // runtime, cuBLAS, cuDNN and NVRTC) and libnvidia-ml.so.1 (NVML). They are preloaded, so PyTorch
 // calls them instead of NVIDIA's. All declarations are our own; no CUDA header is needed.
 //

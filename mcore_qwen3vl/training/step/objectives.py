@@ -55,7 +55,7 @@ from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.head import Head, likeliest, log_probs_of
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.model.lora.adapter import without_factors
+from mcore_qwen3vl.model.lora_modules import without_factors
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.objectives.losses import (
     classification_losses,

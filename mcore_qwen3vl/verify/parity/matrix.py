@@ -307,7 +307,7 @@ LORA_MATRIX: tuple[MatrixRow, ...] = (
     row("qwen3.5-moe", "tp2xep2+sp", "mixed", "packed", lora="hybrid experts"),
 )
 """Different things can go wrong in each row. Together, the rows combine every rule of
-``mcore_qwen3vl.model.lora.adapter`` and every kind of target with every kind of parallelism."""
+``mcore_qwen3vl.model.lora_modules`` and every kind of target with every kind of parallelism."""
 
 
 class Matrix:

@@ -41,12 +41,11 @@ from mcore_qwen3vl.converters.live import (
     unwrap,
 )
 from mcore_qwen3vl.converters.place import identify
-from mcore_qwen3vl.model import pointwise
+from mcore_qwen3vl.model import kernels
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.attach import adapt
+from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
-from mcore_qwen3vl.runtime.launch import tell
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, tell
 from mcore_qwen3vl.training.step.optimizer import use_multi_tensor
 from mcore_qwen3vl.verify.measurement import FROZEN, Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.case import AdamW, Case, MicroBatch, computing_in
@@ -129,7 +128,7 @@ class Engine:
     ) -> None:
         self.case = case
         if case.compile_pointwise:
-            pointwise.switch_on()
+            kernels.compile_pointwise()
         overrides = {
             "calculate_per_token_loss": True,
             "params_dtype": case.torch_dtype,

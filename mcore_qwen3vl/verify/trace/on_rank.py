@@ -22,10 +22,10 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.live import Part, factor_parts, hf_parts
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.model.inputs import local_positions
-from mcore_qwen3vl.model.lora.attach import whole_tensors, with_tied
+from mcore_qwen3vl.model.lora import whole_tensors, with_tied
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.vision import share_frames
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize
 from mcore_qwen3vl.verify.measurement import Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.on_rank import Engine

@@ -19,8 +19,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel, build_chunks
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.converters.checkpoints import load
 from tests.converters.forms import FORMS

@@ -16,8 +16,7 @@ from mcore_qwen3vl.converters.mapping.table import extra_state_keys
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint, guard_reads
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors
 from tests.converters.ranks import build_empty, check_chunks
 from tests.turns import slow_except

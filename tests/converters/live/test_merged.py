@@ -18,10 +18,9 @@ from mcore_qwen3vl.converters.export import export_merged, save_adapter, save_hf
 from mcore_qwen3vl.converters.live import initialize_factors, load_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.lora.attach import adapt, attach
+from mcore_qwen3vl.model.lora import adapt, attach
 from mcore_qwen3vl.model.qwen3vl import build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from tests.converters.adapters.rounding import assert_merged

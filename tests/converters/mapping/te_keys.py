@@ -112,7 +112,7 @@ def keys(case: str) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     from mcore_qwen3vl.layout import Layout
-    from mcore_qwen3vl.runtime.parallel import initialize
+    from mcore_qwen3vl.runtime.launch import initialize
 
     initialize(Layout())
     state = build(case).sharded_state_dict()
@@ -131,7 +131,7 @@ def rank_keys(case: str, layout_text: str) -> dict[str, Any]:
 
     from mcore_qwen3vl.converters.legacy.legacy_checkpoint import Rank
     from mcore_qwen3vl.layout import Layout
-    from mcore_qwen3vl.runtime.parallel import initialize
+    from mcore_qwen3vl.runtime.launch import initialize
 
     layout = Layout.parse(layout_text)
     initialize(layout)

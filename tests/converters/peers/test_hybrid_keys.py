@@ -28,8 +28,7 @@ from mcore_qwen3vl.converters.megatron_checkpoint import CheckpointIndex
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
 from mcore_qwen3vl.verify.audit import audit
 from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints

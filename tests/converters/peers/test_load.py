@@ -18,8 +18,7 @@ from mcore_qwen3vl.converters.place import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.checkpoints.resume import from_other_maker

@@ -214,7 +214,7 @@ def test_mask_is_hf_s_own_where_the_template_marks_the_turns(
 
 def marked_template() -> str:
     """Return the tiny template with the assistant's part between generation markers."""
-    from mcore_qwen3vl.tiny.processor import chat_template
+    from mcore_qwen3vl.tiny.tiny_checkpoint import chat_template
 
     original = chat_template()
     body = original[original.index("{%- if message['content'] is string") :]

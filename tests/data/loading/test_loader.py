@@ -36,7 +36,7 @@ from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.tiny.processor import TINY
+from mcore_qwen3vl.tiny.tiny_checkpoint import TINY
 from tests.data.conftest import WriteJsonl, chat, question
 from tests.data.loading.conftest import PACKED, MakeLoader, lines, same
 from tests.data.loading.test_formats import WRITERS

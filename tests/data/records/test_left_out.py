@@ -13,7 +13,7 @@ from mcore_qwen3vl.data.records.messages import each_turn
 from mcore_qwen3vl.data.records.parse import Document, parse_record
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
 from mcore_qwen3vl.data.records.template import Rendered, Renderer
-from mcore_qwen3vl.tiny.processor import chat_template
+from mcore_qwen3vl.tiny.tiny_checkpoint import chat_template
 from tests.data.records.format_examples import CALL, EXAMPLES, TEMPLATE, WEATHER
 from tests.data.records.published_templates import INSTRUCT, THINKING
 

@@ -25,8 +25,7 @@ from mcore_qwen3vl.model.decoder.delta_rule import CHUNK, causal_convolution, ga
 from mcore_qwen3vl.model.decoder.norm import RMSNorm
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.transformer_config import transformer_config
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 HYBRID = Architecture.from_hf(tiny_config(family="qwen3.5"))

@@ -23,8 +23,7 @@ from mcore_qwen3vl.model.decoder.layer import block_spec
 from mcore_qwen3vl.model.decoder.mlp import weighted_swiglu
 from mcore_qwen3vl.model.recompute import recomputing
 from mcore_qwen3vl.model.transformer_config import transformer_config
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 MOE = Architecture.from_hf(tiny_config(moe=True))

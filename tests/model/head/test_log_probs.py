@@ -13,8 +13,7 @@ from torch import Tensor
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import head
 from mcore_qwen3vl.model.head import Columns, token_log_probs
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 
 LENGTH, BATCH, WIDTH, VOCABULARY, PADDED = 11, 2, 12, 37, 48
 

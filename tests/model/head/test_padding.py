@@ -12,8 +12,7 @@ from torch import Tensor
 from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
 LENGTH, VOCABULARY = 24, 352

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head import FLOOR, Columns, likeliest, log_probs_of
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from tests.model.head.test_log_probs import PADDED, VOCABULARY, Inputs, check, inputs
 
 K, TEMPERATURE = 6, 1.7

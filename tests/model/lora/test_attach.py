@@ -1,4 +1,4 @@
-"""What attaching adapters changes and what not: memory, frozen weights, dropout, TE's calls."""
+"""What lora adapters changes and what not: memory, frozen weights, dropout, TE's calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.lora import attach as attaching
-from mcore_qwen3vl.model.lora.adapter import GroupedSite, Kind, Pair, Place, Site
-from mcore_qwen3vl.model.lora.attach import adapter_freezing, attach, whole_patterns
+from mcore_qwen3vl.model import lora
+from mcore_qwen3vl.model.lora import adapter_freezing, attach, whole_patterns
+from mcore_qwen3vl.model.lora_modules import GroupedSite, Kind, Pair, Place, Site
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import tiny_config
 
 LAYER = "model.language_model.layers.1."
@@ -246,7 +245,7 @@ class FusedNorm(nn.Module):
 
 def test_a_fused_norm_gives_adapters_what_it_gives_its_weight() -> None:
     linear, beside = FusedNorm(), site(3, 5)
-    attaching._install(linear, Kind(None, None), [beside])
+    lora._install(linear, Kind(None, None), [beside])
     x = torch.randn(7, 1, 3)
     output, bias = linear(x)
     a, b = beside.pairs[0]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mcore_qwen3vl.model.lora.adapter import Kind, Pair, Place, Site
+from mcore_qwen3vl.model.lora_modules import Kind, Pair, Place, Site
 
 SHAPES = ((4, 2), (2, 3))
 

@@ -16,11 +16,10 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.live import factor_parts, hf_parts
 from mcore_qwen3vl.converters.torch_dist import guard_reads
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.lora.adapter import AdapterModule
-from mcore_qwen3vl.model.lora.attach import adapt, trained_names, whole_tensors
+from mcore_qwen3vl.model.lora import adapt, trained_names, whole_tensors
+from mcore_qwen3vl.model.lora_modules import AdapterModule
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.verify.parity.matrix import Matrix
 from mcore_qwen3vl.verify.parity.reference import ReferenceCheckpoint
 from tests.turns import slow

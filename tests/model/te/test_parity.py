@@ -19,8 +19,7 @@ from mcore_qwen3vl.config import Architecture  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.layout import Layout  # noqa: E402
 from mcore_qwen3vl.model.qwen3vl import build_chunks  # noqa: E402
-from mcore_qwen3vl.runtime.launch import run_layout  # noqa: E402
-from mcore_qwen3vl.runtime.parallel import initialize  # noqa: E402
+from mcore_qwen3vl.runtime.launch import initialize, run_layout  # noqa: E402
 from mcore_qwen3vl.verify.parity import on_rank  # noqa: E402
 from mcore_qwen3vl.verify.parity.case import RECIPES, Batch, MicroBatch  # noqa: E402
 from mcore_qwen3vl.verify.parity.comparison import verify_parity  # noqa: E402

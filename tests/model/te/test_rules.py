@@ -18,10 +18,13 @@ import torch  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from mcore_qwen3vl.config import Architecture  # noqa: E402
-from mcore_qwen3vl.model import qwen3vl  # noqa: E402
+from mcore_qwen3vl.model import (  # noqa: E402
+    lora,
+    lora_modules,
+    qwen3vl,
+)
 from mcore_qwen3vl.model.decoder import layer  # noqa: E402
 from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, PackedSequence  # noqa: E402
-from mcore_qwen3vl.model.lora import adapter, attach  # noqa: E402
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from tests.model.te.rows import with_te  # noqa: E402
 from tests.verify.parity.test_rules import worst  # noqa: E402
@@ -108,14 +111,14 @@ def test_context_parallel_ranks_hold_two_chunks(
 def test_adapters_beside_a_fused_norm_take_its_output(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install = attach._install
+    install = lora._install
 
     def unnormed(module: Any, kind: Any, sites: Any) -> None:
         install(module, kind, sites)
         if hasattr(module, "return_layernorm_output"):
             module.return_layernorm_output = False
 
-    monkeypatch.setattr(attach, "_install", unnormed)
+    monkeypatch.setattr(lora, "_install", unnormed)
     report = matrix.compare_row(row("dense", "single", "mixed", "language"))
     assert worst(report, "logits") > FAR_OFF
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
@@ -125,7 +128,7 @@ def test_adapters_of_grouped_experts_keep_their_order(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        adapter.GroupedSite,
+        lora_modules.GroupedSite,
         "__init__",
         lambda self, sites: setattr(self, "_sites", [*sites][::-1]),
     )

@@ -58,7 +58,7 @@ def rehearse(
         )  # fmt: skip
         nodes, gpus = (int(words[words.index(w) + 1]) for w in ("--nnodes", "--nproc-per-node"))
         entry = next(i for i, word in enumerate(words) if word.endswith("/train.py"))
-        program = "mcore_qwen3vl.rehearsal.rank.train:main"
+        program = "mcore_qwen3vl.rehearsal.rank:main"
         _, report = workbench.call(program, words[entry + 1 :], rank=rank, world_size=nodes * gpus)
         return report
 

@@ -53,7 +53,7 @@ def built_without_cuda(checkpoint: Path) -> list[str]:
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.layout import Layout
     from mcore_qwen3vl.model.qwen3vl import build_chunks
-    from mcore_qwen3vl.runtime.parallel import initialize
+    from mcore_qwen3vl.runtime.launch import initialize
 
     dist.init_process_group("nccl")
     initialize(Layout())
@@ -87,7 +87,7 @@ def own_parts(folder: Path) -> dict[str, Any]:
 
 def processes_after_training(flags: list[str]) -> list[str]:
     """Train, and return the processes that this one has started and that still run."""
-    from mcore_qwen3vl.rehearsal.rank.train import main
+    from mcore_qwen3vl.rehearsal.rank import main
 
     main(flags)
     return [child.name for child in multiprocessing.active_children()]
@@ -139,13 +139,13 @@ def delta_net_kernels(
     """
     from mcore_qwen3vl.model.decoder import delta_net
     from mcore_qwen3vl.model.decoder.attention import PackedSequence
-    from mcore_qwen3vl.rehearsal.rank import linear_attention
+    from mcore_qwen3vl.rehearsal import stubs
 
     if package:
         del sys.modules["fla"]
         _one_configuration()
     else:
-        linear_attention.install()
+        stubs.install_linear_attention()
     convolve, apply_rule = delta_net._KERNELS
     length, key_heads, width = bounds[-1], heads // 2, 128
     packed = None
@@ -183,10 +183,10 @@ def kept_by_layers(config: Path, tokens: int, cheap: bool) -> list[int]:
     from mcore_qwen3vl.layout import Layout
     from mcore_qwen3vl.model.decoder.attention import PackedSequence
     from mcore_qwen3vl.model.qwen3vl import build_chunks
-    from mcore_qwen3vl.rehearsal.rank import linear_attention
-    from mcore_qwen3vl.runtime.parallel import initialize
+    from mcore_qwen3vl.rehearsal import stubs
+    from mcore_qwen3vl.runtime.launch import initialize
 
-    linear_attention.install()
+    stubs.install_linear_attention()
     dist.init_process_group("nccl")
     initialize(Layout())
     a = Architecture.from_hf(config)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.pretended import Report, Workbench
-from mcore_qwen3vl.rehearsal.rank.holders import FINALIZE, FORWARD_BACKWARD, LOG
+from mcore_qwen3vl.rehearsal.holders import FINALIZE, FORWARD_BACKWARD, LOG
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.rehearsal.rank.conftest import WITHOUT_TE, Rehearse
 
@@ -247,7 +247,7 @@ def test_a_save_starts_no_process(workbench: Workbench, tmp_path: Path) -> None:
 
 
 def _tiny_rank(workbench: Workbench, tmp_path: Path, rank: int, *more: str) -> Report:
-    program, flags = "mcore_qwen3vl.rehearsal.rank.train:main", _tiny_flags(tmp_path, *more)
+    program, flags = "mcore_qwen3vl.rehearsal.rank:main", _tiny_flags(tmp_path, *more)
     _, report = workbench.call(program, flags, rank=rank, world_size=2)
     return report
 

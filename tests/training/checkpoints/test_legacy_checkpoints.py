@@ -20,8 +20,7 @@ from mcore_qwen3vl.converters.legacy.legacy_checkpoint import check_run, saved_a
 from mcore_qwen3vl.converters.storage.archive import load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import Parsed, validate
 from mcore_qwen3vl.training.checkpoints.resume import iteration_to_load

@@ -32,9 +32,9 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.torch_dist import guard_reads
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.attach import adapter_freezing, attach, trained_names
+from mcore_qwen3vl.model.lora import adapter_freezing, attach, trained_names
 from mcore_qwen3vl.model.qwen3vl import build_chunks
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize
 from mcore_qwen3vl.tiny import tiny_config
 from mcore_qwen3vl.training.checkpoints.optimizer import LOAD, SAVE, keep_own_parts
 from mcore_qwen3vl.training.hooks import results_queue, wrap

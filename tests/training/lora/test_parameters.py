@@ -12,10 +12,9 @@ from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, apply, resolve_targets
 from mcore_qwen3vl.converters.mapping.parameters import Group
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.lora.attach import adapt
+from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import build_chunks
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.memory import trained_parameters
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from megatron.core.tensor_parallel import mappings
 
-from mcore_qwen3vl.model.lora import adapter, attach
-from mcore_qwen3vl.model.lora.adapter import Pair
+from mcore_qwen3vl.model import lora, lora_modules
+from mcore_qwen3vl.model.lora_modules import Pair
 from mcore_qwen3vl.verify.parity.matrix import OVERLAPPED, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
 from tests.verify.parity.test_rules import FAR_OFF, worst
@@ -21,20 +21,20 @@ pytestmark = pytest.mark.slow
 
 def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: Any) -> None:
     """Set one mark of all factors of one kind of linear to a wrong value."""
-    original = adapter.Kind.mark
+    original = lora_modules.Kind.mark
 
-    def wrong(self: adapter.Kind, pair: Pair, weight: Any) -> None:
+    def wrong(self: lora_modules.Kind, pair: Pair, weight: Any) -> None:
         original(self, pair, weight)
         if self.partition_dim == cut and self.expert == expert:
             for factor in (pair.lora_A, pair.lora_B):
                 if hasattr(factor, mark):
                     setattr(factor, mark, value)
 
-    monkeypatch.setattr(adapter.Kind, "mark", wrong)
+    monkeypatch.setattr(lora_modules.Kind, "mark", wrong)
 
 
 def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) -> None:
-    monkeypatch.setattr(adapter, "column", lambda group, linear: adapter.local)
+    monkeypatch.setattr(lora_modules, "column", lambda group, linear: lora_modules.local)
     report = matrix.compare_row(MatrixRow.build("dense", "tp2", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.weight.lora_B") > FAR_OFF  # its input is wrong
@@ -68,7 +68,7 @@ def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: A
 
         return slicing
 
-    monkeypatch.setattr(adapter, "column", column)
+    monkeypatch.setattr(lora_modules, "column", column)
     report = matrix.compare_row(MatrixRow.build("dense", "tp2+sp", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "up_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "logits") < 2e-5
@@ -110,7 +110,7 @@ def test_expert_factors_are_reduced_over_their_own_ranks(matrix: Matrix, monkeyp
 
 
 def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: Any) -> None:
-    monkeypatch.setattr(adapter, "gradient_sum", lambda group: adapter.local)
+    monkeypatch.setattr(lora_modules, "gradient_sum", lambda group: lora_modules.local)
     report = matrix.compare_row(MatrixRow.build("moe", "tp2xetp2+sp", "image", lora="experts"))
     assert worst(report, "gradients", "gate_up_proj.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.lora_B") > FAR_OFF
@@ -120,7 +120,7 @@ def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: A
 
 def test_etp_cuts_gate_and_up_rows_apart(matrix: Matrix, monkeypatch: Any) -> None:
     """If ETP cut the fused rows in half, one half would be gate's alone."""
-    joined = attach._join_rows
+    joined = lora._join_rows
 
     def halves(rows: Any) -> Any:
         return joined(
@@ -129,7 +129,7 @@ def test_etp_cuts_gate_and_up_rows_apart(matrix: Matrix, monkeypatch: Any) -> No
             else rows
         )
 
-    monkeypatch.setattr(attach, "_join_rows", halves)
+    monkeypatch.setattr(lora, "_join_rows", halves)
     report = matrix.compare_row(
         MatrixRow.build("moe", "tp2xetp2+sp", "image", lora="gate and up of experts")
     )

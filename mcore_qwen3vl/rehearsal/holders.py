@@ -68,8 +68,7 @@ _TRANSPARENT = (
     "tensor_parallel/mappings",
     "tensor_parallel/random",
     "mcore_qwen3vl/model/recompute",
-    "mcore_qwen3vl/model/pointwise",
-    "mcore_qwen3vl/model/weight_gradients",
+    "mcore_qwen3vl/model/kernels",
 )
 
 

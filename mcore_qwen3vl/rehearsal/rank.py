@@ -1,6 +1,6 @@
 """One rank of a training run on the simulated GPU, with its own entry point.
 
-Run ``python -m mcore_qwen3vl.pretended --world-size 8 -m mcore_qwen3vl.rehearsal.rank.train``
+Run ``python -m mcore_qwen3vl.pretended --world-size 8 -m mcore_qwen3vl.rehearsal.rank``
 followed by the flags of ``launch/train.py``. The rank must be the first of its TP x CP group. On a
 later pipeline stage it reads the batches itself, because no first stage sends them.
 
@@ -40,8 +40,8 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.pretended import rank as this_rank
 from mcore_qwen3vl.pretended.device import NOT_THE_CALLER, short_path
 from mcore_qwen3vl.pretended.rank import History, Rank, record_allocations
-from mcore_qwen3vl.rehearsal.rank import deep_ep, holders, linear_attention
-from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
+from mcore_qwen3vl.rehearsal import holders, stubs
+from mcore_qwen3vl.rehearsal.holders import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.logs import metrics
 
@@ -69,22 +69,22 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     rank = this_rank.current
     if rank is None:
         raise BadInput(
-            "Start it with python -m mcore_qwen3vl.pretended -m mcore_qwen3vl.rehearsal.rank.train."
+            "Start it with python -m mcore_qwen3vl.pretended -m mcore_qwen3vl.rehearsal.rank."
         )
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
     from megatron.core.pipeline_parallel.utils import ScheduleNode
     from megatron.training import training, utils
 
-    from mcore_qwen3vl.pretended.flops import count_transformer_engine
+    from mcore_qwen3vl.pretended.rank import count_transformer_engine
     from mcore_qwen3vl.training import run, second_model
     from mcore_qwen3vl.training.arguments import checks
     from mcore_qwen3vl.training.broadcast import provider
 
     command = CommandLine(argv)
     if command.settings.compute.moe_token_dispatcher_type == "flex":
-        deep_ep.install()
+        stubs.install_deep_ep()
     if command.architecture.delta_net is not None:
-        linear_attention.install()
+        stubs.install_linear_attention()
 
     watch = _Watch(rank, on_setup)
     work, log = watch.work, partial(watch.in_phase, LOG)

@@ -1,8 +1,12 @@
-"""Put adapters into a built model: attach them to its linears, fill them, and say what trains.
+"""Put low-rank adapters (LoRA) into a built model, fill them, and say what trains.
 
+Each Hugging Face tensor that is adapted has a pair of factors, on a running, sharded model.
 The model itself says which part of each Hugging Face tensor a rank holds
 (:func:`mcore_qwen3vl.converters.live.hf_parts`). So nothing here knows how TP, PP, EP or ETP divide
-it: B has the rows of the weight and A its columns.
+it: B has the rows of the weight and A its columns. The pairs and the linears where they act are in
+:mod:`mcore_qwen3vl.model.lora_modules`.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, as in PEFT.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from mcore_qwen3vl.converters.live import Part, hf_parts, load_factors
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing, global_name
-from mcore_qwen3vl.model.lora.adapter import (
+from mcore_qwen3vl.model.lora_modules import (
     AdapterModule,
     GroupedSite,
     Kind,

@@ -1,1 +1,0 @@
-"""What runs inside a rehearsed rank's process, on the simulated GPU."""
