@@ -22,10 +22,13 @@ from mcore_qwen3vl.console import name_unused, visible
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import compile_where_possible, order_transfers
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu, unused_data_flags
-from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.defaults import statement
-from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
+from mcore_qwen3vl.training.arguments.command_line import (
+    CommandLine,
+    asked_words,
+    print_megatron_help,
+)
 from mcore_qwen3vl.training.arguments.parser import Parsed, parse, without_help_texts
+from mcore_qwen3vl.training.arguments.settings import statement
 from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.progress import RunProgress

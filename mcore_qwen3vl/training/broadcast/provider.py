@@ -29,9 +29,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
-from mcore_qwen3vl.training.arguments.defaults import WHOLE
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ComputeSettings
-from mcore_qwen3vl.training.arguments.settings import Settings
+from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.broadcast.batches import (
     SharedBatches,

@@ -17,11 +17,10 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
-from mcore_qwen3vl.training.arguments.defaults import WHOLE, statement
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.losses import DistillationSettings
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ParallelSettings
-from mcore_qwen3vl.training.arguments.settings import Settings
+from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings, statement
 from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.second_model import architecture_of, source_of
 
