@@ -63,7 +63,7 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
 
 def _run_here(command: CommandLine) -> int:
     """Run a single rank in this process, which saves importing torch a second time."""
-    from mcore_qwen3vl.training.logs.quiet import report_crash
+    from mcore_qwen3vl.training.logs.terminal import report_crash
     from mcore_qwen3vl.training.run import main
 
     with socket.socket() as free:

@@ -31,8 +31,7 @@ from mcore_qwen3vl.training.arguments.parser import Parsed, parse, without_help_
 from mcore_qwen3vl.training.arguments.settings import statement
 from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics
-from mcore_qwen3vl.training.logs.progress import RunProgress
-from mcore_qwen3vl.training.logs.quiet import quiet
+from mcore_qwen3vl.training.logs.terminal import RunProgress, quiet
 from mcore_qwen3vl.unused import Unused, sentences
 
 _NO_NUMBER = "in local grad norm for bucket"

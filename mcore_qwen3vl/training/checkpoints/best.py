@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.place import folder_name
 from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.training.arguments.run import RunSettings
 from mcore_qwen3vl.training.broadcast import data_state
-from mcore_qwen3vl.training.logs.progress import loss_name
+from mcore_qwen3vl.training.logs.terminal import loss_name
 
 FILE = "validation.json"
 
