@@ -252,7 +252,7 @@ class Kept:
     def from_command(cls, explicit: Mapping[str, Any]) -> Kept | None:
         """Return what the run that the command line resumes was trained with, or None."""
         from mcore_qwen3vl.data.loader import RECORDS
-        from mcore_qwen3vl.training.broadcast import data_state
+        from mcore_qwen3vl.training.checkpoints import data_state
         from mcore_qwen3vl.training.checkpoints.resume import latest_iteration
 
         load = explicit.get("load") or explicit.get("save")

@@ -31,7 +31,6 @@ from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ComputeSettings
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
-from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.broadcast.batches import (
     SharedBatches,
     StageFeed,
@@ -39,6 +38,7 @@ from mcore_qwen3vl.training.broadcast.batches import (
     rank_reads,
     wait_for_measuring,
 )
+from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.unused import Unused
 
 

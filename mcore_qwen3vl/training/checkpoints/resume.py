@@ -44,7 +44,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings, TrainingSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
-from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.checkpoints import data_state
 
 _OTHER_SCHEDULE = re.compile(
     r"class input value (?P<ours>\S+) and checkpoint ?value (?P<theirs>\S+) for (?P<what>.+) do not"

@@ -20,8 +20,8 @@ from mcore_qwen3vl.training.arguments.checks import (
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.parser import Parsed, validate
 from mcore_qwen3vl.training.arguments.settings import statement
-from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.broadcast.provider import data_config
+from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.logs.summary import summary
 
 VALIDATION = ("--valid-data-path", "v.jsonl", "--eval-iters", "1")

@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.hf.companions import companion_files
 from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.verify.curves import OTHER_LAYOUT, whole_and_half
 from mcore_qwen3vl.verify.job import DISTRIBUTED, Job, curve_of, train, worst_difference
 from tests.converters.checkpoints import assert_same_tensors
