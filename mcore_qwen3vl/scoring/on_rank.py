@@ -28,7 +28,7 @@ from mcore_qwen3vl.model.head import Head, likeliest, token_log_probs
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.scoring.records import BlockResults, Records
-from mcore_qwen3vl.training.broadcast.batches import (
+from mcore_qwen3vl.training.data_provider import (
     SharedBatches,
     StageFeed,
     host_group,

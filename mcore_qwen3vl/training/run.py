@@ -90,9 +90,9 @@ class Run:
 
     def __init__(self, parsed: Parsed, screen: Console | None) -> None:
         from mcore_qwen3vl.config import Architecture
-        from mcore_qwen3vl.training.broadcast.provider import DataProvider
         from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
         from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
+        from mcore_qwen3vl.training.data_provider import DataProvider
         from mcore_qwen3vl.training.hooks import LossScaleSkips, NormCheck
         from mcore_qwen3vl.training.lora import LoraRun
         from mcore_qwen3vl.training.second_model import SecondModel

@@ -77,7 +77,7 @@ def batch_names(
     from mcore_qwen3vl.data.loading.sources import parse_sources
     from mcore_qwen3vl.data.processor import load_processor
     from mcore_qwen3vl.training.arguments.parser import validate
-    from mcore_qwen3vl.training.broadcast.provider import data_config, validation_config
+    from mcore_qwen3vl.training.data_provider import data_config, validation_config
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints every argument
         settings = validate(job.argv, job.layout.world_size).settings

@@ -89,8 +89,8 @@ def import_for_ranks() -> None:
     import PIL.Image
 
     import mcore_qwen3vl.owners
-    import mcore_qwen3vl.training.broadcast.provider
     import mcore_qwen3vl.training.checkpoints.run_checkpoints
+    import mcore_qwen3vl.training.data_provider
     import mcore_qwen3vl.training.logs.summary
     import mcore_qwen3vl.training.model
     import mcore_qwen3vl.training.run

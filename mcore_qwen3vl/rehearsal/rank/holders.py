@@ -53,7 +53,7 @@ _HOLDERS = (  # path part, holder: the first part that the innermost file outsid
     ("transformer/transformer_layer", "residual stream"),
     ("fusions/fused_bias_dropout", "residual stream"),
     ("mcore_qwen3vl/model/decoder/layer", "residual stream"),
-    ("mcore_qwen3vl/training/broadcast/", BATCH),
+    ("mcore_qwen3vl/training/data_provider", BATCH),
     ("mcore_qwen3vl/model/inputs", BATCH),
     ("pipeline_parallel/", "pipeline transfers"),
     ("core/utils.py", BUFFERS),

@@ -76,9 +76,8 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     from megatron.training import training, utils
 
     from mcore_qwen3vl.pretended.flops import count_transformer_engine
-    from mcore_qwen3vl.training import run, second_model
+    from mcore_qwen3vl.training import data_provider, run, second_model
     from mcore_qwen3vl.training.arguments import checks
-    from mcore_qwen3vl.training.broadcast import provider
 
     command = CommandLine(argv)
     if command.settings.compute.moe_token_dispatcher_type == "flex":
@@ -90,7 +89,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     work, log = watch.work, partial(watch.in_phase, LOG)
     wrapped: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
         (
-            provider,
+            data_provider,
             "DataProvider",
             lambda base: provider_of_every_stage(base, watch.show, watch.use),
         ),

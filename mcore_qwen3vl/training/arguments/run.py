@@ -284,7 +284,7 @@ class RunSettings:
     training: TrainingSettings
     sources: DataSources
     data: DataConfig
-    """What the flags alone say; :func:`..broadcast.provider.data_config` adds what follows."""
+    """What the flags alone say; :func:`..data_provider.data_config` adds what follows."""
     checkpoints: CheckpointSettings
     loop: LoopSettings
     parallel: ParallelSettings
