@@ -226,7 +226,7 @@ class Run:
         from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
         from mcore_qwen3vl.training.hooks import wrap_all
         from mcore_qwen3vl.training.model import model_provider
-        from mcore_qwen3vl.training.step.optimizer import use_multi_tensor
+        from mcore_qwen3vl.training.optimizer import use_multi_tensor
 
         use_multi_tensor()
         guard_reads()
@@ -294,19 +294,25 @@ class Run:
         Megatron calls this once, after it has built the model and before it makes the schedule of
         learning rates.
         """
-        from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts, take_other_chains
-        from mcore_qwen3vl.training.step import optimizer as step
+        from mcore_qwen3vl.training.optimizer import (
+            keep_own_parts,
+            learning_rate_overrides,
+            make_resumable,
+            scale_on_host,
+            take_other_chains,
+            use_fused_adam,
+        )
 
         self._build_second()
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
-        rates = step.learning_rate_overrides(self.settings)
+        rates = learning_rate_overrides(self.settings)
         bound["config_overrides"] = {**(bound.get("config_overrides") or {}), **rates}
         optimizer = original(**bound)
-        step.use_fused_adam(optimizer)
-        step.make_resumable(optimizer)
+        use_fused_adam(optimizer)
+        make_resumable(optimizer)
         keep_own_parts(optimizer)
         take_other_chains(optimizer)
-        step.scale_on_host(optimizer)
+        scale_on_host(optimizer)
         if self.settings.training.num_epochs:
             self.args.train_iters = self.data.count_steps()  # the end of Megatron's loop
         return optimizer
@@ -340,7 +346,7 @@ class Run:
         from megatron.training import get_tensorboard_writer, get_wandb_writer
         from megatron.training.utils import print_rank_last
 
-        from mcore_qwen3vl.training.step.optimizer import part_grad_norms
+        from mcore_qwen3vl.training.optimizer import part_grad_norms
 
         report = self.metrics.report(parallel_state.get_data_parallel_group())
         norms = part_grad_norms(model)

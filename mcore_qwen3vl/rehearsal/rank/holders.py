@@ -25,7 +25,7 @@ TEMPORARY = "backward, temporary"
 
 _HOLDERS = (  # path part, holder: the first part that the innermost file outside PyTorch contains
     ("megatron/core/optimizer/", f"{OPTIMIZER}, temporary"),
-    ("training/step/optimizer", f"{OPTIMIZER}, temporary"),
+    ("mcore_qwen3vl/training/optimizer", f"{OPTIMIZER}, temporary"),
     ("megatron/core/distributed/", GRADIENTS),
     ("tensor_parallel/cross_entropy", LOGITS),
     ("fused_cross_entropy", LOGITS),

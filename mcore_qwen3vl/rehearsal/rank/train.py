@@ -404,7 +404,7 @@ def _owners(model: list[nn.Module], optimizer: Any, second: list[nn.Module]) -> 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
     """Yield the main weights and states of the optimizers that Megatron chains."""
-    from mcore_qwen3vl.training.step.optimizer import chained_optimizers
+    from mcore_qwen3vl.training.optimizer import chained_optimizers
 
     for part in chained_optimizers(optimizer):
         inner = getattr(part, "optimizer", None)

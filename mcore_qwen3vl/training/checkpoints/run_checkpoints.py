@@ -35,10 +35,10 @@ from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
 from mcore_qwen3vl.training.arguments.run import RunSettings, TrainingSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state, resume
-from mcore_qwen3vl.training.checkpoints.optimizer import check_state_of_weights
 from mcore_qwen3vl.training.folders import claim, disk_error
 from mcore_qwen3vl.training.logs.terminal import loss_name
 from mcore_qwen3vl.training.lora import check_checkpoint
+from mcore_qwen3vl.training.optimizer import check_state_of_weights
 
 _OF_DISKS = frozenset(
     getattr(errno, name)

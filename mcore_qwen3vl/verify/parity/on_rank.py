@@ -41,7 +41,7 @@ from mcore_qwen3vl.model.lora.attach import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import tell
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.training.step.optimizer import use_multi_tensor
+from mcore_qwen3vl.training.optimizer import use_multi_tensor
 from mcore_qwen3vl.verify.measurement import FROZEN, Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
 from mcore_qwen3vl.verify.parity.case import AdamW, Case, computing_in
