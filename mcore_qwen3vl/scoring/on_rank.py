@@ -34,8 +34,8 @@ from mcore_qwen3vl.training.data_provider import (
     host_group,
     rank_reads,
 )
-from mcore_qwen3vl.training.step.forward import forward
-from mcore_qwen3vl.training.step.objectives import EMBED, SCORES, answer_word_runner, relevance
+from mcore_qwen3vl.training.forward_step import forward
+from mcore_qwen3vl.training.objectives import EMBED, SCORES, answer_word_runner, relevance
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""

@@ -95,8 +95,8 @@ class Run:
         from mcore_qwen3vl.training.data_provider import DataProvider
         from mcore_qwen3vl.training.hooks import LossScaleSkips, NormCheck
         from mcore_qwen3vl.training.lora import LoraRun
+        from mcore_qwen3vl.training.objectives import forward_step_of
         from mcore_qwen3vl.training.second_model import SecondModel
-        from mcore_qwen3vl.training.step.objectives import forward_step_of
 
         self.settings = settings = parsed.settings
         self.args = parsed.args  # Megatron's, which its loop changes while it runs
@@ -252,7 +252,7 @@ class Run:
         """Return what wraps each function of :data:`.hooks.HOOKS`, in the order of a run."""
         from mcore_qwen3vl.training import hooks
         from mcore_qwen3vl.training.lora import keep_trained
-        from mcore_qwen3vl.training.step.objectives import schedule_of
+        from mcore_qwen3vl.training.objectives import schedule_of
 
         settings, checkpoints = self.settings, self.checkpoints
         return {

@@ -93,8 +93,8 @@ def import_for_ranks() -> None:
     import mcore_qwen3vl.training.data_provider
     import mcore_qwen3vl.training.logs.summary
     import mcore_qwen3vl.training.model
-    import mcore_qwen3vl.training.run
-    import mcore_qwen3vl.training.step.objectives  # noqa: F401
+    import mcore_qwen3vl.training.objectives
+    import mcore_qwen3vl.training.run  # noqa: F401
 
     PIL.Image.init()
 

@@ -15,7 +15,7 @@ import torch
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.step.forward import ForwardStep
+from mcore_qwen3vl.training.forward_step import ForwardStep
 from mcore_qwen3vl.verify.curves import encode
 from mcore_qwen3vl.verify.job import Job, import_for_ranks, run_rank, train
 

@@ -15,7 +15,7 @@ from mcore_qwen3vl.model.decoder.attention import TorchAttention
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.training.step.forward import forward
+from mcore_qwen3vl.training.forward_step import forward
 from mcore_qwen3vl.verify.parity.batches import MicroBatch, build_batch
 
 
