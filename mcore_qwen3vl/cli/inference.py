@@ -91,8 +91,7 @@ def generate(
             raise BadInput(f"{kind} {reference!r}: no such file.")
     start = time.monotonic()  # a small model takes most of its time for the imports
     _prepare(cpu)
-    from mcore_qwen3vl.generation.decoding import Request, generate_on_all_ranks
-    from mcore_qwen3vl.generation.prompts import user_turns
+    from mcore_qwen3vl.generation import Request, generate_on_all_ranks, user_turns
 
     streams = len(prompt) == 1 and not json
     request = Request(

@@ -236,7 +236,7 @@ def changed_files(settings: Settings) -> dict[str, bytes]:
     The processor has the run's budgets, and a model that is trained on turns stops at their end.
     """
     # Imports megatron, and this module is imported before the CPU's backend is there.
-    from mcore_qwen3vl.generation.decoding import with_turn_end
+    from mcore_qwen3vl.generation import with_turn_end
 
     source = settings.model.folder
     stopping = {} if settings.task.task else with_turn_end(source)

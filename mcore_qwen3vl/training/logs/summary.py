@@ -25,7 +25,7 @@ from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.second_model import architecture_of, source_of
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.generation.decoding import TurnEnd
+    from mcore_qwen3vl.generation import TurnEnd
     from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
     from mcore_qwen3vl.training.lora import LoraRun
 
@@ -265,7 +265,7 @@ def _memory_text(settings: Settings, a: Architecture) -> str:
 
 
 def _turn_end(folder: Path) -> TurnEnd | None:
-    from mcore_qwen3vl.generation.decoding import unlisted_turn_end
+    from mcore_qwen3vl.generation import unlisted_turn_end
 
     return unlisted_turn_end(folder) if folder.is_dir() else None  # a config alone is a shape
 
