@@ -18,7 +18,7 @@ from mcore_qwen3vl.unused import Unused, as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.inference import ModelRequest
-    from mcore_qwen3vl.scoring.output import Tally
+    from mcore_qwen3vl.scoring.records import Tally
 
 _NO_PATH = ("http://", "https://", "data:")
 _LONGEST_PATH = 1000  # longer text is base64

@@ -33,8 +33,7 @@ from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS, check_top_k
 from mcore_qwen3vl.owners import require_last_token
-from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
-from mcore_qwen3vl.scoring.records import BlockResults, Records
+from mcore_qwen3vl.scoring.records import OVERLONG, BlockResults, Output, Records, Tally
 from mcore_qwen3vl.unused import Unused
 
 if TYPE_CHECKING:
