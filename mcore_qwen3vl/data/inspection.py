@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
-from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.config import DataConfig, parse_sources
 from mcore_qwen3vl.data.encoding.balanced import size_of
 from mcore_qwen3vl.data.encoding.packing import (
     Balance,
@@ -41,7 +41,6 @@ from mcore_qwen3vl.data.encoding.preparation import (
 )
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import ensure_index, number_of, record_of, sample_id
-from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.messages import each_turn

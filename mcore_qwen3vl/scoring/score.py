@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, Task, parse_sources
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import fingerprint
-from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.scores import (
     facts_of,

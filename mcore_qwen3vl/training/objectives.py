@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from mcore_qwen3vl.data.config import parse_sources, source_names
 from mcore_qwen3vl.data.encoding.batch import (
     Batch,
     Contrast,
@@ -47,7 +48,6 @@ from mcore_qwen3vl.data.encoding.batch import (
     Scores,
     TaskInputs,
 )
-from mcore_qwen3vl.data.loading.sources import parse_sources, source_names
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.scores import Top
 from mcore_qwen3vl.errors import BadInput

@@ -73,8 +73,8 @@ def batch_names(
 
     `data` is the run's training or validation data.
     """
+    from mcore_qwen3vl.data.config import parse_sources
     from mcore_qwen3vl.data.loader import Loader
-    from mcore_qwen3vl.data.loading.sources import parse_sources
     from mcore_qwen3vl.data.processor import load_processor
     from mcore_qwen3vl.training.arguments.parser import validate
     from mcore_qwen3vl.training.data_provider import data_config, validation_config

@@ -26,7 +26,7 @@ from mcore_qwen3vl.converters.place import (
     numbered_iterations,
     read_tracker,
 )
-from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
+from mcore_qwen3vl.data.config import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_links_out
 from mcore_qwen3vl.machine import require_extra
