@@ -28,7 +28,6 @@ from megatron.core import parallel_state
 from megatron.core.enums import Fp4Recipe, Fp8Recipe
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
-from megatron.training import get_args
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
@@ -146,6 +145,8 @@ class DataProvider:
         return train.chunk(chunk), valid.chunk(chunk) if valid else None, None
 
     def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
+        from megatron.training import get_args  # scoring takes batches without Megatron's loop
+
         settings, loop = self._settings, self._settings.loop
         args = get_args()  # Megatron has read where the run goes on
         shared_host_group = host_group()
@@ -222,6 +223,8 @@ class DataProvider:
 
     def _agree_on_length(self) -> None:
         """Tell Megatron on all ranks how many batches a validation has, which some do not read."""
+        from megatron.training import get_args
+
         shared = [self._validation_batches]
         dist.broadcast_object_list(shared, src=0)
         (get_args().eval_iters,) = shared
