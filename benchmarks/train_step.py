@@ -302,7 +302,7 @@ def make_our_step(
     from mcore_qwen3vl.model.decoder.attention import PackedSequence
     from mcore_qwen3vl.model.inputs import visual_inputs
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-    from mcore_qwen3vl.training.step.optimizer import use_fused_adam, use_multi_tensor
+    from mcore_qwen3vl.training.optimizer import use_fused_adam, use_multi_tensor
 
     use_multi_tensor()
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32

@@ -179,8 +179,8 @@ GENERATION = Fields(
         **dict.fromkeys(("speculation_type", "use_mtp"), "no speculation"),
     },
 )
-"""The fields of transformers' ``GenerationConfig``, as :class:`.generation.decoding.Sampler` and
-:func:`.generation.decoding.generate` use them."""
+"""The fields of transformers' ``GenerationConfig``, as :class:`.generation.Sampler` and
+:func:`.generation.generate` use them."""
 
 TEMPLATE = "chat_template.jinja"
 _OF_PROCESSOR = ("processor_config.json", "chat_template.json")

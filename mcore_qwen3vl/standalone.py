@@ -145,10 +145,9 @@ def prepare_batch(
         BadInput: a conversation is malformed or has no assistant turn, or media cannot be read. The
             message counts conversations from 0.
     """
-    from mcore_qwen3vl.data.config import DataConfig
+    from mcore_qwen3vl.data.config import DataConfig, Source
     from mcore_qwen3vl.data.encoding.batch import Batcher
     from mcore_qwen3vl.data.encoding.preparation import Plan, Preparation, RawSample
-    from mcore_qwen3vl.data.loading.sources import Source
     from mcore_qwen3vl.data.records.media import MediaFolder
     from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample
     from mcore_qwen3vl.model.inputs import length_multiple

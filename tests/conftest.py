@@ -113,9 +113,9 @@ ON_WORKBENCH = (
     "mcore_qwen3vl.rehearsal.rank",
     "mcore_qwen3vl.training.run",
     "mcore_qwen3vl.training.model",
-    "mcore_qwen3vl.training.broadcast.provider",
+    "mcore_qwen3vl.training.data_provider",
     "mcore_qwen3vl.training.checkpoints.run_checkpoints",
-    "mcore_qwen3vl.generation.decoding",
+    "mcore_qwen3vl.generation",
     "mcore_qwen3vl.model.vision",
     "megatron.training.training",
 )

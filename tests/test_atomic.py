@@ -21,7 +21,7 @@ from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal
 from mcore_qwen3vl.rehearsal.report import write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
-from mcore_qwen3vl.scoring.output import Output
+from mcore_qwen3vl.scoring.records import Output
 from mcore_qwen3vl.tiny.records import write_image_qa
 
 

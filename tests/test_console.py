@@ -20,7 +20,7 @@ from rich.console import Console
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import data, main
 from mcore_qwen3vl.console import byte_progress, plain, quiet_libraries, table, visible
-from mcore_qwen3vl.data.check import DataReport, Flaw
+from mcore_qwen3vl.data.inspection import DataReport, Flaw
 from mcore_qwen3vl.training.logs.summary import show_summary
 from mcore_qwen3vl.verify import audit
 from mcore_qwen3vl.verify.measurement import Finding

@@ -48,9 +48,9 @@ ORDER = (
     "runtime",
     "model",
     "objectives",
+    "data.records",
     "data.config",
     "data.processor",
-    "data.records",
     "data.loading",
     "data.scores",
     "data.encoding",
@@ -220,7 +220,8 @@ def test_training_imports_neither_the_videos_decoder_nor_transformer_engine(tmp_
         "import sys; sys.modules['av'] = None\n"
         "from mcore_qwen3vl.runtime import cpu; cpu.install()\n"
         "assert 'torch._dynamo' not in sys.modules, 'it loads the compiler, which takes seconds'\n"
-        "import mcore_qwen3vl.data.check, mcore_qwen3vl.data.loader, mcore_qwen3vl.generation\n"
+        "import mcore_qwen3vl.data.inspection, mcore_qwen3vl.data.loader\n"
+        "import mcore_qwen3vl.generation\n"
         "import megatron.core.optimizer, megatron.core.transformer.moe.moe_utils\n"
         "from megatron.core.extensions.transformer_engine import HAVE_TE; print(HAVE_TE)"
     )

@@ -16,7 +16,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused import as_json
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.data.check import DataReport
+    from mcore_qwen3vl.data.inspection import DataReport
 
 PROBLEMS_SHOWN = 20
 DATA_SETS = (
@@ -86,7 +86,7 @@ def check(
     console.quiet_libraries()
     from mcore_qwen3vl.converters.place import identify
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.data.check import check_data, clean_file, plot_report
+    from mcore_qwen3vl.data.inspection import check_data, clean_file, plot_report
     from mcore_qwen3vl.machine import require_extra
     from mcore_qwen3vl.owners import unused_of
 
@@ -150,7 +150,7 @@ def turns(
     Their template leaves the reasoning of earlier turns out, so each turn has a prompt of its own.
     """
     console.quiet_libraries()
-    from mcore_qwen3vl.data.check import write_turns
+    from mcore_qwen3vl.data.inspection import write_turns
 
     read, written = write_turns(path, out)
     said = f"{console.counted(written, 'record')} of {console.counted(read, 'record')} in {out}"
@@ -178,7 +178,7 @@ def show_sample(
     console.quiet_libraries()
     from mcore_qwen3vl.converters.place import identify
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.data.show import read_sample, write_page
+    from mcore_qwen3vl.data.inspection import read_sample, write_page
 
     processor = load_processor(identify(hf_model).config())
     config = DataConfig(seq_length, **reading)

@@ -18,7 +18,7 @@ from mcore_qwen3vl.unused import Unused, as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.inference import ModelRequest
-    from mcore_qwen3vl.scoring.output import Tally
+    from mcore_qwen3vl.scoring.records import Tally
 
 _NO_PATH = ("http://", "https://", "data:")
 _LONGEST_PATH = 1000  # longer text is base64
@@ -91,8 +91,7 @@ def generate(
             raise BadInput(f"{kind} {reference!r}: no such file.")
     start = time.monotonic()  # a small model takes most of its time for the imports
     _prepare(cpu)
-    from mcore_qwen3vl.generation.decoding import Request, generate_on_all_ranks
-    from mcore_qwen3vl.generation.prompts import user_turns
+    from mcore_qwen3vl.generation import Request, generate_on_all_ranks, user_turns
 
     streams = len(prompt) == 1 and not json
     request = Request(

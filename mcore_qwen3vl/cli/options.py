@@ -53,7 +53,7 @@ def _config(name: str) -> Path:
 
 
 def _data_set(name: str) -> Path:
-    from mcore_qwen3vl.data.loading.sources import require_data_set
+    from mcore_qwen3vl.data.config import require_data_set
 
     return require_data_set(Path(name))
 

@@ -6,10 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+    from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, parse_sources
     from mcore_qwen3vl.data.encoding.batch import IGNORED, Batch, Counts
     from mcore_qwen3vl.data.loader import Loader, redistribute
-    from mcore_qwen3vl.data.loading.sources import Source, parse_sources
     from mcore_qwen3vl.data.processor import load_processor
 
 __all__ = [
@@ -28,10 +27,9 @@ __all__ = [
 # Imported on first use: torch and energon take seconds to import, and a command line that only
 # needs `config` for its flags should not wait for them.
 _HOMES = {
-    "config": ("DataConfig", "MediaLimits"),
+    "config": ("DataConfig", "MediaLimits", "Source", "parse_sources"),
     "encoding.batch": ("IGNORED", "Batch", "Counts"),
     "loader": ("Loader", "redistribute"),
-    "loading.sources": ("Source", "parse_sources"),
     "processor": ("load_processor",),
 }
 

@@ -39,7 +39,7 @@ from torch.utils.data import get_worker_info
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
-from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder, SharedPacking
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import (
@@ -59,7 +59,6 @@ from mcore_qwen3vl.data.loading.datasets import (
     position_after,
     states_of,
 )
-from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.machine import usable_cores
 from mcore_qwen3vl.model.flops import ALL, Trained

@@ -1,6 +1,6 @@
 """Losses as pure functions: of preferences, embeddings, rankings and classes, and of a student.
 
-Other losses of single tokens, such as cross entropy, are in `mcore_qwen3vl.training.step.losses`.
+Other losses of single tokens, such as cross entropy, are in `mcore_qwen3vl.training.forward_step`.
 
 Preferences
 -----------

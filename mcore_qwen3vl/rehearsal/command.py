@@ -400,9 +400,8 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
     # Imported here, because they take seconds.
     import numpy as np
 
-    from mcore_qwen3vl.data.config import DataConfig
+    from mcore_qwen3vl.data.config import DataConfig, parse_sources
     from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-    from mcore_qwen3vl.data.loading.sources import parse_sources
     from mcore_qwen3vl.data.processor import load_processor
     from mcore_qwen3vl.data.scores import (
         digest,

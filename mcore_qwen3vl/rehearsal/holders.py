@@ -25,12 +25,11 @@ TEMPORARY = "backward, temporary"
 
 _HOLDERS = (  # path part, holder: the first part that the innermost file outside PyTorch contains
     ("megatron/core/optimizer/", f"{OPTIMIZER}, temporary"),
-    ("training/step/optimizer", f"{OPTIMIZER}, temporary"),
+    ("mcore_qwen3vl/training/optimizer", f"{OPTIMIZER}, temporary"),
     ("megatron/core/distributed/", GRADIENTS),
     ("tensor_parallel/cross_entropy", LOGITS),
     ("fused_cross_entropy", LOGITS),
-    ("training/step/losses", LOGITS),
-    ("training/step/forward", LOGITS),
+    ("mcore_qwen3vl/training/forward_step", LOGITS),
     ("mcore_qwen3vl/model/head", LOGITS),
     ("models/gpt/gpt_model", LOGITS),
     ("language_module", LOGITS),
@@ -53,7 +52,7 @@ _HOLDERS = (  # path part, holder: the first part that the innermost file outsid
     ("transformer/transformer_layer", "residual stream"),
     ("fusions/fused_bias_dropout", "residual stream"),
     ("mcore_qwen3vl/model/decoder/layer", "residual stream"),
-    ("mcore_qwen3vl/training/broadcast/", BATCH),
+    ("mcore_qwen3vl/training/data_provider", BATCH),
     ("mcore_qwen3vl/model/inputs", BATCH),
     ("pipeline_parallel/", "pipeline transfers"),
     ("core/utils.py", BUFFERS),

@@ -76,9 +76,8 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     from megatron.training import training, utils
 
     from mcore_qwen3vl.pretended.rank import count_transformer_engine
-    from mcore_qwen3vl.training import run, second_model
+    from mcore_qwen3vl.training import data_provider, run, second_model
     from mcore_qwen3vl.training.arguments import checks
-    from mcore_qwen3vl.training.broadcast import provider
 
     command = CommandLine(argv)
     if command.settings.compute.moe_token_dispatcher_type == "flex":
@@ -90,7 +89,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     work, log = watch.work, partial(watch.in_phase, LOG)
     wrapped: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
         (
-            provider,
+            data_provider,
             "DataProvider",
             lambda base: provider_of_every_stage(base, watch.show, watch.use),
         ),
@@ -405,7 +404,7 @@ def _owners(model: list[nn.Module], optimizer: Any, second: list[nn.Module]) -> 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
     """Yield the main weights and states of the optimizers that Megatron chains."""
-    from mcore_qwen3vl.training.step.optimizer import chained_optimizers
+    from mcore_qwen3vl.training.optimizer import chained_optimizers
 
     for part in chained_optimizers(optimizer):
         inner = getattr(part, "optimizer", None)

@@ -259,7 +259,7 @@ IMPORTS = (
     "mcore_qwen3vl.rehearsal.rank",
     "mcore_qwen3vl.training.run",
     "mcore_qwen3vl.training.model",
-    "mcore_qwen3vl.training.broadcast.provider",
+    "mcore_qwen3vl.training.data_provider",
     "megatron.training.training",
 )
 _ON_RANK = "mcore_qwen3vl.rehearsal.rank:measure"

@@ -28,14 +28,14 @@ from mcore_qwen3vl.model.head import Head, likeliest, token_log_probs
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.scoring.records import BlockResults, Records
-from mcore_qwen3vl.training.broadcast.batches import (
+from mcore_qwen3vl.training.data_provider import (
     SharedBatches,
     StageFeed,
     host_group,
     rank_reads,
 )
-from mcore_qwen3vl.training.step.forward import forward
-from mcore_qwen3vl.training.step.objectives import EMBED, SCORES, answer_word_runner, relevance
+from mcore_qwen3vl.training.forward_step import forward
+from mcore_qwen3vl.training.objectives import EMBED, SCORES, answer_word_runner, relevance
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""

@@ -1,23 +1,38 @@
-"""Micro-batches from records of data sets, which are read, planned and packed block by block."""
+"""What scoring reads and writes: micro-batches of a data set's records, and the file of scores.
+
+Records are read, planned and packed block by block. A run computes a whole block together and
+appends its lines to the file, beside which it writes their summary. A run that was interrupted
+continues with the block that it was in, so that every line is the same as in an uninterrupted run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+import base64
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import batched
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.preparation import Plan, Preparation, spare_plan
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import Place, place_of
-from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.processor import require_fitting
+from mcore_qwen3vl.data.records.parse import POSITIVE, SIDES
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
-from mcore_qwen3vl.data.scores import digest
-from mcore_qwen3vl.scoring.output import OVERLONG
+from mcore_qwen3vl.data.scores import digest, facts_of, write_teacher
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.unused import Unused
 
 
@@ -168,3 +183,241 @@ class Records:
         except Exception as error:
             self._results.errors[sequence.record] = reason_of(error)
             return None
+
+
+@dataclass
+class Tally:
+    """The summary of a file of scores; perplexities and entropy are over trained tokens."""
+
+    records: int = 0
+    scored: int = 0
+    bad: int = 0
+    overlong: int = 0
+    tokens: int = 0
+    log_prob: float = 0.0
+    perplexity: float | None = None
+    entropy: float | None = None
+    pairs: int = 0
+    chosen_perplexity: float | None = None
+    rejected_perplexity: float | None = None
+    chosen_preferred: float | None = None
+    """Share of the pairs whose chosen answer has the higher log-probability, or reward."""
+    embeddings: int = 0
+    rewards: int = 0
+    labels: dict[str, int] = field(default_factory=dict)
+    """Number of records for which a classifier gives each label."""
+    documents: int = 0
+    positive_first: float | None = None
+    """Share of the queries with a positive and negatives whose positive has the highest score."""
+
+
+def values_in(entry: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the values `key` in a line, by the names of its texts; one alone has no name."""
+    return {
+        name: part[key]
+        for name, part in {"": entry, **entry}.items()
+        if isinstance(part, Mapping) and key in part
+    }
+
+
+def write_parquet(lines: Path, out: Path) -> None:
+    """Write one row for each text, in the order of the records; one with ``error`` for bad records.
+
+    Args:
+        out: file to write, with the columns ``file``, ``line``, ``record``, ``text`` (the text's
+            name in its record), ``embedding`` (float32 values, of length 1) and ``error``.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    place = {"file": pa.string(), "line": pa.int64(), "record": pa.int64()}
+    rest = {"text": pa.string(), "embedding": pa.list_(pa.float32()), "error": pa.string()}
+    schema = pa.schema({**place, **rest})
+    with pq.ParquetWriter(out, schema) as writer:
+        for rows in batched(_rows(lines), 1024):
+            writer.write_table(pa.Table.from_pylist(list(rows), schema))
+
+
+def write_npy(lines: Path, out: Path) -> None:
+    """Write an array (rows, H) float32 with the rows of `write_parquet`; NaN for bad records."""
+    count = width = 0
+    for row in _rows(lines):  # NumPy's file begins with the shape
+        count, width = count + 1, max(width, len(row.get("embedding", ())))
+    array = np.lib.format.open_memmap(out, "w+", np.dtype("<f4"), (count, width))
+    for number, row in enumerate(_rows(lines)):
+        array[number] = row.get("embedding", np.nan)
+    array.flush()
+
+
+def _rows(lines: Path) -> Iterator[dict[str, Any]]:
+    with lines.open(encoding="utf-8") as file:
+        for entry in map(json.loads, file):
+            texts = values_in(entry, "embedding")
+            if not texts:
+                yield entry
+            for name, encoded in texts.items():
+                values = np.frombuffer(base64.b64decode(encoded), "<f4")
+                yield {**entry, "text": name, "embedding": values}
+
+
+_TABLES = {".parquet": write_parquet, ".npy": write_npy, ".arrow": write_teacher}
+"""Writers of files that are made from the finished lines of JSON, by the file's suffix."""
+
+
+class Output:
+    """``OUT`` while it is written: ``OUT.partial``, and ``OUT.partial.json`` with the settings."""
+
+    def __init__(self, path: Path, settings: dict[str, Any], block: int) -> None:
+        self.path, self._settings, self._block = path, settings, block
+        self._partial = path.with_name(f"{path.name}.partial")
+        self._partial_facts = path.with_name(f"{path.name}.partial.json")
+
+    def check(self, *, force: bool) -> None:
+        """Raise unless the output can be started or continued.
+
+        Raises:
+            BadInput: the output exists, or was begun with other settings, or is damaged.
+        """
+        if self.path.exists() and not force:
+            raise BadInput(
+                f"{self.path} exists: pass --force to replace it, or name another --out."
+            )
+        if force or not self._partial.exists():
+            return
+        try:
+            begun = parse_json(self._partial_facts.read_text(encoding="utf-8"))["settings"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise BadInput(
+                f"{self._partial_facts} is missing or damaged, so the settings behind "
+                f"{self._partial.name} are unknown. Pass --force to start again."
+            ) from error
+        wanted = json.loads(json.dumps(self._settings))
+        if begun != wanted:
+            differing = sorted(k for k in {*begun, *wanted} if begun.get(k) != wanted.get(k))
+            raise BadInput(
+                f"{self._partial} was begun with other settings ({', '.join(differing)}): finish "
+                "it with the command that began it, or pass --force to begin anew."
+            )
+
+    def open(self, *, force: bool = False) -> int:
+        """Start the file, or continue it."""
+        if force:
+            self._partial.unlink(missing_ok=True)
+        if not self._partial.exists():
+            self._partial_facts.write_text(
+                json.dumps({"settings": self._settings}, indent=1), "utf-8"
+            )
+            self._partial.touch()
+        ends = [0]
+        with self._partial.open("rb") as lines:
+            for line in lines:
+                if not _is_entry(line):  # cut or damaged: it and the rest are computed again
+                    break
+                ends.append(ends[-1] + len(line))
+        blocks = (len(ends) - 1) // self._block
+        os.truncate(self._partial, ends[blocks * self._block])
+        return blocks
+
+    def append(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Append a block and sync it to disk."""
+        try:
+            with self._partial.open("a", encoding="utf-8") as file:
+                file.writelines(f"{json.dumps(entry)}\n" for entry in entries)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise BadInput(
+                f"{self.path} cannot be written: {error.strerror}. What was scored is kept: make "
+                "room and run the same command again, which continues."
+            ) from error
+
+    def tally(self) -> Tally:
+        return tally(self._partial)
+
+    def finish(self) -> Tally:
+        """Write the summary, give the files their final names, and return the summary."""
+        summary = tally(self._partial)
+        facts = {"settings": self._settings, "summary": asdict(summary)}
+        self._partial_facts.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+        finished = self._partial
+        if write := _TABLES.get(self.path.suffix):
+            finished = self._partial.with_suffix(".table")
+            write(self._partial, finished)
+        os.replace(self._partial_facts, facts_of(self.path))
+        os.replace(finished, self.path)
+        self._partial.unlink(missing_ok=True)
+        return summary
+
+
+def _is_entry(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(parse_json(line), dict)
+    except ValueError:
+        return False
+
+
+OVERLONG = "over-long: "
+"""The beginning of the error of a record that is longer than the sequence length."""
+
+
+def tally(scores: Path) -> Tally:
+    """Summarise a file of scores."""
+    total = Tally()
+    totals = dict.fromkeys(("", *SIDES), (0, 0.0))
+    entropies = 0.0
+    preferred = 0
+    counted: Counter[str] = Counter()
+    first: list[bool] = []  # of each query with negatives: whether the positive is
+    with scores.open(encoding="utf-8") as lines:
+        for entry in map(json.loads, lines):
+            total.records += 1
+            if "error" in entry:
+                overlong = entry["error"].startswith(OVERLONG)
+                total.overlong += overlong
+                total.bad += not overlong
+                continue
+            total.scored += 1
+            if "probabilities" in entry:
+                label = entry["label"]
+                counted.update(label if isinstance(label, list) else [label])
+                continue
+            total.embeddings += len(values_in(entry, "embedding"))
+            if logits := values_in(entry, "logit"):
+                total.documents += len(logits)
+                positive = logits.pop(POSITIVE, None)
+                if logits and positive is not None:
+                    first.append(positive > max(logits.values()))
+            rewards, log_probs = (values_in(entry, key) for key in ("reward", "log_prob"))
+            total.rewards += len(rewards)
+            compared = rewards or log_probs
+            if SIDES[0] in compared:
+                total.pairs += 1
+                preferred += compared[SIDES[0]] > compared[SIDES[1]]
+            for name, log_prob in log_probs.items():
+                part = entry[name] if name else entry
+                totals[name] = totals[name][0] + part["tokens"], totals[name][1] + log_prob
+                entropies += part["tokens"] * part.get("entropy", math.nan)
+    total.tokens = sum(tokens for tokens, _ in totals.values())
+    total.log_prob = math.fsum(log_prob for _, log_prob in totals.values())
+    total.perplexity = _perplexity(total.tokens, total.log_prob)
+    total.chosen_perplexity, total.rejected_perplexity = (
+        _perplexity(*totals[side]) for side in SIDES
+    )
+    if total.tokens and not math.isnan(entropies):
+        total.entropy = entropies / total.tokens
+    total.labels = dict(counted.most_common())
+    if first:
+        total.positive_first = sum(first) / len(first)
+    if total.pairs:
+        total.chosen_preferred = preferred / total.pairs
+    return total
+
+
+def _perplexity(tokens: int, log_prob: float) -> float | None:
+    """Compute the perplexity; None if there are no tokens or a float cannot hold it."""
+    if not tokens:
+        return None
+    try:
+        return math.exp(-log_prob / tokens)
+    except OverflowError:
+        return None

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, Task, parse_sources
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import fingerprint
-from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.scores import (
     facts_of,
@@ -33,8 +32,7 @@ from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS, check_top_k
 from mcore_qwen3vl.owners import require_last_token
-from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
-from mcore_qwen3vl.scoring.records import BlockResults, Records
+from mcore_qwen3vl.scoring.records import OVERLONG, BlockResults, Output, Records, Tally
 from mcore_qwen3vl.unused import Unused
 
 if TYPE_CHECKING:

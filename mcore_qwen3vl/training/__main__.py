@@ -9,7 +9,7 @@ from mcore_qwen3vl.console import prepare_streams, visible
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.logs.quiet import report_crash
+from mcore_qwen3vl.training.logs.terminal import report_crash
 
 
 def entry() -> None:

@@ -14,8 +14,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import how_it_ended, scratch_folder
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
-from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.help import COMMON, PROGRAM, print_help
+from mcore_qwen3vl.training.arguments.command_line import COMMON, PROGRAM, CommandLine, print_help
 from mcore_qwen3vl.training.arguments.settings import add_arguments
 
 SHUTDOWN_SECONDS = 600
@@ -64,7 +63,7 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
 
 def _run_here(command: CommandLine) -> int:
     """Run a single rank in this process, which saves importing torch a second time."""
-    from mcore_qwen3vl.training.logs.quiet import report_crash
+    from mcore_qwen3vl.training.logs.terminal import report_crash
     from mcore_qwen3vl.training.run import main
 
     with socket.socket() as free:

@@ -22,14 +22,16 @@ from mcore_qwen3vl.console import name_unused, visible
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import compile_where_possible, order_transfers
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu, unused_data_flags
-from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.defaults import statement
-from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
+from mcore_qwen3vl.training.arguments.command_line import (
+    CommandLine,
+    asked_words,
+    print_megatron_help,
+)
 from mcore_qwen3vl.training.arguments.parser import Parsed, parse, without_help_texts
+from mcore_qwen3vl.training.arguments.settings import statement
 from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics
-from mcore_qwen3vl.training.logs.progress import RunProgress
-from mcore_qwen3vl.training.logs.quiet import quiet
+from mcore_qwen3vl.training.logs.terminal import RunProgress, quiet
 from mcore_qwen3vl.unused import Unused, sentences
 
 _NO_NUMBER = "in local grad norm for bucket"
@@ -88,13 +90,13 @@ class Run:
 
     def __init__(self, parsed: Parsed, screen: Console | None) -> None:
         from mcore_qwen3vl.config import Architecture
-        from mcore_qwen3vl.training.broadcast.provider import DataProvider
         from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
         from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
+        from mcore_qwen3vl.training.data_provider import DataProvider
         from mcore_qwen3vl.training.hooks import LossScaleSkips, NormCheck
         from mcore_qwen3vl.training.lora import LoraRun
+        from mcore_qwen3vl.training.objectives import forward_step_of
         from mcore_qwen3vl.training.second_model import SecondModel
-        from mcore_qwen3vl.training.step.objectives import forward_step_of
 
         self.settings = settings = parsed.settings
         self.args = parsed.args  # Megatron's, which its loop changes while it runs
@@ -224,7 +226,7 @@ class Run:
         from mcore_qwen3vl.converters.torch_dist import guard_reads
         from mcore_qwen3vl.training.hooks import wrap_all
         from mcore_qwen3vl.training.model import model_provider
-        from mcore_qwen3vl.training.step.optimizer import use_multi_tensor
+        from mcore_qwen3vl.training.optimizer import use_multi_tensor
 
         use_multi_tensor()
         guard_reads()
@@ -250,7 +252,7 @@ class Run:
         """Return what wraps each function of :data:`.hooks.HOOKS`, in the order of a run."""
         from mcore_qwen3vl.training import hooks
         from mcore_qwen3vl.training.lora import keep_trained
-        from mcore_qwen3vl.training.step.objectives import schedule_of
+        from mcore_qwen3vl.training.objectives import schedule_of
 
         settings, checkpoints = self.settings, self.checkpoints
         return {
@@ -292,19 +294,25 @@ class Run:
         Megatron calls this once, after it has built the model and before it makes the schedule of
         learning rates.
         """
-        from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts, take_other_chains
-        from mcore_qwen3vl.training.step import optimizer as step
+        from mcore_qwen3vl.training.optimizer import (
+            keep_own_parts,
+            learning_rate_overrides,
+            make_resumable,
+            scale_on_host,
+            take_other_chains,
+            use_fused_adam,
+        )
 
         self._build_second()
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
-        rates = step.learning_rate_overrides(self.settings)
+        rates = learning_rate_overrides(self.settings)
         bound["config_overrides"] = {**(bound.get("config_overrides") or {}), **rates}
         optimizer = original(**bound)
-        step.use_fused_adam(optimizer)
-        step.make_resumable(optimizer)
+        use_fused_adam(optimizer)
+        make_resumable(optimizer)
         keep_own_parts(optimizer)
         take_other_chains(optimizer)
-        step.scale_on_host(optimizer)
+        scale_on_host(optimizer)
         if self.settings.training.num_epochs:
             self.args.train_iters = self.data.count_steps()  # the end of Megatron's loop
         return optimizer
@@ -338,7 +346,7 @@ class Run:
         from megatron.training import get_tensorboard_writer, get_wandb_writer
         from megatron.training.utils import print_rank_last
 
-        from mcore_qwen3vl.training.step.optimizer import part_grad_norms
+        from mcore_qwen3vl.training.optimizer import part_grad_norms
 
         report = self.metrics.report(parallel_state.get_data_parallel_group())
         norms = part_grad_norms(model)

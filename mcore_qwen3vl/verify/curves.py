@@ -40,7 +40,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.training.logs.progress import loss_name
+from mcore_qwen3vl.training.logs.terminal import loss_name
 from mcore_qwen3vl.verify.parity.reference import decay_groups, with_adapter
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -114,12 +114,12 @@ def import_for_ranks() -> None:
     import PIL.Image
 
     import mcore_qwen3vl.owners
-    import mcore_qwen3vl.training.broadcast.provider
     import mcore_qwen3vl.training.checkpoints.run_checkpoints
+    import mcore_qwen3vl.training.data_provider
     import mcore_qwen3vl.training.logs.summary
     import mcore_qwen3vl.training.model
-    import mcore_qwen3vl.training.run
-    import mcore_qwen3vl.training.step.objectives  # noqa: F401
+    import mcore_qwen3vl.training.objectives
+    import mcore_qwen3vl.training.run  # noqa: F401
 
     PIL.Image.init()
 
@@ -193,11 +193,11 @@ def batch_names(
 
     `data` is the run's training or validation data.
     """
+    from mcore_qwen3vl.data.config import parse_sources
     from mcore_qwen3vl.data.loader import Loader
-    from mcore_qwen3vl.data.loading.sources import parse_sources
     from mcore_qwen3vl.data.processor import load_processor
     from mcore_qwen3vl.training.arguments.parser import validate
-    from mcore_qwen3vl.training.broadcast.provider import data_config, validation_config
+    from mcore_qwen3vl.training.data_provider import data_config, validation_config
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints every argument
         settings = validate(job.argv, job.layout.world_size).settings

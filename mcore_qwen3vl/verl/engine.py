@@ -42,10 +42,9 @@ from mcore_qwen3vl.model.lora import adapter_freezing, load_saved, whole_tensors
 from mcore_qwen3vl.model.lora_modules import without_factors
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
 from mcore_qwen3vl.training.hooks import results_queue, wrap
 from mcore_qwen3vl.training.lora import LoraRun
-from mcore_qwen3vl.training.step.optimizer import make_resumable
+from mcore_qwen3vl.training.optimizer import keep_own_parts, make_resumable
 from mcore_qwen3vl.verl.model import PolicyModel, ValueModel
 from mcore_qwen3vl.verl.options import OWN, Configs, ModelOptions, check, lora_run, plain
 

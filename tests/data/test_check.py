@@ -16,8 +16,8 @@ from PIL import Image
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
-from mcore_qwen3vl.data.check import DataReport, check_data, plot_report
 from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.data.inspection import DataReport, check_data, plot_report
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import write_made_up_teacher

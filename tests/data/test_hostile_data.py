@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_qwen3vl.data import DataConfig
-from mcore_qwen3vl.data.check import check_data
 from mcore_qwen3vl.data.encoding import preparation
+from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image

@@ -15,7 +15,7 @@ from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, MediaLimits, Source, load_processor
-from mcore_qwen3vl.data.check import check_data
+from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.processor import unused_of_processor, with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import tiny_config, write_processor

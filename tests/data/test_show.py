@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from mcore_qwen3vl.data import DataConfig
-from mcore_qwen3vl.data.show import read_sample, write_page
+from mcore_qwen3vl.data.inspection import read_sample, write_page
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from tests.command import exit_code
 from tests.data.conftest import WriteJsonl, chat

@@ -25,8 +25,8 @@ from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments import run
 from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.forward_step import cross_entropy, find_loss
 from mcore_qwen3vl.training.model import fields_from_flags
-from mcore_qwen3vl.training.step.losses import cross_entropy, find_loss
 from tests.converters.checkpoints import load
 from tests.converters.forms import rewritten
 from tests.docs.markdown import ROOT, blocks

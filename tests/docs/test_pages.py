@@ -15,7 +15,7 @@ from mcore_qwen3vl.cli import app
 from mcore_qwen3vl.data.records.reading import GROUP as HOOKS
 from mcore_qwen3vl.pretended.__main__ import make_parser
 from mcore_qwen3vl.training.arguments.settings import add_arguments
-from mcore_qwen3vl.training.step.losses import GROUP as LOSSES
+from mcore_qwen3vl.training.forward_step import GROUP as LOSSES
 from tests.docs.markdown import PAGES, README, ROOT, anchors, blocks, commands, links, prose
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]

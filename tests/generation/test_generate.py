@@ -10,8 +10,7 @@ import torch
 from transformers import AutoProcessor, GenerationConfig
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import generate
-from mcore_qwen3vl.generation.decoding import Sampler, stop_tokens
+from mcore_qwen3vl.generation import Sampler, generate, stop_tokens
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from tests.generation.cases import (

@@ -11,7 +11,7 @@ import pytest
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG
-from mcore_qwen3vl.generation.decoding import Request, generate_on_all_ranks
+from mcore_qwen3vl.generation import Request, generate_on_all_ranks
 from mcore_qwen3vl.inference import adapter_for
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from megatron.core.inference.contexts import StaticInferenceContext
 
+from mcore_qwen3vl import generation
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import decoding, prompts
-from mcore_qwen3vl.generation.decoding import CachedModel
+from mcore_qwen3vl.generation import CachedModel
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import RanksFailed
 from tests.generation.cases import answer, conversations, expected
@@ -31,13 +31,13 @@ def equal(kind: str, layout: str = "single") -> list[bool]:
 
 
 def with_next_position(monkeypatch: Any, change: Any) -> None:
-    made = prompts.prompts_from_inputs
+    made = generation.prompts_from_inputs
 
     def changed(*arguments: Any) -> Any:
         right = made(*arguments)
         return replace(right, next_position=change(right))
 
-    monkeypatch.setattr(prompts, "prompts_from_inputs", changed)
+    monkeypatch.setattr(generation, "prompts_from_inputs", changed)
 
 
 def test_no_rope_delta(monkeypatch: Any) -> None:
@@ -66,7 +66,7 @@ def test_padding_that_is_attended(monkeypatch: Any) -> None:
 
 def test_sequence_parallelism_left_on(monkeypatch: Any) -> None:
     """One token cannot be divided over TP, and the model says so."""
-    monkeypatch.setattr(decoding, "_without_sequence_parallel", lambda model: nullcontext())
+    monkeypatch.setattr(generation, "_without_sequence_parallel", lambda model: nullcontext())
     with pytest.raises(BadInput, match="cuts the 1 tokens of each CP rank"):
         equal("image", "tp2+sp")
 

@@ -73,7 +73,7 @@ def test_there_is_a_script_for_every_size_and_task() -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_megatron_accepts_the_flags_which_describe_the_model(script: Path, tmp_path: Path) -> None:
     from mcore_qwen3vl.model.transformer_config import transformer_config
-    from mcore_qwen3vl.training.broadcast.provider import data_config
+    from mcore_qwen3vl.training.data_provider import data_config
     from mcore_qwen3vl.training.model import fields_from_flags
 
     run = parsed(script, tmp_path)

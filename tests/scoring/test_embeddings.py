@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from mcore_qwen3vl.scoring.output import tally, write_npy, write_parquet
+from mcore_qwen3vl.scoring.records import tally, write_npy, write_parquet
 
 
 def test_each_text_and_each_error_is_a_row(tmp_path: Path) -> None:

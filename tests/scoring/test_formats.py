@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_qwen3vl.data import DataConfig, load_processor
-from mcore_qwen3vl.data.check import check_data
+from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score

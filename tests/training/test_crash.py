@@ -10,7 +10,7 @@ import pytest
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.folders import log_file
 from mcore_qwen3vl.training.local import death_of_a_rank
-from mcore_qwen3vl.training.logs.quiet import report_crash
+from mcore_qwen3vl.training.logs.terminal import report_crash
 
 
 def _fail() -> None:

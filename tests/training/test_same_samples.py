@@ -15,7 +15,7 @@ import torch
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.step.forward import ForwardStep
+from mcore_qwen3vl.training.forward_step import ForwardStep
 from mcore_qwen3vl.verify.curves import Job, encode, import_for_ranks, run_rank, train
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "indigo", "violet")

@@ -9,9 +9,8 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import load_processor
-from mcore_qwen3vl.generation.decoding import Generation, generate_on_all_ranks
-from mcore_qwen3vl.generation.decoding import Request as Asked
-from mcore_qwen3vl.generation.prompts import encode_prompts
+from mcore_qwen3vl.generation import Generation, encode_prompts, generate_on_all_ranks
+from mcore_qwen3vl.generation import Request as Asked
 from mcore_qwen3vl.scoring.score import Request, score
 from tests.vllm.conftest import Prompt
 from tests.vllm.engine import NEW_TOKENS

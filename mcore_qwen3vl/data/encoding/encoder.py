@@ -30,7 +30,7 @@ from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.config import DataConfig, Task
+from mcore_qwen3vl.data.config import DataConfig, Source, Task, source_names
 from mcore_qwen3vl.data.encoding.batch import (
     Batch,
     Batcher,
@@ -54,7 +54,6 @@ from mcore_qwen3vl.data.encoding.preparation import (
 )
 from mcore_qwen3vl.data.loading.datasets import Block, Part, Stream
 from mcore_qwen3vl.data.loading.index import number_of, sample_id
-from mcore_qwen3vl.data.loading.sources import Source, source_names
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import POSITIVE, QUERY, SIDES

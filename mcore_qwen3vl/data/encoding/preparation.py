@@ -28,10 +28,9 @@ from torch.utils.data import get_worker_info
 from transformers.image_utils import ChannelDimension
 from transformers.video_utils import VideoMetadata
 
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, Task
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.index import origin
-from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.media import Media, MediaFolder, image_size, load_image
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import (

@@ -27,6 +27,7 @@ from megatron.energon.metadataset import load_dataset, traverse_metadataset
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
 from torch.utils.data import ConcatDataset, Dataset
 
+from mcore_qwen3vl.data.config import Source
 from mcore_qwen3vl.data.loading.index import ensure_index, index_beside, origin
 from mcore_qwen3vl.data.loading.readers import (
     CrudeFactory,
@@ -35,7 +36,6 @@ from mcore_qwen3vl.data.loading.readers import (
     index_of,
     is_table,
 )
-from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.parse import labels_in
 from mcore_qwen3vl.data.records.reading import preprocess_record
 from mcore_qwen3vl.errors import BadInput

@@ -28,9 +28,9 @@ from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexWriter
 from megatron.energon.flavors.webdataset.config import split_name_re
 from megatron.energon.source_info import SourceInfo, get_source_info
 
+from mcore_qwen3vl.data.config import require_data_set
 from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.readers import is_table
-from mcore_qwen3vl.data.loading.sources import require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 

@@ -26,14 +26,12 @@ from mcore_qwen3vl.converters.place import (
     numbered_iterations,
     read_tracker,
 )
-from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
+from mcore_qwen3vl.data.config import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_links_out
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.runtime.gpus import c_compiler
-from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine
-from mcore_qwen3vl.training.arguments.defaults import WHOLE
-from mcore_qwen3vl.training.arguments.help import asked_words
+from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine, asked_words
 from mcore_qwen3vl.training.arguments.run import (
     DISTILL,
     KTO,
@@ -44,7 +42,7 @@ from mcore_qwen3vl.training.arguments.run import (
     LoopSettings,
     ParallelSettings,
 )
-from mcore_qwen3vl.training.arguments.settings import Settings
+from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.folders import check_export, check_overwriting, check_writable
 from mcore_qwen3vl.unused import Unused
 

@@ -22,9 +22,14 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, as_saved, refuse
-from mcore_qwen3vl.training.arguments.defaults import LOOP, kernel_defaults, run_defaults
 from mcore_qwen3vl.training.arguments.losses import preference_defaults
-from mcore_qwen3vl.training.arguments.settings import Settings, add_arguments
+from mcore_qwen3vl.training.arguments.settings import (
+    LOOP,
+    Settings,
+    add_arguments,
+    kernel_defaults,
+    run_defaults,
+)
 
 SPECS = ("te", "torch")
 
@@ -247,7 +252,7 @@ class Kept:
     def from_command(cls, explicit: Mapping[str, Any]) -> Kept | None:
         """Return what the run that the command line resumes was trained with, or None."""
         from mcore_qwen3vl.data.loader import RECORDS
-        from mcore_qwen3vl.training.broadcast import data_state
+        from mcore_qwen3vl.training.checkpoints import data_state
         from mcore_qwen3vl.training.checkpoints.resume import latest_iteration
 
         load = explicit.get("load") or explicit.get("save")

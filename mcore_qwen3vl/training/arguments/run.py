@@ -68,7 +68,7 @@ class TrainingSettings:
     loss: Name = "cross_entropy"
     """dpo, simpo or orpo on preference pairs, kto on labelled records, distill from --teacher or
     from the tokens that `mcore-qwen3vl score --top-k` wrote, a registered loss or module:function
-    (see mcore_qwen3vl.training.step.losses)"""
+    (see mcore_qwen3vl.training.forward_step)"""
     keep_activations: bool = False
     """keep the outputs of the decoder's norms, SwiGLU and rotary embedding for the backward pass
     instead of recomputing them: more memory, a little less compute (always where activations are
@@ -284,7 +284,7 @@ class RunSettings:
     training: TrainingSettings
     sources: DataSources
     data: DataConfig
-    """What the flags alone say; :func:`..broadcast.provider.data_config` adds what follows."""
+    """What the flags alone say; :func:`..data_provider.data_config` adds what follows."""
     checkpoints: CheckpointSettings
     loop: LoopSettings
     parallel: ParallelSettings

@@ -1,19 +1,27 @@
-"""All settings of a training run, and their flags, which are added to Megatron's."""
+"""All settings of a training run, their flags, which are added to Megatron's, and our defaults.
+
+The defaults are for arguments that the command line leaves out and Megatron has no value for.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import HFConfig
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.flags import add_flags
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.losses import (
     DistillationSettings,
     PreferenceSettings,
     Reference,
+    TaskSettings,
 )
 from mcore_qwen3vl.training.arguments.run import (
     NOT_READ_EARLY,
@@ -27,7 +35,6 @@ from mcore_qwen3vl.training.arguments.run import (
     RunSettings,
     TrainingSettings,
 )
-from mcore_qwen3vl.training.arguments.tasks import TaskSettings
 
 
 @dataclass(frozen=True)
@@ -91,3 +98,100 @@ def add_early_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of Megatron's that we read, for a parser that needs no megatron."""
     for owner in (CheckpointSettings, LoopSettings, ParallelSettings, ComputeSettings, LogSettings):
         add_flags(parser.add_argument_group(), owner, leave_out=NOT_READ_EARLY)
+
+
+SEQ_LENGTH = 8192
+"""Default row length, for ``data check`` too; less if the model has fewer positions."""
+
+WHOLE = -1
+"""The number of a validation's batches that stands for all of its data."""
+
+_DTYPES = {"bf16", "fp16", "fp32"}
+
+LOOP = {
+    "dataloader_type": "external",
+    # We divide once by the global batch's normaliser: see ForwardStep.normalise.
+    "calculate_per_token_loss": True,
+    # SIGTERM and Ctrl-C end a run with a checkpoint.
+    "exit_signal_handler": True,
+    "eval_interval": 1000,
+    "ckpt_format": "torch_dist",
+    # Stores the optimizer so that another layout can resume it exactly. If its state has to be
+    # gathered, the first DP rank alone does it, not all of them.
+    "dist_ckpt_optim_fully_reshardable": True,
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "enable_one_logger": False,
+    # It would keep every batch of an iteration for a rerun; we catch NaNs in the gradients.
+    "rerun_mode": "disabled",
+}
+"""Defaults of Megatron's loop, by ``dest`` name."""
+
+_TORCH_SPEC = {
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "masked_softmax_fusion": False,
+}
+"""Defaults without Transformer Engine: no kernel that needs it or Apex."""
+
+_CPU = {
+    "distributed_backend": "gloo",
+    "use_cpu_initialization": True,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+}
+
+
+def kernel_defaults(spec: str, *, cpu: bool) -> dict[str, Any]:
+    """Return the defaults of flags that choose kernels, by ``dest`` name, for a layer spec."""
+    return {**(_TORCH_SPEC if spec == "torch" else {}), **(_CPU if cpu else {})}
+
+
+def run_defaults(
+    architecture: Architecture, explicit: Collection[str], *, cpu: bool
+) -> dict[str, Any]:
+    """Return the default of each argument not in `explicit`, by ``dest`` name.
+
+    :func:`statement` reports them to the user.
+    """
+    defaults: dict[str, Any] = {
+        "micro_batch_size": 1,
+        "seq_length": min(SEQ_LENGTH, architecture.max_position_embeddings),
+        "lr": 1e-5,
+        "log_interval": 10,
+        "eval_iters": WHOLE if "valid_data_path" in explicit else 0,
+    }
+    if not {"seq_length", "packing"} & set(explicit):
+        defaults["pad_to_longest"] = True  # rows of the full length would be mostly padding
+    if not cpu and not _DTYPES & set(explicit):
+        defaults["bf16"] = True  # fused attention and Transformer Engine's packed attention need it
+    if not cpu and c_compiler() is not None:
+        defaults["compile_pointwise"] = True
+    if "save" in explicit:
+        defaults["save_interval"] = 500
+    return {name: value for name, value in defaults.items() if name not in explicit}
+
+
+def statement(settings: Settings, explicit: Collection[str]) -> str | None:
+    """Return the flags that were not given, with the values in use; None if all were given."""
+    loop, data, save = settings.loop, settings.data, settings.checkpoints
+    values = {
+        "micro_batch_size": data.micro_batch_size,
+        "global_batch_size": loop.global_batch_size,
+        "seq_length": data.seq_length,
+        "lr": loop.lr,
+        "log_interval": settings.logs.log_interval,
+        **({"save_interval": save.save_interval} if save.save else {}),
+    }
+    switches = {
+        "bf16": settings.compute.bf16,
+        "compile_pointwise": settings.training.compile_pointwise,
+        "pad_to_longest": data.pad_to_longest,
+    }
+    taken = {**values, **{name: "" for name, is_on in switches.items() if is_on}}
+    texts = [
+        f"--{name.replace('_', '-')} {value}".rstrip()
+        for name, value in taken.items()
+        if name not in explicit
+    ]
+    return " ".join(texts) or None

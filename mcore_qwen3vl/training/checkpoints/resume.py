@@ -43,7 +43,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings, TrainingSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
-from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.checkpoints import data_state
 
 _OTHER_SCHEDULE = re.compile(
     r"class input value (?P<ours>\S+) and checkpoint ?value (?P<theirs>\S+) for (?P<what>.+) do not"
@@ -235,7 +235,7 @@ def changed_files(settings: Settings) -> dict[str, bytes]:
     The processor has the run's budgets, and a model that is trained on turns stops at their end.
     """
     # Imports megatron, and this module is imported before the CPU's backend is there.
-    from mcore_qwen3vl.generation.decoding import with_turn_end
+    from mcore_qwen3vl.generation import with_turn_end
 
     source = settings.model.folder
     stopping = {} if settings.task.task else with_turn_end(source)

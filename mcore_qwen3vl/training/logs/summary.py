@@ -17,16 +17,15 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
-from mcore_qwen3vl.training.arguments.defaults import WHOLE, statement
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.losses import DistillationSettings
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ParallelSettings
-from mcore_qwen3vl.training.arguments.settings import Settings
+from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings, statement
 from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.second_model import architecture_of, source_of
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.generation.decoding import TurnEnd
+    from mcore_qwen3vl.generation import TurnEnd
     from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
     from mcore_qwen3vl.training.lora import LoraRun
 
@@ -266,7 +265,7 @@ def _memory_text(settings: Settings, a: Architecture) -> str:
 
 
 def _turn_end(folder: Path) -> TurnEnd | None:
-    from mcore_qwen3vl.generation.decoding import unlisted_turn_end
+    from mcore_qwen3vl.generation import unlisted_turn_end
 
     return unlisted_turn_end(folder) if folder.is_dir() else None  # a config alone is a shape
 

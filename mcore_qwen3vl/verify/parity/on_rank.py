@@ -46,7 +46,7 @@ from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, tell
-from mcore_qwen3vl.training.step.optimizer import use_multi_tensor
+from mcore_qwen3vl.training.optimizer import use_multi_tensor
 from mcore_qwen3vl.verify.measurement import FROZEN, Measurement, Measurements, measure, merge
 from mcore_qwen3vl.verify.parity.case import AdamW, Case, MicroBatch, computing_in
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, Expected, Stepped, move_to_files

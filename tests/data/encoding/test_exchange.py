@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.loader import Loader
-from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH

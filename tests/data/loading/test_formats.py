@@ -20,7 +20,7 @@ from datasets import Image as ImageFeature
 from datasets.utils.logging import disable_progress_bar
 
 from mcore_qwen3vl.data import DataConfig, parse_sources
-from mcore_qwen3vl.data.check import check_data
+from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.readers import TableReader
 from mcore_qwen3vl.errors import BadInput

@@ -32,7 +32,7 @@ from transformers.models.qwen3_vl import video_processing_qwen3_vl
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, redistribute
 from mcore_qwen3vl.data import processor as processor_module
-from mcore_qwen3vl.data.loading.sources import parse_sources
+from mcore_qwen3vl.data.config import parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder

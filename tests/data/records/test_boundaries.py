@@ -15,7 +15,7 @@ from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
 from mcore_qwen3vl.data.records.template import Renderer
-from mcore_qwen3vl.generation.prompts import process
+from mcore_qwen3vl.generation import process
 from mcore_qwen3vl.tiny import read_vocabulary, tiny_config, write_processor
 from tests.data.records.published_templates import INSTRUCT, THINKING
 

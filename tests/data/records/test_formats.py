@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.data import DataConfig
-from mcore_qwen3vl.data.check import check_data
 from mcore_qwen3vl.data.encoding.preparation import Plan, Planner
+from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import FORMATS, format_of, parse_record
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading, find_hook

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.data import DataConfig, load_processor
-from mcore_qwen3vl.data.check import check_data
+from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import parse_record, parse_retrieval

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.data import DataConfig
-from mcore_qwen3vl.data.check import check_data
+from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records.reading import BadSample, time_limit
 from tests.data.conftest import WriteJsonl, chat, question
 

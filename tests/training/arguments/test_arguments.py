@@ -18,10 +18,10 @@ from mcore_qwen3vl.training.arguments.checks import (
     unused_data_flags,
 )
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.parser import Parsed, validate
-from mcore_qwen3vl.training.broadcast import data_state
-from mcore_qwen3vl.training.broadcast.provider import data_config
+from mcore_qwen3vl.training.arguments.settings import statement
+from mcore_qwen3vl.training.checkpoints import data_state
+from mcore_qwen3vl.training.data_provider import data_config
 from mcore_qwen3vl.training.logs.summary import summary
 
 VALIDATION = ("--valid-data-path", "v.jsonl", "--eval-iters", "1")
@@ -238,7 +238,7 @@ def test_the_command_that_saves_resumes(dense: Path, tmp_path: Path) -> None:
 
 
 def test_sequence_length_must_divide_by_the_layout(dense: Path) -> None:
-    from mcore_qwen3vl.training.broadcast.provider import data_config
+    from mcore_qwen3vl.training.data_provider import data_config
 
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     cp = ("--context-parallel-size", "2")

@@ -26,14 +26,21 @@ from mcore_qwen3vl.objectives.settings import (
     Preference,
 )
 from mcore_qwen3vl.shapes import SHAPES
-from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.help import COMMON, asked_words, print_help
+from mcore_qwen3vl.training.arguments.command_line import (
+    COMMON,
+    CommandLine,
+    asked_words,
+    print_help,
+)
 from mcore_qwen3vl.training.arguments.lora import RANK, LoraSettings
-from mcore_qwen3vl.training.arguments.losses import DistillationSettings, PreferenceSettings
+from mcore_qwen3vl.training.arguments.losses import (
+    DistillationSettings,
+    PreferenceSettings,
+    TaskSettings,
+)
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.arguments.run import NOT_READ_EARLY
 from mcore_qwen3vl.training.arguments.settings import add_arguments, add_early_arguments
-from mcore_qwen3vl.training.arguments.tasks import TaskSettings
 from mcore_qwen3vl.training.run import main
 
 ROOT = Path(__file__).parents[3]

@@ -20,7 +20,7 @@ from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.encoding.batch import Batch, Margins, TaskInputs, without_pixels
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.broadcast.batches import SharedBatches, StageFeed
+from mcore_qwen3vl.training.data_provider import SharedBatches, StageFeed
 from tests.training.toy import batch
 
 

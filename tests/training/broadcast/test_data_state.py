@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.checkpoints import data_state
 
 
 class Standing:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.broadcast import provider
-from mcore_qwen3vl.training.broadcast.provider import DataProvider
+from mcore_qwen3vl.training import data_provider
+from mcore_qwen3vl.training.data_provider import DataProvider
 from mcore_qwen3vl.verify.curves import Job, train
 
 
@@ -20,20 +20,20 @@ def test_no_stage_waits_for_measuring_in_a_group_with_a_short_timeout(
 ) -> None:
     """The reader opens its data only once the later stage is where it may wait for hours."""
     patient = multiprocessing.get_context("fork").Event()
-    open_data, wait = DataProvider._loader, provider.wait_for_measuring
+    open_data, wait = DataProvider._loader, data_provider.wait_for_measuring
 
     def opened_late(self: DataProvider, *given: Any, **more: Any) -> Any:
-        if provider.rank_reads():
+        if data_provider.rank_reads():
             assert patient.wait(30), "the later stage waits for the reader elsewhere"
         return open_data(self, *given, **more)
 
     def waited_for() -> None:
-        if not provider.rank_reads():
+        if not data_provider.rank_reads():
             patient.set()
         wait()
 
     monkeypatch.setattr(DataProvider, "_loader", opened_late)
-    monkeypatch.setattr(provider, "wait_for_measuring", waited_for)
+    monkeypatch.setattr(data_provider, "wait_for_measuring", waited_for)
     job = Job(
         dense, data, Layout.parse("pp2"), steps=2, batch=2, seq_length=256, packing=True,
         flags=("--valid-data-path", str(data), "--eval-iters", "1", "--eval-interval", "1"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.checkpoints.optimizer import regroup
+from mcore_qwen3vl.training.optimizer import regroup
 from mcore_qwen3vl.verify.curves import (
     DISTRIBUTED,
     OTHER_LAYOUT,

@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.hf.companions import companion_files
 from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.verify.curves import (
     DISTRIBUTED,
     OTHER_LAYOUT,

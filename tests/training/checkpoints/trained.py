@@ -36,9 +36,8 @@ from mcore_qwen3vl.model.lora import adapter_freezing, attach, trained_names
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import initialize
 from mcore_qwen3vl.tiny import tiny_config
-from mcore_qwen3vl.training.checkpoints.optimizer import LOAD, SAVE, keep_own_parts
 from mcore_qwen3vl.training.hooks import results_queue, wrap
-from mcore_qwen3vl.training.step.optimizer import make_resumable
+from mcore_qwen3vl.training.optimizer import LOAD, SAVE, keep_own_parts, make_resumable
 
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",

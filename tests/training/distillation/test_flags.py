@@ -8,7 +8,7 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import Distillation
-from mcore_qwen3vl.training.broadcast.provider import data_config
+from mcore_qwen3vl.training.data_provider import data_config
 from tests.training.preference.test_flags import parsed
 
 DISTILL = ("--loss", "distill")

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 from rich.console import Console
 
-from mcore_qwen3vl.training.logs.progress import RunProgress
+from mcore_qwen3vl.training.logs.terminal import RunProgress
 
 NUMBERS = {"lm loss": 1.23456, "grad norm": 2.5, "learning rate": 1e-5, "tokens/s": 5120.4}
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.folders import log_file
-from mcore_qwen3vl.training.logs.quiet import CLEAR_LINE, LogFile, quiet
+from mcore_qwen3vl.training.logs.terminal import CLEAR_LINE, LogFile, quiet
 
 
 class Terminal(io.StringIO):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_qwen3vl.training.step.forward import StepRecords
+from mcore_qwen3vl.training.forward_step import StepRecords
 
 NAN = torch.tensor(float("nan"))
 

@@ -14,7 +14,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.attention import TorchAttention
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.training.step.forward import forward
+from mcore_qwen3vl.training.forward_step import forward
 from mcore_qwen3vl.verify.parity.case import MicroBatch, build_batch
 
 

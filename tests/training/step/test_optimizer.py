@@ -8,7 +8,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch import Tensor
 
-from mcore_qwen3vl.training.step import optimizer
+from mcore_qwen3vl.training import optimizer
 
 FLAG = torch.zeros(1, dtype=torch.int)
 

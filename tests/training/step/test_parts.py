@@ -33,7 +33,7 @@ def rates(path: Path) -> set[tuple[str, float]]:
     from mcore_qwen3vl.model.freeze import part_of
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
     from mcore_qwen3vl.training.arguments.command_line import CommandLine
-    from mcore_qwen3vl.training.step.optimizer import learning_rate_overrides
+    from mcore_qwen3vl.training.optimizer import learning_rate_overrides
 
     initialize(Layout())
     factors = ["--vision-lr-mult", "0.1", "--aligner-lr-mult", "0.5"]

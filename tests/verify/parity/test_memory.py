@@ -165,7 +165,7 @@ def test_one_norm_that_is_wrong_by_a_thousandth_is_seen(matrix: Matrix, monkeypa
 
 def test_small_values_count_in_the_norm_beside_large_ones() -> None:
     """float32 sums of an embedding's squares lose what is added last."""
-    from mcore_qwen3vl.training.step.optimizer import multi_tensor_l2_norm
+    from mcore_qwen3vl.training.optimizer import multi_tensor_l2_norm
 
     gradient = torch.cat([torch.full((1024,), 4096.0), torch.ones(2**20)])
     right = (1024 * 4096.0**2 + 2**20) ** 0.5
@@ -175,7 +175,7 @@ def test_small_values_count_in_the_norm_beside_large_ones() -> None:
 
 def test_no_gradient_as_a_whole_becomes_float64(monkeypatch: Any) -> None:
     """torch copies what it converts: of a 2B's embedding 2.5 GB."""
-    from mcore_qwen3vl.training.step import optimizer
+    from mcore_qwen3vl.training import optimizer
 
     sizes: list[int] = []
     vector_norm = torch.linalg.vector_norm

@@ -17,8 +17,8 @@ import torch
 
 from mcore_qwen3vl.converters.place import folder_name
 from mcore_qwen3vl.converters.storage.archive import refused_by_torch
+from mcore_qwen3vl.data.config import Source
 from mcore_qwen3vl.data.loader import Loader, redistribute
-from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 

@@ -1,5 +1,10 @@
-"""Save and load the distributed optimizer's state so that each rank handles only what it owns.
+"""The optimizer: rates and norms by part, kernels without Transformer Engine, and its saved state.
 
+mcore's own fallbacks for the kernels of Transformer Engine and Apex take a host sync per tensor
+(the norm), or a launch and a temporary per tensor (clipping). torch's default Adam takes
+temporaries of the parameters' size. torch has kernels over lists of tensors for all three.
+
+The distributed optimizer's state is saved and loaded so that each rank handles only what it owns.
 mcore's "fully reshardable" format stores float32 weights and moments under the parameters' own keys
 and shapes, so that any layout can read them. Its writer gathers the data-parallel ranks' shards on
 the first of them, and its reader makes every rank read all of it. Neither is needed. A rank owns a
@@ -23,16 +28,212 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, flat_range, overlap
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.step.optimizer import chained_optimizers
+from mcore_qwen3vl.model.freeze import PARTS, part_of
+from mcore_qwen3vl.training.arguments.run import RunSettings
+
+PIECE_VALUES = 1 << 22
+"""Values of a gradient that are in memory in float64 at a time."""
+
+
+def chained_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers that mcore has chained, or the single one."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _with_adam(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Adam]]:
+    """Yield each of the chained optimizers that holds torch's Adam, and the Adam."""
+    for part in chained_optimizers(optimizer):
+        adam = getattr(part, "optimizer", None)
+        if isinstance(adam, torch.optim.Adam):
+            yield part, adam
+
+
+def learning_rate_overrides(settings: RunSettings) -> dict[ParamKey, Any]:
+    """Return the parameter-group overrides for ``--vision-lr-mult`` and ``--aligner-lr-mult``."""
+    training, loop = settings.training, settings.loop
+    multipliers = {"vision": training.vision_lr_mult, "aligner": training.aligner_lr_mult}
+    return {
+        _part_key(part): {"max_lr": loop.lr * factor, "min_lr": loop.min_lr * factor}
+        for part, factor in multipliers.items()
+        if factor != 1.0
+    }
+
+
+def _part_key(part: str) -> ParamKey:
+    def belongs(parameter: nn.Parameter, name: str) -> bool:
+        return part_of(name) == part
+
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(name=part, fn=belongs))
+
+
+def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
+    """Return the 2-norm of each part's gradient over all ranks.
+
+    All ranks call this, after the gradients are reduced.
+    """
+    squares = torch.zeros(len(PARTS), device=torch.cuda.current_device())
+    for chunk in model:
+        parts = {parameter: part_of(name) for name, parameter in chunk.named_parameters()}
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            _add_squares(squares, buffer, parts, chunk)
+    dist.all_reduce(squares)
+    return dict(zip(PARTS, squares.sqrt(), strict=True))
+
+
+def _add_squares(squares: Tensor, buffer: Any, parts: dict[nn.Parameter, Any], chunk: Any) -> None:
+    """Add this rank's share: its shard of each bucket, or, unsharded, all on the first DP rank."""
+    sharded = chunk.ddp_config.use_distributed_optimizer
+    group = buffer.data_parallel_group
+    if not sharded and group.rank() != 0:
+        return
+    for bucket in buffer.buckets:
+        size = bucket.grad_data.numel() // (group.size() if sharded else 1)
+        first = group.rank() * size if sharded else 0
+        for parameter in bucket.params:
+            if not _is_counted(parameter):
+                continue
+            start, end, _ = buffer.param_index_map[parameter]
+            low = max(start - bucket.offset, first)
+            high = min(end - bucket.offset, first + size)
+            if low < high:
+                part = tuple(PARTS).index(parts[parameter])
+                squares[part] += bucket.grad_data[low:high].float().square().sum()
+
+
+def _is_counted(parameter: nn.Parameter) -> bool:
+    """Return whether to count this copy: as in mcore's norm, ties and TP replicas count once."""
+    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+        parameter,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
+    )
+
+
+def make_resumable(optimizer: Any) -> bool:
+    """Let torch's Adam under mcore's distributed optimizer save and load its state exactly.
+
+    mcore supports this for Transformer Engine's and Apex's Adam. With torch's Adam it reads the
+    state before it exists, gives all parameters the same ``step`` tensor, which each of them then
+    advances, and looks for ``step`` in formats that store it elsewhere.
+
+    Returns:
+        Whether the optimizer was torch's Adam, and was changed.
+    """
+    changed = False
+    for part, adam in _with_adam(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            _start_states(adam)
+            adam.register_load_state_dict_post_hook(_separate_steps)
+            _tolerate_missing_step(part)
+            changed = True
+    return changed
+
+
+def scale_on_host(optimizer: Any) -> None:
+    """Keep the constant loss scale of 1 on the host: Megatron reads it in each step for its log."""
+    for part in chained_optimizers(optimizer):
+        if getattr(part, "grad_scaler", None) is None and hasattr(part, "_scale_one"):
+            part._scale_one = part._scale_one.cpu().reshape(())  # multiplies any device's tensors
+
+
+def _start_states(adam: torch.optim.Adam) -> None:
+    """Create the state that Adam itself would create in its first step."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            device = parameter.device if group["fused"] else "cpu"
+            adam.state[parameter] = {
+                "step": torch.zeros((), device=device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def _separate_steps(adam: torch.optim.Optimizer) -> None:
+    for state in adam.state.values():
+        state["step"] = state["step"].clone()
+
+
+def _tolerate_missing_step(optimizer: DistributedOptimizer) -> None:
+    set_states = optimizer._set_main_param_and_optimizer_states
+
+    def set_states_but_step(parameter: nn.Parameter, tensors: dict[str, Tensor | None]) -> None:
+        set_states(parameter, {"step": None, **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = set_states_but_step
+
+
+def use_multi_tensor() -> None:
+    """Give mcore's gradient clipping the functions below, if it has only its own fallbacks."""
+    if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
+        return
+    clip_grads.l2_norm_impl = multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_impl = multi_tensor_scale
+    clip_grads.multi_tensor_scale_tensor_impl = multi_tensor_scale
+
+
+def multi_tensor_l2_norm(
+    chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """Return the (1,) float32 norm of all values, like Apex's ``multi_tensor_l2norm``.
+
+    On the CPU, torch adds up float32 squares one after another: of 1.6e8 normally distributed
+    values the norm is 2 % too small. So they are added in float64 there, piece by piece, because
+    torch copies what it converts.
+    """
+    every = [tensor for group in tensors for tensor in group]
+    if every[0].device.type == "cpu":
+        pieces = [piece for tensor in every for piece in tensor.flatten().split(PIECE_VALUES)]
+        norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    else:
+        norms = [*torch._foreach_norm(every)]
+    return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
+
+
+def multi_tensor_scale(
+    chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float | Tensor
+) -> None:
+    """Write the first list times `factor` into the second, as ``multi_tensor_scale`` does."""
+    source, target = tensors
+    if any(a is not b for a, b in zip(source, target, strict=True)):
+        torch._foreach_copy_(target, source)
+    torch._foreach_mul_(target, factor.reshape(()) if isinstance(factor, Tensor) else factor)
+
+
+def use_fused_adam(optimizer: Any) -> None:
+    """Let torch's Adam update parameters without temporaries.
+
+    On a GPU one kernel updates many parameters; on the CPU it takes one pass over the memory
+    instead of a dozen.
+    """
+    for _, adam in _with_adam(optimizer):
+        _set_fused(adam)
+        # A loaded checkpoint's groups bring the setting of the run that wrote it.
+        adam.register_load_state_dict_post_hook(_set_fused)
+
+
+def _set_fused(adam: torch.optim.Optimizer) -> None:
+    for group in adam.param_groups:
+        group["fused"] = True
+        for parameter in group["params"]:
+            if "step" in adam.state.get(parameter, {}):
+                state = adam.state[parameter]
+                state["step"] = state["step"].to(parameter.device)
+
 
 log = logging.getLogger(__name__)
 

@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from mcore_qwen3vl.data.config import parse_sources, source_names
 from mcore_qwen3vl.data.encoding.batch import (
     Batch,
     Contrast,
@@ -47,7 +48,6 @@ from mcore_qwen3vl.data.encoding.batch import (
     Scores,
     TaskInputs,
 )
-from mcore_qwen3vl.data.loading.sources import parse_sources, source_names
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.scores import Top
 from mcore_qwen3vl.errors import BadInput
@@ -69,18 +69,21 @@ from mcore_qwen3vl.objectives.losses import (
 from mcore_qwen3vl.objectives.settings import Contrastive, Distillation, Kto, Preference, Ranking
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
 from mcore_qwen3vl.training.arguments.settings import Settings
-from mcore_qwen3vl.training.hooks import Wrapper, call_original
-from mcore_qwen3vl.training.second_model import SecondModel
-from mcore_qwen3vl.training.step.forward import ForwardStep, RunBatch, forward, processor_runner
-from mcore_qwen3vl.training.step.losses import (
+from mcore_qwen3vl.training.forward_step import (
+    ForwardStep,
     Objective,
     Reduced,
+    RunBatch,
     cross_entropy,
     find_loss,
+    forward,
     further_token_objective,
+    processor_runner,
     reduce_units,
     token_objective,
 )
+from mcore_qwen3vl.training.hooks import Wrapper, call_original
+from mcore_qwen3vl.training.second_model import SecondModel
 
 Within = Callable[[Any], AbstractContextManager[Any]]
 """A function that makes, from the model that trains, a context which gives the model to run."""

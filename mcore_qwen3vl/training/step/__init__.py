@@ -1,1 +1,0 @@
-"""One training step: forward, loss, gradients and optimizer."""
