@@ -220,7 +220,7 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
     """
     yield Part("versions", [sys.executable, "-c", VERSIONS], 8, last_json)
     writers: dict[str, Part] = {}
-    measured = [options.shape] if options.shape else sorted({size.stand_in for size in RUNS})
+    measured = [options.shape] if options.shape else sorted({size.folder_name for size in RUNS})
     for folder, function, names, seconds in (
         (options.out / "models", "tiny", [], 12),
         (options.out / "stand-ins", "stand_ins", measured, 20),
@@ -505,7 +505,7 @@ def step(size: Size, side: str, memory_gib: float) -> list[str]:
 
 def training_run(size: Size, spec: str, folder: Path, gpus: int) -> list[str]:
     """Return the flags for ten iterations of the training loop."""
-    model, length = folder / size.stand_in, 256 if size.shape == "tiny" else 8192
+    model, length = folder / size.folder_name, 256 if size.shape == "tiny" else 8192
     return [
         *("--hf-model", str(model / "model"), "--data-path", str(model / "data" / "train.jsonl")),
         *f"--spec {spec} --packing --bf16 --seq-length {length} --train-iters 10".split(),

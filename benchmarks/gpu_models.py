@@ -87,7 +87,7 @@ class Size:
     flags: str = ""
 
     @property
-    def stand_in(self) -> str:
+    def folder_name(self) -> str:
         """The name of its folder, from which :func:`stand_ins` takes shape and layers."""
         return f"{self.shape}_{self.layers}" if self.layers else self.shape
 

@@ -123,7 +123,7 @@ def measure(path: Path, layout: str, **options: Any) -> str:
 def formula(path: Path, layout: str, batches: list[str], gradients: bool, dtype: Any) -> str:
     """Return a layout's row of what ``verify parity`` calculates, in memory and in files."""
     from mcore_qwen3vl.verify.parity.case import AdamW, Case
-    from mcore_qwen3vl.verify.parity.comparison import needs_of
+    from mcore_qwen3vl.verify.parity.comparison import memory_and_disk_of
     from mcore_qwen3vl.verify.parity.reference import ReferenceCheckpoint
 
     cells = []
@@ -136,7 +136,7 @@ def formula(path: Path, layout: str, batches: list[str], gradients: bool, dtype:
             adamw=step,
             weights_in_files=in_files,
         )
-        needs = needs_of(ReferenceCheckpoint(path), case, batches)
+        needs = memory_and_disk_of(ReferenceCheckpoint(path), case, batches)
         cells += [f"{needs.memory / GB:.1f}", f"{needs.disk / GB:.1f}"]
     return f"| {layout} | {' | '.join(cells)} |"
 

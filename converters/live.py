@@ -1,5 +1,7 @@
 """A running, sharded model: loading a checkpoint into it, and the HF tensors of its parameters.
 
+With LoRA, the factors of its adapters too.
+
 :func:`load_weights` loads a checkpoint of either kind under any layout. The model's own
 ``sharded_state_dict()`` says which box of which checkpoint tensor each parameter holds; the table
 says which boxes of Hugging Face tensors make it. So this module need not know how TP, PP, EP or ETP

@@ -53,7 +53,7 @@ from mcore_qwen3vl.converters.storage.archive import (
     reconstruct,
     write_archive,
 )
-from mcore_qwen3vl.converters.storage.boxes import Shape, fill
+from mcore_qwen3vl.converters.storage.boxes import Shape, are_exact_cover
 from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in, map_file
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_special_files
@@ -82,7 +82,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         for chunk in chunks:
             self._view(chunk.data)
         for key in self.model_keys():
-            if not fill(self.index.tensors[key].chunks, self.index.tensors[key].shape):
+            if not are_exact_cover(self.index.tensors[key].chunks, self.index.tensors[key].shape):
                 raise self._unfilled_error(key)
 
     def arguments(self) -> Mapping[str, Any]:

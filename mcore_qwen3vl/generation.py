@@ -503,7 +503,7 @@ class Sampler:
                 "top_p and top_k have no effect on greedy decoding: set a temperature above 0."
             )
         try:
-            self.processors = self._processors(config, temperature, top_p, top_k)
+            self.processors = self._logits_processors(config, temperature, top_p, top_k)
         except (ValueError, TypeError) as error:
             raise BadInput(f"generation_config.json cannot be used: {error}.") from None
         self.generator = torch.Generator(device)
@@ -512,7 +512,7 @@ class Sampler:
         else:
             self.generator.manual_seed(seed)
 
-    def _processors(
+    def _logits_processors(
         self,
         config: GenerationConfig,
         temperature: float | None,

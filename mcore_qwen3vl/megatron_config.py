@@ -53,7 +53,7 @@ def architecture_facts(a: Architecture) -> list[Fact]:
     """Return every setting that Megatron needs to know about a model."""
     # A legacy checkpoint stores the arguments in this order.
     return [
-        *_language(a),
+        *_language_facts(a),
         *_hybrid(a),
         *(_experts(a) if any(a.moe_layers) else [Fact("num_experts", "num_moe_experts", None)]),
         *_defaults(a),
@@ -72,7 +72,7 @@ def _field(name: str, value: Any) -> Fact:
     return Fact(None, name, value)
 
 
-def _language(a: Architecture) -> list[Fact]:
+def _language_facts(a: Architecture) -> list[Fact]:
     return [
         _both("num_layers", a.num_hidden_layers),
         _both("hidden_size", a.hidden_size),

@@ -38,7 +38,7 @@ from mcore_qwen3vl.converters.storage.archive import (
     Sums,
     load,
 )
-from mcore_qwen3vl.converters.storage.boxes import Box, Shape, fill
+from mcore_qwen3vl.converters.storage.boxes import Box, Shape, are_exact_cover
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
 from mcore_qwen3vl.layout import Layout
@@ -72,7 +72,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
     def require(self, rows: Iterable[Row], unread: Container[str] = ()) -> None:
         super().require(rows, unread)
         for key, tensor in self.index.tensors.items():
-            if not fill(tensor.chunks, tensor.shape):
+            if not are_exact_cover(tensor.chunks, tensor.shape):
                 raise self._unfilled_error(key)
 
     def arguments(self) -> Mapping[str, Any]:

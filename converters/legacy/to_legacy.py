@@ -178,7 +178,7 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
     assert isinstance(base, ToMcore)
     layout = layout if base.architecture.is_moe else replace(layout, etp=1)
     rows = [row for unit in same.units for row in unit.work]
-    _check(layout, base, rows)
+    _check_layout(layout, base, rows)
     divisor = options.get("make_vocab_size_divisible_by", 1)
     conversion = ToLegacy(base, rows, layout, spec, _arguments(layout, spec, base, divisor))
     files = []
@@ -196,7 +196,7 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
     )
 
 
-def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
+def _check_layout(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
     """Raise BadInput if the layout does not fit the model or the format."""
     a = mcore.architecture
     if not mcore.source.form.head.is_language_model:

@@ -86,7 +86,7 @@ def _of_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Extent]:
         yield Extent((row, *box.offsets), (1, *box.sizes))
 
 
-def fill(boxes: Sequence[Extent], shape: Shape) -> bool:
+def are_exact_cover(boxes: Sequence[Extent], shape: Shape) -> bool:
     """Return whether `boxes`, which lie inside `shape`, cover every element exactly once."""
     return sum(prod(box.sizes) for box in boxes) == prod(shape) and _disjoint(boxes, 0)
 

@@ -276,12 +276,12 @@ _VISION = (
 )
 
 
-def local(activation: Tensor) -> Tensor:
+def same_region(activation: Tensor) -> Tensor:
     """Do nothing: no tensor parallelism, or inputs and weights are whole on every rank."""
     return activation
 
 
-def column(group: Any, linear: Any) -> Region:
+def column_parallel_region(group: Any, linear: Any) -> Region:
     """Return the region after A for a column-parallel weight: (s_local, B, r) -> (s, B, r).
 
     ``linear.sequence_parallel`` is read at each call, because generation turns it off and on.
@@ -291,7 +291,7 @@ def column(group: Any, linear: Any) -> Region:
     return lambda x: (gathered if linear.sequence_parallel else copied)(x, group=group)
 
 
-def row(group: Any, linear: Any) -> Region:
+def row_parallel_region(group: Any, linear: Any) -> Region:
     """Return the region after A for a row-parallel weight: (s, B, r) -> (s_local, B, r)."""
     scattered = tensor_parallel.reduce_scatter_to_sequence_parallel_region
     reduced = tensor_parallel.reduce_from_tensor_model_parallel_region
@@ -301,7 +301,7 @@ def row(group: Any, linear: Any) -> Region:
 def gradient_sum(group: Any) -> Region:
     """Return a region that keeps a whole factor, and sums its gradient over `group`."""
     if group.size() == 1:
-        return local
+        return same_region
     return lambda factor: tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=group)
 
 
@@ -322,13 +322,14 @@ class Kind:
     def region(self, linear: Any) -> Region:
         """Return the region between A and B for `linear`."""
         if self.expert or self.partition_dim is None:
-            return local
-        return (column if self.partition_dim == 0 else row)(self.group, linear)
+            return same_region
+        region = column_parallel_region if self.partition_dim == 0 else row_parallel_region
+        return region(self.group, linear)
 
     @property
     def undivided_region(self) -> Region:
         """The region for the factor that is not divided."""
-        return gradient_sum(self.group) if self.expert else local
+        return gradient_sum(self.group) if self.expert else same_region
 
     @property
     def inputs_differ(self) -> bool:

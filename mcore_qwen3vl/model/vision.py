@@ -45,7 +45,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.model.decoder.attention import turn, turn_fused
+from mcore_qwen3vl.model.decoder.attention import rotate, rotate_fused
 from mcore_qwen3vl.model.inputs import (
     PER_PATCH,
     VisualInputs,
@@ -255,10 +255,10 @@ class FrameAttention(Qwen3VLVisionAttention):
         if self.fused:
             if not hasattr(cos, "angles"):  # once for all blocks
                 cos.angles = torch.atan2(sin, cos)[:, None, None]  # type: ignore[attr-defined]
-            turned = turn_fused(pair, cos.angles)  # type: ignore[attr-defined]
+            turned = rotate_fused(pair, cos.angles)  # type: ignore[attr-defined]
         else:  # in float32, as HF does
             half = cos.shape[-1] // 2
-            turned = turn(pair, cos[:, None, None, :half], sin[:, None, None, :half])
+            turned = rotate(pair, cos[:, None, None, :half], sin[:, None, None, :half])
         query, key = turned.unbind(1)
         # A copy, because a view of `qkv` would keep all of it for the backward pass.
         value = value.squeeze(1).contiguous()

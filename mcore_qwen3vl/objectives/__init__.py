@@ -1,1 +1,1 @@
-"""Losses of preference and policy training, as pure functions of log-probabilities."""
+"""Losses of pairs, teachers, embeddings and scores, as pure functions, and their settings."""

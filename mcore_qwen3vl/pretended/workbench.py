@@ -143,7 +143,7 @@ def serve(parent: str, *imports: str) -> None:
             call = pickle.load(sys.stdin.buffer)
         except EOFError:
             leave_at_once()
-        _send(answers, _in_a_fork(partial(_call_function, *call)))
+        _send(answers, _call_in_fork(partial(_call_function, *call)))
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def _answering_for_the_device() -> Iterator[None]:
 
     @cache
     def answer(device: Any = None) -> SimpleNamespace:
-        answers, error = _in_a_fork(lambda: (_plain(ask(0)), None))
+        answers, error = _call_in_fork(lambda: (_plain(ask(0)), None))
         if error is not None:
             raise Failed(f"the properties of the simulated GPU cannot be read: {error}")
         return SimpleNamespace(**answers)
@@ -176,7 +176,7 @@ def _plain(properties: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
 
 
-def _in_a_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+def _call_in_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Call `run` in a fork and return its result and error; one of them is None."""
     readable, writable = os.pipe()
     server = os.getpid()

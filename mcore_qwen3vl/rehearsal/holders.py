@@ -1,4 +1,4 @@
-"""What a record is by: phases of an iteration, and the purpose of a piece of device memory."""
+"""The names by which a rehearsal counts: phases of an iteration, and holders of device memory."""
 
 from __future__ import annotations
 

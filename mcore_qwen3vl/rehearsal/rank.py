@@ -221,7 +221,7 @@ class StageWork:
 
         Returns:
             For each virtual stage, the work of one micro-batch: the mean over the iteration's. See
-            :meth:`.rank.Rank.tally` for its keys.
+            :meth:`mcore_qwen3vl.pretended.rank.Rank.tally` for its keys.
         """
         work = [
             {
@@ -328,8 +328,8 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
         progress: file to which the name of each interval is appended when it ends.
 
     Returns:
-        ``peak``, ``refused`` (or None) and ``over time`` (a list): :class:`~.rank.Moment` as
-        dictionaries; ``error``: None, or what stopped the run; ``parameters``: their number by
+        ``peak``, ``refused`` (or None) and ``over time`` (a list): :class:`pretended.rank.Moment`
+        as dictionaries; ``error``: None, or what stopped the run; ``parameters``: their number by
         part; ``retries`` of the allocator; ``host bytes``: peak memory of this process.
 
     Raises:

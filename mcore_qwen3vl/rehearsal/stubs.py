@@ -60,6 +60,8 @@ def install_deep_ep() -> None:
 
 
 class _Event:
+    """In place of DeepEP's ``EventOverlap``, whose ends it does not wait for."""
+
     def __init__(self, event: Any = None) -> None: ...
 
     def current_stream_wait(self) -> None: ...

@@ -177,7 +177,7 @@ class DataProvider:
         """Return the number of steps of ``--num-epochs``; all ranks call this, with the model."""
         settings, kept = self._settings, [0]
         if dist.get_rank() == 0:
-            kept[0] = self._steps_of_saved() or 0
+            kept[0] = self._steps_of_resumed_run() or 0
             if not kept[0]:
                 self.train_loader = self._training_loader(data_config(settings))
                 length = self.train_loader.length if self.train_loader else 0
@@ -187,7 +187,7 @@ class DataProvider:
         self._steps = kept[0]
         return self._steps
 
-    def _steps_of_saved(self) -> int | None:
+    def _steps_of_resumed_run(self) -> int | None:
         """Return the steps of the run that is resumed, if it has as many epochs.
 
         Another number of ranks would pack the samples differently.

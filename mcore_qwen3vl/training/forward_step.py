@@ -1,6 +1,10 @@
-"""The forward step: run a batch through the model and compute its loss, one of those over tokens.
+"""The forward step that Megatron calls, what it reduces, and the losses over single tokens.
 
-Losses have names: ours, those of entry points, and any ``module:function``. A loss turns this
+A forward step takes a batch, runs the model, and hands losses to an objective. The objective of
+token losses is here, with that of a further token; those of samples, pairs and a teacher are in
+:mod:`mcore_qwen3vl.training.objectives`. Sums of samples and of data sets are kept for the log.
+
+Token losses have names: ours, those of entry points, and any ``module:function``. One turns this
 rank's per-token cross entropies into a sum and a normaliser. Both are added up over micro-batches,
 DP and CP, and divided once, so the loss is a mean over the whole global batch, never a mean of
 means. The default's normaliser is the number of trained tokens, like HF's ``num_items_in_batch``.

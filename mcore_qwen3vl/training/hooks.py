@@ -286,11 +286,18 @@ def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
     """Replace ``_allreduce_non_tensor_model_parallel_grads``; the sums are the same.
 
     Some parameters are replicated on every TP rank, while each rank's gradient comes from a part of
-    the tokens: those of norms under SP (``model/decoder/norm.py``), of the vision tower
-    (``model/vision.py``), of a delta net's norm (``model/decoder/delta_net.py``), and of LoRA's
-    factors that are not divided (``model/lora_modules.py``). mcore copies all these
-    gradients into one tensor before it reduces them. For the tower that takes 2.2 GB, at the moment
-    of peak memory of an MoE model under full recompute.
+    the tokens or of the heads. mcore sums up the gradients of
+
+    * norms of queries and keys, which it knows by their names, with SP and without;
+    * what is marked ``sequence_parallel``, under SP: its router marks itself, and we mark other
+      norms (``model/decoder/norm.py``) and the vision tower (``model/vision.py``).
+
+    It takes the mean of what is marked ``average_gradients_across_tp_domain``: without SP the tower
+    and a delta net's norm (``model/decoder/delta_net.py``). LoRA's undivided factors have the marks
+    of their weight, or the first (``model/lora_modules.py``).
+
+    mcore copies all these gradients into one tensor before it reduces them. For the tower that
+    takes 2.2 GB, at the moment of peak memory of an MoE model under full recompute.
     """
     for chunk in model:
         for parameters in _pieces(chunk.named_parameters()):
@@ -298,7 +305,10 @@ def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
 
 
 def _pieces(parameters: Iterator[Named]) -> Iterator[list[Named]]:
-    """Divide parameters, in order, into pieces; only those that are reduced have a size."""
+    """Divide parameters, in order, into pieces by the size of those that have a mark.
+
+    Norms of queries and keys without SP are reduced too, and are too small to count.
+    """
     piece: list[Named] = []
     size = 0
     for name, parameter in parameters:

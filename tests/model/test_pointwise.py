@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.model import kernels
-from mcore_qwen3vl.model.decoder.attention import turn
+from mcore_qwen3vl.model.decoder.attention import rotate
 from mcore_qwen3vl.model.head import Columns, token_log_probs
 from mcore_qwen3vl.model.kernels import Pointwise
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -41,7 +41,7 @@ def _results() -> list[Tensor]:
     for tokens, batch, of_tables, dtype in ((7, 2, 2, torch.float32), (9, 1, 1, torch.bfloat16)):
         x = torch.randn(tokens, batch, 3, 10, dtype=dtype, requires_grad=True)
         cos, sin = torch.rand(2, tokens, of_tables, 1, 5)
-        turned = turn(x, cos, sin)
+        turned = rotate(x, cos, sin)
         turned.backward(torch.randn_like(turned))
         found += [turned, x.grad]
     hidden, weight = torch.randn(11, 2, 6, requires_grad=True), torch.randn(13, 6)
@@ -80,7 +80,7 @@ PROGRAM = """
 
     import torch
     from mcore_qwen3vl.model import kernels
-    from mcore_qwen3vl.model.decoder.attention import turn
+    from mcore_qwen3vl.model.decoder.attention import rotate
     from mcore_qwen3vl.model.head import Columns, token_log_probs
     from mcore_qwen3vl.pretended.device import Device
 
@@ -88,7 +88,7 @@ PROGRAM = """
         on = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
         x, hidden = torch.empty(64, 2, 4, 16, **on), torch.empty(64, 1, 32, **on)
         table = torch.empty(64, 1, 1, 8, device="cuda")
-        turn(x, table, table).backward(x.detach())
+        rotate(x, table, table).backward(x.detach())
         targets = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
         weight = torch.empty(96, 32, **on)
         found, _ = token_log_probs(hidden, weight, targets, Columns(0, 96, chunk=16))

@@ -260,7 +260,9 @@ def measure(
             return None
         sizes = Sizes.load(file)
         compared, title = sizes.doubtful(), f"comparing the media of {data} with their measurement"
-        now = _in_children(partial(_stamp_one, factory, stamp), data, compared, processes, title)
+        now = _map_in_children(
+            partial(_stamp_one, factory, stamp), data, compared, processes, title
+        )
         return sizes if now == sizes.stamps[compared].tolist() else None
 
     def measure_all() -> Sizes:
@@ -268,7 +270,7 @@ def measure(
             partial(_measure_one, factory, size),
             f"measuring {data}, once, to balance work",
         )
-        return Sizes(_in_children(work, data, range(factory.count()), processes, title))
+        return Sizes(_map_in_children(work, data, range(factory.count()), processes, title))
 
     try:
         if (sizes := read_sizes()) is None:
@@ -284,7 +286,7 @@ def measure(
     factory.sizes = sizes
 
 
-def _in_children[R](
+def _map_in_children[R](
     work: Callable[[int], R], data: Path, indices: Sequence[int], processes: int, title: str
 ) -> list[R]:
     """Return what `work` makes of samples, always in child processes.

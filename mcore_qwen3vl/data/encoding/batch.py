@@ -1,4 +1,8 @@
-"""A micro-batch, ready for the model."""
+"""A micro-batch, ready for the model: its tensors, what a task needs besides, and its assembly.
+
+:class:`Batcher` makes one of encoded samples: padded or packed, with labels, 3-D positions that
+begin anew with each sample, and the boundaries of a pack.
+"""
 
 from __future__ import annotations
 

@@ -128,27 +128,27 @@ def apply_rotary(x: Tensor, angles: Tensor, *, fused: bool, factor: float = 1.0)
         factor: what cosines and sines are multiplied by; the same for all layers.
     """
     if fused and factor == 1:
-        return turn_fused(x, angles)
+        return rotate_fused(x, angles)
     tables = getattr(angles, "tables", None)
     if tables is None:
         half = angles[..., : angles.shape[-1] // 2]
         tables = (factor * half.cos()).to(x.dtype), (factor * half.sin()).to(x.dtype)
         angles.tables = tables  # type: ignore[attr-defined]
-    return turn(x, *tables)
+    return rotate(x, *tables)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (S, B, heads, D), keeping only the tables for the backward pass.
 
     The tables are (S, B or 1, 1, R / 2), in the dtype to compute in. Source: HF
     ``apply_rotary_pos_emb`` of Qwen3-VL: the halves of R are the coordinates. Values of a head
     after the first R stay as they are.
     """
-    turned: Tensor = _Turn.apply(x, cos, sin)
+    turned: Tensor = _Rotate.apply(x, cos, sin)
     return turned
 
 
-def turn_fused(x: Tensor, angles: Tensor) -> Tensor:
+def rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate (S, B, heads, D) with Transformer Engine's kernel, which computes in float32.
 
     The angles are (S, B or 1, 1, R) float32, the second half of R like the first. The kernel, too,
@@ -163,7 +163,7 @@ def turn_fused(x: Tensor, angles: Tensor) -> Tensor:
     return fused_apply_rotary_pos_emb(tokens, of_tokens).view(x.shape)
 
 
-class _Turn(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):
     """Rotates; the backward rotates the gradient back."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Checks and extras around Megatron's own loading and saving.
+"""Which checkpoint a run resumes from, and the model's files beside those that it saves.
 
 A run that was killed while writing, or a full disk, leaves a checkpoint whose files are missing,
 short or empty. With thousands of ranks, one of them should find that before Megatron starts

@@ -153,7 +153,7 @@ class Needs:
     disk: float
 
 
-def needs_of(reference: ReferenceCheckpoint, case: Case, batches: Sequence[str]) -> Needs:
+def memory_and_disk_of(reference: ReferenceCheckpoint, case: Case, batches: Sequence[str]) -> Needs:
     """Calculate what a comparison with its results in files takes.
 
     One model and its gradients are in memory at a time: first the reference, then the ranks of
@@ -212,10 +212,10 @@ def _fit_memory(
         BadInput: the machine has too little memory or disk space for that.
     """
     available = psutil.virtual_memory().available
-    needs = needs_of(reference, case, batches)
+    needs = memory_and_disk_of(reference, case, batches)
     if needs.memory > available and case.gradients:
         case = replace(case, weights_in_files=True)
-        needs = needs_of(reference, case, batches)
+        needs = memory_and_disk_of(reference, case, batches)
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     line = (

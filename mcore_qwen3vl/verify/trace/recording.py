@@ -281,8 +281,16 @@ def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
         (ACTIVATIONS, rounded.values, exact.values),
         (ACTIVATION_GRADIENTS, rounded.gradients, exact.gradients),
         (GRADIENTS, rounded.expected.gradients, exact.expected.gradients),
-        ("logits", _first_values(rounded.expected.logits), _first_values(exact.expected.logits)),
-        ("loss", _first_values(rounded.expected.losses), _first_values(exact.expected.losses)),
+        (
+            "logits",
+            _of_first_micro_batch(rounded.expected.logits),
+            _of_first_micro_batch(exact.expected.logits),
+        ),
+        (
+            "loss",
+            _of_first_micro_batch(rounded.expected.losses),
+            _of_first_micro_batch(exact.expected.losses),
+        ),
     ]
     tolerances = Tolerances()
     for part, of_rounded, of_exact in pairs:
@@ -292,5 +300,5 @@ def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
     return tolerances
 
 
-def _first_values(values: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def _of_first_micro_batch(values: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {"all": values[0]}

@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.megatron_checkpoint import (
     FileRange,
     MegatronCheckpoint,
 )
-from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, fill, flat_range
+from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, are_exact_cover, flat_range
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 
@@ -69,12 +69,12 @@ def test_against_counting() -> None:
             moved = (rng.randrange(n - k + 1) for n, k in zip(shape, boxes[at].sizes, strict=True))
             boxes[at] = replace(boxes[at], offsets=tuple(moved))
         rng.shuffle(boxes)
-        assert fill(boxes, shape) == covered_once(boxes, shape)
+        assert are_exact_cover(boxes, shape) == covered_once(boxes, shape)
         found[covered_once(boxes, shape)] += 1
     assert min(found.values()) > 50
     wheel = [Extent(*box) for box in PINWHEEL]
-    assert fill(wheel, (3, 3))
-    assert not fill([*wheel[1:], Extent((0, 1), (1, 2))], (3, 3))
+    assert are_exact_cover(wheel, (3, 3))
+    assert not are_exact_cover([*wheel[1:], Extent((0, 1), (1, 2))], (3, 3))
 
 
 def test_a_layer_is_read_from_chunks_of_several_layers() -> None:

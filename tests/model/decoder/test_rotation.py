@@ -7,7 +7,7 @@ import torch
 from megatron.core.extensions import transformer_engine
 from torch import Tensor
 
-from mcore_qwen3vl.model.decoder.attention import turn, turn_fused
+from mcore_qwen3vl.model.decoder.attention import rotate, rotate_fused
 
 LENGTH, BATCH, HEADS, WIDTH = 7, 2, 3, 10
 PART = 6
@@ -49,10 +49,10 @@ def test_equals_plain_torch(
         if by_plain:
             turned = plain(own, angles)
         elif fused:
-            turned = turn_fused(own, angles)
+            turned = rotate_fused(own, angles)
         else:
             half = angles[..., : rotated // 2]
-            turned = turn(own, half.cos(), half.sin())
+            turned = rotate(own, half.cos(), half.sin())
         assert turned.shape == x.shape
         (gradient,) = torch.autograd.grad((turned * x.exp()).sum(), own)
         results.append((turned.detach(), gradient))
@@ -62,7 +62,7 @@ def test_equals_plain_torch(
 def test_exact_tables_round_once() -> None:
     x, angles = given(1)
     half = angles[..., : WIDTH // 2].float()
-    found = turn(x.bfloat16(), half.cos(), half.sin())
+    found = rotate(x.bfloat16(), half.cos(), half.sin())
     right = plain(x.bfloat16().double(), torch.cat([half, half], -1).double())
     assert found.dtype == torch.bfloat16
     assert ((found.double() - right).abs() <= 1.001 * 2**-8 * right.abs()).all()

@@ -74,8 +74,8 @@ def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
 def test_float64_tells_another_function_from_rounding(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = attention.turn
-    monkeypatch.setattr(attention, "turn", lambda *inputs: exact(*inputs) * (1 + 1e-8))
+    exact = attention.rotate
+    monkeypatch.setattr(attention, "rotate", lambda *inputs: exact(*inputs) * (1 + 1e-8))
     assert matrix.compare_row(MatrixRow("dense", "single", ("text",))).ok
     report = matrix.compare_row(MatrixRow("dense", "single", ("text",), {"dtype": "fp64"}))
     assert {part for _, part in report.parts()} == {"logits", "loss", "gradients"}

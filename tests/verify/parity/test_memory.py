@@ -23,7 +23,7 @@ from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.verify.parity import comparison, on_rank
 from mcore_qwen3vl.verify.parity.case import AdamW, Case
-from mcore_qwen3vl.verify.parity.comparison import Needs, needs_of, verify_parity
+from mcore_qwen3vl.verify.parity.comparison import Needs, memory_and_disk_of, verify_parity
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import (
     ReferenceCheckpoint,
@@ -205,7 +205,7 @@ def published(tmp_path: Path) -> Path:
 
 def needs(path: Path, layout: str, **options: Any) -> Needs:
     case = Case(Layout.parse(layout), adamw=AdamW(), **options)
-    return needs_of(ReferenceCheckpoint(path), case, ["mixed"])
+    return memory_and_disk_of(ReferenceCheckpoint(path), case, ["mixed"])
 
 
 def test_the_needs_are_those_of_one_model_with_its_gradients(published: Path) -> None:
@@ -218,7 +218,7 @@ def test_the_needs_are_those_of_one_model_with_its_gradients(published: Path) ->
     assert single.memory - in_files.memory == pytest.approx(model, rel=0.01)
     assert in_files.disk == pytest.approx(3 * model, rel=0.01)
     assert needs(published, "cp2").memory == pytest.approx(4 * model + 6 * largest, abs=2 * GB)
-    forward = needs_of(ReferenceCheckpoint(published), Case(gradients=False), ["mixed"])
+    forward = memory_and_disk_of(ReferenceCheckpoint(published), Case(gradients=False), ["mixed"])
     assert forward.memory == pytest.approx(model, abs=1.5 * GB)
     assert forward.disk == 0
 
