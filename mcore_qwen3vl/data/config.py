@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-import yaml
-
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
@@ -307,6 +305,8 @@ def _expand_mixture(path: Path, weight: float) -> list[Source]:
 
 
 def _content(path: Path) -> Any:
+    import yaml  # here, because every command imports this module
+
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:

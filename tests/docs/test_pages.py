@@ -146,9 +146,11 @@ def test_the_api_reference_has_every_package():
         if name.startswith("::: ")
     }
     packages = {f"mcore_qwen3vl.{p.parent.name}" for p in ROOT.glob("mcore_qwen3vl/*/__init__.py")}
-    folders = ROOT.glob("converters/*/__init__.py")
-    packages |= {f"mcore_qwen3vl.converters.{init.parent.name}" for init in folders}
-    unshown = {"cli", "converters", "launch"}  # the packages of `converters` are shown
+    parts = [init.parent for init in ROOT.glob("converters/*/__init__.py")]
+    parts += [file for file in ROOT.glob("converters/*.py") if file.stem != "__init__"]
+    packages |= {f"mcore_qwen3vl.converters.{part.stem}" for part in parts}
+    packages |= {"mcore_qwen3vl.generation", "mcore_qwen3vl.standalone"}
+    unshown = {"cli", "converters", "launch"}  # the parts of `converters` are shown
     assert packages - shown == {f"mcore_qwen3vl.{name}" for name in unshown}
 
 

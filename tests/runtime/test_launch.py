@@ -14,9 +14,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
-from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout, tell
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import RanksFailed, initialize, run_layout, tell
 from mcore_qwen3vl.training.run import _choose_device
 
 
@@ -110,6 +112,20 @@ def test_hanging_ranks_are_killed_and_say_where_they_were() -> None:
     assert "in hang" in str(failure.value)
     assert "in barrier" in str(failure.value)
     assert "pytest" not in str(failure.value)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_that_hangs_in_its_set_up_says_who_called_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work() -> None:
+        initialize(Layout())
+
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda **sizes: time.sleep(60))
+    with pytest.raises(RanksFailed, match=r"rank 0 did not finish within 2 s") as failure:
+        run_layout(work, 1, timeout=2)
+    assert "in initialize" in str(failure.value)
+    assert "in work" in str(failure.value)
 
 
 def _start_ranks(started: Path) -> None:

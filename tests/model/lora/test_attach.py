@@ -1,4 +1,4 @@
-"""What lora adapters changes and what not: memory, frozen weights, dropout, TE's calls."""
+"""What attaching adapters changes and what not: memory, frozen weights, dropout, TE's calls."""
 
 from __future__ import annotations
 
