@@ -182,7 +182,7 @@ def _row(name: str, outcome: RoleOutcome, estimate: float) -> str:
         f"{outcome.spare / 1e9:.1f} ({outcome.spare / outcome.usable:.0%})",
         f"{estimate / 1e9:.1f} ({estimate / outcome.peak - 1:+.0%})",
         f"{iteration.counters['launches']:,}",
-        f"{outcome.host_syncs:,}",
+        f"{outcome.host_sync_count:,}",
         f"{outcome.seconds:.0f}",
     )
     return f"| {' | '.join(cells)} |\n"

@@ -76,7 +76,7 @@ output = Console(highlight=False, width=None if os.isatty(1) else 200)
 messages = Console(stderr=True, highlight=False)
 
 
-def prepare_streams() -> None:
+def prepare_standard_streams() -> None:
     """Prepare standard output and error for every locale, and for readers that leave.
 
     A closed stream, which a ``cron`` job may have, becomes ``/dev/null``. Text is read and written

@@ -69,7 +69,7 @@ def test_a_closed_stream_changes_nothing(closed: str, tmp_path: Path) -> None:
     program = (
         "import os, subprocess, sys\n"
         "from mcore_qwen3vl import console\n"
-        "console.prepare_streams()\n"
+        "console.prepare_standard_streams()\n"
         "with open('done', 'w') as file:\n"
         "    console.say('a'); console.name_unused([]); console.messages.print('a')\n"
         "    console.emit_json(['a']); os.write(1, b'a'); os.write(2, b'a'); sys.stdin.read()\n"
@@ -186,7 +186,7 @@ def test_other_encodings(surroundings: dict[str, str], tmp_path: Path) -> None:
     program = (
         "from pathlib import Path\n"
         "from mcore_qwen3vl import console\n"
-        "console.prepare_streams()\n"
+        "console.prepare_standard_streams()\n"
         "Path('a').write_text('\\u00e9\\u2713')\n"  # as a library, without an encoding
         "console.output.print('\\u00e9\\u2713')\n"
     )
@@ -209,7 +209,7 @@ def test_a_reader_that_leaves_does_not_change_the_end(
     program = (
         "import sys\n"
         "from mcore_qwen3vl import console\n"
-        "console.prepare_streams()\n"
+        "console.prepare_standard_streams()\n"
         "for _ in range(3):\n"
         "    print('a' * 100_000, file=sys.stderr)\n"
         "    print('a' * 100_000)\n"

@@ -40,7 +40,7 @@ from mcore_qwen3vl.converters.offline.to_hf import (
     layout_notes,
     stream_copy,
 )
-from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
+from mcore_qwen3vl.converters.offline.to_mcore import open_huggingface, reading_notes
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.converters.storage.dtypes import cast, parse_dtype
@@ -92,7 +92,7 @@ def plan_merge(
     architecture = Architecture.from_hf(base)
     choice = expert_layout or ("published" if architecture.is_moe else "source")
     layout = chosen_layout(architecture, choice)
-    checkpoint = open_checkpoint(base, architecture)
+    checkpoint = open_huggingface(base, architecture)
     lora = read_adapter(adapter, base, roles=roles)
     if LM_HEAD in lora.factors or LM_HEAD in lora.saved:
         checkpoint.form.require_language_model(base)

@@ -247,6 +247,7 @@ class SplitExperts:
     def _read_matrix(
         self, expert: int, rows: slice, columns: slice, get: Callable[[str, Selection], Tensor]
     ) -> Tensor:
+        """Return a part of one expert's matrix; `rows` and `columns` are those of its parts."""
         pieces = []
         for number, name in enumerate(self.parts[expert]):
             above = number * self.height

@@ -97,7 +97,7 @@ class ToLegacy:
         return {"size": file.stat().st_size}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
-        self.mcore.accompany(tree, results)
+        self.mcore.write_files_beside(tree, results)
 
     def models(self, rank: Rank) -> Iterator[tuple[Stage, list[_LocalTensor]]]:
         """Yield the rank's pipeline chunks with their parameters, in the order of the network."""

@@ -123,7 +123,8 @@ class Row:
         sources: the HF tensors, in the order in which `rearrangement` numbers them.
         rearrangement: how the HF tensors become the piece.
         tp_axis: the axis of the piece that tensor parallelism cuts (ETP for an expert), or None
-            if every rank holds the whole piece.
+            if every rank holds the whole piece. The legacy format and counts need it; on a running
+            model its ``sharded_state_dict`` divides.
         tp_parts: number of equal parts along `tp_axis` that are each cut (2 for gate and up).
         layer, expert: the decoder layer and the expert that the piece belongs to; None outside.
     """

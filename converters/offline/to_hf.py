@@ -48,7 +48,7 @@ from mcore_qwen3vl.converters.offline.engine import (
     group_units,
     unit_bytes,
 )
-from mcore_qwen3vl.converters.offline.to_mcore import mtp_notes, open_checkpoint, reading_notes
+from mcore_qwen3vl.converters.offline.to_mcore import mtp_notes, open_huggingface, reading_notes
 from mcore_qwen3vl.converters.place import INDEX, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
@@ -391,7 +391,7 @@ def plan_hf_to_hf(
     source, wanted = Path(src), parse_dtype(dtype)
     architecture = Architecture.from_hf(source)
     layout = chosen_layout(architecture, expert_layout)
-    checkpoint = open_checkpoint(source, architecture)
+    checkpoint = open_huggingface(source, architecture)
     form = checkpoint.form if expert_layout == "source" else checkpoint.form.for_transformers
     rows, notes = architecture.vocab_size, layout_notes(architecture, layout)
     if vocab_size is not None:

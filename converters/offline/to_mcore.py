@@ -112,9 +112,9 @@ class ToMcore:
         write_durably(folder / METADATA, dumps_metadata(index))
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_durably(folder / "metadata.json", json.dumps(backend).encode())
-        self.accompany(tree, results)
+        self.write_files_beside(tree, results)
 
-    def accompany(self, tree: Path, results: dict[str, Any]) -> None:
+    def write_files_beside(self, tree: Path, results: dict[str, Any]) -> None:
         """Write the files beside the weights in any mcore format; the tracker comes last."""
         copy_companions(self.source.path, tree / HF_FOLDER, Changes(dtype=self.dtype))
         write_form(tree / HF_FOLDER, self.source.form)
@@ -218,7 +218,7 @@ def plan(
     architecture = Architecture.from_hf(source)
     multiple = make_vocab_size_divisible_by * tp  # as Megatron pads
     padded = -(-architecture.vocab_size // multiple) * multiple
-    checkpoint = open_checkpoint(source, architecture)
+    checkpoint = open_huggingface(source, architecture)
     head, mtp = checkpoint.form.head.in_megatron, checkpoint.has_mtp
     centred: frozenset[str] = frozenset()
     rows = table(architecture, padded_vocab_size=padded, head=head, mtp=mtp)
@@ -264,7 +264,7 @@ def plan(
     )
 
 
-def open_checkpoint(source: Path, architecture: Architecture) -> HuggingFaceCheckpoint:
+def open_huggingface(source: Path, architecture: Architecture) -> HuggingFaceCheckpoint:
     """Open a checkpoint and check that it holds the model that its config describes.
 
     Raises:

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     wants_json = "--json" in (sys.argv if arguments is None else arguments)
     console.json_was_written.set(False)
-    console.prepare_streams()
+    console.prepare_standard_streams()
     machine.warn_of_versions()
     try:
         with console.name_slow_imports():

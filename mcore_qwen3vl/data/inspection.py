@@ -297,7 +297,10 @@ def _balance(
     ranks: int,
     micro_batches: int,
 ) -> dict[str, Balance]:
-    """Divide the shuffled data over ranks as the loaders do; repeat a small data set."""
+    """Return how even the ranks' work is with each way of packing, by its name.
+
+    The shuffled data are divided over ranks as the loaders do, a small data set repeatedly.
+    """
     least = _BUFFERS * ranks * config.packing_buffer
     random = np.random.default_rng(0)
     epochs = -(-least // len(report.sizes))
@@ -544,13 +547,13 @@ def _media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
                 width=grid[2] * images.patch_size,
                 features=item.patches // images.merge_size**2,
                 pictures=[_data_uri(frame) for frame in frames[:PICTURES]],
-                times=_times(item, processor)[:PICTURES],
+                times=_timestamp_texts(item, processor)[:PICTURES],
             )
         )
     return shown
 
 
-def _times(item: PlannedMedia, processor: Any) -> list[str]:
+def _timestamp_texts(item: PlannedMedia, processor: Any) -> list[str]:
     """Return the texts that the model reads before each pair of frames."""
     if item.metadata is None:
         return []

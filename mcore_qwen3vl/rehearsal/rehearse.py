@@ -117,7 +117,7 @@ class RoleOutcome:
         return {name: facts[name] for name in names if self.ok and facts.get(name)}
 
     @property
-    def host_syncs(self) -> int:
+    def host_sync_count(self) -> int:
         """Host syncs of one iteration, without those of periodic logging."""
         iteration = self.iteration
         syncs = iteration.host_syncs if iteration is not None else []

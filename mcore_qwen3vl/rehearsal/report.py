@@ -158,7 +158,7 @@ def _show_work(rehearsal: Rehearsal) -> None:
         numbers = ["", "", "", ""]
         if iteration is not None:
             flops = (iteration.flops.get(kind, 0) / 1e12 for kind in ("gemm", "attention"))
-            counts = (iteration.counters["launches"], outcome.host_syncs)
+            counts = (iteration.counters["launches"], outcome.host_sync_count)
             numbers = [*(f"{count:,}" for count in counts), *(f"{n:,.1f}" for n in flops)]
         parameters = f"{sum(outcome.measured['parameters'].values()) / 1e9:.2f} G"
         role, seconds = outcome.role, f"{outcome.seconds:.0f}"

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from mcore_qwen3vl.console import prepare_streams
+from mcore_qwen3vl.console import prepare_standard_streams
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.pretended.device import is_preloaded
@@ -204,7 +204,7 @@ def _run_rank(work: _Work, pipe: Connection) -> None:
     # A collection would visit, and so copy, each object that a fork shares with its parent.
     gc.freeze()
     end_with_parent()
-    prepare_streams()  # a fresh interpreter's are as Python made them
+    prepare_standard_streams()  # a fresh interpreter's are as Python made them
     with work.stacks.open("w", encoding="utf-8") as stacks:
         faulthandler.dump_traceback_later(max(work.timeout - 1, 0.9 * work.timeout), file=stacks)
         try:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from mcore_qwen3vl import machine
-from mcore_qwen3vl.console import prepare_streams, visible
+from mcore_qwen3vl.console import prepare_standard_streams, visible
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
@@ -21,7 +21,7 @@ def entry() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())
-    prepare_streams()
+    prepare_standard_streams()
     if os.environ.get("RANK", "0") == "0":
         machine.warn_of_versions()
     command = CommandLine(sys.argv[1:])

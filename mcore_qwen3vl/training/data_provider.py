@@ -188,9 +188,9 @@ class DataProvider:
         return self._steps
 
     def _steps_of_resumed_run(self) -> int | None:
-        """Return the steps of the run that is resumed, if it has as many epochs.
+        """Return the steps of the run that is resumed, if it has the same number of epochs.
 
-        Another number of ranks would pack the samples differently.
+        The saved number stays, because another number of ranks would pack the samples differently.
         """
         checkpoints, load = self._settings.checkpoints, self._settings.checkpoints.load
         iteration = checkpoints.ckpt_step or (load and read_tracker(Path(load)))

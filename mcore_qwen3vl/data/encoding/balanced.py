@@ -56,7 +56,7 @@ from mcore_qwen3vl.data.encoding.packing import (
     Measure,
     Size,
     divide,
-    extra_work,
+    uneven_work,
 )
 from mcore_qwen3vl.data.encoding.preparation import Plan
 from mcore_qwen3vl.data.loading.datasets import ABSENT, SOURCE, Order, Part, length_of_epoch
@@ -607,7 +607,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
     def _divide(self, samples: Sequence[Any], **options: int) -> Division:
         sizes = [sample.size for sample in samples]
         lengths = [self.config.padded(size.tokens) for size in sizes]
-        works = [extra_work(self._architecture, size, self._trained) for size in sizes]
+        works = [uneven_work(self._architecture, size, self._trained) for size in sizes]
         return divide(list(map(Measure, lengths, works)), self.config.seq_length, **options)
 
     @stateless

@@ -176,7 +176,10 @@ class Batch:
         return replace(self, **mapped)
 
     def device_tensors(self) -> list[Tensor]:
-        """Return the tensors that :meth:`map_tensors` replaces, and those with a patch axis."""
+        """Return all tensors that move to the device, which the stream that reads them must keep.
+
+        They are those that :meth:`map_tensors` replaces, and those with a patch axis.
+        """
         tensors = [getattr(self, name) for name in _PER_TOKEN]
         tensors += [getattr(self.visual, name) for name in PER_PATCH] if self.visual else []
         for value in vars(self.task).values() if self.task else ():

@@ -427,6 +427,7 @@ class LabelledTaskEncoder(GroupTaskEncoder):
         return min(length, self.config.seq_length)
 
     def _task_inputs(self, assemble: Callable[..., Batch], records: list[Record]) -> Labelled:
+        """Return the labels, and the batch in which each prompt has its neighbour's answer."""
         plans = [record.plans[0] for record in records]
         pairs = zip(plans, [plans[-1], *plans[:-1]], strict=True)
         exchanged = [_with_answer(plan, other, self.config.seq_length) for plan, other in pairs]

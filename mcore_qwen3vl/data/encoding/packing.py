@@ -153,7 +153,7 @@ def _pack(
     return bins, sorted(left)
 
 
-def extra_work(architecture: Architecture, size: Size, trained: Trained = ALL) -> float:
+def uneven_work(architecture: Architecture, size: Size, trained: Trained = ALL) -> float:
     """Return the FLOPs of a sample, except those of its tokens' linear layers.
 
     Those cost the same in every pack, since every pack is padded to `seq_length`.
@@ -222,7 +222,7 @@ class Workload:
 
     def __init__(self, architecture: Architecture, sizes: Sequence[Size], capacity: int) -> None:
         self.lengths = [size.tokens for size in sizes]
-        self.extra = [extra_work(architecture, size) for size in sizes]
+        self.extra = [uneven_work(architecture, size) for size in sizes]
         self.capacity = capacity
         self.linear = flops.language(architecture, capacity, 0)
         """FLOPs of a pack's linear layers, padding included."""

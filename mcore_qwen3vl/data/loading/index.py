@@ -137,9 +137,9 @@ def _index_jsonl(path: Path) -> None:
         index.append(end)
     # A blank line is no record, but counts as a line: the number of records before each is kept.
     if blanks:  # `tofile` would not report a full disk
-        _blanks_of(path).write_bytes(np.array(blanks, np.int64).tobytes())
+        _blanks_file(path).write_bytes(np.array(blanks, np.int64).tobytes())
     else:
-        _blanks_of(path).unlink(missing_ok=True)
+        _blanks_file(path).unlink(missing_ok=True)
 
 
 def _index_tars(path: Path) -> None:
@@ -214,17 +214,17 @@ def record_of(path: Path, line: int) -> int:
     return record
 
 
-def _blanks_of(path: Path) -> Path:
+def _blanks_file(path: Path) -> Path:
     return path.with_name(path.name + ".idx.blank")
 
 
 def _blanks(path: Path) -> np.ndarray:
     """Return, for each blank line of a JSONL file, the number of records before it; ascending."""
     try:
-        written = os.stat(_blanks_of(path)).st_mtime_ns
+        written = os.stat(_blanks_file(path)).st_mtime_ns
     except FileNotFoundError:
         return np.zeros(0, np.int64)
-    return _read_blanks(_blanks_of(path), written)
+    return _read_blanks(_blanks_file(path), written)
 
 
 @cache

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from mcore_qwen3vl.data.records.reading import BadSample, Observed, check_keys, number
+from mcore_qwen3vl.data.records.reading import BadSample, Observed, number, unused_keys
 from mcore_qwen3vl.unused import Fields, Unused
 
 Kind = Literal["image", "video"]
@@ -148,7 +148,7 @@ def unused_of(kind: Kind, reference: Any) -> list[Unused]:
     place = next((key for key in keys if reference.get(key)), "")
     # The path beside an image's bytes is its name, as in the ``Image`` feature of ``datasets``.
     fields = Fields(f"an object of {kind}s", (place, *OPTION_NAMES[kind]), inert=("path",))
-    return check_keys(fields, reference)
+    return unused_keys(fields, reference)
 
 
 def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:

@@ -23,7 +23,7 @@ from mcore_qwen3vl.data.records.media import (
     unused_of,
     unused_of_lists,
 )
-from mcore_qwen3vl.data.records.reading import BadSample, check_keys, number, weight_of
+from mcore_qwen3vl.data.records.reading import BadSample, number, unused_keys, weight_of
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.unused import Fields, Unused
 
@@ -69,7 +69,7 @@ def ground_texts(
             )
     left = {kind: iter(values) for kind, values in written.items()}
     placed = [TAGS.sub(lambda tag: next(left[tag[1]]), text) for text in texts]
-    return placed, check_keys(_FIELDS, objects)
+    return placed, unused_keys(_FIELDS, objects)
 
 
 def _names(objects: Mapping[str, Any]) -> list[str]:
@@ -351,7 +351,7 @@ def _message(
 ) -> tuple[dict[str, Any], list[Unused]]:
     """Return a turn in the form that templates read, and what is not used of it."""
     kept = {name: value for name, value in turn.items() if name not in _OWN}
-    unused = check_keys(MESSAGE, turn)
+    unused = unused_keys(MESSAGE, turn)
     unused += _tags(turn.get("reasoning_content"), "reasoning_content")
     if role == _CALL:
         calls = _calls(turn, index, unused)
@@ -393,7 +393,7 @@ def _calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[di
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise BadSample(f"message {index}, a tool call, has no name.")
-        unused += check_keys(_CALLED, call)
+        unused += unused_keys(_CALLED, call)
     if not calls:
         raise BadSample(f"message {index}, a tool call, is empty.")
     return [
@@ -442,14 +442,14 @@ def _part(part: Any, media: RecordMedia, unused: list[Unused]) -> dict[str, Any]
             raise BadSample(
                 f"a part of type text has no text; its keys are {', '.join(map(str, part))}."
             )
-        unused += check_keys(Fields(where, ("type", "text")), part)
+        unused += unused_keys(Fields(where, ("type", "text")), part)
         unused += _tags(part["text"], where)
         return {"type": "text", "text": part["text"]}
     kind = _kind_of(part)
     if kind is None:
         raise BadSample(f"a part must be text, image or video, not {declared!r}.")
     key = _place_of(kind, part)
-    unused += check_keys(Fields(where, ("type", key, *OPTION_NAMES[kind])), part)
+    unused += unused_keys(Fields(where, ("type", key, *OPTION_NAMES[kind])), part)
     unused += unused_of(kind, part.get(key))
     media.take(kind, part.get(key), part)
     return {"type": kind}

@@ -42,10 +42,10 @@ from mcore_qwen3vl.data.records.reading import (
     BadSample,
     Observed,
     Reading,
-    check_keys,
     number,
     preprocess_record,
     read_observed,
+    unused_keys,
     weight_of,
 )
 from mcore_qwen3vl.labels import Labels
@@ -430,7 +430,7 @@ def parse_retrieval(
             read = read_messages({**media, "messages": messages}, folder, prompt=True)
             plain = isinstance(text, Mapping) and "role" not in text
             prompts[name] = replace(
-                read, unused=(*read.unused, *(check_keys(_TEXT_FIELDS, text) if plain else ()))
+                read, unused=(*read.unused, *(unused_keys(_TEXT_FIELDS, text) if plain else ()))
             )
         except BadSample as error:
             raise BadSample(f"{name}: {error}") from error

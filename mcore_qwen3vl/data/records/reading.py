@@ -165,9 +165,9 @@ class Observed(Mapping[str, Any]):
         """The keys that were not read; ``id`` only names the record.
 
         Raises:
-            BadSample: see :func:`check_keys`.
+            BadSample: see :func:`unused_keys`.
         """
-        return check_keys(Fields(self._where, self._read, inert=("id",)), self._record)
+        return unused_keys(Fields(self._where, self._read, inert=("id",)), self._record)
 
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
@@ -199,7 +199,7 @@ _WITH_LOSS = re.compile(
 """The words of a key that means a part of the loss; at least one of them is of the loss itself."""
 
 
-def check_keys(fields: Fields, content: Mapping[Any, Any]) -> list[Unused]:
+def unused_keys(fields: Fields, content: Mapping[Any, Any]) -> list[Unused]:
     """Return the keys that are not used.
 
     Raises:

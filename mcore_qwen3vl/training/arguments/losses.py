@@ -234,8 +234,12 @@ _DISTILLATION = {f"distill_{field.name}": field.name for field in fields(Distill
 """The settings of distillation by their arguments."""
 
 
-def preference_defaults(explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of Megatron's arguments for losses that are no mean over tokens."""
+def defaults_of_sample_losses(explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of Megatron's arguments for losses that are no mean over tokens.
+
+    They are those of pairs, KTO's, and those of tasks. A router's balancing loss is a mean over
+    tokens, and cannot be added to them.
+    """
     if explicit.get("loss") not in (*LOSSES, KTO) and explicit.get("task") is None:
         return {}
     return {"moe_aux_loss_coeff": 0.0}

@@ -22,7 +22,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, as_saved, refuse
-from mcore_qwen3vl.training.arguments.losses import preference_defaults
+from mcore_qwen3vl.training.arguments.losses import defaults_of_sample_losses
 from mcore_qwen3vl.training.arguments.settings import (
     LOOP,
     Settings,
@@ -109,7 +109,7 @@ class ArgumentSetup:
         spec = _spec(explicit.get("spec"), command.cpu)
         parser.set_defaults(
             **fixed,
-            **{**recommended_arguments(a), **preference_defaults(explicit)},
+            **{**recommended_arguments(a), **defaults_of_sample_losses(explicit)},
             **LOOP,
             moe_grouped_gemm=any(a.moe_layers),
             **run_defaults(a, explicit, cpu=command.cpu),

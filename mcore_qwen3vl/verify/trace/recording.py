@@ -301,4 +301,5 @@ def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
 
 
 def _of_first_micro_batch(values: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Return the values of the batch that is traced, under the trace's name for all layers."""
     return {"all": values[0]}

@@ -14,9 +14,9 @@ from mcore_qwen3vl.data.encoding.packing import (
     Size,
     Workload,
     divide,
-    extra_work,
     pack_by_length,
     pack_by_work,
+    uneven_work,
 )
 from mcore_qwen3vl.shapes import SHAPES
 
@@ -44,7 +44,7 @@ def stream(
     model: Architecture, sizes: list[Size], ranks: int, per_rank: int, rows_per_step: int = 1
 ) -> tuple[list[list[list[int]]], list[list[int]]]:
     """Return rows of packs, with samples by place in the stream, and what each buffer left."""
-    measures = [Measure(s.tokens, extra_work(model, s)) for s in sizes]
+    measures = [Measure(s.tokens, uneven_work(model, s)) for s in sizes]
     buffer: list[int] = []
     rows, lefts, place, carried = [], [], 0, 0
     while place + ranks * per_rank <= len(sizes):
@@ -94,7 +94,7 @@ def test_the_work_of_a_row_is_level(ranks: int, model: Architecture) -> None:
 def test_totals_of_the_ranks_are_level_and_steps_are_alike(model: Architecture) -> None:
     sizes = heavy_tailed(20000)
     rows, _ = stream(model, sizes, ranks=8, per_rank=512, rows_per_step=8)
-    work = np.array([[sum(extra_work(model, sizes[i]) for i in p) for p in row] for row in rows])
+    work = np.array([[sum(uneven_work(model, sizes[i]) for i in p) for p in row] for row in rows])
     totals = work.sum(0)
     assert totals.max() / totals.mean() < 1.01
     first = work.mean(1)[: len(work) // 8 * 8].reshape(-1, 8)
