@@ -1,7 +1,9 @@
 """Checks, before anything is built, that flags fit one another and the machine.
 
 :func:`check` runs after Megatron's own validation, called by ``ArgumentSetup`` in ``parser.py`` as
-the checks of single concerns are. :func:`check_early` needs no torch, no megatron and no ranks. ``mcore-qwen3vl train`` runs it before
+the checks of single concerns are.
+
+:func:`check_early` needs no torch, no megatron and no ranks. ``mcore-qwen3vl train`` runs it before
 it starts ranks, launch scripts run it with ``python -m`` of this module, and every rank runs it
 before it imports megatron, which takes seconds.
 """
