@@ -40,6 +40,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("dense", "pp2xvpp2", TWO_ROWS),
             ("dense", "cp2xdp2", PACKED),
             ("moe", "tp2xetp2+sp", PACKED),
+            ("hybrid", "tp2+sp", PACKED),
         ),
     ],
 )

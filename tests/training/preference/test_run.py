@@ -50,7 +50,8 @@ def dpo_job(
 def random_adapter(folder: Path, checkpoint: Path) -> Path:
     adapter = folder / "adapter"
     if not adapter.exists():
-        targets = "router" if Architecture.from_hf(checkpoint).is_moe else "language"
+        a = Architecture.from_hf(checkpoint)
+        targets = ("router" if a.is_moe else "language") if a.delta_net is None else "hybrid"
         write_random_adapter(adapter, ADAPTERS[targets], checkpoint)
     return adapter
 
@@ -84,6 +85,8 @@ def check(job: Job, folder: Path, preference: Preference, limit: float = TOLERAN
             ("dense", "dp2", (*DISTRIBUTED, *BY_ADAPTER)),
             ("moe", "ep2xdp2", (*DISTRIBUTED, "--packing", *BY_ADAPTER)),
             ("moe", "tp2xetp2+sp", BY_ADAPTER),
+            ("hybrid", "cp2", ("--packing", *BY_ADAPTER)),
+            ("hybrid", "tp2", BY_ADAPTER),
         ),
     ],
 )
@@ -109,6 +112,8 @@ def test_loss_gradient_and_margins_are_those_of_a_plain_loop(
         ("dense", "cp2", ("--packing",)),
         ("dense", "dp2", DISTRIBUTED),
         ("moe", "ep2xdp2", (*DISTRIBUTED, "--packing")),
+        ("hybrid", "tp2+sp", ("--packing",)),
+        ("hybrid_moe", "ep2xdp2", (*DISTRIBUTED, "--packing")),
     ],
 )
 def test_full_fine_tuning_with_a_frozen_reference(
@@ -194,7 +199,10 @@ ORPO = Preference("orpo", beta=0.1, rpo_alpha=1.0)
     ("preference", "kind", "layout", "flags"),
     [
         (ORPO, "dense", "tp2+sp", ("--packing",)),
+        (ORPO, "hybrid", "cp2", ("--packing",)),
         *slow(
+            (SIMPO, "hybrid", "pp2", ()),
+            (ORPO, "hybrid_moe", "tp2xep2+sp", ("--packing",)),
             (SIMPO, "dense", "cp2", ("--packing",)),
             (SIMPO, "dense", "dp2", ()),
             (ORPO, "moe", "ep2xdp2", ("--packing",)),
