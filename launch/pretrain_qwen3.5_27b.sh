@@ -3,7 +3,8 @@
 # Qwen3.5-27B, continued pretraining at 8k packed: eight nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning. Twice as many data-parallel ranks divide the optimizer states further,
-# so that the tower's blocks are kept. Other layouts were not rehearsed.
+# so that the tower's blocks are kept. Of five layouts that rehearse --fit compared, it is the fastest
+# that leaves 5 % of the GPU (docs/rehearse.md).
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
 # The te spec, which is the default here, was not rehearsed.
 # Memory of a GPU (first stage), rehearsed with the torch spec: 62.9 GB reserved of 80.7, 60.8 held

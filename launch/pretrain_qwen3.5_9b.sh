@@ -3,7 +3,8 @@
 # Qwen3.5-9B, continued pretraining at 8k packed: four nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning. Sixteen data-parallel ranks divide the optimizer states further, so that
-# the tower's blocks are kept. Other layouts were not rehearsed.
+# the tower's blocks are kept. It is the fastest of four layouts that rehearse --fit compared
+# (docs/rehearse.md).
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
 # The te spec, which is the default here, was not rehearsed.
 # Memory of a GPU, rehearsed with the torch spec: 57.0 GB reserved of 81.1, 54.6 held (weights 9.9,
