@@ -51,7 +51,7 @@ test-wandb: $(ENVIRONMENT) ## an offline run of Weights & Biases, which is insta
 
 test-muon: $(ENVIRONMENT) ## Muon against the package's own on HF's model, which is installed for it
 	$(UV) run --quiet --with 'emerging-optimizers>=0.3,<0.4' \
-	  python -m pytest tests/training/step/test_muon.py $(ARGS)
+	  python -m pytest tests/training/test_muon.py $(ARGS)
 
 test-verl: .venv-verl/.synced ## the tests with VERL, in an environment of its own (.venv-verl)
 	.venv-verl/bin/python -m pytest tests/verl $(ARGS)

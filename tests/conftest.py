@@ -131,7 +131,7 @@ def workbench() -> Iterator[Workbench]:
 LONGEST = (
     "rehearsal/rank/test_training.py",
     "verify/parity/test_matrix.py",
-    "training/distillation/test_run.py",
+    "training/test_distillation.py",
     "training/checkpoints/test_resume.py",
     "verify/test_trace.py",
     "data/loading/test_loader.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -11,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.live import factor_parts, gradient, hf_parts, unwrap
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.verify.curves import Job, run_rank
 from mcore_qwen3vl.verify.measurement import Measurements, measure, merge
+from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
 from mcore_qwen3vl.verify.parity.reference import Reference
+from tests.training.log import entries_of
 
 TOLERANCE = 2e-5
 
@@ -36,6 +38,16 @@ def step_job(
         flags=tuple(flag for flag in flags if flag != "--packing"),
         **{"seq_length": 256, **options},
     )
+
+
+def random_adapter(folder: Path, checkpoint: Path) -> Path:
+    """Return an adapter of what the checkpoint has, in the folder; it is written once."""
+    adapter = folder / "adapter"
+    if not adapter.exists():
+        a = Architecture.from_hf(checkpoint)
+        targets = ("router" if a.is_moe else "language") if a.delta_net is None else "hybrid"
+        write_random_adapter(adapter, ADAPTERS[targets], checkpoint)
+    return adapter
 
 
 @dataclass(frozen=True)
@@ -93,8 +105,7 @@ def check_step(job: Job, expected: Plain, loss: str, folder: Path) -> dict[str, 
         loss: name of the loss in the log.
         folder: where the run writes.
     """
-    log = folder / "log.jsonl"
-    argv = [*job.argv, "--log-json", str(log)]
+    argv = [*job.argv, "--log-json", str(folder / "log.jsonl")]
     ranks = run_layout(
         _measured_on_rank, job.layout.world_size, argv, folder / "output.txt", expected, timeout=300
     )
@@ -102,7 +113,7 @@ def check_step(job: Job, expected: Plain, loss: str, folder: Path) -> dict[str, 
     assert {n: m.count for n, m in whole.items()} == {
         name: one.numel() for name, one in expected.gradients.items()
     }
-    entry: dict[str, float] = json.loads(log.read_text().splitlines()[0])
+    entry: dict[str, float] = entries_of(folder)[0]
     of_loss = abs(entry[loss] - expected.loss) / abs(expected.loss)
     name, worst = max(whole.items(), key=lambda item: item[1].relative)
     print(f"observed: {job.layout} loss {of_loss:.1e}, gradient {worst.relative:.1e} of {name}")

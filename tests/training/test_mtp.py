@@ -36,8 +36,8 @@ from mcore_qwen3vl.verify.curves import (
     worst_difference,
 )
 from tests.converters.checkpoints import assert_same_tensors
-from tests.training.exact import numbers_of
 from tests.training.further_token import FurtherToken
+from tests.training.log import numbers_of
 from tests.training.one_step import Plain, check_step, plain_model, step_job
 from tests.training.toy import batch as toy_batch
 from tests.turns import slow

@@ -15,6 +15,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.curves import DISTRIBUTED, Job, train
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
+from tests.training.log import validation_losses
 
 COLOURS = ((220, 30, 30), (30, 180, 60), (40, 60, 220), (230, 220, 40))
 
@@ -74,11 +75,6 @@ def blend(folder: Path) -> Path:
 
 
 EVALUATION = ("--eval-iters", "1", "--eval-interval", "2")
-
-
-def validation_losses(folder: Path) -> list[float]:
-    entries = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [entry["validation lm loss"] for entry in entries if "validation lm loss" in entry]
 
 
 def test_a_blend_of_unindexed_tars_packed(dense: Path, corpus: Path, tmp_path: Path) -> None:

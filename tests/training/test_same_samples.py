@@ -17,6 +17,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.forward_step import ForwardStep
 from mcore_qwen3vl.verify.curves import Job, encode, import_for_ranks, run_rank, train
+from tests.training.log import entries_of, validation_losses
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "indigo", "violet")
 RECORDS, HELD_OUT, BATCH = 10, 7, 4
@@ -87,11 +88,6 @@ def by_step(found: list[Any], per_step: int) -> list[list[int]]:
         of_ranks = [own[start : start + per_step] for own in ranks.values()]
         steps.append(sorted({line for own in of_ranks for names in own for line in names}))
     return steps
-
-
-def validation_losses(folder: Path) -> list[float]:
-    entries = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [e["validation lm loss"] for e in entries if "validation lm loss" in e]
 
 
 def hf_mean(checkpoint: Path, data: Path) -> float:
@@ -170,7 +166,6 @@ def test_a_number_of_epochs_is_the_length_of_the_run_and_of_its_schedule(
     run_layout(run_rank, 2, argv, tmp_path / "output.txt", timeout=600)
     counts = Counter(line for _, names in seen()["train"] for line in names)
     assert counts == dict.fromkeys(range(1, RECORDS + 1), 3)
-    log = (tmp_path / "log.jsonl").read_text().splitlines()
-    rates = [json.loads(line)["learning rate"] for line in log]
+    rates = [entry["learning rate"] for entry in entries_of(tmp_path)]
     assert rates[0] > 0.8e-3
     assert rates[-1] < rates[0] / len(rates) * 1.5

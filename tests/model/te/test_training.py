@@ -27,7 +27,7 @@ from mcore_qwen3vl.verify.curves import (  # noqa: E402  # noqa: E402
     whole_and_half,
     worst_difference,
 )
-from tests.training.exact import numbers_of  # noqa: E402
+from tests.training.log import numbers_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 STEPS = 4

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.megatron_config import (
+    architecture_arguments,
+    config_fields,
+    recommended_arguments,
+)
+from mcore_qwen3vl.model.transformer_config import transformer_config
+from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.checks import (
     check_early,
     check_surroundings,
@@ -23,18 +31,13 @@ from mcore_qwen3vl.training.arguments.settings import statement
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.data_provider import data_config
 from mcore_qwen3vl.training.logs.summary import summary
+from mcore_qwen3vl.training.model import fields_from_flags
 
+KEPT = ("--keep-best", "--save", "run")
 VALIDATION = ("--valid-data-path", "v.jsonl", "--eval-iters", "1")
 BASE = (
-    "--cpu",
-    "--seq-length",
-    "128",
-    "--micro-batch-size",
-    "1",
-    "--train-iters",
-    "3",
-    "--lr",
-    "1",
+    *("--cpu", "--seq-length", "128", "--micro-batch-size", "1"),
+    *("--train-iters", "3", "--lr", "1"),
 )
 
 
@@ -74,25 +77,24 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
     [
         (("--spec", "te"), "--spec te needs Transformer Engine"),
         (("--spec", "flash"), "one of te, torch"),
+        (("--spec", "te", "torch"), "--spec is te torch; it must be one"),
+        (("--spec",), "--spec is empty; it must be one"),
         (("--packing", "--micro-batch-size", "2"), "one sequence"),
         (("--save-hf-interval", "5"), "--save-hf DIR"),
         (("--eval-iters", "2"), "--valid-data-path"),
         (("--full-validation",), "without --valid-data-path"),
         ((*VALIDATION, "--full-validation"), "--eval-iters on a part: leave one of them out"),
         ((*VALIDATION, "--eval-iters", "-2"), "--eval-iters is -2; leave it out"),
-        (("--keep-best", "--save", "run"), "--keep-best needs the validation loss: add --valid"),
+        (KEPT, "--keep-best needs the validation loss: add --valid"),
         (("--early-stop-patience", "3"), "--early-stop-patience needs the validation loss"),
         ((*VALIDATION, "--early-stop-patience", "0"), "patience is 0; it is at least 1"),
         ((*VALIDATION, "--keep-best"), "--keep-best is set without --save DIR"),
         (
-            (*VALIDATION, "--keep-best", "--save", "run", "--save-retain-interval", "1000"),
+            (*VALIDATION, *KEPT, "--save-retain-interval", "1000"),
             "--save-retain-interval also decides when checkpoints are written or removed",
         ),
         (
-            (
-                *(*VALIDATION, "--keep-best", "--save", "run", "--async-save"),
-                "--use-persistent-ckpt-worker",
-            ),
+            (*VALIDATION, *KEPT, "--async-save", "--use-persistent-ckpt-worker"),
             "--async-save also decides when checkpoints are written or removed",
         ),
         (("--fp8-format", "e4m3"), "needs Transformer Engine"),
@@ -113,71 +115,68 @@ def test_flags_that_do_not_fit_together(flags: tuple[str, ...], message: str, de
         parsed(dense, *flags)
 
 
-def test_moe_under_tp_needs_sp(moe: Path) -> None:
-    layout = ("--tensor-model-parallel-size", "2")
-    with pytest.raises(BadInput, match="add --sequence-parallel"):
-        parsed(moe, *layout, world_size=2)
-    assert parsed(moe, *layout, "--sequence-parallel", world_size=2).args.moe_router_topk == 3
-
-
-OVERLAP = ("--overlap-moe-expert-parallel-comm", "--expert-model-parallel-size", "2", "--bf16")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--expert-model-parallel-size", "1"), "add --expert-model-parallel-size N"),
-        (("--moe-token-dispatcher-type", "allgather"), "alltoall or flex"),
-        (("--recompute-granularity", "full", "--recompute-method", "uniform"), "drop --recompute"),
-        (("--recompute-granularity", "selective", "--recompute-modules", "moe"), "take moe out"),
-        (("--pipeline-model-parallel-size", "2"), "add --num-virtual-stages-per-pipeline-rank N"),
-        (("--delay-wgrad-compute",), "[Dd]elay.*wgrad.compute"),  # Megatron refuses it for `torch`
-    ],
-)
-def test_an_overlap_of_the_experts_exchange_that_cannot_be(
-    flags: tuple[str, ...], message: str, moe: Path
-) -> None:
-    with pytest.raises(BadInput, match=message):
-        parsed(moe, *OVERLAP, *flags, world_size=4)
-
-
-def test_an_overlap_of_the_experts_exchange_needs_half_precision(moe: Path) -> None:
-    with pytest.raises(BadInput, match="add --bf16"):
-        parsed(moe, *OVERLAP[:-1], world_size=2)
-    virtual = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
-    assert parsed(moe, *OVERLAP, world_size=2).args.overlap_moe_expert_parallel_comm
-    parallel = parsed(moe, *OVERLAP, *virtual, world_size=4).settings.parallel
-    assert parallel.virtual_pipeline_model_parallel_size == 2
-
-
-def test_a_hybrid_model_is_not_saved_in_the_legacy_format(hybrid: Path, tmp_path: Path) -> None:
-    flags = ("--ckpt-format", "torch", "--save", str(tmp_path / "run"))
-    with pytest.raises(BadInput, match="legacy checkpoint of a model with gated delta nets"):
-        parsed(hybrid, *flags)
-
-
 MTP = ("--mtp-num-layers", "1")
-DEFER = ("--defer-embedding-wgrad-compute",)
+EP2 = ("--expert-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
+TP2 = ("--tensor-model-parallel-size", "2")
+FLEX = ("--moe-token-dispatcher-type", "flex")
+OVERLAP = ("--overlap-moe-expert-parallel-comm", *EP2)
+LEGACY = ("--ckpt-format", "torch", "--save", "run")
+SIMPO = (
+    *("--loss", "simpo", "--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"),
+    *("--moe-aux-loss-coeff", "0.01", "0.02"),
+)
+DEFER = "--defer-embedding-wgrad-compute"
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+EXPERTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags", "message"),
+    ("kind", "ranks", "flags", "message"),
     [
-        ("dense", MTP, "--mtp-num-layers 1: the model has no such layer .* Leave the flag out"),
-        ("hybrid", ("--mtp-num-layers", "2"), "--mtp-num-layers 2: the model has 1 .* set it to 1"),
-        ("hybrid", (*MTP, "--loss", "orpo"), "--mtp-num-layers with --loss orpo"),
-        ("hybrid", (*MTP, "--loss", "distill"), "--mtp-num-layers with --loss distill"),
-        ("hybrid", (*MTP, "--task", "embedding"), "--mtp-num-layers with --task embedding"),
-        ("hybrid", (*MTP, "--lora-rank", "4", "--load-hf", "x"), "--mtp-num-layers with LoRA"),
-        ("hybrid_moe", (*MTP, *OVERLAP), "with --overlap-moe-expert-parallel-comm, whose schedule"),
-        ("hybrid", (*MTP, *DEFER), "--mtp-num-layers with --defer-embedding-wgrad-compute, which"),
+        ("moe", 2, TP2, "add --sequence-parallel"),
+        ("moe", 1, ("--optimizer", "lion"), "--optimizer lion is for matrices"),
+        ("moe", 1, SIMPO, "--moe-aux-loss-coeff 0.01 0.02 with --loss simpo"),
+        ("hybrid", 1, LEGACY, "legacy checkpoint of a model with gated delta nets"),
+        # The overlap of the experts' exchange.
+        ("moe", 2, OVERLAP, "add --bf16"),
+        ("moe", 4, (*OVERLAP, "--bf16", *EP2[:1], "1"), "add --expert-model-parallel-size N"),
+        ("moe", 4, (*OVERLAP, "--bf16", *FLEX[:1], "allgather"), "alltoall or flex"),
+        ("moe", 4, (*OVERLAP, "--bf16", *FULL), "drop --recompute"),
+        ("moe", 4, (*OVERLAP, "--bf16", *EXPERTS), "take moe out"),
+        ("moe", 4, (*OVERLAP, "--bf16", *PP2), "add --num-virtual-stages-per-pipeline-rank N"),
+        # Megatron refuses it for `torch`.
+        ("moe", 4, (*OVERLAP, "--bf16", "--delay-wgrad-compute"), "[Dd]elay.*wgrad.compute"),
+        # What DeepEP's kernels cannot do.
+        ("moe", 2, (*FLEX, "--bf16"), "nothing is exchanged: add --expert-model-parallel-size"),
+        ("moe", 2, (*FLEX, *EP2), "in bf16: add --bf16"),
+        # Further tokens.
+        ("dense", 2, MTP, "--mtp-num-layers 1: the model has no such layer .* Leave the flag out"),
+        ("hybrid", 2, (*MTP[:1], "2"), "--mtp-num-layers 2: the model has 1 .* set it to 1"),
+        ("hybrid", 2, (*MTP, "--loss", "orpo"), "--mtp-num-layers with --loss orpo"),
+        ("hybrid", 2, (*MTP, "--loss", "distill"), "--mtp-num-layers with --loss distill"),
+        ("hybrid", 2, (*MTP, "--task", "embedding"), "--mtp-num-layers with --task embedding"),
+        ("hybrid", 2, (*MTP, "--lora-rank", "4", "--load-hf", "x"), "--mtp-num-layers with LoRA"),
+        ("hybrid_moe", 2, (*MTP, *OVERLAP, "--bf16"), f"with {OVERLAP[0]}, whose schedule"),
+        ("hybrid", 2, (*MTP, DEFER), f"--mtp-num-layers with {DEFER}, which"),
     ],
 )
-def test_a_further_token_that_cannot_be_trained(
-    kind: str, flags: tuple[str, ...], message: str, request: pytest.FixtureRequest
+def test_flags_that_do_not_fit_the_model_or_its_layout(
+    checkpoint: Path, ranks: int, flags: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
-        parsed(request.getfixturevalue(kind), *flags, world_size=2)
+        parsed(checkpoint, *flags, world_size=ranks)
+
+
+def test_flags_that_fit_the_model_and_its_layout(dense: Path, moe: Path) -> None:
+    assert parsed(moe, *TP2, "--sequence-parallel", world_size=2).args.moe_router_topk == 3
+    assert parsed(dense, "--optimizer", "lion").args.optimizer == "lion"
+    assert parsed(moe, *OVERLAP, "--bf16", world_size=2).args.overlap_moe_expert_parallel_comm
+    virtual = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+    parallel = parsed(moe, *OVERLAP, "--bf16", *virtual, world_size=4).settings.parallel
+    assert parallel.virtual_pipeline_model_parallel_size == 2
+    flex = parsed(moe, *FLEX, *EP2, "--bf16", world_size=2)
+    assert flex.args.moe_token_dispatcher_type == "flex"
 
 
 def test_a_further_token_is_trained_with_positions_of_three_axes(hybrid: Path) -> None:
@@ -188,27 +187,9 @@ def test_a_further_token_is_trained_with_positions_of_three_axes(hybrid: Path) -
     assert parsed(hybrid).settings.loop.mtp_num_layers is None
 
 
-@pytest.mark.parametrize("words", [("te", "torch"), ()])
-def test_a_spec_is_one_word(words: tuple[str, ...], dense: Path) -> None:
-    with pytest.raises(BadInput, match=f"--spec is {' '.join(words) or 'empty'}; it must be one"):
-        parsed(dense, "--spec", *words)
-
-
-def test_router_losses_of_several_kinds_are_named(moe: Path) -> None:
-    flags = ("--loss", "simpo", "--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss")
-    with pytest.raises(BadInput, match=r"--moe-aux-loss-coeff 0.01 0.02 with --loss simpo"):
-        parsed(moe, *flags, "--moe-aux-loss-coeff", "0.01", "0.02")
-
-
 def test_experts_are_one_product(moe: Path, dense: Path) -> None:
     assert parsed(moe).args.moe_grouped_gemm
     assert not parsed(dense).args.moe_grouped_gemm
-
-
-def test_an_optimizer_of_matrices_is_refused_where_experts_are_none(moe: Path, dense: Path) -> None:
-    assert parsed(dense, "--optimizer", "lion").args.optimizer == "lion"
-    with pytest.raises(BadInput, match="--optimizer lion is for matrices"):
-        parsed(moe, "--optimizer", "lion")
 
 
 def test_the_router_loss_comes_from_the_config_unless_given(moe: Path) -> None:
@@ -238,30 +219,27 @@ def test_the_command_that_saves_resumes(dense: Path, tmp_path: Path) -> None:
 
 
 def test_sequence_length_must_divide_by_the_layout(dense: Path) -> None:
-    from mcore_qwen3vl.training.data_provider import data_config
-
-    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-    cp = ("--context-parallel-size", "2")
-    settings = parsed(dense, *layout, *cp, "--packing", world_size=4).settings
+    layout = (*TP2, "--sequence-parallel", "--context-parallel-size", "2")
+    settings = parsed(dense, *layout, "--packing", world_size=4).settings
     assert data_config(settings).length_multiple == 4  # CP divides each sample, and SP the pack
     with pytest.raises(BadInput, match="not a multiple of 4"):
         data_config(replace(settings, data=replace(settings.data, seq_length=126)))
 
 
-QUANTIZED = [
-    ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
-    ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
-    ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
-    ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, 128),
-]
-
-
-@pytest.mark.parametrize(("recipe", "tokens"), QUANTIZED)
+@pytest.mark.parametrize(
+    ("recipe", "tokens"),
+    [
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+        ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, 128),
+    ],
+)
 def test_rows_fit_the_products_of_quantized_layers(
     recipe: dict[str, str], tokens: int, dense: Path
 ) -> None:
     """Rows are padded to them: TE refuses other numbers of local tokens in the middle of a run."""
-    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "256")
+    layout = (*TP2, "--sequence-parallel", "--seq-length", "256")
     settings = parsed(dense, *layout, "--pad-to-longest", world_size=2).settings
     assert data_config(settings).length_multiple == 2
     settings = replace(settings, compute=replace(settings.compute, **recipe))  # type: ignore[arg-type]
@@ -327,9 +305,6 @@ def test_a_dispatcher_that_is_not_installed(dense: Path) -> None:
         check_early(CommandLine([*argv, "--moe-token-dispatcher-type", "flex"]))
 
 
-FLEX = ("--moe-token-dispatcher-type", "flex", "--expert-model-parallel-size", "2", "--bf16")
-
-
 @pytest.mark.parametrize(
     ("backend", "files", "message"),
     [
@@ -353,33 +328,22 @@ def test_a_deepep_without_what_megatron_needs(
         file.write_text("raise RuntimeError('there is no GPU')\n")
     monkeypatch.syspath_prepend(tmp_path)
     run = parsed(
-        moe, "--data-path", str(moe), "--train-iters", "1", *FLEX,
+        moe, "--data-path", str(moe), "--train-iters", "1", *FLEX, *EP2, "--bf16",
         "--moe-flex-dispatcher-backend", backend, world_size=2,
     )  # fmt: skip
     with nullcontext() if message is None else pytest.raises(BadInput, match=message):
         check_surroundings(run.settings)
 
 
-def test_what_deepeps_kernels_cannot_do(moe: Path) -> None:
-    flex, ep = FLEX[:2], FLEX[2:4]
-    assert parsed(moe, *FLEX, world_size=2).args.moe_token_dispatcher_type == "flex"
-    with pytest.raises(BadInput, match="nothing is exchanged: add --expert-model-parallel-size"):
-        parsed(moe, *flex, "--bf16", world_size=2)
-    with pytest.raises(BadInput, match="in bf16: add --bf16"):
-        parsed(moe, *flex, *ep, world_size=2)
-
-
 def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Path) -> None:
     argv = ["--cpu", "--hf-model", str(dense), "--train-iters", "20", "--save", str(tmp_path)]
     run = validate(argv, 2)
-    args = run.args
-    assert args.exit_signal_handler
+    assert run.args.exit_signal_handler
     assert statement(run.settings, {"train_iters", "save"}) == (
         "--micro-batch-size 1 --global-batch-size 2 --seq-length 4096 --lr 1e-05 "
         "--log-interval 10 --save-interval 500 --pad-to-longest"
     )
-    run = validate([*argv, "--lr", "1", "--seq-length", "64"], 1)
-    args = run.args
+    args = validate([*argv, "--lr", "1", "--seq-length", "64"], 1).args
     assert (args.lr, args.seq_length, args.pad_to_longest) == (1, 64, False)
 
 
@@ -387,14 +351,12 @@ def test_half_precision_is_the_default_on_gpus(dense: Path) -> None:
     """Fused attention has no float32, and unfused attention needs memory for length squared."""
     argv = ["--hf-model", str(dense), "--train-iters", "20", "--spec", "torch"]
     run = validate(argv, 1)
-    args = run.args
-    assert args.params_dtype == torch.bfloat16
+    assert run.args.params_dtype == torch.bfloat16
     assert " --bf16" in (statement(run.settings, {"train_iters"}) or "")
     assert " --bf16" not in (statement(validate([*argv, "--bf16"], 1).settings, {"bf16"}) or "")
     for flags, dtype in ((["--fp32"], torch.float32), (["--fp16"], torch.float16)):
         run = validate([*argv, *flags], 1)
-        args = run.args
-        assert args.params_dtype == dtype
+        assert run.args.params_dtype == dtype
         assert "--bf16" not in (statement(run.settings, {}) or "")
     assert validate([*argv, "--cpu"], 1).args.params_dtype == torch.float32
     with pytest.raises(BadInput, match="--fp32 and --fp16 contradict each other"):
@@ -408,9 +370,8 @@ def test_kernels_that_need_a_compiler_are_refused_without(
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     run = validate(argv, 1)
-    args = run.args
     assert dict(summary(run.settings, Architecture.from_hf(moe), {}))["kernels"]
-    assert not args.compile_pointwise
+    assert not run.args.compile_pointwise
     with pytest.raises(BadInput, match=r"--compile-pointwise needs a C compiler"):
         validate([*argv, "--compile-pointwise"], 1)
     monkeypatch.setenv("CC", "/elsewhere/cc")
@@ -423,13 +384,11 @@ def test_pointwise_kernels_are_compiled_on_gpus_with_a_compiler(
     argv = ["--hf-model", str(moe), "--train-iters", "20", "--spec", "torch", "--data-path", "a"]
     monkeypatch.setenv("CC", "/elsewhere/cc")
     run = validate(argv, 1)
-    args = run.args
-    assert args.compile_pointwise
+    assert run.args.compile_pointwise
     assert " --compile-pointwise" in (statement(run.settings, {}) or "")
     for flag in ("--no-compile-pointwise", "--cpu"):
         run = validate([*argv, flag], 1)
-        args = run.args
-        assert not args.compile_pointwise
+        assert not run.args.compile_pointwise
         assert "--compile-pointwise" not in (statement(run.settings, {}) or "")
 
 
@@ -445,14 +404,12 @@ def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> No
     torch.save({**place, data_state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
     for ranks in (1, 2, 4):
         run = parsed(dense, *save, world_size=ranks)
-        args = run.args
-        assert (args.global_batch_size, args.data_parallel_size) == (4, ranks)
+        assert (run.args.global_batch_size, run.args.data_parallel_size) == (4, ranks)
         assert run.settings.kept_batch
-        assert args.num_workers * ranks == 4
+        assert run.args.num_workers * ranks == 4
     assert parsed(dense, "--load", *save[1:], "--finetune").args.global_batch_size == 1
     run = parsed(dense, *save, "--global-batch-size", "6", world_size=2)
-    args = run.args
-    assert (args.global_batch_size, run.settings.kept_batch) == (6, False)
+    assert (run.args.global_batch_size, run.settings.kept_batch) == (6, False)
     for flags, message, ranks in (
         (["--num-workers", "2"], r"micro-batch 1, add --num-workers 1\.", 4),
         (
@@ -528,3 +485,60 @@ def test_without_torchrun_there_is_no_rank(
     assert "torchrun, or train on this machine with `mcore-qwen3vl train`" in (
         capsys.readouterr().err
     )
+
+
+MODELS = {
+    "dense": {},
+    "tied": {"tie": True},
+    "moe": {"moe": True},
+    "mixed": {"moe": True, "text": {"mlp_only_layers": [1]}},
+    "moe without a MoE layer": {"moe": True, "text": {"mlp_only_layers": [0, 1, 2, 3]}},
+}
+DIFFERENT = {
+    "calculate_per_token_loss": "training divides by the trained tokens of the global batch",
+    "moe_aux_loss_coeff": "training balances the experts, as far as there are any",
+    "inference_sampling_seed": "Megatron passes --seed on",
+    "gradient_accumulation_fusion": "training has a buffer that products add gradients to",
+    "cp_comm_type": "Megatron spells its default out",
+    "tensor_parallel_num_weight_shards": "Megatron spells its default out",
+    "expert_tensor_parallel_num_weight_shards": "Megatron spells its default out",
+}
+"""Fields that differ between the two, and why."""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_flags_and_config_describe_one_model(model: str, tmp_path: Path) -> None:
+    architecture = Architecture.from_hf(write_tiny_checkpoint(tmp_path, **MODELS[model]))
+    sizes = ["--seq-length", "128", "--micro-batch-size", "1", "--train-iters", "3", "--lr", "1"]
+    args = validate(["--hf-model", str(tmp_path), "--cpu", *sizes], world_size=1).args
+    from_flags = values(transformer_config(architecture, **fields_from_flags(args)))
+    direct = values(transformer_config(architecture, params_dtype=args.params_dtype))
+    expected = {*DIFFERENT} - (set() if any(architecture.moe_layers) else {"moe_aux_loss_coeff"})
+    assert {name for name in direct if direct[name] != from_flags[name]} == expected
+    assert args.untie_embeddings_and_output_weights == (not architecture.tie_word_embeddings)
+    assert args.rotary_base == architecture.rope_theta
+
+
+def values(config: Any) -> dict[str, Any]:
+    """Return the config's fields, with partial functions as tuples that can be compared."""
+    return {
+        name: (value.func, value.args, value.keywords)
+        if isinstance(value, functools.partial)
+        else value
+        for name, value in vars(config).items()
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_name_is_one_that_megatron_knows(model: str) -> None:
+    from argparse import ArgumentParser
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training.arguments import add_megatron_arguments
+
+    architecture = Architecture.from_hf(tiny_config(**MODELS[model]))
+    known = {action.dest for action in add_megatron_arguments(ArgumentParser())._actions}
+    fixed, free = architecture_arguments(architecture), recommended_arguments(architecture)
+    assert {*fixed, *free} <= known
+    assert not {*fixed} & {*free}
+    assert {*config_fields(architecture)} <= {*TransformerConfig.__dataclass_fields__}

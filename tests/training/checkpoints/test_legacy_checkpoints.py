@@ -27,7 +27,7 @@ from mcore_qwen3vl.training.checkpoints.resume import iteration_to_load
 from mcore_qwen3vl.verify.curves import Job, train
 from tests.converters.checkpoints import assert_same_tensors
 from tests.converters.ranks import build_empty, check_chunks
-from tests.training.exact import numbers_of
+from tests.training.log import numbers_of
 from tests.turns import slow_except
 
 TINY: dict[str, dict[str, Any]] = {

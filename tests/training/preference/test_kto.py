@@ -8,9 +8,8 @@ import pytest
 
 from mcore_qwen3vl.objectives.settings import Kto
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from tests.training.one_step import check_step, step_job
+from tests.training.one_step import check_step, random_adapter, step_job
 from tests.training.preference.pairs import plain_kto_step, write_labelled
-from tests.training.preference.test_run import random_adapter
 from tests.turns import slow
 
 KTO = ("--loss", "kto", "--reference", "adapter")
@@ -45,14 +44,8 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_loss_and_every_gradient_are_those_of_one_process(
-    kind: str,
-    layout: str,
-    flags: tuple[str, ...],
-    labelled: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    checkpoint: Path, layout: str, flags: tuple[str, ...], labelled: Path, tmp_path: Path
 ) -> None:
-    checkpoint = request.getfixturevalue(kind)
     adapter = random_adapter(tmp_path, checkpoint)
     job = step_job(checkpoint, labelled, layout, *KTO, *WEIGHTS, *flags, lora=adapter)
     expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6))
@@ -82,15 +75,13 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_full_fine_tuning_with_a_frozen_reference(
-    kind: str,
+    checkpoint: Path,
     layout: str,
     flags: tuple[str, ...],
     labelled: Path,
     other: Path,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
 ) -> None:
-    checkpoint = request.getfixturevalue(kind)
     reference = ("--loss", "kto", "--reference-model", str(other))
     job = step_job(checkpoint, labelled, layout, *reference, *WEIGHTS, *flags)
     expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6), other)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.objectives.settings import Preference
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.curves import (
@@ -22,8 +20,8 @@ from mcore_qwen3vl.verify.curves import (
     whole_and_half,
     worst_difference,
 )
-from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
-from tests.training.one_step import check_step, step_job
+from tests.training.log import entries_of
+from tests.training.one_step import check_step, random_adapter, step_job
 from tests.training.preference.pairs import as_tar, plain_curve, plain_step, write_pairs
 from tests.turns import slow
 
@@ -45,15 +43,6 @@ def dpo_job(
     """Return a job with a random adapter that is not zero, so that policy and base differ."""
     adapter = random_adapter(folder, checkpoint)
     return step_job(checkpoint, pairs, layout, *DPO, *flags, steps=steps, lora=adapter)
-
-
-def random_adapter(folder: Path, checkpoint: Path) -> Path:
-    adapter = folder / "adapter"
-    if not adapter.exists():
-        a = Architecture.from_hf(checkpoint)
-        targets = ("router" if a.is_moe else "language") if a.delta_net is None else "hybrid"
-        write_random_adapter(adapter, ADAPTERS[targets], checkpoint)
-    return adapter
 
 
 def check(job: Job, folder: Path, preference: Preference, limit: float = TOLERANCE) -> None:
@@ -91,14 +80,9 @@ def check(job: Job, folder: Path, preference: Preference, limit: float = TOLERAN
     ],
 )
 def test_loss_gradient_and_margins_are_those_of_a_plain_loop(
-    kind: str,
-    layout: str,
-    flags: tuple[str, ...],
-    pairs: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    checkpoint: Path, layout: str, flags: tuple[str, ...], pairs: Path, tmp_path: Path
 ) -> None:
-    job = dpo_job(tmp_path, request.getfixturevalue(kind), pairs, layout, *flags)
+    job = dpo_job(tmp_path, checkpoint, pairs, layout, *flags)
     check(job, tmp_path / "run", Preference(beta=BETA))
 
 
@@ -117,18 +101,12 @@ def test_loss_gradient_and_margins_are_those_of_a_plain_loop(
     ],
 )
 def test_full_fine_tuning_with_a_frozen_reference(
-    kind: str,
-    layout: str,
-    flags: tuple[str, ...],
-    pairs: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    checkpoint: Path, layout: str, flags: tuple[str, ...], pairs: Path, tmp_path: Path
 ) -> None:
     """From the second step on the policy is no longer what training started from.
 
     Fast is the comparison with the reference of a file, and KTO's with another model.
     """
-    checkpoint = request.getfixturevalue(kind)
     job = step_job(checkpoint, pairs, layout, *DPO, *BY_MODEL, *flags, steps=3)
     check(job, tmp_path / "run", Preference(beta=BETA))
 
@@ -180,8 +158,7 @@ def test_a_webdataset_of_pairs_trains_and_validates_as_the_file(
         evaluation = ("--valid-data-path", str(data), "--eval-iters", "2", "--eval-interval", "2")
         run = tmp_path / f"run-{data.name}"
         train(replace(job, data=data, flags=(*job.flags, *evaluation)), run)
-        entries = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-        return [{n: v for n, v in entry.items() if "/s" not in n} for entry in entries]
+        return [{n: v for n, v in one.items() if "/s" not in n} for one in entries_of(run)]
 
     found = figures(as_tar(pairs, tmp_path / "tar"))
     # They are not equal bit for bit: rounding depends on where in memory a tensor lies.
@@ -220,14 +197,12 @@ ORPO = Preference("orpo", beta=0.1, rpo_alpha=1.0)
 )
 def test_losses_without_a_reference_are_those_of_one_process(
     preference: Preference,
-    kind: str,
+    checkpoint: Path,
     layout: str,
     flags: tuple[str, ...],
     pairs: Path,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
 ) -> None:
-    checkpoint = request.getfixturevalue(kind)
     job = step_job(checkpoint, pairs, layout, "--loss", preference.loss, *flags)
     name = f"{preference.loss} loss"
     entry = check_step(job, plain_step(job, preference), name, tmp_path)

@@ -21,7 +21,6 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import Request as Asked
 from mcore_qwen3vl.generation import generate_on_all_ranks as generate
 from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.arguments.parser import validate
@@ -36,6 +35,7 @@ from tests.training.tasks.whole_batch import (
     headed_adapter,
     headed_model,
     inputs_of,
+    scored,
     trained_adapter,
 )
 from tests.turns import slow, slow_except
@@ -137,10 +137,9 @@ def test_several_labels_may_be_right(
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), [("dense", "cp2"), ("moe", "ep2xdp2")])
 def test_an_adapter_trains_with_its_head_and_scores(
-    kind: str, layout: str, numbers: Path, tmp_path: Path, request: pytest.FixtureRequest
+    checkpoint: Path, layout: str, numbers: Path, tmp_path: Path
 ) -> None:
     """The fast test of an adapter with a head is that of a reward model."""
-    checkpoint = request.getfixturevalue(kind)
     adapter = headed_adapter(tmp_path / "adapter", checkpoint, 3)
     job = step_job(checkpoint, numbers, layout, *TASK, *PACKED, lora=adapter)
     plain = plain_step(job, num_labels=3)
@@ -225,13 +224,8 @@ def compare_scores(
     several: bool = False,
 ) -> None:
     """Compare the labels and probabilities that `score` writes with those of `logits`."""
-    options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5, "lora": lora}
     out = folder / f"{layout}.jsonl"
-    request = Request(
-        checkpoint, data, out, layout=Layout.parse(layout), task="classify", **options
-    )
-    found = score(request, on_cpu=True)
-    assert found is not None
+    found = scored(checkpoint, data, out, layout, "classify", lora=lora)
     assert found.scored == 16
     expected = logits.sigmoid() if several else logits.softmax(-1)
     right = [

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.curves import Job, train
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
@@ -24,6 +23,7 @@ from tests.training.tasks.whole_batch import (
     PACKED,
     first_records,
     inputs_of,
+    scored,
 )
 from tests.turns import slow, slow_except
 
@@ -87,14 +87,9 @@ def plain_step(job: Job) -> Plain:
     ],
 )
 def test_loss_and_every_gradient_are_those_of_one_process(
-    kind: str,
-    layout: str,
-    flags: tuple[str, ...],
-    retrieval: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    checkpoint: Path, layout: str, flags: tuple[str, ...], retrieval: Path, tmp_path: Path
 ) -> None:
-    job = step_job(request.getfixturevalue(kind), retrieval, layout, *TASK, *flags, seq_length=512)
+    job = step_job(checkpoint, retrieval, layout, *TASK, *flags, seq_length=512)
     check_step(job, plain_step(job), "reranker loss", tmp_path)
 
 
@@ -104,9 +99,8 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     [("dense", "single"), ("dense", "dp2"), ("moe", "ep2xdp2")],
 )
 def test_an_adapter_trains(
-    kind: str, layout: str, retrieval: Path, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, checkpoint: Path, layout: str, retrieval: Path, tmp_path: Path
 ) -> None:
-    checkpoint = request.getfixturevalue(kind)
     targets = "experts" if kind == "moe" else "whole"
     adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS[targets], checkpoint)
     job = step_job(checkpoint, retrieval, layout, *TASK, *PACKED, lora=adapter, seq_length=512)
@@ -134,12 +128,7 @@ def test_a_reranker_is_trained_exported_and_scored(tied: Path, tmp_path: Path) -
     first = [row[0] > max(row[1:]) for row in expected if len(row) > 1]
     for checkpoint, layout in ((exported, "pp2"), (tmp_path / "save", "cp2")):
         out = tmp_path / f"{layout}.jsonl"
-        options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5, "answers": ANSWERS}
-        request = Request(
-            checkpoint, retrieval, out, layout=Layout.parse(layout), task="reranker", **options
-        )
-        found = score(request, on_cpu=True)
-        assert found is not None
+        found = scored(checkpoint, retrieval, out, layout, "reranker", answers=ANSWERS)
         assert found.documents == sum(map(len, expected))
         assert found.positive_first == sum(first) / len(first)
         for line, row in zip(out.read_text().splitlines(), expected, strict=True):

@@ -15,7 +15,6 @@ from transformers import AutoProcessor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.verify.curves import Job, train
@@ -29,6 +28,7 @@ from tests.training.tasks.whole_batch import (
     headed_adapter,
     headed_model,
     inputs_of,
+    scored,
     trained_adapter,
 )
 from tests.turns import slow, slow_except
@@ -89,10 +89,9 @@ def test_loss_and_every_gradient_are_those_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), [("dense", "cp2"), ("moe", "ep2xdp2")])
 def test_an_adapter_trains_with_its_head_and_scores(
-    kind: str, layout: str, pairs: Path, tmp_path: Path, request: pytest.FixtureRequest
+    checkpoint: Path, layout: str, pairs: Path, tmp_path: Path
 ) -> None:
     """The base is a language model; PEFT's own model is the reference."""
-    checkpoint = request.getfixturevalue(kind)
     adapter = headed_adapter(tmp_path / "adapter", checkpoint, 1)
     job = step_job(checkpoint, pairs, layout, *TASK, *PACKED, lora=adapter)
     exported = trained_adapter(job, plain_step(job), "reward loss", tmp_path)
@@ -166,10 +165,7 @@ def compare_scores(
     lora: Path | None = None,
 ) -> None:
     """Compare what `score` writes with `expected`."""
-    options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5, "lora": lora}
-    request = Request(checkpoint, pairs, out, layout=Layout.parse(layout), task="reward", **options)
-    found = score(request, on_cpu=True)
-    assert found is not None
+    found = scored(checkpoint, pairs, out, layout, "reward", lora=lora)
     assert (found.rewards, found.pairs) == (32, 16)
     assert found.chosen_preferred == sum(a > b for a, b in expected) / 16
     entries = [json.loads(line) for line in out.read_text().splitlines()]

@@ -20,14 +20,13 @@ from transformers import AutoModel, AutoProcessor, Qwen3_5Model, Qwen3VLModel
 from mcore_qwen3vl import machine
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.scoring.score import Request, _ScoringJob, score
 from mcore_qwen3vl.verify.curves import Job, train
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from tests.training.one_step import TOLERANCE, check_step, step_job
 from tests.training.tasks.retrieval import embedding, plain_step, texts_of
-from tests.training.tasks.whole_batch import LAYOUTS, PACKED
+from tests.training.tasks.whole_batch import LAYOUTS, PACKED, scored
 from tests.turns import slow, slow_except
 
 
@@ -55,30 +54,16 @@ def check(job: Job, contrastive: Contrastive, folder: Path) -> None:
     ],
 )
 def test_loss_and_every_gradient_are_those_of_one_process(
-    kind: str,
-    layout: str,
-    flags: tuple[str, ...],
-    retrieval: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    checkpoint: Path, layout: str, flags: tuple[str, ...], retrieval: Path, tmp_path: Path
 ) -> None:
-    check(
-        embedding_job(request.getfixturevalue(kind), retrieval, layout, *flags),
-        Contrastive(),
-        tmp_path,
-    )
+    check(embedding_job(checkpoint, retrieval, layout, *flags), Contrastive(), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("layout", "flags", "contrastive"),
     [
         ("dp2", ("--temperature", "0.2"), Contrastive(0.2)),
-        pytest.param(
-            "tp2xdp2+sp",
-            ("--matryoshka-dims", "8", "32"),
-            Contrastive(dimensions=(8, 32)),
-            marks=pytest.mark.slow,
-        ),
+        *slow(("tp2xdp2+sp", ("--matryoshka-dims", "8", "32"), Contrastive(dimensions=(8, 32)))),
     ],
 )
 def test_one_micro_batch_a_rank_takes_one_pass(
@@ -148,9 +133,8 @@ def test_records_for_another_loss_are_refused(
     [("dense", "single"), ("dense", "dp2"), ("moe", "ep2xdp2")],
 )
 def test_an_adapter_trains(
-    kind: str, layout: str, retrieval: Path, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, checkpoint: Path, layout: str, retrieval: Path, tmp_path: Path
 ) -> None:
-    checkpoint = request.getfixturevalue(kind)
     targets = "experts" if kind == "moe" else "language"
     adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS[targets], checkpoint)
     job = embedding_job(checkpoint, retrieval, layout, *PACKED, lora=adapter)
@@ -179,15 +163,11 @@ def headless(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_headless_model_is_trained_exported_scored_and_resumed(
-    kind: str,
-    layouts: tuple[str, ...],
-    retrieval: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    checkpoint: Path, layouts: tuple[str, ...], retrieval: Path, tmp_path: Path
 ) -> None:
     """Transformers' own class loads the export, and embeds as `score` does, in any form."""
     save, export = tmp_path / "save", tmp_path / "export"
-    job = embedding_job(request.getfixturevalue(kind), retrieval, "pp2", *PACKED)
+    job = embedding_job(checkpoint, retrieval, "pp2", *PACKED)
     flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
     (first,) = train(job, tmp_path / "run", *flags)
     (second,) = train(
@@ -228,12 +208,7 @@ def embeddings_of(checkpoint: Path, data: Path) -> Tensor:
 
 def compare_scores(checkpoint: Path, layout: str, data: Path, out: Path, expected: Tensor) -> None:
     """Compare what `score` writes with `expected`."""
-    options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5}
-    request = Request(
-        checkpoint, data, out, layout=Layout.parse(layout), task="embedding", **options
-    )
-    found = score(request, on_cpu=True)
-    assert found is not None
+    found = scored(checkpoint, data, out, layout, "embedding")
     assert found.embeddings == len(expected)
     if out.suffix == ".npy":
         embeddings = torch.from_numpy(np.load(out))

@@ -15,6 +15,8 @@ from transformers import Qwen3_5ForSequenceClassification
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.scoring.score import Request, ScoreTask, Tally, score
 from mcore_qwen3vl.verify.curves import Job, sample_order, with_image_paths
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.reference import trained_parameters
@@ -99,6 +101,16 @@ def headed_model(job: Job, **config: Any) -> tuple[Any, dict[str, Any]]:
         return model, dict(model.named_parameters())
     whole = PeftModel.from_pretrained(model, job.lora, is_trainable=True)
     return whole, trained_parameters(whole)
+
+
+def scored(
+    checkpoint: Path, data: Path, out: Path, layout: str, task: ScoreTask, **options: Any
+) -> Tally:
+    """Run `score` in float32, and return what it has counted."""
+    options |= {"layout": Layout.parse(layout), "dtype": "fp32", "seq_length": 512, "buffer": 5}
+    found = score(Request(checkpoint, data, out, task=task, **options), on_cpu=True)
+    assert found is not None
+    return found
 
 
 def trained_adapter(job: Job, plain: Plain, loss: str, folder: Path) -> Path:

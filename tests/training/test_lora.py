@@ -20,10 +20,11 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.model.qwen3vl import build_chunks
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.lora import LoraRun, check_checkpoint
+from mcore_qwen3vl.training.lora import BASE_FILE, Base, Identity, LoraRun, check_checkpoint
 from mcore_qwen3vl.verify.curves import (
     DISTRIBUTED,
     OTHER_LAYOUT,
@@ -51,9 +52,8 @@ def lora_job(folder: Path, checkpoint: Path, data: Path, lora: str, layout: str)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "lora"), [("dense", "everything"), ("hybrid", "hybrid")])
 def test_a_run_goes_on_under_another_layout_and_its_export_is_pefts(
-    kind: str, lora: str, data: Path, tmp_path: Path, request: pytest.FixtureRequest
+    checkpoint: Path, lora: str, data: Path, tmp_path: Path
 ) -> None:
-    checkpoint = request.getfixturevalue(kind)
     job = lora_job(tmp_path, checkpoint, data, lora, "dp2")
     job = replace(job, flags=(*DISTRIBUTED, "--num-workers", "1"))
     whole, save = whole_and_half(job, tmp_path)
@@ -213,3 +213,39 @@ def test_an_adapter_to_begin_from_that_has_another_base_is_warned_of(
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         asked(other, tmp_path, "--lora-init", str(adapter))
+
+
+def of_rank(hf: Path, mcore: Path | None, layout: Layout, folder: Path | None = None) -> Identity:
+    initialize(layout)
+    base = Base(str(mcore or hf))
+    for chunk in build_chunks(Architecture.from_hf(hf), layout):
+        base.load(chunk)
+    if folder is not None:
+        base.check(folder)
+    found = base.identity()
+    assert found is not None
+    return found
+
+
+def identity(*args: object, layout: str) -> Identity:
+    parsed = Layout.parse(layout)
+    first, *others = run_layout(of_rank, parsed.world_size, *args[:2], parsed, *args[2:])
+    assert all(other == first for other in others)
+    return first
+
+
+def test_one_sum_under_every_layout_and_format(moe: Path, tmp_path: Path) -> None:
+    hf_to_mcore(moe, tmp_path / "mcore")
+    found = identity(moe, None, layout="tp2xep2xetp2xdp2")
+    for layout in ("pp2xvpp2", "tp2+sp"):
+        other = identity(moe, tmp_path / "mcore", layout=layout)
+        assert (other["sum"], other["dtype"]) == (found["sum"], "float32")
+        assert other["path"] == str(tmp_path / "mcore")
+
+
+def test_other_weights_are_refused(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / BASE_FILE).write_text(json.dumps(identity(dense, None, layout="single")))
+    identity(dense, None, tmp_path, layout="dp2")
+    other = write_tiny_checkpoint(tmp_path / "other", seed=99)
+    with pytest.raises(BadInput, match="has others: give the same base"):
+        identity(other, None, tmp_path, layout="single")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,12 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.encoding.batch import Batch, Margins, TaskInputs, without_pixels
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.data_provider import SharedBatches, StageFeed
+from mcore_qwen3vl.training import data_provider
+from mcore_qwen3vl.training.data_provider import DataProvider, SharedBatches, StageFeed
+from mcore_qwen3vl.verify.curves import Job, train
+from tests.training.log import validation_losses
 from tests.training.toy import batch
 
 
@@ -245,3 +250,30 @@ def test_processes_are_started_by_the_main_thread(dense: Path) -> None:
     first, second = threads
     assert first is threading.main_thread()
     assert second is not first
+
+
+def test_no_stage_waits_for_measuring_in_a_group_with_a_short_timeout(
+    dense: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader opens its data only once the later stage is where it may wait for hours."""
+    patient = multiprocessing.get_context("fork").Event()
+    open_data, wait = DataProvider._loader, data_provider.wait_for_measuring
+
+    def opened_late(self: DataProvider, *given: Any, **more: Any) -> Any:
+        if data_provider.rank_reads():
+            assert patient.wait(30), "the later stage waits for the reader elsewhere"
+        return open_data(self, *given, **more)
+
+    def waited_for() -> None:
+        if not data_provider.rank_reads():
+            patient.set()
+        wait()
+
+    monkeypatch.setattr(DataProvider, "_loader", opened_late)
+    monkeypatch.setattr(data_provider, "wait_for_measuring", waited_for)
+    job = Job(
+        dense, data, Layout.parse("pp2"), steps=2, batch=2, seq_length=256, packing=True,
+        flags=("--valid-data-path", str(data), "--eval-iters", "1", "--eval-interval", "1"),
+    )  # fmt: skip
+    assert len(train(job, tmp_path / "run")) == job.steps
+    assert len(validation_losses(tmp_path / "run")) == 2

@@ -27,8 +27,8 @@ from mcore_qwen3vl.verify.curves import (
     whole_and_half,
     worst_difference,
 )
-from tests.training.one_step import Plain, check_step, plain_model, step_job
-from tests.training.preference.test_run import random_adapter
+from tests.training.log import entries_of
+from tests.training.one_step import Plain, check_step, plain_model, random_adapter, step_job
 from tests.turns import slow
 
 K = 7
@@ -238,10 +238,7 @@ def test_a_live_teacher_is_the_one_of_the_file_and_a_run_resumes(
     assert worst_difference(curve_of(rest), curve_of(whole[2:])).loss == 0
     other = tmp_path / "other"
     assert train(by_file, tmp_path / "file", "--save", str(other))
-    entries, expected = (
-        [json.loads(line) for line in (tmp_path / run / "log.jsonl").read_text().splitlines()]
-        for run in ("whole", "file")
-    )
+    entries, expected = (entries_of(tmp_path / run) for run in ("whole", "file"))
     assert [entry["iteration"] for entry in expected] == [1, 2, 2, 3, 4, 4]
     for entry, one in zip(entries, expected, strict=True):
         names = {"distill loss", "validation distill loss", "grad norm"} & one.keys()
@@ -259,6 +256,6 @@ def test_a_validation_without_training_has_its_teacher(
     flags = (*flags_of(FORWARD), *live_flags(large), *evaluation)
     job = step_job(dense, records, "single", *flags, *PACKED, steps=2)
     assert train(job, tmp_path / "run") == []
-    (entry,) = map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
+    (entry,) = entries_of(tmp_path / "run")
     assert entry["iteration"] == 0
     assert entry["validation distill loss"] > 0.1
