@@ -49,7 +49,7 @@ QUICK = [
     "tests/converters/adapters/test_rounding.py",
     "tests/converters/live/test_merged.py",
     "tests/model/test_recompute.py",
-    "tests/model/test_vision_lean.py",
+    "tests/model/test_vision.py",
 ]
 
 PROBE = """

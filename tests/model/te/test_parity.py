@@ -26,7 +26,7 @@ from mcore_qwen3vl.verify.parity.comparison import verify_parity  # noqa: E402
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from tests.model.te.kernels import gemm  # noqa: E402
 from tests.model.te.rows import LORA_ROWS, ROWS, TORCH_ROWS, with_te  # noqa: E402
-from tests.verify.parity.tf32 import rounded  # noqa: E402
+from tests.verify.parity.test_tf32 import rounded  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

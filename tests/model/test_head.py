@@ -1,0 +1,334 @@
+"""Log-probabilities of the head equal torch's on all logits, in values and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mcore_qwen3vl.converters.live import load_hf
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model import head
+from mcore_qwen3vl.model.head import FLOOR, Columns, Head, likeliest, log_probs_of, token_log_probs
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+LENGTH, BATCH, WIDTH, VOCABULARY, PADDED = 11, 2, 12, 37, 48
+
+
+@dataclass
+class Inputs:
+    hidden: Tensor  # (s, B, H)
+    weight: Tensor  # (V padded, H)
+    targets: Tensor  # (B, s)
+    of_log_probs: Tensor  # (B, s) incoming gradients
+    of_entropy: Tensor
+
+
+def inputs() -> Inputs:
+    torch.manual_seed(7)
+    return Inputs(
+        torch.randn(LENGTH, BATCH, WIDTH),
+        torch.randn(PADDED, WIDTH),  # padding rows included
+        torch.randint(VOCABULARY, (BATCH, LENGTH)),
+        torch.randn(BATCH, LENGTH),
+        torch.randn(BATCH, LENGTH),
+    )
+
+
+def expected(given: Inputs, temperature: float) -> dict[str, Tensor]:
+    hidden, weight = (t.double().requires_grad_() for t in (given.hidden, given.weight))
+    logits = (hidden @ weight[:VOCABULARY].t()).transpose(0, 1) / temperature
+    every = logits.log_softmax(-1)
+    found = every.gather(-1, given.targets[..., None])[..., 0]
+    entropy = -(every.exp() * every).sum(-1)
+    torch.autograd.backward([found, entropy], [given.of_log_probs, given.of_entropy])
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return {
+        "log_probs": found.detach(),
+        "entropy": entropy.detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+    }
+
+
+def share_of(layout: Layout, chunk: int | None) -> tuple[Inputs, Tensor, Tensor, Columns]:
+    """Start this rank; return inputs, hidden states, its rows of the weight, and its columns."""
+    initialize(layout)
+    given, rows, rank = inputs(), PADDED // layout.tp, dist.get_rank()
+    weight = given.weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    count = min(max(VOCABULARY - rank * rows, 0), rows)
+    columns = Columns(rank * rows, count, chunk, dist.group.WORLD)
+    return given, given.hidden.requires_grad_(), weight, columns
+
+
+def gradients_of(hidden: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """Return gradients: of hidden states summed over ranks, of this rank's weight."""
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    dist.all_reduce(hidden.grad)
+    return {"hidden": hidden.grad, "weight": weight.grad}
+
+
+def on_rank(layout: Layout, chunk: int | None, temperature: float) -> dict[str, Tensor]:
+    given, hidden, weight, columns = share_of(layout, chunk)
+    found, entropy = token_log_probs(
+        hidden, weight, given.targets, columns, temperature=temperature, entropy=True
+    )
+    assert entropy is not None
+    torch.autograd.backward([found, entropy], [given.of_log_probs, given.of_entropy])
+    outputs = {"log_probs": found.detach(), "entropy": entropy.detach()}
+    return outputs | gradients_of(hidden, weight)
+
+
+def check(found: Tensor, right: Tensor) -> None:
+    assert (found - right).abs().max() <= 2e-6 * right.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("tp", "chunk", "temperature"),
+    [
+        (1, None, 0.7),
+        (1, 5, 1.0),
+        (2, None, 1.0),
+        (2, 1, 0.7),
+        (2, 5, 1.3),
+        (4, None, 1.3),
+        (4, 5, 0.7),
+    ],
+)
+def test_equals_torch(tp: int, chunk: int | None, temperature: float) -> None:
+    """Values and gradients equal torch's; with TP 4 the last rank's columns are all padding."""
+    right = expected(inputs(), temperature)
+    ranks = run_layout(on_rank, tp, Layout(tp=tp), chunk, temperature)
+    for rank in ranks:
+        for name in ("log_probs", "entropy", "hidden"):
+            check(rank[name], right[name])
+    weight = torch.cat([rank["weight"] for rank in ranks])
+    check(weight, right["weight"])
+
+
+def _without_or_with_entropy(
+    chunk: int | None, temperature: float, entropy: bool
+) -> list[tuple[Tensor, ...]]:
+    """Return log-probabilities and gradients of this rank's columns, twice from the same graph."""
+    initialize(Layout(tp=2))
+    given, rank = inputs(), torch.distributed.get_rank()
+    group = parallel_state.get_tensor_model_parallel_group()
+    columns = Columns(*((0, 9) if rank == 0 else (9, VOCABULARY - 9)), chunk, group)
+    rows = slice(columns.first, columns.first + columns.count)
+    hidden, weight = given.hidden.clone(), given.weight[rows].clone()
+    found, _ = token_log_probs(
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        given.targets,
+        columns,
+        temperature=temperature,
+        entropy=entropy,
+    )
+    return [
+        (found.detach(), *torch.autograd.grad(found, [hidden, weight], of, retain_graph=True))
+        for of in (given.of_log_probs, given.of_log_probs)
+    ]
+
+
+@pytest.mark.parametrize("chunk", [5, None], ids=["chunks", "kept"])
+def test_without_entropy_the_log_probs_and_their_gradients_are_the_same(
+    chunk: int | None,
+) -> None:
+    for right, found in zip(
+        run_layout(_without_or_with_entropy, 2, 5, 0.7, True),
+        run_layout(_without_or_with_entropy, 2, chunk, 0.7, False),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, right)
+
+
+def test_one_chunk_of_logits_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, times = inputs(), []
+    logits = head.Columns.logits
+    monkeypatch.setattr(head.Columns, "logits", lambda *args: (times.append(1), logits(*args))[1])
+    hidden, weight = given.hidden.requires_grad_(), given.weight[:VOCABULARY].requires_grad_()
+    found, _ = token_log_probs(hidden, weight, given.targets, Columns(0, VOCABULARY))
+    found.sum().backward()
+    assert len(times) == 1
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_has_no_gradient_and_the_other_its_own(frozen: str) -> None:
+    given, right = inputs(), expected(inputs(), 1.0)
+    hidden = given.hidden.requires_grad_(frozen != "hidden")
+    weight = given.weight.requires_grad_(frozen != "weight")
+    found, entropy = token_log_probs(
+        hidden, weight, given.targets, Columns(0, VOCABULARY, 4), entropy=True
+    )
+    torch.autograd.backward([found, entropy], [given.of_log_probs, given.of_entropy])
+    grads = {"hidden": hidden.grad, "weight": weight.grad}
+    assert grads.pop(frozen) is None
+    for name, gradient in grads.items():
+        check(gradient, right[name])
+
+
+def test_bf16_adds_the_weights_gradient_up_in_float32() -> None:
+    """1,000 equal gradients are added one at a time, where a sum in bf16 would stop at 256."""
+    hidden = torch.ones(1000, 1, 2, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(1, 1000, dtype=torch.int64)
+    found, _ = token_log_probs(hidden, weight, targets, Columns(0, 2, chunk=1))
+    found.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[0, 0] == 500
+
+
+K, TEMPERATURE = 6, 1.7
+
+
+def teacher(given: Inputs) -> Tensor:
+    """Return ids (B, s, K), among which the target sometimes is."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (*given.targets.shape, VOCABULARY)
+    return torch.rand(shape, generator=generator).argsort(-1)[..., :K]
+
+
+def of_outputs(given: Inputs) -> Tensor:
+    """Return incoming gradients (B, s, K + 1) of the log-probabilities."""
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(*given.targets.shape, K + 1, generator=generator)
+
+
+def with_rest(every: Tensor, ids: Tensor) -> Tensor:
+    """Return the log-probabilities of `ids` and of the rest, from those of all tokens."""
+    rest = torch.ones_like(every, dtype=torch.bool).scatter(-1, ids, False)
+    of_rest = every.masked_fill(~rest, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([every.gather(-1, ids), of_rest], -1)
+
+
+def expected_of_few(given: Inputs) -> dict[str, Tensor]:
+    hidden, weight = (t.double().requires_grad_() for t in (given.hidden, given.weight))
+    logits = (hidden @ weight[:VOCABULARY].t()).transpose(0, 1)
+    found = with_rest((logits / TEMPERATURE).log_softmax(-1), teacher(given))
+    targets = logits.log_softmax(-1).gather(-1, given.targets[..., None])[..., 0]
+    torch.autograd.backward([found, targets], [of_outputs(given), given.of_log_probs])
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    likeliest = (logits / TEMPERATURE).topk(K).indices
+    return {
+        "found": found.detach(),
+        "targets": targets.detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+        "likeliest": likeliest,
+        "likely": with_rest((logits / TEMPERATURE).log_softmax(-1), likeliest).detach(),
+    }
+
+
+def few_on_rank(layout: Layout, chunk: int | None) -> dict[str, Tensor]:
+    given, *logits = share_of(layout, chunk)
+    ids, likely = likeliest(*logits, k=K, temperature=TEMPERATURE)
+    found, targets = log_probs_of(
+        *logits, ids=teacher(given), targets=given.targets, temperature=TEMPERATURE
+    )
+    torch.autograd.backward([found, targets], [of_outputs(given), given.of_log_probs])
+    outputs = {"found": found.detach(), "targets": targets.detach()}
+    return outputs | {"likeliest": ids, "likely": likely} | gradients_of(*logits[:2])
+
+
+@pytest.mark.parametrize(("tp", "chunk"), [(1, None), (1, 5), (2, 5), (4, None), (8, 3)])
+def test_a_few_tokens_and_the_rest_equal_torch(tp: int, chunk: int | None) -> None:
+    """With TP 4 and 8 some ranks have only padding, and with TP 8 no rank has K columns more."""
+    right = expected_of_few(inputs())
+    ranks = run_layout(few_on_rank, tp, Layout(tp=tp), chunk)
+    for rank in ranks:
+        assert torch.equal(rank["likeliest"], right["likeliest"])
+        for name in ("found", "targets", "likely", "hidden"):
+            check(rank[name], right[name])
+    check(torch.cat([rank["weight"] for rank in ranks]), right["weight"])
+
+
+def test_a_rest_that_is_unlikely_or_empty_is_finite() -> None:
+    """The rest is one in 1e9, then less than any float32, then nothing."""
+    for gap, k in ((21.0, 2), (200.0, 2), (21.0, 5)):
+        logits = torch.tensor([0.0, -gap, -1.0, -gap - 1, -gap - 2])
+        hidden, weight = torch.ones(1, 1, 1), logits[:, None].clone().requires_grad_()
+        ids, likely = likeliest(hidden, weight, Columns(0, 5), k=k)
+        found, _target = log_probs_of(
+            hidden, weight, Columns(0, 5), ids=ids, targets=torch.zeros(1, 1, dtype=torch.int64)
+        )
+        right = logits.double().requires_grad_()
+        exact = with_rest(right.log_softmax(-1), ids[0, 0])
+        torch.testing.assert_close(found, likely)
+        torch.testing.assert_close(found[0, 0], exact.float().clamp(min=FLOOR))
+        found[..., -1].sum().backward()
+        assert weight.grad is not None
+        if k == 2:
+            exact[-1].clamp(min=FLOOR).backward()
+            torch.testing.assert_close(weight.grad[:, 0].double(), right.grad, rtol=1e-5, atol=1e-6)
+        else:
+            assert not weight.grad.any()
+
+
+ROWS = 352
+"""Rows of a tiny model's head without padding."""
+
+
+def losses_and_gradients(
+    checkpoint: Path, layout: Layout, rows: int, fused: bool
+) -> dict[str, Tensor]:
+    """Run one text sample with a head of `rows` rows; the head's gradient is this rank's part."""
+    initialize(layout)
+    options = {"params_dtype": torch.float32, "cross_entropy_loss_fusion": fused}
+    model = Qwen3VLModel.from_hf_config(
+        checkpoint, vocab_size=rows, **{**layout.config_overrides(), **options}
+    )
+    load_hf(model, checkpoint)
+    head = model.output_layer.weight
+    first = dist.get_rank() * len(head)
+    with torch.no_grad():
+        head[max(ROWS - first, 0) :] = 0.3  # padding rows far from 0 would show
+    ids = torch.arange(24)[None] % 50
+    positions = torch.arange(24).expand(3, 1, -1)
+    logits = model(ids, positions).detach()
+    losses = model(ids, positions, labels=ids.roll(-1, 1))
+    losses.sum().backward()
+    norm = model.decoder.final_layernorm.weight.grad
+    assert head.grad is not None
+    return {"losses": losses.detach(), "norm": norm, "head": head.grad, "logits": logits}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("layout", ["single", "tp2"])
+def test_padding_changes_neither_losses_nor_gradients(
+    layout: str, fused: bool, tmp_path: Path
+) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "dense")
+    (exact,) = run_layout(losses_and_gradients, 1, checkpoint, Layout(), ROWS, fused)
+    ranks = run_layout(
+        losses_and_gradients,
+        Layout.parse(layout).world_size,
+        checkpoint,
+        Layout.parse(layout),
+        ROWS + 48,
+        fused,
+    )
+    for rank in ranks:
+        torch.testing.assert_close(rank["losses"], exact["losses"], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(rank["norm"], exact["norm"], rtol=2e-5, atol=2e-5)
+    head = torch.cat([rank["head"] for rank in ranks])
+    torch.testing.assert_close(head[:ROWS], exact["head"], rtol=2e-5, atol=2e-5)
+    assert not head[ROWS:].any()
+    logits = torch.cat([rank["logits"] for rank in ranks], -1)
+    torch.testing.assert_close(logits[..., :ROWS], exact["logits"], rtol=2e-5, atol=2e-5)
+    assert (logits[..., ROWS:] == -torch.inf).all()
+
+
+def test_another_layer_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"The head is a Linear, .* drop fp8_output_proj"):
+        Head.adopt(torch.nn.Linear(3, 5), vocab_size=5, chunk=None)
