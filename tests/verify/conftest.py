@@ -1,5 +1,6 @@
 import pytest
 
+from tests.converters.conftest import _no_fsync, tiny  # noqa: F401
 from tests.verify.faults import FaultInjector
 
 

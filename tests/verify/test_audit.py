@@ -78,6 +78,10 @@ def heads_turned(query: torch.Tensor) -> torch.Tensor:
     return query.unflatten(0, (-1, 2, 64)).flip(1).flatten(0, 2)
 
 
+def queries_first(query: torch.Tensor) -> torch.Tensor:
+    return query.unflatten(0, (-1, 2, 64)).transpose(0, 1).flatten(0, 2)
+
+
 def keys_first(joined: torch.Tensor) -> torch.Tensor:
     query, key, value = joined.split([64, 64, 160])
     return torch.cat([key, query, value])
@@ -88,61 +92,41 @@ def by_key_head(joined: torch.Tensor) -> torch.Tensor:
     return torch.cat(heads, dim=1).flatten(0, 1)
 
 
-DELTA, MTP = "model.language_model.layers.0.linear_attn.", "mtp.layers.0."
+DELTA = "model.language_model.layers.0.linear_attn."
+Q_3, Q_MTP = (
+    f"{x}.self_attn.q_proj.weight" for x in ("model.language_model.layers.3", "mtp.layers.0")
+)
+PERMUTED, KEYS_FIRST = "permuted QKV", "is laid out as all k, all q, all v"
+BY_HEAD = "is laid out head by head, each with q, k, v, instead of as all q, all k, all v"
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "verdict"),
+    ("name", "change", "kind", "said"),
     [
+        (Q_3, heads_turned, PERMUTED, "has the query and the gate of each head swapped"),
+        (Q_MTP, queries_first, PERMUTED, "has all queries before all gates"),
+        (f"{DELTA}in_proj_qkv.weight", keys_first, PERMUTED, KEYS_FIRST),
+        (f"{DELTA}conv1d.weight", keys_first, PERMUTED, KEYS_FIRST),
+        (f"{DELTA}in_proj_qkv.weight", by_key_head, PERMUTED, BY_HEAD),
         (
-            "model.language_model.layers.3.self_attn.q_proj.weight",
-            heads_turned,
-            ("permuted QKV", "has the query and the gate of each head swapped"),
+            *(f"{DELTA}norm.weight", lambda t: t - 1, "zero-centred norm"),
+            "holds w - 1, for norms that multiply by 1 + w",
         ),
         (
-            f"{MTP}self_attn.q_proj.weight",
-            lambda t: t.unflatten(0, (-1, 2, 64)).transpose(0, 1).flatten(0, 2),
-            ("permuted QKV", "has all queries before all gates"),
+            *(f"{DELTA}norm.weight", lambda t: (t - 1).bfloat16().float() + 1, "dtype"),
+            "was rounded to bfloat16 as w - 1",
         ),
-        (
-            f"{DELTA}in_proj_qkv.weight",
-            keys_first,
-            ("permuted QKV", "is laid out as all k, all q, all v"),
-        ),
-        (
-            f"{DELTA}conv1d.weight",
-            keys_first,
-            ("permuted QKV", "is laid out as all k, all q, all v"),
-        ),
-        (
-            f"{DELTA}norm.weight",
-            lambda t: t - 1,
-            ("zero-centred norm", "holds w - 1, for norms that multiply by 1 + w"),
-        ),
-        (
-            f"{DELTA}in_proj_qkv.weight",
-            by_key_head,
-            (
-                "permuted QKV",
-                "is laid out head by head, each with q, k, v, instead of as all q, all k, all v",
-            ),
-        ),
-        (
-            f"{DELTA}norm.weight",
-            lambda t: (t - 1).bfloat16().float() + 1,
-            ("dtype", "was rounded to bfloat16 as w - 1"),
-        ),
-        (f"{DELTA}A_log", lambda t: t.bfloat16().float(), ("dtype", "was rounded to bfloat16")),
+        (f"{DELTA}A_log", lambda t: t.bfloat16().float(), "dtype", "was rounded to bfloat16"),
     ],
 )
-def test_what_was_done_to_qwen3_5_is_named(tmp_path, name, change, verdict) -> None:
+def test_what_was_done_to_qwen3_5_is_named(tmp_path, name, change, kind, said) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     write_tiny_checkpoint(right, family="qwen3.5")
     tensors = load(copy(right, wrong))
     tensors[name] = change(tensors[name]).contiguous()
     save(tensors, wrong)
     hf_to_mcore(wrong, tmp_path / "mcore")
-    assert audit(tmp_path / "mcore", right).mistakes == {name: verdict}
+    assert audit(tmp_path / "mcore", right).mistakes == {name: (kind, said)}
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -162,9 +146,8 @@ def test_a_tower_by_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialects, "DIALECTS", (wrong, MS_SWIFT))
     result = audit(HERE / "megatron-bridge-dense", HERE / "hf-dense")
     assert len(result.mistakes) == 8
-    said = "is laid out head by head, each with q, k, v, instead of as all q, all k, all v"
     lines = (
-        f"model.visual.blocks.*.attn.qkv.{kind}, 4 tensors: each {said}."
+        f"model.visual.blocks.*.attn.qkv.{kind}, 4 tensors: each {BY_HEAD}."
         for kind in ("weight", "bias")
     )
     assert result.notes == {"permuted vision QKV": "\n".join(lines)}
