@@ -129,7 +129,7 @@ def workbench() -> Iterator[Workbench]:
 
 
 LONGEST = (
-    "rehearsal/rank/test_training.py",
+    "rehearsal/test_training.py",
     "verify/parity/test_matrix.py",
     "training/test_distillation.py",
     "training/checkpoints/test_resume.py",
@@ -143,7 +143,7 @@ LONGEST = (
     "generation/test_equal.py",
     "training/tasks/test_reward.py",
     "training/tasks/test_reranker.py",
-    "rehearsal/rank/test_commands.py",
+    "rehearsal/test_commands.py",
 )
 """Files of 20 seconds or more, which run first so that no worker ends late with one."""
 

@@ -1,19 +1,39 @@
-"""The command itself, on the workbench that all tests share."""
+"""The command and ranks of launch scripts, on the workbench that all tests share."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.pretended import Workbench
+from mcore_qwen3vl.pretended import Report, Workbench
+from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import tiny_config
+from mcore_qwen3vl.tiny.records import write_half_images
+from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
+from tests.docs.markdown import ROOT
 
 Command = Callable[..., tuple[int, Any]]
+Rehearse = Callable[..., Report]
+
+# Host syncs inside forward and backward, by the beginning of their place.
+# The alltoall dispatcher copies the number of tokens of each expert to the host. Transfers between
+# pipeline stages are batched, and Megatron synchronises the device after them.
+DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py"
+TRANSFERS = "megatron/core/pipeline_parallel/p2p_communication.py"
+KNOWN_HOST_SYNCS = (DISPATCHER, TRANSFERS)
+
+WITHOUT_TE = pytest.mark.skipif(
+    find_spec("transformer_engine") is None,
+    reason="Transformer Engine is not installed: CONTRIBUTING.md says how its spec is tested",
+)
 
 
 @pytest.fixture
@@ -44,3 +64,44 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("config")
     (folder / "config.json").write_text(json.dumps(tiny_config(moe=True)))
     return folder
+
+
+@pytest.fixture(scope="session")
+def rehearse(workbench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> Rehearse:
+    """Return a function that runs two iterations of a launch script as one of its ranks."""
+    data = write_half_images(tmp_path_factory.mktemp("pretended") / "data")
+
+    def run(
+        script: str,
+        *flags: str,
+        rank: int = 0,
+        layers: int | None = None,
+        vision_blocks: int | None = None,
+        model: Path | None = None,
+        gpus_per_node: int = 8,
+        spec: str = "torch",
+    ) -> Report:
+        if model is None:
+            model = tmp_path_factory.mktemp("models") / "model"
+            shape = SHAPES / f"{script.split('_', 1)[1]}.json"
+            write_stand_in(shape, model, layers=layers, vision_blocks=vision_blocks)
+        words = final_command(
+            script, "--spec", spec, "--hf-model", str(model), "--data-path", str(data),
+            "--train-iters", "2", "--lr-warmup-fraction", "0", "--num-workers", "0", *flags,
+            gpus_per_node=gpus_per_node,
+        )  # fmt: skip
+        nodes, gpus = (int(words[words.index(w) + 1]) for w in ("--nnodes", "--nproc-per-node"))
+        entry = next(i for i, word in enumerate(words) if word.endswith("/train.py"))
+        program = "mcore_qwen3vl.rehearsal.rank:main"
+        _, report = workbench.call(program, words[entry + 1 :], rank=rank, world_size=nodes * gpus)
+        return report
+
+    return run
+
+
+def final_command(script: str, *flags: str, gpus_per_node: int) -> list[str]:
+    """Return the words of the command that a launch script would run."""
+    command = ["bash", str(ROOT / "launch" / f"{script}.sh"), *flags, "--dry-run"]
+    environment = {"PATH": "/usr/bin:/bin", "GPUS_PER_NODE": str(gpus_per_node)}
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return shlex.split(shown.stdout)

@@ -16,7 +16,7 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training import memory
-from tests.rehearsal.conftest import Command
+from tests.rehearsal.conftest import KNOWN_HOST_SYNCS, Command
 from tests.training.tasks.retrieval import write_retrieval
 
 FLAGS = (
@@ -100,10 +100,7 @@ HYBRID = (
     *("--packing", "--seq-length", 512, "--micro-batch-size", 1, "--global-batch-size", 8),
     *("--use-distributed-optimizer", "--lr", "1e-5", "--spec", "torch"),
 )
-KNOWN_HOST_SYNCS = (
-    "megatron/core/transformer/moe/token_dispatcher.py",
-    "megatron/core/pipeline_parallel/p2p_communication.py",
-)
+MADE = ("--bf16", "--use-distributed-optimizer", "--lr", "1e-5", "--spec", "torch")
 
 
 @pytest.mark.slow
@@ -205,16 +202,21 @@ def test_what_does_not_fit_says_what_would(command: Command, config: Path) -> No
     assert tried["2 GPUs (DP 2)"]["why_not"].startswith("does not fit")
 
 
+def role_of(command: Command, *words: object) -> dict[str, Any]:
+    """Rehearse a run that fits and has one role, and return what was measured of it."""
+    code, found = command(*words)
+    assert (code, found["verdict"]) == (0, "fits")
+    (role,) = found["roles"]
+    return role
+
+
 @pytest.mark.slow
 def test_embedding_on_the_users_records(command: Command, tmp_path: Path) -> None:
     """A task is rehearsed on the user's records, and its loss copies nothing that blocks."""
     model = write_tiny_checkpoint(tmp_path / "model")
     records = write_retrieval(tmp_path, 16)
     flags = ("--task", "embedding", "--packing", "--seq-length", 512, "--global-batch-size", 8)
-    made = ("--bf16", "--use-distributed-optimizer", "--lr", "1e-5", "--spec", "torch")
-    code, found = command("--gpus", 2, "--hf-model", model, "--data-path", records, *flags, *made)
-    assert (code, found["verdict"]) == (0, "fits")
-    (role,) = found["roles"]
+    role = role_of(command, "--gpus", 2, "--hf-model", model, "--data-path", records, *flags, *MADE)
     assert role["launches"] > 100
     places = [sync["place"] for sync in role["host syncs"]]
     assert places
@@ -225,11 +227,8 @@ def test_embedding_on_the_users_records(command: Command, tmp_path: Path) -> Non
 def test_distillation_on_made_up_data(command: Command, config: Path) -> None:
     """A teacher is made up, too, and its loss has no host sync."""
     flags = ("--loss", "distill", "--packing", "--seq-length", 512, "--global-batch-size", 4)
-    made = ("--bf16", "--use-distributed-optimizer", "--lr", "1e-5", "--spec", "torch")
     layout = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
-    code, found = command("--gpus", 2, "--hf-model", config, *flags, *made, *layout)
-    assert (code, found["verdict"]) == (0, "fits")
-    (role,) = found["roles"]
+    role = role_of(command, "--gpus", 2, "--hf-model", config, *flags, *MADE, *layout)
     assert role["launches"] > 100
     places = [sync["place"] for sync in role["host syncs"]]
     assert places
@@ -247,10 +246,7 @@ def test_a_second_model_is_held_without_its_weights_being_read(
     second = tmp_path if loss == "distill" else config
     named = ("--teacher", tmp_path) if loss == "distill" else ("--load-hf", "BASE")
     flags = ("--loss", loss, *named, "--packing", "--seq-length", 512, "--global-batch-size", 4)
-    made = ("--bf16", "--use-distributed-optimizer", "--lr", "1e-5", "--spec", "torch")
-    code, found = command("--gpus", 1, "--hf-model", config, *flags, *made)
-    assert (code, found["verdict"]) == (0, "fits")
-    (role,) = found["roles"]
+    role = role_of(command, "--gpus", 1, "--hf-model", config, *flags, *MADE)
     held = role["held at the peak"]["weights, second model"]
     # The allocator rounds each tensor up to 512 bytes.
     expected = 2 * parameters.total(Architecture.from_hf(second))

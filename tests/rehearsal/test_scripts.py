@@ -9,20 +9,12 @@ import pytest
 
 from mcore_qwen3vl.rehearsal.holders import FINALIZE, FORWARD_BACKWARD
 from mcore_qwen3vl.rehearsal.rehearse import SPARE
-from tests.rehearsal.conftest import Command
-from tests.rehearsal.rank.conftest import WITHOUT_TE
+from tests.docs.markdown import ROOT
+from tests.rehearsal.conftest import KNOWN_HOST_SYNCS, WITHOUT_TE, Command
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "launch").glob("*_*.sh"))
 TOLERANCE = 0.02  # of memory; benchmarks/launch_memory.py records an intended change
 ROUNDING = 0.11  # GB
-
-# The host syncs allowed inside forward and backward: for the counts of tokens of each expert, and
-# Megatron's synchronisation after transfers between pipeline stages.
-KNOWN_HOST_SYNCS = (
-    "megatron/core/transformer/moe/token_dispatcher.py",
-    "megatron/core/pipeline_parallel/p2p_communication.py",
-)
 
 
 def figures(text: str) -> list[float]:

@@ -1,0 +1,57 @@
+"""Commands run on the pretended device: ranks, generation, parity, and a model built by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.pretended import Workbench
+
+HERE = "tests.rehearsal.programs"
+
+
+@pytest.mark.slow
+def test_ranks_start_from_a_process_that_has_used_cuda(workbench: Workbench) -> None:
+    """They are spawned: forked ones would raise, because CUDA does not survive a fork."""
+    ranks, _ = workbench.call(f"{HERE}:spawned_ranks")
+    assert ranks == [(0, 2, "cuda:0", 5), (1, 2, "cuda:0", 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("under_torchrun", [True, False], ids=["torchrun", "spawned"])
+def test_generate(workbench: Workbench, moe: Path, under_torchrun: bool) -> None:
+    lengths, _ = workbench.call(f"{HERE}:generate", moe, under_torchrun)
+    assert lengths == [3]
+
+
+@pytest.mark.slow
+def test_verify_parity_on_cuda_compares_everything(workbench: Workbench, moe: Path) -> None:
+    """Nothing is missing from its findings, though their floats mean nothing here."""
+    counts, _ = workbench.call(f"{HERE}:verify_parity", moe)
+    assert counts["logits all"] > 10_000
+    assert any(name.startswith("gradients model.visual") for name in counts)
+    assert any(name.startswith("parameters ") for name in counts)
+
+
+def test_a_model_built_without_cuda_lands_on_the_device(workbench: Workbench, moe: Path) -> None:
+    """Megatron makes norms and routers on the host, and only its training loop moves them."""
+    elsewhere, _ = workbench.call(f"{HERE}:built_without_cuda", moe)
+    assert elsewhere == []
+
+
+def test_the_heads_gradient_is_added_to_the_buffer_by_the_product(workbench: Workbench) -> None:
+    """One kernel for each of two chunks: a separate product would be rounded to bf16 first."""
+    written, _ = workbench.call(f"{HERE}:head_gradient", 12, 32, 40)
+    assert set(written) <= {"aten.addmm.dtype_out", "aten.slice.Tensor", "aten.detach.default"}
+    assert written.count("aten.addmm.dtype_out") == 2
+
+
+@pytest.mark.slow
+def test_the_optimizer_is_saved_without_a_copy_on_the_device_and_loaded_onto_it(
+    workbench: Workbench, tmp_path: Path
+) -> None:
+    found, _ = workbench.call(f"{HERE}:own_parts", tmp_path / "saved")
+    assert found["devices"] == {"cuda"}
+    assert found["stored"] == found["declared"] > 10_000
+    assert found["more memory"] < 4 * found["declared"] / 10
