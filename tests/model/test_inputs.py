@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,11 @@ def prompt(images: int = 0, videos: int = 0) -> torch.Tensor:
     return torch.tensor([[1, 2] + [IMAGE] * images + [3] + [VIDEO] * videos + [4]])
 
 
+def pixels(patches: int, grid: list[Any], dim: int = DIM) -> dict[str, torch.Tensor]:
+    """Return the arguments of images, whose grid need not fit."""
+    return {"pixel_values": torch.zeros(patches, dim), "image_grid_thw": torch.tensor(grid)}
+
+
 def test_features_are_matched_with_their_placeholders():
     mixed = batch(
         [("image", 1, 4, 2), ("video", 2, 2, 4), ("image", 1, 2, 6)], [("video", 1, 2, 2)]
@@ -34,7 +40,7 @@ def test_features_are_matched_with_their_placeholders():
     assert len(visual.pixel_values) == 8 + 12 + 16 + 4
 
 
-def test_text_only_is_none():
+def test_text_alone_has_no_visual_inputs():
     assert visual_inputs(ARCHITECTURE, prompt()) is None
 
 
@@ -53,44 +59,30 @@ def test_picklable_and_moved_without_its_host_part():
     ("ids", "arguments", "says"),
     [
         (
-            prompt(),
-            {"pixel_values": torch.zeros(24, DIM), "image_grid_thw": [[1, 4, 6]]},
+            *(prompt(), pixels(24, [[1, 4, 6]])),
             r"1 image\(s\) with 6 features came with a prompt that holds no image placeholder",
         ),
         (
-            prompt(images=5),
-            {"pixel_values": torch.zeros(24, DIM), "image_grid_thw": [[1, 4, 6]]},
+            *(prompt(images=5), pixels(24, [[1, 4, 6]])),
             r"5 image placeholders, but its 1 image\(s\) give 6 features",
         ),
         (prompt(images=6), {}, "6 image placeholders, but no image came with it"),
+        (prompt(videos=8), pixels(32, [[1, 4, 8]]), "holds no image placeholder"),
         (
-            prompt(videos=8),
-            {"pixel_values": torch.zeros(32, DIM), "image_grid_thw": [[1, 4, 8]]},
-            "holds no image placeholder",
-        ),
-        (
-            prompt(images=14),
-            {"pixel_values": torch.zeros(56, DIM), "image_grid_thw": [[1, 4, 6], [2, 4, 4]]},
+            *(prompt(images=14), pixels(56, [[1, 4, 6], [2, 4, 4]])),
             "gives image 1 2 frames; pass it as a video",
         ),
         (
-            prompt(images=6),
-            {"pixel_values": torch.zeros(23, DIM), "image_grid_thw": [[1, 4, 6]]},
+            *(prompt(images=6), pixels(23, [[1, 4, 6]])),
             r"23 image patches were given, but image_grid_thw \[\[1, 4, 6\]\] describes 24",
         ),
         (
-            prompt(images=6),
-            {"pixel_values": torch.zeros(24, DIM + 1), "image_grid_thw": [[1, 4, 6]]},
+            *(prompt(images=6), pixels(24, [[1, 4, 6]], DIM + 1)),
             rf"shape \(24, {DIM + 1}\); \(patches, {DIM}\) is needed",
         ),
+        (prompt(images=6), pixels(24, [[1, 3, 8]]), "multiples of spatial_merge_size 2"),
         (
-            prompt(images=6),
-            {"pixel_values": torch.zeros(24, DIM), "image_grid_thw": [[1, 3, 8]]},
-            "multiples of spatial_merge_size 2",
-        ),
-        (
-            prompt(images=6),
-            {"pixel_values": torch.zeros(24, DIM), "image_grid_thw": [4, 6]},
+            *(prompt(images=6), pixels(24, [4, 6])),
             r"shape \(2,\); \(number, 3\) is needed",
         ),
         (
@@ -101,7 +93,6 @@ def test_picklable_and_moved_without_its_host_part():
     ],
 )
 def test_what_does_not_fit_is_refused(ids, arguments, says):
-    arguments = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in arguments.items()}
     with pytest.raises(BadInput, match=says):
         visual_inputs(ARCHITECTURE, ids, **arguments)
 
@@ -119,65 +110,68 @@ def test_bytes_need_their_scale_and_normalised_pixels_have_none():
     assert torch.equal(scale.apply(scaled.pixel_values), (pixels.float() - 127.5) / 63.75)
 
 
-def test_without_cp_and_sp_a_rank_holds_everything() -> None:
-    assert local_positions(5, cp_size=1, cp_rank=0).tolist() == [0, 1, 2, 3, 4]
+CP_2 = [{"cp_size": 2, "cp_rank": rank} for rank in range(2)]
+TP_3 = [{"tp_size": 3, "tp_rank": rank, "sequence_parallel": True} for rank in range(3)]
+PACK = torch.tensor([0, 4, 12], dtype=torch.int32)
 
 
-def test_cp_pairs_a_chunk_from_the_start_with_one_from_the_end() -> None:
-    ranks = [local_positions(12, cp_size=2, cp_rank=r).tolist() for r in range(2)]
-    assert ranks == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
-
-
-def test_packed_cp_cuts_each_sample() -> None:
-    bounds = torch.tensor([0, 4, 12], dtype=torch.int32)
-    ranks = [local_positions(12, cp_size=2, cp_rank=r, cu_seqlens=bounds) for r in range(2)]
-    assert [r.tolist() for r in ranks] == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
-
-
-def test_sp_cuts_what_cp_left() -> None:
-    def held(tp_rank: int) -> list[int]:
-        return local_positions(
-            12, cp_size=2, cp_rank=1, tp_size=3, tp_rank=tp_rank, sequence_parallel=True
-        ).tolist()
-
-    assert [held(r) for r in range(3)] == [[3, 4], [5, 6], [7, 8]]
-
-
-def test_tp_without_sp_holds_all() -> None:
-    held = local_positions(7, cp_size=1, cp_rank=0, tp_size=2, tp_rank=1)
-    assert held.tolist() == list(range(7))
+@pytest.mark.parametrize(
+    ("length", "ranks", "expected"),
+    [
+        (5, [{"cp_size": 1, "cp_rank": 0}], [[0, 1, 2, 3, 4]]),
+        (12, CP_2, [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]),
+        (
+            *(12, [one | {"cu_seqlens": PACK} for one in CP_2]),
+            [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]],
+        ),
+        (12, [CP_2[1] | one for one in TP_3], [[3, 4], [5, 6], [7, 8]]),
+        (7, [{"cp_size": 1, "cp_rank": 0, "tp_size": 2, "tp_rank": 1}], [[*range(7)]]),
+    ],
+    ids=[
+        "without CP and SP a rank holds everything",
+        "CP pairs a chunk from the start with one from the end",
+        "CP cuts each sample of a pack",
+        "SP cuts what CP left",
+        "TP without SP holds all",
+    ],
+)
+def test_the_positions_of_a_rank(
+    length: int, ranks: list[dict[str, Any]], expected: list[list[int]]
+) -> None:
+    assert [local_positions(length, **rank).tolist() for rank in ranks] == expected
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_the_ranks_together_hold_every_position_once(cp: int, tp: int, packed: bool) -> None:
     bounds = torch.tensor([0, 16, 24, 24, 64]) if packed else None
+    common: Any = {"cp_size": cp, "tp_size": tp, "sequence_parallel": True, "cu_seqlens": bounds}
     held = [
-        local_positions(
-            64,
-            cp_size=cp,
-            cp_rank=c,
-            tp_size=tp,
-            tp_rank=t,
-            sequence_parallel=True,
-            cu_seqlens=bounds,
-        )
-        for c in range(cp)
-        for t in range(tp)
+        local_positions(64, cp_rank=c, tp_rank=t, **common) for c in range(cp) for t in range(tp)
     ]
     assert {len(part) for part in held} == {64 // cp // tp}
     assert torch.cat(held).sort().values.tolist() == list(range(64))
 
 
-def test_lengths_that_do_not_divide_are_refused_with_the_remedy() -> None:
-    with pytest.raises(BadInput, match=r"length 10.*multiple of 4"):
-        local_positions(10, cp_size=2, cp_rank=0)
-    with pytest.raises(BadInput, match=r"packed sample.*length 6.*multiple of 4"):
-        local_positions(14, cp_size=2, cp_rank=0, cu_seqlens=torch.tensor([0, 8, 14]))
+@pytest.mark.parametrize(
+    ("length", "cp", "bounds", "message"),
+    [
+        (10, 2, None, r"length 10.*multiple of 4"),
+        (14, 2, [0, 8, 14], r"packed sample.*length 6.*multiple of 4"),
+        (10, 1, [0, 4, 8], "from 0 to 8 over a packed sequence of 10"),
+    ],
+)
+def test_lengths_that_do_not_divide_are_refused_with_the_remedy(
+    length: int, cp: int, bounds: list[int] | None, message: str
+) -> None:
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    with pytest.raises(BadInput, match=message):
+        local_positions(length, cp_size=cp, cp_rank=0, cu_seqlens=cu_seqlens)
+
+
+def test_a_length_that_sp_does_not_divide_is_refused() -> None:
     with pytest.raises(BadInput, match=r"10 tokens.*TP 4.*multiple of 4"):
         local_positions(10, cp_size=1, cp_rank=0, tp_size=4, sequence_parallel=True)
-    with pytest.raises(BadInput, match="from 0 to 8 over a packed sequence of 10"):
-        local_positions(10, cp_size=1, cp_rank=0, cu_seqlens=torch.tensor([0, 4, 8]))
 
 
 @pytest.mark.parametrize(("cp", "tp", "expected"), [(1, 1, 1), (1, 4, 4), (2, 1, 4), (2, 3, 12)])

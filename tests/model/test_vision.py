@@ -51,6 +51,7 @@ def tower(dtype: torch.dtype = DTYPE, **options: bool) -> VisionTower:
 
 @pytest.mark.parametrize(("hf_class", "hf_config"), HF_TOWERS, ids=["dense", "moe"])
 def test_equals_hugging_face(hf_class, hf_config):
+    """Both load the same tensors strictly, so that names and shapes are the same."""
     visual = MIXED.visual()
     hf = hf_class(hf_config(**asdict(ARCHITECTURE.vision))).to(DTYPE)
     hf.rotary_pos_emb.float()  # from_pretrained keeps it so; in older versions `to` casts it
@@ -80,13 +81,6 @@ def test_bytes_are_normalised_before_they_are_encoded():
     made = tower()
     got = made(raw)[0]
     assert torch.equal(got, made(replace(raw, pixel_values=pixels, pixel_scale=None))[0])
-
-
-@pytest.mark.parametrize(("hf_class", "hf_config"), HF_TOWERS, ids=["dense", "moe"])
-def test_names_and_shapes_are_hugging_faces(hf_class, hf_config):
-    hf = hf_class(hf_config(**asdict(ARCHITECTURE.vision)))
-    shapes = {name: tensor.shape for name, tensor in hf.state_dict().items()}
-    assert {name: tensor.shape for name, tensor in tower().state_dict().items()} == shapes
 
 
 def test_text_only_gives_no_features_and_zero_gradients_everywhere():
@@ -226,7 +220,7 @@ def run(model: Any, x: Tensor) -> tuple[Tensor, list[Tensor], list[bool]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_out_of_less_memory(dtype: torch.dtype) -> None:
+def test_lean_blocks_give_the_same_bits_out_of_less_memory(dtype: torch.dtype) -> None:
     plain = block().to(dtype)
     lean = copy.deepcopy(plain)
     make_lean(lean)
@@ -237,7 +231,7 @@ def test_the_same_bits_out_of_less_memory(dtype: torch.dtype) -> None:
     assert (kept, less) == ([True] * 3, [False] * 3)
 
 
-def test_parameters_are_the_same_objects() -> None:
+def test_lean_blocks_have_the_same_parameters() -> None:
     plain = block()
     before = dict(plain.named_parameters())
     make_lean(plain)
@@ -246,7 +240,7 @@ def test_parameters_are_the_same_objects() -> None:
     assert after.keys() == before.keys()
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_lean_blocks_keep_nothing_without_gradients() -> None:
     lean = block()
     make_lean(lean)
     with torch.no_grad():
@@ -351,6 +345,6 @@ def test_a_video_is_divided_between_its_frames():
     assert [len(share_frames(frames, MERGE_UNIT, 4, r).frame_patches) for r in range(4)] == [2] * 4
 
 
-def test_picklable():
+def test_a_share_is_picklable():
     share = share_frames(torch.tensor([8, 4]), MERGE_UNIT, 2, 0)
     assert pickle.loads(pickle.dumps(share)).frame_patches == share.frame_patches == (8,)

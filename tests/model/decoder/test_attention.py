@@ -110,7 +110,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_equals_hugging_face(name: str) -> None:
+def test_rotary_angles_equal_hugging_faces(name: str) -> None:
     config = read_config_file(SHAPES / "8b.json")
     text = config["text_config"]
     plain = InterleavedMRoPE(Architecture.from_hf(config))
@@ -178,7 +178,7 @@ def unfused_kernel(x: Tensor, angles: Tensor) -> Tensor:
 @pytest.mark.parametrize("batch", [1, BATCH])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("rotated", [WIDTH, PART])
-def test_equals_plain_torch(
+def test_the_rotation_equals_plain_torch(
     monkeypatch: pytest.MonkeyPatch, batch: int, fused: bool, rotated: int
 ) -> None:
     name = "fused_apply_rotary_pos_emb"

@@ -77,23 +77,28 @@ def test_a_terminal_shows_a_bar_that_moves_each_step(clock: Clock) -> None:
     assert out.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
 
 
-def test_what_went_wrong_with_data_is_shown_when_there_is_any(clock: Clock) -> None:
-    out = io.StringIO()
-    with closing(RunProgress(Console(file=out, width=1000), clock=clock)) as progress:
-        progress.step(1, 2)
-        progress.show(1, {"lm loss": 1.0, "skipped samples": 0.0, "over-long samples": 3.0})
-    assert out.getvalue() == "step 1/2  loss 1.0000  over-long 3\n"
-
-
-def test_a_distillation_shows_the_loss_that_it_minimises_and_the_cross_entropy(
-    clock: Clock,
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [
+        (
+            {"lm loss": 1.0, "skipped samples": 0.0, "over-long samples": 3.0},
+            "loss 1.0000  over-long 3",
+        ),
+        (
+            {"lm loss": 3.0, "distill loss": 1.0, "divergence": 0.5, "grad norm": 2.0},
+            "loss 1.0000  lm loss 3.0000  grad norm 2",
+        ),
+    ],
+    ids=["what went wrong with data", "a distillation's loss and the cross entropy"],
+)
+def test_what_there_is_to_show_is_shown(
+    numbers: dict[str, float], shown: str, clock: Clock
 ) -> None:
     out = io.StringIO()
     with closing(RunProgress(Console(file=out, width=1000), clock=clock)) as progress:
         progress.step(1, 2)
-        numbers = {"lm loss": 3.0, "distill loss": 1.0, "divergence": 0.5, "grad norm": 2.0}
         progress.show(1, numbers)
-    assert out.getvalue() == "step 1/2  loss 1.0000  lm loss 3.0000  grad norm 2\n"
+    assert out.getvalue() == f"step 1/2  {shown}\n"
 
 
 def test_other_ranks_show_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +169,7 @@ def test_verbose_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_directory_it_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_directory_what_is_printed_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     with quiet(CommandLine([])):
         print("a thousand lines")
     assert capsys.readouterr().out == ""
@@ -193,7 +198,7 @@ def _fail() -> None:
     raise ValueError("the second line\nis left out")
 
 
-def test_one_line_and_a_log(
+def test_a_crash_is_one_line_and_a_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "3")
