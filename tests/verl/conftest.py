@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ class Case:
     path: Path
     samples: list[Any]
     expected: Any
+
+    @cached_property
+    def noise(self) -> float:
+        """How far the log-probabilities of Hugging Face's model in bfloat16 are from float32."""
+        rounded = reference.log_probs_in_bfloat16(self.path, self.samples)
+        pairs = zip(rounded, self.expected.log_probs, strict=True)
+        return max(float((one - other).abs().max()) for one, other in pairs)
 
 
 @pytest.fixture(scope="session")

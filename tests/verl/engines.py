@@ -110,17 +110,22 @@ def error(found: Any, expected: list[Tensor], *, shifted: bool) -> float:
     return max(float(((a[:-1] if shifted else a) - b).abs().max()) for a, b in pairs)
 
 
-def ppo_step(engine: Any, samples: list[Sample], expected: Any, **options: Any) -> dict[str, Any]:
-    """Do one step with VERL's own PPO loss; return this rank's loss and metrics, if any."""
+def ppo() -> Any:
+    """Return VERL's own PPO loss."""
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
 
     actor = ActorConfig(
         strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=2, use_dynamic_bsz=False
     )
+    return partial(ppo_loss, config=actor)
+
+
+def ppo_step(engine: Any, samples: list[Sample], expected: Any, **options: Any) -> dict[str, Any]:
+    """Do one step with VERL's own PPO loss; return this rank's loss and metrics, if any."""
     data, _ = mine(batch(samples, expected, **{"calculate_entropy": False, **options}), engine)
     with engine.train_mode():
-        out = engine.train_batch(data, partial(ppo_loss, config=actor))
+        out = engine.train_batch(data, ppo())
         engine.lr_scheduler_step()
     return out if engine.is_mp_src_rank_with_outputs() else {}
 
@@ -134,3 +139,22 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Return the names of the tensors that are equal bit for bit."""
     assert list(one) == list(other)
     return [name for name in one if torch.equal(one[name], other[name])]
+
+
+def as_accelerator() -> None:
+    """Answer "cuda" from now on in this process, so that VERL moves what it thinks is on a device.
+
+    Pinned memory, which needs a device, is replaced by ordinary memory.
+    """
+    from verl.plugin.platform import get_platform
+    from verl.workers.engine import EngineRegistry
+
+    from mcore_qwen3vl.verl.engine import Qwen3VLEngine
+
+    type(get_platform()).device_name = "cuda"
+    EngineRegistry.register("language_model", "megatron", device="cuda", vendor="none")(
+        Qwen3VLEngine
+    )
+    empty = torch.empty
+    torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self

@@ -32,24 +32,14 @@ class Expected:
     frozen_norm: float
 
 
-def of(path: Path, samples: list[Sample], dtype: torch.dtype = torch.float32) -> Expected:
-    """Run the model in `dtype`, forward and backward."""
-    model = AutoModelForImageTextToText.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager"
-    )
-    architecture = Architecture.from_hf(path)
+def of(path: Path, samples: list[Sample]) -> Expected:
+    """Run the model in float32, forward and backward."""
+    model, architecture = _load(path, torch.float32), Architecture.from_hf(path)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     tokens = sum(len(s.response) for s in samples)
     for sample, advantage in zip(samples, advantages(samples), strict=True):
-        ids = sample.ids[None]
-        out = model(
-            input_ids=ids,
-            mm_token_type_ids=_kinds(ids, architecture),
-            output_hidden_states=True,
-            **sample.media,
-        )
-        scores = (out.logits[0].float() / TEMPERATURE).log_softmax(-1)
-        log_probs = scores[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        out = _run(model, architecture, sample)
+        scores, log_probs = _scores(out, sample)
         response = log_probs[-len(sample.response) :]
         ratio = (response - response.detach()).exp()
         (-(advantage[: len(response)] * ratio).sum() / tokens).backward()
@@ -57,6 +47,34 @@ def of(path: Path, samples: list[Sample], dtype: torch.dtype = torch.float32) ->
         found.append((log_probs.detach(), entropies.detach(), out.hidden_states[-1][0].detach()))
     log_probs, entropies, hidden = (list(part) for part in zip(*found, strict=True))
     return Expected(log_probs, entropies, hidden, _norm(model, ""), _norm(model, "visual."))
+
+
+@torch.no_grad()
+def log_probs_in_bfloat16(path: Path, samples: list[Sample]) -> list[Tensor]:
+    model, architecture = _load(path, torch.bfloat16), Architecture.from_hf(path)
+    return [_scores(_run(model, architecture, sample), sample)[1] for sample in samples]
+
+
+def _load(path: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager"
+    )
+
+
+def _run(model: Any, architecture: Architecture, sample: Sample) -> Any:
+    ids = sample.ids[None]
+    return model(
+        input_ids=ids,
+        mm_token_type_ids=_kinds(ids, architecture),
+        output_hidden_states=True,
+        **sample.media,
+    )
+
+
+def _scores(out: Any, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of all tokens (s, V), and of the next ones (s - 1,)."""
+    scores = (out.logits[0].float() / TEMPERATURE).log_softmax(-1)
+    return scores, scores[:-1].gather(1, sample.ids[1:, None])[:, 0]
 
 
 def _kinds(ids: Tensor, a: Architecture) -> Tensor:

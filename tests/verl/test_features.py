@@ -13,7 +13,18 @@ import torch.distributed as dist
 
 pytest.importorskip("verl", reason="make test-verl makes an environment that has VERL")
 
-from tests.verl.engines import build, error, exported, infer, ppo_step, same
+from tests.verl.engines import (
+    as_accelerator,
+    build,
+    engine_config,
+    error,
+    exported,
+    infer,
+    optimizer_config,
+    ppo,
+    ppo_step,
+    same,
+)
 from tests.verl.samples import batch
 from tests.verl.test_layouts import CP2, EP2, PP2, TOLERANCE, TP2, VPP2, published_shapes
 
@@ -45,14 +56,8 @@ def replayed(path: Path, layout: Any, samples: Any, expected: Any, mode: str) ->
         others = [routes[:-1] for routes in others]
     report["others"] = under(engine, samples, others)
     data = with_routes(batch(samples, expected, calculate_entropy=False), others)
-    from verl.workers.config import ActorConfig
-    from verl.workers.utils.losses import ppo_loss
-
-    actor = ActorConfig(
-        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=2, use_dynamic_bsz=False
-    )
     with engine.train_mode():
-        out = engine.train_batch(data, partial(ppo_loss, config=actor))
+        out = engine.train_batch(data, ppo())
     if not engine.is_mp_src_rank_with_outputs():
         return None
     return {**report, "norm": float(out["metrics"]["grad_norm"])}
@@ -248,8 +253,6 @@ def test_value_head(kind: str, case: Any, on_ranks: Any, tmp_path: Path) -> None
 
 def offloaded(path: Path, layout: Any, samples: Any, expected: Any) -> Any:
     """Run like on an accelerator, whose memory VERL frees between its phases."""
-    from tests.verl.platform import as_accelerator
-
     as_accelerator()
     engine = build(path, {"param_offload": True, "optimizer_offload": True, **layout})
 
@@ -288,11 +291,8 @@ def test_offloading(kind: str, name: str, case: Any, on_ranks: Any) -> None:
 def in_worker(path: Path, layout: Any, samples: Any, expected: Any) -> Any:
     """Run VERL's ``TrainingWorker``, which a Ray actor holds in a cluster."""
     from verl.utils import tensordict_utils
-    from verl.workers.config import ActorConfig, HFModelConfig, TrainingWorkerConfig
+    from verl.workers.config import HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
-    from verl.workers.utils.losses import ppo_loss
-
-    from tests.verl.engines import engine_config, optimizer_config
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     override = {"attn_implementation": "eager"}
@@ -309,10 +309,7 @@ def in_worker(path: Path, layout: Any, samples: Any, expected: Any) -> Any:
         )
     )
     worker.reset()
-    actor = ActorConfig(
-        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=2, use_dynamic_bsz=False
-    )
-    worker.set_loss_fn(partial(ppo_loss, config=actor))
+    worker.set_loss_fn(ppo())
     data = batch(samples, expected)
     inferred = worker.infer_batch(data.clone())
     tensordict_utils.assign_non_tensor(data, mini_batch_size=4, epochs=1, seed=1)

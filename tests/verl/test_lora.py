@@ -18,21 +18,18 @@ from tests.verl.engines import build, error, exported, infer, ppo_step, same
 from tests.verl.test_layouts import CP2, EP2, PP2, TOLERANCE, TP2, published_shapes
 
 LORA = {"rank": 4, "alpha": 6, "merge": True, "dropout": 0.0}
+FROZEN = {"override_mcore_model_config": {"freeze": ["vision"]}}
 CASES = {
     "dense 1": ("dense", 1, {}, {}),
     "dense tp2": ("dense", 2, TP2, {"target_modules": ["all"]}),
     "dense pp2": ("dense", 2, PP2, {"target_modules": ["linear_qkv", "linear_fc2"]}),
     "dense cp2": ("dense", 2, CP2, {}),
     "moe tp2xep2": (
-        "moe",
-        2,
-        TP2 | EP2,
+        *("moe", 2, TP2 | EP2),
         {"target_modules": ["linear_fc1", "linear_fc2", "router"]},
     ),
     "hybrid moe tp2xep2": (
-        "hybrid moe",
-        2,
-        TP2 | EP2,
+        *("hybrid moe", 2, TP2 | EP2),
         {"target_modules": ["linear_qkv", "linear_fc1", "linear_fc2", "in_proj", "out_proj"]},
     ),
 }
@@ -146,29 +143,25 @@ def test_goes_on_from_an_adapter(case: Any, on_ranks: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("engine", "given", "message"),
     [
-        ({"merge": False}, "model.lora.merge: the rollout cannot take an adapter"),
-        ({"type": "canonical_lora"}, "model.lora.type: use lora"),
-        ({"dropout_position": "post"}, "model.lora.dropout_position: an option of Megatron-Bridge"),
-        ({"exclude_modules": ["router"]}, "model.lora.exclude_modules: an option"),
-        ({"target_modules": ["*.linear_qkv"]}, "PEFT does not apply this"),
+        ({}, {"merge": False}, "model.lora.merge: the rollout cannot take an adapter"),
+        ({}, {"type": "canonical_lora"}, "model.lora.type: use lora"),
+        (
+            *({}, {"dropout_position": "post"}),
+            "model.lora.dropout_position: an option of Megatron-Bridge",
+        ),
+        ({}, {"exclude_modules": ["router"]}, "model.lora.exclude_modules: an option"),
+        ({}, {"target_modules": ["*.linear_qkv"]}, "PEFT does not apply this"),
+        (FROZEN, {}, r"model\.lora freezes all of it"),
     ],
 )
-def test_refused(given: Any, message: str, case: Any, on_ranks: Any) -> None:
+def test_refused(engine: Any, given: Any, message: str, case: Any, on_ranks: Any) -> None:
     def ask(path: Path, lora: Any) -> None:
-        build(path, {}, {"lora": lora})
+        build(path, engine, {"lora": lora})
 
     with pytest.raises(BadInput, match=message):
         on_ranks(1, ask, case().path, LORA | given)
-
-
-def test_frozen_parts_beside_it_are_refused(case: Any, on_ranks: Any) -> None:
-    def ask(path: Path) -> None:
-        build(path, {"override_mcore_model_config": {"freeze": ["vision"]}}, {"lora": LORA})
-
-    with pytest.raises(BadInput, match=r"model\.lora freezes all of it"):
-        on_ranks(1, ask, case().path)
 
 
 def test_no_reference_without_an_adapter(case: Any, on_ranks: Any) -> None:

@@ -72,8 +72,11 @@ class Made:
     exported: Path
 
 
+Models = Callable[[str], Made]
+
+
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Return a function that gives the model of a kind, made once."""
     made: dict[str, Made] = {}
 
@@ -113,8 +116,12 @@ class Prompt:
         return [{"role": "user", "content": content}]
 
 
+Prompts = dict[str, Prompt]
+InVllm = Callable[..., dict[str, Any]]
+
+
 @pytest.fixture(scope="session")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Prompt]:
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
     """Return one prompt of each kind."""
     folder = tmp_path_factory.mktemp("media")
     sizes = [(24, 40), (50, 31), (64, 64)]
@@ -141,9 +148,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Prompt]:
 
 
 @pytest.fixture(scope="session")
-def in_vllm(
-    tmp_path_factory: pytest.TempPathFactory, prompts: dict[str, Prompt]
-) -> Callable[..., dict[str, Any]]:
+def in_vllm(tmp_path_factory: pytest.TempPathFactory, prompts: Prompts) -> InVllm:
     """Return ``in_vllm(checkpoint, adapters, **options)``: it runs `engine.py` on all prompts."""
 
     def run(

@@ -12,7 +12,7 @@ from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.generation import Generation, encode_prompts, generate_on_all_ranks
 from mcore_qwen3vl.generation import Request as Asked
 from mcore_qwen3vl.scoring.score import Request, score
-from tests.vllm.conftest import Prompt
+from tests.vllm.conftest import Prompts
 from tests.vllm.engine import NEW_TOKENS
 
 TOLERANCE = 16 * 2.0**-23
@@ -20,7 +20,7 @@ TOLERANCE = 16 * 2.0**-23
 float32. It is a sum of logits of that size, which vLLM's kernels add in another order than ours."""
 
 
-def tokens(checkpoint: Path, prompts: dict[str, Prompt]) -> dict[str, list[int]]:
+def tokens(checkpoint: Path, prompts: Prompts) -> dict[str, list[int]]:
     """Return the tokens of each prompt, those of images and videos included."""
     architecture, processor = Architecture.from_hf(checkpoint), load_processor(checkpoint)
     found = {}
@@ -30,9 +30,7 @@ def tokens(checkpoint: Path, prompts: dict[str, Prompt]) -> dict[str, list[int]]
     return found
 
 
-def scored(
-    checkpoint: Path, prompts: dict[str, Prompt], folder: Path, **options: Any
-) -> dict[str, Any]:
+def scored(checkpoint: Path, prompts: Prompts, folder: Path, **options: Any) -> dict[str, Any]:
     """Return what ``score`` writes for each prompt's answer."""
     data, out = folder / "data.jsonl", folder / "scores.jsonl"
     records = [
@@ -45,7 +43,7 @@ def scored(
     return dict(zip(prompts, lines, strict=True))
 
 
-def answered(checkpoint: Path, prompts: dict[str, Prompt], **options: Any) -> dict[str, Generation]:
+def answered(checkpoint: Path, prompts: Prompts, **options: Any) -> dict[str, Generation]:
     """Return the greedy answers of ``generate``."""
     greedy = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS}
     conversations = [prompt.conversation for prompt in prompts.values()]
@@ -53,6 +51,17 @@ def answered(checkpoint: Path, prompts: dict[str, Prompt], **options: Any) -> di
         Asked(checkpoint, conversations, options=greedy, **options), on_cpu=True
     )
     return dict(zip(prompts, answers, strict=True))
+
+
+def answered_tokens(checkpoint: Path, prompts: Prompts, **options: Any) -> dict[str, list[int]]:
+    """Return the tokens of :func:`answered`."""
+    own = answered(checkpoint, prompts, **options)
+    return {name: one.token_ids for name, one in own.items()}
+
+
+def answers_of(found: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the tokens that vLLM answered, by prompt."""
+    return {name: one["answer"] for name, one in found.items()}
 
 
 @dataclass(frozen=True)

