@@ -103,9 +103,7 @@ CASES = {
         "pp4", ragged, overrides={"variable_seq_lengths": True}
     ),
     "a rank without images reduces with the others": Given(
-        "tp2xdp2+sp",
-        text_beside_images,
-        ddp={"overlap_grad_reduce": True, "bucket_size": 4000},
+        "tp2xdp2+sp", text_beside_images, ddp={"overlap_grad_reduce": True, "bucket_size": 4000}
     ),
     "padding is routed to no expert": Given("tp2xep2+sp", tail, {"moe": True}),
     "dense and MoE layers in turn": Given(
@@ -175,10 +173,7 @@ def gradients(
     ("layout", "losses"),
     # Megatron's z-loss is the mean over ranks of each rank's mean. Where SP or CP divide tokens
     # and padding unevenly, it therefore weighs tokens unevenly, in any model.
-    [
-        ("single", AUX | Z),
-        *slow(("tp2xep2+sp", AUX), ("cp2xep2", AUX)),
-    ],
+    [("single", AUX | Z), *slow(("tp2xep2+sp", AUX), ("cp2xep2", AUX))],
 )
 def test_padding_counts_in_no_loss_of_the_router(
     reference: References, layout: str, losses: dict[str, Any]

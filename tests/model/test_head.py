@@ -141,9 +141,7 @@ def _without_or_with_entropy(
 
 
 @pytest.mark.parametrize("chunk", [5, None], ids=["chunks", "kept"])
-def test_without_entropy_the_log_probs_and_their_gradients_are_the_same(
-    chunk: int | None,
-) -> None:
+def test_without_entropy_the_log_probs_and_their_gradients_are_the_same(chunk: int | None) -> None:
     for right, found in zip(
         run_layout(_without_or_with_entropy, 2, 5, 0.7, True),
         run_layout(_without_or_with_entropy, 2, chunk, 0.7, False),

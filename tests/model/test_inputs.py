@@ -81,10 +81,7 @@ def test_picklable_and_moved_without_its_host_part():
             rf"shape \(24, {DIM + 1}\); \(patches, {DIM}\) is needed",
         ),
         (prompt(images=6), pixels(24, [[1, 3, 8]]), "multiples of spatial_merge_size 2"),
-        (
-            *(prompt(images=6), pixels(24, [4, 6])),
-            r"shape \(2,\); \(number, 3\) is needed",
-        ),
+        (*(prompt(images=6), pixels(24, [4, 6])), r"shape \(2,\); \(number, 3\) is needed"),
         (
             prompt(videos=6),
             {"pixel_values_videos": torch.zeros(24, DIM)},

@@ -285,9 +285,7 @@ def test_canary_every_replaced_runtime_function_still_exists(ours: set[str]) -> 
     assert known - real <= OF_OTHER_VERSIONS
 
 
-def test_canary_the_functions_of_torch_distributed_that_are_replaced(
-    workbench: Workbench,
-) -> None:
+def test_canary_the_functions_of_torch_distributed_that_are_replaced(workbench: Workbench) -> None:
     from torch.distributed import distributed_c10d
 
     from mcore_qwen3vl.pretended import groups

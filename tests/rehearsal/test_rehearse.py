@@ -192,8 +192,7 @@ def test_what_does_not_fit_says_what_would(command: Command, config: Path) -> No
     (role,) = found["roles"]
     assert role["error"]["out of memory"]
     assert re.search(
-        rf"Tried to allocate [\d.]+ MiB.*capacity of {gib * 1024:.2f} MiB",
-        role["error"]["message"],
+        rf"Tried to allocate [\d.]+ MiB.*capacity of {gib * 1024:.2f} MiB", role["error"]["message"]
     )
     assert role["error"]["place"].count(" < ") == 2
     assert sum(role["held at the peak"].values()) == role["peak"] < role["usable"]

@@ -132,8 +132,7 @@ def test_candidates_replace_the_layout_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes"),
-    [*slow(("8b", 1)), ("30b_a3b", 2), *slow(("235b_a22b", 4))],
+    ("name", "nodes"), [*slow(("8b", 1)), ("30b_a3b", 2), *slow(("235b_a22b", 4))]
 )
 def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
     """A row undoes what the script sets and the row does not have."""

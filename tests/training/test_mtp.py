@@ -108,9 +108,7 @@ def plain_step(job: Job) -> tuple[Plain, float]:
         words = "".join(IMAGE if one is None else one for one, _ in parts)
         images = [Image.open(job.data.parent / name) for name in records[line]["images"] if name]
         inputs = processor(
-            text=[words + processor.tokenizer.pad_token],
-            images=images or None,
-            return_tensors="pt",
+            text=[words + processor.tokenizer.pad_token], images=images or None, return_tensors="pt"
         )
         tokens = inputs["input_ids"][0]
         media = [

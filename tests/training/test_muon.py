@@ -72,12 +72,7 @@ class Plain:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "flags"),
-    [
-        ("single", ()),
-        ("dp2", ()),
-        ("pp2", ()),
-        ("tp2+sp", ("--muon-tp-mode", "duplicated")),
-    ],
+    [("single", ()), ("dp2", ()), ("pp2", ()), ("tp2+sp", ("--muon-tp-mode", "duplicated"))],
 )
 def test_loss_and_gradient_norm_are_those_of_a_plain_loop(
     layout: str, flags: tuple[str, ...], dense: Path, data: Path, tmp_path: Path

@@ -48,11 +48,7 @@ def flaws(report: Report, part: str) -> dict[str, str]:
     [
         f"{LAYER}self_attn.v_proj.weight",
         f"{LAYER}mlp.experts.gate_up_proj",
-        *slow(
-            "lm_head.weight",
-            "model.visual.pos_embed.weight",
-            f"{LAYER}mlp.experts.down_proj",
-        ),
+        *slow("lm_head.weight", "model.visual.pos_embed.weight", f"{LAYER}mlp.experts.down_proj"),
     ],
 )
 def test_one_bit(tiny: Tiny, tmp_path: Path, name: str) -> None:

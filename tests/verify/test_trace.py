@@ -54,10 +54,7 @@ def traced(
     ("layout", "moe", "batch"),
     [
         ("single", True, "mixed"),
-        *slow(
-            ("tp2", False, "images"),
-            ("tp4+sp", True, "padded"),
-        ),
+        *slow(("tp2", False, "images"), ("tp4+sp", True, "padded")),
         # There are more ranks than key/value heads here.
         *slow(("tp8+sp", False, "mixed")),
         *slow(("cp2", True, "packed"), ("pp2xvpp2", False, "video")),

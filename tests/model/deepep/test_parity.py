@@ -71,13 +71,7 @@ def test_outputs_of_experts_that_one_rank_does_not_return(
     ],
 )
 def test_gradients_of_the_routers_weights_that_do_not_return(
-    matrix: Matrix,
-    monkeypatch: Any,
-    backend: str,
-    module: str,
-    owner: str,
-    name: str,
-    weights: str,
+    matrix: Matrix, monkeypatch: Any, backend: str, module: str, owner: str, name: str, weights: str
 ) -> None:
     buffer = getattr(import_module(f"deep_ep.{module}"), owner)
     combine = getattr(buffer, name)

@@ -61,9 +61,7 @@ TURNED_INTO_OTHERS = re.compile(
 
 
 @pytest.mark.slow
-def test_what_is_said_to_reach_the_run_is_read_by_something(
-    megatron_flags: dict[str, str],
-) -> None:
+def test_what_is_said_to_reach_the_run_is_read_by_something(megatron_flags: dict[str, str]) -> None:
     sorting, megatron = Sorting.for_installed(), find_spec("megatron.core")
     assert megatron is not None
     assert megatron.origin is not None

@@ -172,10 +172,7 @@ def test_values_and_defaults_of_an_embedding(moe: Path) -> None:
         ((*TASK, "--loss", "dpo"), "--loss dpo with --task embedding"),
         ((*TASK, "--overlong", "truncate"), "--overlong truncate with --task embedding"),
         ((*TASK, "--moe-z-loss-coeff", "0.01"), "with --task embedding: Megatron adds"),
-        (
-            (*TASK, *RANK_4, WHOLE, "lm_head"),
-            "has no lm_head: leave it out",
-        ),
+        ((*TASK, *RANK_4, WHOLE, "lm_head"), "has no lm_head: leave it out"),
         (
             (*TASK, *RANK_4, "--lora-target", "q_proj", "--lora-dropout", "0.1"),
             r"lora_dropout is 0\.1 with --task embedding",

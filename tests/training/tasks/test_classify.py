@@ -109,8 +109,7 @@ def plain_step(job: Job, **config: Any) -> Plain:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "flags"),
-    slow_except(LAYOUTS, ("dense", "cp2", PACKED)),
+    ("kind", "layout", "flags"), slow_except(LAYOUTS, ("dense", "cp2", PACKED))
 )
 def test_loss_and_every_gradient_are_those_of_one_process(
     kind: str,

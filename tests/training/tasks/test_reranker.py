@@ -18,13 +18,7 @@ from mcore_qwen3vl.verify.curves import Job, train
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from tests.training.one_step import TOLERANCE, Plain, check_step, plain_model, step_job
 from tests.training.tasks.retrieval import texts_of, write_retrieval
-from tests.training.tasks.whole_batch import (
-    LAYOUTS,
-    PACKED,
-    first_records,
-    inputs_of,
-    scored,
-)
+from tests.training.tasks.whole_batch import LAYOUTS, PACKED, first_records, inputs_of, scored
 from tests.turns import slow, slow_except
 
 ANSWERS = ("y", "n")  # the tiny tokenizer has no longer words
@@ -95,8 +89,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("dense", "single"), ("dense", "dp2"), ("moe", "ep2xdp2")],
+    ("kind", "layout"), [("dense", "single"), ("dense", "dp2"), ("moe", "ep2xdp2")]
 )
 def test_an_adapter_trains(
     kind: str, checkpoint: Path, layout: str, retrieval: Path, tmp_path: Path

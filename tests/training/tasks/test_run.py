@@ -129,8 +129,7 @@ def test_records_for_another_loss_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("dense", "single"), ("dense", "dp2"), ("moe", "ep2xdp2")],
+    ("kind", "layout"), [("dense", "single"), ("dense", "dp2"), ("moe", "ep2xdp2")]
 )
 def test_an_adapter_trains(
     kind: str, checkpoint: Path, layout: str, retrieval: Path, tmp_path: Path

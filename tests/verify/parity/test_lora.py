@@ -159,7 +159,9 @@ def test_factors_that_are_marked_wrongly(matrix: Matrix, monkeypatch: Any, rule:
 
 @pytest.mark.slow
 def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) -> None:
-    monkeypatch.setattr(lora_modules, "column_parallel_region", lambda group, linear: lora_modules.same_region)
+    monkeypatch.setattr(
+        lora_modules, "column_parallel_region", lambda group, linear: lora_modules.same_region
+    )
     report = matrix.compare_row(MatrixRow.build("dense", "tp2", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.weight.lora_B") > FAR_OFF  # its input is wrong

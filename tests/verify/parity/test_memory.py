@@ -25,10 +25,7 @@ from mcore_qwen3vl.verify.parity import comparison, on_rank
 from mcore_qwen3vl.verify.parity.case import AdamW, Case
 from mcore_qwen3vl.verify.parity.comparison import Needs, memory_and_disk_of, verify_parity
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow
-from mcore_qwen3vl.verify.parity.reference import (
-    ReferenceCheckpoint,
-    SavedTensors,
-)
+from mcore_qwen3vl.verify.parity.reference import ReferenceCheckpoint, SavedTensors
 from mcore_qwen3vl.verify.report import Report
 from tests.turns import slow_except
 
