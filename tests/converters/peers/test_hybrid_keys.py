@@ -33,9 +33,9 @@ from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
 from mcore_qwen3vl.verify.audit import audit
 from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors, copy
-from tests.converters.live.test_load_into_model import Tiny, load_strictly, stored
 from tests.converters.peers.test_load import arguments, first_step, job_of
 from tests.converters.ranks import build_empty, check_chunks
+from tests.converters.test_load_into_model import Tiny, load_strictly, stored
 from tests.model.hybrid.hybrid_model import HybridQwen3VL
 from tests.turns import slow_except
 

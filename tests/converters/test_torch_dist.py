@@ -41,7 +41,8 @@ from mcore_qwen3vl.errors import BadInput
 from tests.converters.checkpoints import load
 
 Tiny = Callable[[str], Path]
-OLD = Path(__file__).parent / "torch-2.11"
+WRITTEN = Path(__file__).parent / "torch_dist"
+OLD = WRITTEN / "torch-2.11"
 """A checkpoint that torch 2.11 wrote: two tensors, a transposed view and an object."""
 
 
@@ -216,7 +217,7 @@ def test_reading_what_torch_2_11_wrote() -> None:
 
 def test_reading_what_megatron_0_15_wrote() -> None:
     """Its metadata is of a class of its own, with torch's fields and one more."""
-    checkpoint = TorchDistCheckpoint(Path(__file__).parent / "megatron-0.15")
+    checkpoint = TorchDistCheckpoint(WRITTEN / "megatron-0.15")
     assert torch.equal(checkpoint.tensor("a"), torch.arange(12.0).reshape(3, 4))
     assert set(checkpoint.index.tensors) == {"a"}
 
