@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.errors import BadInput
@@ -29,6 +28,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.scoring.records import Output
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves import Job
+from tests.command import exit_code
 
 
 @contextmanager
@@ -60,10 +60,9 @@ def test_nothing_half_written(
     places = {"hf": dense, "data": data, "out": tmp_path / "new" / "out"}
     places["out"].parent.mkdir()
     ensure_index(places["data"])
-    with full_disk(1000), pytest.raises(SystemExit) as stopped:
-        main([word.format(**places) for word in COMMANDS[name]])
+    with full_disk(1000):
+        assert exit_code(*(word.format(**places) for word in COMMANDS[name])) == 2
     said = capsys.readouterr().err
-    assert stopped.value.code == 2
     assert f"{places['out']}" in said
     assert "cannot be written: " in said
     assert "File too large" in said
@@ -75,10 +74,9 @@ def test_clean_records(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     file, out = write_image_qa(tmp_path / "new", 40), tmp_path / "new" / "clean.jsonl"
     ensure_index(file)
     before = sorted(out.parent.iterdir())
-    words = ["data", "check", str(file), "--hf-model", str(dense), "--write-clean", str(out)]
-    with full_disk(1000), pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2
+    with full_disk(1000):
+        words = ("data", "check", file, "--hf-model", dense, "--write-clean", out)
+        assert exit_code(*words) == 2
     assert f"{out} cannot be written: File too large." in capsys.readouterr().err
     assert sorted(out.parent.iterdir()) == before
 

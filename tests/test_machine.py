@@ -24,6 +24,8 @@ from tests.turns import slow_except
 
 ROOT = Path(__file__).parents[1]
 PINS = ROOT / "tests" / "environments"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DEPENDENCIES = PROJECT["project"]["dependencies"]
 
 
 def test_nothing_is_said_of_supported_versions() -> None:
@@ -41,8 +43,7 @@ def test_a_version_outside_is_named_with_those_inside(
     monkeypatch.syspath_prepend(tmp_path)
     (sentence,) = machine.outside()
     assert sentence.startswith(f"{package} {version} is installed")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["lora"]]
+    declared = [*DEPENDENCIES, *PROJECT["project"]["optional-dependencies"]["lora"]]
     (asked,) = (r for r in map(Requirement, declared) if r.name == package)
     assert f"tested with {package} {asked.specifier}:" in sentence
 
@@ -118,9 +119,8 @@ def test_the_workflow_and_the_page_have_the_cells_of_the_makefile() -> None:
 
 def test_the_pins_reach_from_end_to_end_of_what_is_supported() -> None:
     """Each pin is allowed, and every allowed minor version of torch is pinned or locked."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    allowed = {r.name: r.specifier for r in map(Requirement, project["project"]["dependencies"])}
-    locked = project["tool"]["uv"]["constraint-dependencies"]
+    allowed = {r.name: r.specifier for r in map(Requirement, DEPENDENCIES)}
+    locked = PROJECT["tool"]["uv"]["constraint-dependencies"]
     lines = [line for cell in cells() for line in (PINS / f"{cell}.txt").read_text().splitlines()]
     pins = [Requirement(line) for line in [*locked, *lines] if not line.startswith(("#", "-"))]
     for pin in pins:
@@ -132,8 +132,7 @@ def test_the_pins_reach_from_end_to_end_of_what_is_supported() -> None:
 
 def test_the_rows_have_the_packages_that_the_tests_need() -> None:
     """Those of the group ``dev``, from which `make test` installs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = {Requirement(text).name for text in project["dependency-groups"]["dev"]}
+    needed = {Requirement(text).name for text in PROJECT["dependency-groups"]["dev"]}
     lines = (PINS / "tools.txt").read_text().splitlines()
     assert needed <= {Requirement(line).name for line in lines if not line.startswith("#")}
 
@@ -143,8 +142,7 @@ def test_the_extra_is_named_and_brings_it(
     package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.require_extra(package, "--plot")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert any(p.startswith(package) for p in project["optional-dependencies"][extra])
+    assert any(p.startswith(package) for p in PROJECT["project"]["optional-dependencies"][extra])
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     said = rf"--plot needs the package {package}: pip install 'mcore-qwen3vl\[{extra}\]'\."
     with pytest.raises(BadInput, match=said):

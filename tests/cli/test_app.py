@@ -145,9 +145,8 @@ def test_a_misspelt_flag_of_a_rehearsal_is_refused_without_torch():
 
 
 @pytest.mark.parametrize("command", [("generate", "--prompt", "hi"), ("verify", "parity")])
-def test_a_language_model_alone_is_not_run(command, tmp_path, capsys):
-    model = write_tiny_checkpoint(tmp_path / "model", family="qwen3.5")
-    language_model_alone(model, tmp_path / "alone")
+def test_a_language_model_alone_is_not_run(command, hybrid, tmp_path, capsys):
+    language_model_alone(hybrid, tmp_path / "alone")
     (tmp_path / "alone" / "generation_config.json").unlink(missing_ok=True)
     words = [*command[:1], tmp_path / "alone", *command[1:], "--cpu"]
     if command[0] == "verify":

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import (
     hf_to_hf,
@@ -224,10 +223,8 @@ def test_the_commands(damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["verify", "roundtrip", str(damaged)], 0),
         (["verify", "roundtrip", str(damaged), "--strict"], 1),
     ):
-        with pytest.raises(SystemExit) as left:
-            main(words)
+        assert exit_code(*words) == code
         printed = "".join(capsys.readouterr())
-        assert left.value.code == code, printed
         assert "2 tensors have NaN or infinite values" in " ".join(printed.split())
 
 
@@ -283,13 +280,6 @@ def test_target_and_source_must_be_apart(tiny: Tiny, tmp_path: Path, inside: str
     with pytest.raises(BadInput, match=r"apart from the source|other than a checkpoint"):
         hf_to_mcore(source, source / inside, force=True)
     assert tree_digests(tmp_path) == before
-
-
-def test_missing_source(tmp_path: Path) -> None:
-    for convert in (hf_to_mcore, mcore_to_hf):
-        with pytest.raises(BadInput, match="nowhere is not a directory"):
-            convert(tmp_path / "nowhere", tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
 
 
 BF16 = torch.bfloat16

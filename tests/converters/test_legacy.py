@@ -34,7 +34,7 @@ from mcore_qwen3vl.converters.storage.archive import Record, as_bytes, load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
-from tests.converters.checkpoints import CASES, assert_same_files, assert_same_tensors
+from tests.converters.checkpoints import CASES, Call, assert_same_files, assert_same_tensors
 from tests.turns import slow_except
 
 Tiny = Callable[[str], Path]
@@ -270,29 +270,21 @@ def test_a_lost_or_cut_file_is_named(mcore: Path, tmp_path: Path, folder: str) -
         mcore_to_hf(damaged, tmp_path / "back")
 
 
-class Hostile:
-    """An object whose pickle runs code in whoever loads it."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
-
-
 def test_no_code_of_a_file_is_run(mcore: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    hostile = rewrite(mcore, tmp_path / "hostile", lambda c: c.update(rng_state=Hostile(marker)))
+    hostile = rewrite(
+        mcore, tmp_path / "hostile", lambda c: c.update(rng_state=Call(os.mkdir, str(marker)))
+    )
     with pytest.raises(BadInput, match=r"asks for (posix|os)\.mkdir.*Refused"):
         mcore_to_hf(hostile, tmp_path / "back")
     assert not marker.exists()
 
 
 def test_what_other_libraries_admit_is_not_admitted_here(mcore: Path, tmp_path: Path) -> None:
-    marked = rewrite(mcore, tmp_path / "marked", lambda c: c.update(other=Namespace(x=Hostile)))
-    with torch.serialization.safe_globals([Hostile]):
+    marked = rewrite(mcore, tmp_path / "marked", lambda c: c.update(other=Namespace(x=Call)))
+    with torch.serialization.safe_globals([Call]):
         admitted = torch.serialization.get_safe_globals()
-        with pytest.raises(BadInput, match=r"asks for tests\.converters.*\.Hostile"):
+        with pytest.raises(BadInput, match=r"asks for tests\.converters.*\.Call"):
             mcore_to_hf(marked, tmp_path / "back")
         assert set(torch.serialization.get_safe_globals()) == set(admitted)
 

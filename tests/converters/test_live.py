@@ -28,7 +28,8 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from tests.converters.disk import Disk, NotDurable
+from tests.converters.checkpoints import edit_config
+from tests.converters.offline.test_durability import Disk, NotDurable
 from tests.converters.ranks import build_empty
 from tests.turns import slow_except
 
@@ -351,11 +352,10 @@ def test_weights_beside_another_config_are_not_loaded(tiny, tmp_path, megatron):
     """The rotary base and other settings show in no tensor, and the model would compute another."""
     other = tmp_path / "other"
     shutil.copytree(tiny("moe"), other)
-    config = json.loads((other / "config.json").read_text())
-    text = config["text_config"]
-    text.update(rope_theta=1e4, rms_norm_eps=1e-5, num_experts_per_tok=1, initializer_range=0.5)
-    config["dtype"] = "bfloat16"
-    (other / "config.json").write_text(json.dumps(config))
+    changes = {"rope_theta": 1e4, "rms_norm_eps": 1e-5, "num_experts_per_tok": 1}
+    changes |= {"initializer_range": 0.5}
+    text = {f"text_config__{name}": value for name, value in changes.items()}
+    edit_config(other, dtype="bfloat16", **text)
     if megatron:
         hf_to_mcore(other, tmp_path / "mcore")
 

@@ -53,19 +53,6 @@ def check_rank(layout: Layout, source: Path, checkpoint: Path) -> int:
     return check_chunks(chunks, source)
 
 
-@pytest.fixture(scope="module")
-def converted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    done: dict[str, Path] = {}
-
-    def get(case: str) -> Path:
-        if case not in done:
-            done[case] = tmp_path_factory.mktemp("converted") / case
-            hf_to_mcore(tiny(case), done[case])
-        return done[case]
-
-    return get
-
-
 LAYOUTS = [
     ("dense", Layout(tp=2)),
     ("dense", Layout(pp=2, vpp=2)),

@@ -38,7 +38,7 @@ from mcore_qwen3vl.converters.storage.archive import (
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
-from tests.converters.checkpoints import load
+from tests.converters.checkpoints import Call, load
 
 Tiny = Callable[[str], Path]
 WRITTEN = Path(__file__).parent / "torch_dist"
@@ -304,16 +304,6 @@ def test_torch_reads_our_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
     assert len(visual) > 50
     for key in visual:
         assert torch.equal(state[key], hf[f"model.{key}"])
-
-
-class Call:
-    """An object that is pickled as a call of any function."""
-
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.function, self.args = function, args
-
-    def __reduce__(self) -> Any:
-        return self.function, self.args
 
 
 @pytest.mark.parametrize(

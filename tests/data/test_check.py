@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
 import sys
-import tarfile
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from mcore_qwen3vl.tiny.records import write_half_images
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.unused import Unused
 from tests.command import exit_code
-from tests.data.conftest import WriteJsonl, chat, question
+from tests.data.conftest import WriteJsonl, chat, question, write_tar
 from tests.data.encoding.test_planning import planned
 from tests.data.records.test_video import write
 
@@ -337,7 +335,9 @@ def test_an_array_is_written_a_record_a_line_and_nothing_where_none_is_usable(
     assert {path.name for path in tmp_path.glob("*none*")} == set()
 
 
-def test_a_teachers_tokens_are_checked_too(dense: Path, tmp_path: Path) -> None:
+def test_a_teachers_tokens_are_checked_too_and_others_stop_a_run(
+    dense: Path, tmp_path: Path
+) -> None:
     file = write_half_images(tmp_path / "data", 4, tokens=200, image_side=4, token_pixels=8)
     flags = ["--hf-model", str(dense), "--loss", "distill", "--seq-length", "512"]
     write_made_up_teacher(file, dense, CommandLine(flags).settings)
@@ -354,16 +354,10 @@ def test_a_teachers_tokens_are_checked_too(dense: Path, tmp_path: Path) -> None:
     assert f"{file}:1 no longer has the tokens" in other[0]
     with pytest.raises(BadInput, match="made with temperature 1, and 2 is needed"):
         checked(2.0, MediaLimits())
-
-
-def test_other_tokens_than_a_teachers_stop_the_run(dense: Path, tmp_path: Path) -> None:
-    """The records are not at fault, so they are no bad samples."""
-    file = write_half_images(tmp_path / "data", 4, tokens=200, image_side=4, token_pixels=8)
-    flags = ["--hf-model", str(dense), "--loss", "distill", "--seq-length", "512"]
-    write_made_up_teacher(file, dense, CommandLine(flags).settings)
+    # In a run the records are not at fault, so they are no bad samples.
     config = DataConfig(512, teacher_temperature=1.0, media=MediaLimits(image_max_tokens=4))
-    shape = Architecture.from_hf(dense)
-    loader = Loader([Source(file)], shape, load_processor(dense), config, num_workers=0)
+    sources, shape = [Source(file)], Architecture.from_hf(dense)
+    loader = Loader(sources, shape, load_processor(dense), config, num_workers=0)
     with pytest.raises(BadInput, match=r"^\S+train\.jsonl:\d no longer has the tokens"):
         next(loader)
 
@@ -372,7 +366,6 @@ def test_every_member_of_a_tar_is_used_or_counted(
     processor: Any, media: Path, tmp_path: Path
 ) -> None:
     """A caption belongs to all images of its sample; a part that nothing reads is named."""
-    (tmp_path / "tars").mkdir()
     picture = (media / "0.png").read_bytes()
     record = json.dumps(
         chat(("user", [{"type": "image", "image": "a.png"}]), ("assistant", "this"))
@@ -381,11 +374,7 @@ def test_every_member_of_a_tar_is_used_or_counted(
         "0.left.png": picture, "0.right.png": picture, "0.txt": b"Two of them.",
         "1.a.png": picture, "1.b.png": picture, "1.json": record, "1.npy": b"1", "1.txt": b"no",
     }  # fmt: skip
-    with tarfile.open(tmp_path / "tars" / "0.tar", "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+    write_tar(tmp_path / "tars" / "0.tar", members.items())
     report = check_data(tmp_path / "tars", processor, DataConfig(4096, packing=True))
     assert (report.bad, report.images) == ([], 3)
     assert {(left.where, left.name) for left in report.unused} == {

@@ -17,7 +17,6 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import (
     convert_adapter,
@@ -32,7 +31,15 @@ from mcore_qwen3vl.verify.measurement import measure
 from mcore_qwen3vl.verify.parity.comparison import TOLERANCE
 from tests.command import exit_code
 from tests.converters.adapters.conftest import Made
-from tests.converters.adapters.peft_made import EXPERTS, KINDS, Kind, load, logits, make
+from tests.converters.adapters.peft_made import (
+    EXPERTS,
+    KINDS,
+    Kind,
+    edit_config,
+    load,
+    logits,
+    make,
+)
 from tests.converters.fuzz import Damage, spoil_header, spoil_json, trial
 from tests.turns import slow_except
 
@@ -107,13 +114,12 @@ def test_a_router_that_was_a_linear_layer(made: Callable[[str], Made], tmp_path:
     """An adapter of transformers 4.57 has the same tensors; converted, it loads with version 5."""
     source, old = made("router"), tmp_path / "old"
     shutil.copytree(source.folder, old)
-    config = json.loads((old / CONFIG).read_text())
-    config |= {"target_modules": ["k_proj", "gate"], "target_parameters": None}
-    (old / CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.1}))
+    linear = {"target_modules": ["k_proj", "gate"], "target_parameters": None}
+    edit_config(old, **linear, lora_dropout=0.1)
     with pytest.raises(BadInput, match=r"name mlp\.gate\.weight in target_parameters"):
         resolve_targets(AdapterConfig.from_file(old), source.base)
     assert "has its name of transformers 4.57" in " ".join(read_adapter(old, source.base).notes)
-    (old / CONFIG).write_text(json.dumps(config))
+    edit_config(old, lora_dropout=0.0)
     convert_adapter(old, tmp_path / "new", source.base, roles="canonical")
     assert (source.folder / WEIGHTS).read_bytes() == (tmp_path / "new" / WEIGHTS).read_bytes()
     architecture = Architecture.from_hf(source.base)
@@ -201,10 +207,10 @@ EMBEDDING = "base_model.model.model.language_model.embed_tokens.weight"
 def test_bad_tensors_and_fields(
     edit: Callable[[dict[str, Tensor]], Any], fields: dict[str, Any], message: str, bad: Made
 ) -> None:
-    tensors, config = load_file(bad.folder / WEIGHTS), (bad.folder / CONFIG)
+    tensors = load_file(bad.folder / WEIGHTS)
     edit(tensors)
     save_file(tensors, bad.folder / WEIGHTS)
-    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    edit_config(bad.folder, **fields)
     refused(bad, message)
 
 
@@ -271,11 +277,9 @@ def test_writing_refuses_what_the_config_does_not_call_for(
 
 def inspect(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     """Run ``inspect``; return its exit code, and its JSON, text or error message."""
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", *map(str, arguments)])
-    captured = capsys.readouterr()
-    if ended.value.code:
-        return ended.value.code, " ".join(captured.err.split())
+    code, captured = exit_code("inspect", *arguments), capsys.readouterr()
+    if code:
+        return code, " ".join(captured.err.split())
     return 0, json.loads(captured.out) if "--json" in arguments else captured.out
 
 
@@ -295,10 +299,7 @@ def test_an_adapter(
     assert "vLLM reads the factors" in text
 
     moved = Path(shutil.copytree(source.folder, tmp_path / "moved"))
-    config = json.loads((moved / "adapter_config.json").read_text())
-    (moved / "adapter_config.json").write_text(
-        json.dumps(config | {"base_model_name_or_path": "someone/model"})
-    )
+    edit_config(moved, base_model_name_or_path="someone/model")
     code, found = inspect(capsys, moved, "--json")
     assert (code, found["base"], found["roles"], found["tensors"]) == (0, None, None, 24)
     code, found = inspect(capsys, moved, "--hf-config", source.base, "--json")

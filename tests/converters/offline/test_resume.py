@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -67,10 +68,18 @@ def in_child(work: Callable[[], object]) -> int:
     return process.exitcode
 
 
-@pytest.mark.parametrize(
-    "direction",
-    ["hf-to-mcore", *slow("hf-to-legacy"), "mcore-to-hf"],
-)
+def dying_at(point: int) -> Callable[..., None]:
+    """Return a `progress` that kills its process when it is called for the `point`-th time."""
+    calls = itertools.count(1)
+
+    def die(*_: object) -> None:
+        if next(calls) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+@pytest.mark.parametrize("direction", ["hf-to-mcore", *slow("hf-to-legacy"), "mcore-to-hf"])
 def test_kill_at_any_point(
     directions: dict[str, tuple[Convert, Path]], tmp_path: Path, direction: str
 ) -> None:
@@ -83,16 +92,8 @@ def test_kill_at_any_point(
     resumed = 0
     for number, point in enumerate(points):
         target = tmp_path / f"killed-{number}"
-        seen = 0
-
-        def die(*_: object, point: int = point) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == point:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        run = functools.partial(convert, source, target, workers=1 + number % 2, progress=die)
-        assert in_child(run) == -signal.SIGKILL
+        options = {"workers": 1 + number % 2, "progress": dying_at(point)}
+        assert in_child(functools.partial(convert, source, target, **options)) == -signal.SIGKILL
         assert not target.exists()
         summary = convert(source, target)
         resumed += summary.resumed_units  # type: ignore[attr-defined]
@@ -211,33 +212,12 @@ def test_a_changed_source_is_not_resumed(
 ) -> None:
     _, source = directions["hf-to-mcore"]
     target = tmp_path / "target"
-    seen = 0
-
-    def die(*_: object) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 80:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert in_child(lambda: hf_to_mcore(source, target, progress=die)) == -signal.SIGKILL
+    run = functools.partial(hf_to_mcore, source, target, progress=dying_at(80))
+    assert in_child(run) == -signal.SIGKILL
     summary = hf_to_mcore(tiny("moe-v5"), target)
     assert summary.resumed_units == 0
     hf_to_mcore(tiny("moe-v5"), tmp_path / "fresh")
     assert tree_digests(target) == tree_digests(tmp_path / "fresh")
-
-
-def test_two_at_once_are_kept_apart(tiny: Tiny, tmp_path: Path) -> None:
-    errors = []
-
-    def second(*_: object) -> None:
-        if not errors:
-            with pytest.raises(BadInput, match="another process is writing") as error:
-                hf_to_mcore(tiny("dense"), tmp_path / "target")
-            errors.append(error)
-
-    hf_to_mcore(tiny("dense"), tmp_path / "target", progress=second)
-    assert errors
-    assert (tmp_path / "target" / "release" / ".metadata").exists()
 
 
 def test_unwritable_place(tiny: Tiny, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,9 @@ from tests.turns import slow_except
 Converted = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module")
-def converted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    done: dict[str, Path] = {}
-
-    def get(case: str) -> Path:
-        if case not in done:
-            done[case] = tmp_path_factory.mktemp("hybrid") / case
-            hf_to_mcore(tiny(case), done[case], dialect="hybrid")
-        return done[case]
-
-    return get
+@pytest.fixture(scope="session")
+def converted(converted: Callable[..., Path]) -> Converted:
+    return partial(converted, dialect="hybrid")
 
 
 def rewritten(source: Path, target: Path, *changes: Callable[[CheckpointIndex], None]) -> Path:
