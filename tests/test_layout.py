@@ -17,6 +17,8 @@ from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 DENSE = Architecture.from_hf(tiny_config())
 MOE = Architecture.from_hf(tiny_config(moe=True))
+KV_3 = Architecture.from_hf(tiny_config(text={"num_attention_heads": 6, "num_key_value_heads": 3}))
+VOCABULARY_353 = Architecture.from_hf(tiny_config(text={"vocab_size": 353}))
 HYBRID = Architecture.from_hf(tiny_config(family="qwen3.5"))
 SHARED_30 = Architecture.from_hf(
     tiny_config(family="qwen3.5", moe=True, text={"shared_expert_intermediate_size": 30})
@@ -48,10 +50,6 @@ def test_anything_else_is_refused(text: str) -> None:
         Layout.parse(text)
 
 
-def test_expert_parallelism_adds_no_ranks() -> None:
-    assert Layout.parse("tp2xpp2xcp2xdp2xep4xetp2").world_size == 16
-
-
 @pytest.mark.parametrize(
     ("layout", "architecture", "message"),
     [
@@ -80,6 +78,8 @@ def test_expert_parallelism_adds_no_ranks() -> None:
             HYBRID,
             "4 key heads of delta nets cannot be divided over TP x CP 8: use TP x CP 4",
         ),
+        ("tp2", KV_3, "TP 2 and 3 key/value heads do not divide each other"),
+        ("tp2", VOCABULARY_353, "353 vocabulary size cannot be divided over TP 2"),
         ("tp4+sp", SHARED_30, "30 shared expert's intermediate size cannot be divided over TP 4"),
     ],
 )
@@ -88,35 +88,24 @@ def test_what_does_not_divide(layout: str, architecture: Architecture, message: 
         Layout.parse(layout).validate(architecture)
 
 
-def test_key_value_heads_and_vocabulary() -> None:
-    kv3 = Architecture.from_hf(
-        tiny_config(text={"num_attention_heads": 6, "num_key_value_heads": 3})
-    )
-    with pytest.raises(BadInput, match="TP 2 and 3 key/value heads do not divide each other"):
-        Layout(tp=2).validate(kv3)
-    odd = Architecture.from_hf(tiny_config(text={"vocab_size": 353}))
-    with pytest.raises(BadInput, match="353 vocabulary size cannot be divided over TP 2"):
-        Layout(tp=2).validate(odd)
-
-
 @pytest.mark.parametrize(
-    ("text", "ranks"),
-    [("tp4xpp4", 16), ("tp8", 8), ("pp2xvpp2", 2), ("cp4xdp2", 8), ("pp3+first1+last2", 3)],
+    ("text", "architecture", "ranks"),
+    [
+        ("tp4xpp4", DENSE, 16),
+        ("tp8", DENSE, 8),
+        ("pp2xvpp2", DENSE, 2),
+        ("cp4xdp2", DENSE, 8),
+        ("pp3+first1+last2", DENSE, 3),
+        # Expert parallelism adds no ranks: experts are divided over the existing ones.
+        ("tp2xep4xdp2+sp", MOE, 4),
+        ("tp2xep2xetp2xdp2+sp", MOE, 4),
+        ("ep12xdp12", MOE, 12),
+        ("ep2xcp2", MOE, 2),
+    ],
 )
-def test_dense_layouts_that_work(text: str, ranks: int) -> None:
+def test_layouts_that_work(text: str, architecture: Architecture, ranks: int) -> None:
     layout = Layout.parse(text)
-    layout.validate(DENSE)
-    assert (layout.world_size, str(layout)) == (ranks, text)
-
-
-@pytest.mark.parametrize(
-    ("text", "ranks"),
-    [("tp2xep4xdp2+sp", 4), ("tp2xep2xetp2xdp2+sp", 4), ("ep12xdp12", 12), ("ep2xcp2", 2)],
-)
-def test_moe_layouts_that_work(text: str, ranks: int) -> None:
-    """Expert parallelism adds no ranks: experts are divided over the existing ones."""
-    layout = Layout.parse(text)
-    layout.validate(MOE)
+    layout.validate(architecture)
     assert (layout.world_size, str(layout)) == (ranks, text)
 
 

@@ -263,7 +263,6 @@ def test_damaged_hf_checkpoint(tiny: Tiny, tmp_path: Path, name: str) -> None:
 def test_config_of_the_other_layout_is_a_contradiction(
     tiny: Tiny, tmp_path: Path, case: str
 ) -> None:
-    """Weights of one layout with the config of the other are refused: shapes show it."""
     source = copy(tiny(case), tmp_path / "source")
     other = tiny("moe-v5" if case == "moe" else "moe")
     (source / "config.json").write_bytes((other / "config.json").read_bytes())

@@ -464,6 +464,5 @@ def test_incomplete_experts_are_refused(
 
 
 def test_names_of_a_plain_checkpoint_are_not_mistaken(tiny: Tiny) -> None:
-    """No tensor of an unquantised checkpoint is taken for a quantiser's."""
     for case in ("dense", "moe"):
         assert HuggingFaceCheckpoint(tiny(case)).quantization is None

@@ -113,7 +113,6 @@ def test_nothing_is_written_beside_the_data(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither indexes nor sizes nor locks are written there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     records = [question(i) for i in range(6)]
     path = write_jsonl(["", *records])
