@@ -34,7 +34,8 @@ SETTINGS: tuple[dict[str, str], ...] = (
 COMPUTING = [
     "tests/model",
     "tests/converters/adapters",
-    "tests/converters/live",
+    "tests/converters/test_live.py",
+    "tests/converters/test_load_into_model.py",
     "tests/converters/offline/test_exports.py",
     "tests/data/encoding",
     "tests/generation",
@@ -46,8 +47,6 @@ COMPUTING = [
 
 QUICK = [
     "tests/converters/adapters/test_merge.py",
-    "tests/converters/adapters/test_rounding.py",
-    "tests/converters/live/test_merged.py",
     "tests/model/test_recompute.py",
     "tests/model/test_vision.py",
 ]
@@ -67,7 +66,7 @@ KINDS = ("products", "products in bf16", "functions")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.numerics", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the last two at once, on five files")
+    parser.add_argument("--quick", action="store_true", help="the last two at once, on three files")
     options, arguments = parser.parse_known_args()
     chosen = (SETTINGS[-2] | SETTINGS[-1],) if options.quick else SETTINGS
     tests = [*(QUICK if options.quick else COMPUTING), "-m", "not slow", *arguments]

@@ -1,10 +1,14 @@
-"""Commands on a full disk leave nothing half-written."""
+"""Commands leave nothing half-written on a full disk, and two processes do not write one place."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import multiprocessing
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.errors import BadInput
@@ -21,8 +24,11 @@ from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal
 from mcore_qwen3vl.rehearsal.report import write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
+from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.scoring.records import Output
 from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.verify.curves import Job
+from tests.command import exit_code
 
 
 @contextmanager
@@ -54,10 +60,9 @@ def test_nothing_half_written(
     places = {"hf": dense, "data": data, "out": tmp_path / "new" / "out"}
     places["out"].parent.mkdir()
     ensure_index(places["data"])
-    with full_disk(1000), pytest.raises(SystemExit) as stopped:
-        main([word.format(**places) for word in COMMANDS[name]])
+    with full_disk(1000):
+        assert exit_code(*(word.format(**places) for word in COMMANDS[name])) == 2
     said = capsys.readouterr().err
-    assert stopped.value.code == 2
     assert f"{places['out']}" in said
     assert "cannot be written: " in said
     assert "File too large" in said
@@ -69,10 +74,9 @@ def test_clean_records(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     file, out = write_image_qa(tmp_path / "new", 40), tmp_path / "new" / "clean.jsonl"
     ensure_index(file)
     before = sorted(out.parent.iterdir())
-    words = ["data", "check", str(file), "--hf-model", str(dense), "--write-clean", str(out)]
-    with full_disk(1000), pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2
+    with full_disk(1000):
+        words = ("data", "check", file, "--hf-model", dense, "--write-clean", out)
+        assert exit_code(*words) == 2
     assert f"{out} cannot be written: File too large." in capsys.readouterr().err
     assert sorted(out.parent.iterdir()) == before
 
@@ -133,3 +137,98 @@ def test_scores(tmp_path: Path) -> None:
     with full_disk(20), pytest.raises(BadInput, match=r"scores cannot be written: .* continues"):
         output.append([{"line": 2}])
     assert output.open() == 1
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+@contextmanager
+def held_elsewhere(place: Path) -> Iterator[int]:
+    """Let another process hold `place` inside the context; yield its process id."""
+    holds = FORK.Event()
+
+    def hold() -> None:
+        with only_writer(place):
+            holds.set()
+            signal.pause()
+
+    process = FORK.Process(target=hold, daemon=True)
+    process.start()
+    assert holds.wait(60)
+    try:
+        yield process.pid or 0
+    finally:
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_second_is_told_who_the_first_is(folder: bool, tmp_path: Path) -> None:
+    place = tmp_path if folder else tmp_path / "out.jsonl"
+    with held_elsewhere(place) as number:
+        told = pytest.raises(BadInput, match=rf"Process {number} on .* is writing to {place}")
+        with told, only_writer(place):
+            pass
+    with only_writer(place):  # the first one was killed
+        assert list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "no" / "out.jsonl"
+    with (
+        pytest.raises(BadInput, match=f"There is no folder {missing.parent} for"),
+        only_writer(missing),
+    ):
+        pass
+
+
+def test_children_hold_nothing(tmp_path: Path) -> None:
+    """A data worker that outlives a killed run does not keep the next one out."""
+    reader, writer = os.pipe()
+    run = os.fork()
+    if not run:
+        with only_writer(tmp_path):
+            if not os.fork():
+                os.write(writer, str(os.getpid()).encode())
+            signal.pause()
+    worker = int(os.read(reader, 99))
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    try:
+        with only_writer(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_locks_nothing_is_locked(
+    reason: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with only_writer(tmp_path), only_writer(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flag", ["--save", "--save-hf"])
+def test_a_run_has_its_checkpoint_directory_alone(
+    flag: str, dense: Path, data: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "save"
+    save.mkdir()
+    argv = [*Job(dense, data, steps=1, batch=1).argv, flag, str(save)]
+
+    def run() -> int:
+        from mcore_qwen3vl.training.arguments.command_line import CommandLine
+        from mcore_qwen3vl.training.run import main
+
+        return main(CommandLine(argv))
+
+    with held_elsewhere(save) as number, pytest.raises(BadInput, match=f"Process {number} on"):
+        run_layout(run, 1)
+    assert not list(save.glob("iter_*"))

@@ -77,96 +77,117 @@ def test_not_qwen3_vl(change, message):
         Architecture.from_hf(tiny_config() | change)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ({"hidden_size": None}, "hidden_size is None"),
-        ({"rope_theta": None}, "no rotary base"),
-        ({"rope_scaling": {"mrope_section": [5, 4, 4]}}, "half of head_dim 24"),
-        ({"rope_scaling": {"mrope_section": [5, 4, 3], "rope_type": "dynamic"}}, "'dynamic'.*yarn"),
-        ({"rope_scaling": {"mrope_section": [5, 4, 3], "rope_type": ["yarn"]}}, "is not supported"),
-        ({"rope_scaling": {**YARN["rope_scaling"], "factor": None}}, "factor is None"),
-        ({"rope_scaling": {**YARN["rope_scaling"], "factor": 0}}, "factor is 0"),
-        ({"rope_scaling": {**YARN["rope_scaling"], "beta_fast": "32"}}, "beta_fast is '32'"),
-        ({"attention_bias": True}, "attention_bias"),
-    ],
-)
-def test_unusable_text_config(text, message):
-    with pytest.raises(BadInput, match=message):
-        Architecture.from_hf(tiny_config(text=text))
-
-
-@pytest.mark.parametrize(
-    ("vision", "message"),
-    [
-        ({"hidden_act": "gelu"}, "vision_config.hidden_act is 'gelu'"),
-        ({"rope_parameters": {"rope_theta": 5e6}}, "rope_theta is 5000000"),
-        ({"deepstack_visual_indexes": [1, 5]}, "must name distinct layers below the depth 5"),
-        ({"depth": "5"}, "depth is '5'"),
-    ],
-)
-def test_unusable_vision_config(vision, message):
-    with pytest.raises(BadInput, match=message):
-        Architecture.from_hf(tiny_config(vision=vision))
-
-
 IMPOSSIBLE = [
-    ("vision_config", {"num_heads": 3}, "num_heads 3 heads"),
-    ("vision_config", {"num_heads": 16}, "a multiple of 4"),
-    ("vision_config", {"patch_size": 0}, "patch_size is 0"),
-    ("vision_config", {"patch_size": [4, 4]}, "patch_size is \\[4, 4"),
-    ("vision_config", {"spatial_merge_size": -2}, "spatial_merge_size is -2"),
-    ("vision_config", {"temporal_patch_size": 2.0}, "temporal_patch_size is 2.0"),
-    ("vision_config", {"depth": 0}, "depth is 0"),
-    ("vision_config", {"in_channels": True}, "in_channels is True"),
-    ("vision_config", {"num_position_embeddings": 0}, "num_position_embeddings is 0"),
-    ("vision_config", {"out_hidden_size": 40}, "out_hidden_size of vision_config is 40"),
-    ("vision_config", {"deepstack_visual_indexes": [-1]}, "distinct layers below"),
-    ("vision_config", {"num_attention_heads": 2}, "num_heads is 4.*num_attention_heads"),
-    ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
-    ("text_config", {"vocab_size": 0}, "vocab_size is 0"),
-    ("text_config", {"vocab_size": 288}, "video_token_id is 288"),
-    ("text_config", {"hidden_size": 0}, "hidden_size is 0"),
-    ("text_config", {"intermediate_size": 0}, "intermediate_size is 0"),
-    ("text_config", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-    ("text_config", {"num_attention_heads": 6}, "6 is not a multiple of num_key_value_heads 4"),
-    ("text_config", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
-    ("text_config", {"max_position_embeddings": 0}, "max_position_embeddings is 0"),
-    ("text_config", {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
-    ("text_config", {"rope_theta": -1}, "rope_theta is -1"),
-    ("text_config", {"initializer_range": -0.1}, "initializer_range is -0.1"),
-    ("text_config", {"rope_scaling": {"mrope_section": [14, -1, -1]}}, "mrope_section is"),
-    ("text_config", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
-    ("text_config", {"layer_types": 4}, "layer_types"),
-    ("text_config", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    ("text_config", {"dtype": "frob"}, "dtype is 'frob'"),
+    ("text", {"hidden_size": None}, "hidden_size is None"),
+    ("text", {"rope_theta": None}, "no rotary base"),
+    ("text", {"rope_scaling": {"mrope_section": [5, 4, 4]}}, "half of head_dim 24"),
+    (
+        "text",
+        {"rope_scaling": {"mrope_section": [5, 4, 3], "rope_type": "dynamic"}},
+        "'dynamic'.*yarn",
+    ),
+    (
+        "text",
+        {"rope_scaling": {"mrope_section": [5, 4, 3], "rope_type": ["yarn"]}},
+        "is not supported",
+    ),
+    ("text", {"rope_scaling": {**YARN["rope_scaling"], "factor": None}}, "factor is None"),
+    ("text", {"rope_scaling": {**YARN["rope_scaling"], "factor": 0}}, "factor is 0"),
+    ("text", {"rope_scaling": {**YARN["rope_scaling"], "beta_fast": "32"}}, "beta_fast is '32'"),
+    ("text", {"attention_bias": True}, "attention_bias"),
+    ("vision", {"hidden_act": "gelu"}, "vision_config.hidden_act is 'gelu'"),
+    ("vision", {"rope_parameters": {"rope_theta": 5e6}}, "rope_theta is 5000000"),
+    ("vision", {"deepstack_visual_indexes": [1, 5]}, "must name distinct layers below the depth 5"),
+    ("vision", {"depth": "5"}, "depth is '5'"),
+    ("vision", {"num_heads": 3}, "num_heads 3 heads"),
+    ("vision", {"num_heads": 16}, "a multiple of 4"),
+    ("vision", {"patch_size": 0}, "patch_size is 0"),
+    ("vision", {"patch_size": [4, 4]}, "patch_size is \\[4, 4"),
+    ("vision", {"spatial_merge_size": -2}, "spatial_merge_size is -2"),
+    ("vision", {"temporal_patch_size": 2.0}, "temporal_patch_size is 2.0"),
+    ("vision", {"depth": 0}, "depth is 0"),
+    ("vision", {"in_channels": True}, "in_channels is True"),
+    ("vision", {"num_position_embeddings": 0}, "num_position_embeddings is 0"),
+    ("vision", {"out_hidden_size": 40}, "out_hidden_size of vision_config is 40"),
+    ("vision", {"deepstack_visual_indexes": [-1]}, "distinct layers below"),
+    ("vision", {"num_attention_heads": 2}, "num_heads is 4.*num_attention_heads"),
+    ("vision", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+    ("text", {"vocab_size": 0}, "vocab_size is 0"),
+    ("text", {"vocab_size": 288}, "video_token_id is 288"),
+    ("text", {"hidden_size": 0}, "hidden_size is 0"),
+    ("text", {"intermediate_size": 0}, "intermediate_size is 0"),
+    ("text", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ("text", {"num_attention_heads": 6}, "6 is not a multiple of num_key_value_heads 4"),
+    ("text", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+    ("text", {"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+    ("text", {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    ("text", {"rope_theta": -1}, "rope_theta is -1"),
+    ("text", {"initializer_range": -0.1}, "initializer_range is -0.1"),
+    ("text", {"rope_scaling": {"mrope_section": [14, -1, -1]}}, "mrope_section is"),
+    ("text", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ("text", {"layer_types": 4}, "layer_types"),
+    ("text", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("text", {"dtype": "frob"}, "dtype is 'frob'"),
 ]
 
 
-@pytest.mark.parametrize(("section", "change", "message"), IMPOSSIBLE)
-@pytest.mark.parametrize("moe", [False, True])
-def test_impossible_shapes_name_their_field(section, change, message, moe):
-    config = tiny_config(moe=moe)
-    config[section] |= change
-    with pytest.raises(BadInput, match=message):
-        Architecture.from_hf(config)
+EXPERTS = [
+    ("text", {"num_experts": 0}, "num_experts is 0"),
+    ("text", {"num_experts_per_tok": 99}, "num_experts_per_tok is 99"),
+    ("text", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+    ("text", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+    ("text", {"mlp_only_layers": [4]}, "must name layers below"),
+    ("text", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+    ("text", {"head_dim": None, "num_attention_heads": 20}, "and there is no head_dim"),
+]
+HYBRID = [
+    ("vision", {"deepstack_visual_indexes": [1]}, "has no DeepStack"),
+    (
+        "text",
+        {"layer_types": ["linear_attention"] * 3},
+        "names 3 layers, and num_hidden_layers is 4",
+    ),
+    ("text", {"layer_types": ["sliding_attention"] * 4}, "full_attention and linear_attention"),
+    ("text", {"layer_types": ["linear_attention"] * 4}, "full_attention_interval 4 says"),
+    ("text", {"full_attention_interval": 0}, "full_attention_interval is 0"),
+    *(
+        ("text", {name: 0}, f"{name} is 0")
+        for name in (
+            *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+            *("linear_num_key_heads", "linear_num_value_heads"),
+        )
+    ),
+    ("text", {"linear_num_value_heads": 6}, "6 is not a multiple of linear_num_key_heads 4"),
+    ("text", {"attn_output_gate": False}, "attn_output_gate is False"),
+    ("text", {"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
+    ("text", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+    ("text", {"mtp_num_hidden_layers": -1}, "mtp_num_hidden_layers is -1"),
+    ("text", {"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor is 0.25"),
+    ("text", {"head_dim": 128}, "head_dim 128, of which 32 are rotated"),
+    ("text", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}}, "1 at most"),
+]
+HYBRID_EXPERTS = [
+    ("text", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+    ("text", {"mlp_only_layers": [1]}, "names dense layers"),
+    ("text", {"decoder_sparse_step": 2}, "names dense layers"),
+    ("text", {"num_experts_per_tok": 99}, "num_experts_per_tok is 99"),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("family", "moe", "section", "change", "message"),
     [
-        ({"num_experts": 0}, "num_experts is 0"),
-        ({"num_experts_per_tok": 99}, "num_experts_per_tok is 99"),
-        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
-        ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
-        ({"mlp_only_layers": [4]}, "must name layers below"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        ({"head_dim": None, "num_attention_heads": 20}, "and there is no head_dim"),
+        *(("qwen3-vl", moe, *row) for moe in (False, True) for row in IMPOSSIBLE),
+        *(("qwen3-vl", True, *row) for row in EXPERTS),
+        *(("qwen3.5", False, *row) for row in HYBRID),
+        *(("qwen3.5", True, *row) for row in HYBRID_EXPERTS),
     ],
 )
-def test_impossible_experts(change, message):
+def test_what_is_impossible_names_its_field(family, moe, section, change, message):
+    config = tiny_config(family=family, moe=moe)
+    config[f"{section}_config"] |= change
     with pytest.raises(BadInput, match=message):
-        Architecture.from_hf(tiny_config(moe=True, text=change))
+        Architecture.from_hf(config)
 
 
 PLAIN_ROPE = {"rope_type": "default", "mrope_section": [5, 4, 3], "mrope_interleaved": True}
@@ -309,58 +330,6 @@ def test_a_config_without_a_further_layer_has_0_or_null_or_nothing():
         del config["text_config"]["mtp_num_hidden_layers"]
         config["text_config"].update(text)
         assert Architecture.from_hf(config).mtp_num_hidden_layers == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ({"layer_types": ["linear_attention"] * 3}, "names 3 layers, and num_hidden_layers is 4"),
-        ({"layer_types": ["sliding_attention"] * 4}, "full_attention and linear_attention"),
-        ({"layer_types": ["linear_attention"] * 4}, "full_attention_interval 4 says"),
-        ({"full_attention_interval": 0}, "full_attention_interval is 0"),
-        *(
-            ({name: 0}, f"{name} is 0")
-            for name in (
-                *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-                *("linear_num_key_heads", "linear_num_value_heads"),
-            )
-        ),
-        ({"linear_num_value_heads": 6}, "6 is not a multiple of linear_num_key_heads 4"),
-        ({"attn_output_gate": False}, "attn_output_gate is False"),
-        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
-        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
-        ({"mtp_num_hidden_layers": -1}, "mtp_num_hidden_layers is -1"),
-        ({"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor is 0.25"),
-        ({"head_dim": 128}, "head_dim 128, of which 32 are rotated"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}}, "1 at most"),
-    ],
-)
-def test_impossible_hybrid_shapes_name_their_field(text, message):
-    config = hybrid()
-    config["text_config"] |= text
-    with pytest.raises(BadInput, match=message):
-        Architecture.from_hf(config)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
-        ({"mlp_only_layers": [1]}, "names dense layers"),
-        ({"decoder_sparse_step": 2}, "names dense layers"),
-        ({"num_experts_per_tok": 99}, "num_experts_per_tok is 99"),
-    ],
-)
-def test_impossible_hybrid_experts(text, message):
-    with pytest.raises(BadInput, match=message):
-        Architecture.from_hf(hybrid(moe=True, **text))
-
-
-def test_a_hybrid_model_has_no_deepstack():
-    config = hybrid()
-    config["vision_config"]["deepstack_visual_indexes"] = [1]
-    with pytest.raises(BadInput, match="has no DeepStack"):
-        Architecture.from_hf(config)
 
 
 def test_what_megatron_is_told_of_a_hybrid_model():

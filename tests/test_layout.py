@@ -1,21 +1,24 @@
-"""Layouts are read and written, and impossible ones refused with the remedy."""
+"""Layouts are read, written, or refused with the remedy; the order of their work is mcore's."""
 
 from __future__ import annotations
 
 import re
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.layout import Layout, read_split
+from mcore_qwen3vl.layout import Durations, Layout, order_of_work, read_split, simulate
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 DENSE = Architecture.from_hf(tiny_config())
 MOE = Architecture.from_hf(tiny_config(moe=True))
+KV_3 = Architecture.from_hf(tiny_config(text={"num_attention_heads": 6, "num_key_value_heads": 3}))
+VOCABULARY_353 = Architecture.from_hf(tiny_config(text={"vocab_size": 353}))
 HYBRID = Architecture.from_hf(tiny_config(family="qwen3.5"))
 SHARED_30 = Architecture.from_hf(
     tiny_config(family="qwen3.5", moe=True, text={"shared_expert_intermediate_size": 30})
@@ -47,10 +50,6 @@ def test_anything_else_is_refused(text: str) -> None:
         Layout.parse(text)
 
 
-def test_expert_parallelism_adds_no_ranks() -> None:
-    assert Layout.parse("tp2xpp2xcp2xdp2xep4xetp2").world_size == 16
-
-
 @pytest.mark.parametrize(
     ("layout", "architecture", "message"),
     [
@@ -79,6 +78,8 @@ def test_expert_parallelism_adds_no_ranks() -> None:
             HYBRID,
             "4 key heads of delta nets cannot be divided over TP x CP 8: use TP x CP 4",
         ),
+        ("tp2", KV_3, "TP 2 and 3 key/value heads do not divide each other"),
+        ("tp2", VOCABULARY_353, "353 vocabulary size cannot be divided over TP 2"),
         ("tp4+sp", SHARED_30, "30 shared expert's intermediate size cannot be divided over TP 4"),
     ],
 )
@@ -87,35 +88,24 @@ def test_what_does_not_divide(layout: str, architecture: Architecture, message: 
         Layout.parse(layout).validate(architecture)
 
 
-def test_key_value_heads_and_vocabulary() -> None:
-    kv3 = Architecture.from_hf(
-        tiny_config(text={"num_attention_heads": 6, "num_key_value_heads": 3})
-    )
-    with pytest.raises(BadInput, match="TP 2 and 3 key/value heads do not divide each other"):
-        Layout(tp=2).validate(kv3)
-    odd = Architecture.from_hf(tiny_config(text={"vocab_size": 353}))
-    with pytest.raises(BadInput, match="353 vocabulary size cannot be divided over TP 2"):
-        Layout(tp=2).validate(odd)
-
-
 @pytest.mark.parametrize(
-    ("text", "ranks"),
-    [("tp4xpp4", 16), ("tp8", 8), ("pp2xvpp2", 2), ("cp4xdp2", 8), ("pp3+first1+last2", 3)],
+    ("text", "architecture", "ranks"),
+    [
+        ("tp4xpp4", DENSE, 16),
+        ("tp8", DENSE, 8),
+        ("pp2xvpp2", DENSE, 2),
+        ("cp4xdp2", DENSE, 8),
+        ("pp3+first1+last2", DENSE, 3),
+        # Expert parallelism adds no ranks: experts are divided over the existing ones.
+        ("tp2xep4xdp2+sp", MOE, 4),
+        ("tp2xep2xetp2xdp2+sp", MOE, 4),
+        ("ep12xdp12", MOE, 12),
+        ("ep2xcp2", MOE, 2),
+    ],
 )
-def test_dense_layouts_that_work(text: str, ranks: int) -> None:
+def test_layouts_that_work(text: str, architecture: Architecture, ranks: int) -> None:
     layout = Layout.parse(text)
-    layout.validate(DENSE)
-    assert (layout.world_size, str(layout)) == (ranks, text)
-
-
-@pytest.mark.parametrize(
-    ("text", "ranks"),
-    [("tp2xep4xdp2+sp", 4), ("tp2xep2xetp2xdp2+sp", 4), ("ep12xdp12", 12), ("ep2xcp2", 2)],
-)
-def test_moe_layouts_that_work(text: str, ranks: int) -> None:
-    """Expert parallelism adds no ranks: experts are divided over the existing ones."""
-    layout = Layout.parse(text)
-    layout.validate(MOE)
+    layout.validate(architecture)
     assert (layout.world_size, str(layout)) == (ranks, text)
 
 
@@ -181,3 +171,45 @@ def test_flags_are_read_as_megatron_reads_them(
         "sequence_parallel": False,
     }
     assert str(Layout.from_flags(Namespace(**sizes | flags), ranks, moe=moe)) == layout
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "micro_batches", "group"),
+    [(4, 1, 9, 4), (4, 3, 8, 4), (2, 2, 6, 4), (4, 2, 4, 4), (3, 4, 12, 6)],
+)
+def test_the_order_is_mcore_s(ranks: int, chunks: int, micro_batches: int, group: int) -> None:
+    from megatron.core.pipeline_parallel.schedules import (
+        get_pp_rank_microbatches,
+        get_schedule_table,
+    )
+
+    table = get_schedule_table(micro_batches, chunks, group)
+    for rank in range(ranks):
+        place = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        virtual = chunks if chunks > 1 else None
+        given = SimpleNamespace(pp_group=place, virtual_pipeline_model_parallel_size=virtual)
+        _, _, ahead, _ = get_pp_rank_microbatches(
+            micro_batches, chunks, group, p2p_communicator=given
+        )
+        found = order_of_work(rank, ranks, chunks, micro_batches, group)
+        assert [(w.micro_batch, w.chunk) for w in found if w.forward] == table
+        backwards = [(w.micro_batch, chunks - 1 - w.chunk) for w in found if not w.forward]
+        assert backwards == table
+        turns = [w.forward for w in found]
+        steady = [True, False] * (len(table) - ahead)
+        assert turns == [*[True] * ahead, *steady, *[False] * ahead]
+
+
+def test_a_long_first_virtual_stage_keeps_all_others_waiting() -> None:
+    # One micro-batch runs through every virtual stage and back.
+    stages = [[Durations(5, 7), Durations(1, 2)], [Durations(1, 2), Durations(1, 3)]]
+    assert simulate(stages, 1) == 5 + 1 + 1 + 1 + 3 + 2 + 2 + 7
+    # Rank 1 waits until rank 0 has finished both; then it works until rank 0 ends alone.
+    assert simulate(stages, 2, 2) == 5 + 5 + (1 + 1 + 3 + 1 + 3 + 2) + 7 + 7
+
+
+def test_a_last_group_smaller_than_the_pipeline_never_ends_and_is_refused() -> None:
+    stages = [[Durations(1, 2)] * 2] * 6
+    with pytest.raises(ValueError, match="32 micro-batches in groups of 6 wait for each other"):
+        simulate(stages, 32)
+    assert simulate(stages, 32, 8) > 32 * 6

@@ -1,5 +1,8 @@
-"""Wheel and sdist hold the right files, and a GPU container's builds satisfy the requirements."""
+"""Wheel and sdist hold the right files, and the smallest installation of the page converts."""
 
+from __future__ import annotations
+
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.release import archived_files, flaws, package_files, tracked_names
+from tests.command import without_version
+from tests.release import archived_files, flaws, package_files, smallest_packages, tracked_names
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -65,7 +69,7 @@ def build(kind, source, target):
         ({"mcore_qwen3vl/errors.py": b""}, "has another mcore_qwen3vl/errors.py"),
         ({"mcore_qwen3vl/old.py": b""}, "has mcore_qwen3vl/old.py, unknown to git"),
         ({"converters/convert.py": b""}, "has converters/convert.py, unknown to git"),
-        ({"tests/test_lock.py": b""}, "has the test tests/test_lock.py"),
+        ({"tests/test_atomic.py": b""}, "has the test tests/test_atomic.py"),
         ({"mcore_qwen3vl/conftest.py": b""}, "has the test mcore_qwen3vl/conftest.py"),
         ({"x.dist-info/LICENSE": None}, "has 0 files LICENSE and not the one of the checkout"),
         ({"x.dist-info/LICENSE": b"MIT"}, "has 1 files LICENSE and not the one of the checkout"),
@@ -87,3 +91,67 @@ def test_every_package_is_type_checked():
     assert not mypy.get("ignore_errors")
     for override in mypy["overrides"]:
         assert not any(name.startswith(("mcore_qwen3vl", "*")) for name in override["module"])
+
+
+IMPORTED = {
+    "megatron-core": "megatron.core",
+    "megatron-energon": "megatron.energon",
+    "huggingface-hub": "huggingface_hub",
+    "pillow": "PIL",
+    "pyyaml": "yaml",
+}
+"""The names by which packages are imported, where they differ."""
+
+PROGRAM = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if any(f"{name}.".startswith(f"{absent}.") for absent in ABSENT):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+ABSENT = sys.argv.pop(1).split(",")
+sys.meta_path.insert(0, Absent())
+from mcore_qwen3vl.cli import main
+main()
+"""
+
+
+def absent() -> list[str]:
+    """Return the declared dependencies that the page's commands do not install, as modules."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {Requirement(r).name for r in project["dependencies"]}
+    left_out = declared - {"torch", *smallest_packages()}
+    assert {"megatron-core", "transformers"} < left_out
+    return [IMPORTED.get(name, name) for name in sorted(left_out)]
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM, ",".join(absent()), *map(str, words)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran.stderr = without_version(ran.stderr)
+    return ran
+
+
+@pytest.mark.slow
+def test_it_converts_and_compares(moe: Path, tmp_path: Path) -> None:
+    for words in (
+        ("convert", "hf-to-mcore", moe, tmp_path / "mcore"),
+        ("convert", "mcore-to-hf", tmp_path / "mcore", tmp_path / "back"),
+        ("inspect", tmp_path / "mcore"),
+        ("verify", "tensors", moe, tmp_path / "back"),
+        ("verify", "audit", tmp_path / "mcore", moe),
+        ("verify", "roundtrip", moe),
+        ("verify", "manifest", tmp_path / "mcore"),
+    ):
+        ran = run(*words)
+        assert (ran.returncode, ran.stderr) == (0, ""), words
+
+
+@pytest.mark.parametrize(
+    "words", [("tiny", "model"), ("demo",), ("generate", ".", "--prompt", "Why?")]
+)
+def test_what_is_missing_for_a_command_is_named(words: tuple[str, ...], tmp_path: Path) -> None:
+    ran = run(*words)
+    assert ran.returncode == 2
+    assert re.search(r"^error: this command needs (transformers|megatron)\b", ran.stderr)

@@ -14,7 +14,6 @@ from torch import nn
 from mcore_qwen3vl.data import IGNORED, load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.standalone import (
     init_distributed,
@@ -26,19 +25,12 @@ from mcore_qwen3vl.standalone import (
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.turns import slow
 
-cpu.install()
-
 IMAGE = Image.new("RGB", (64, 40), (220, 30, 30))
 QUESTION = [{"type": "image", "image": IMAGE}, {"type": "text", "text": "Which colour?"}]
 CONVERSATIONS = [
     [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "It is red."}],
     [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}],
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("standalone") / "hf")
 
 
 def hugging_face_model(checkpoint):
@@ -85,11 +77,11 @@ def _one_step(checkpoint, layout, out):
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2+sp"])
-def test_loss_and_export_are_hugging_faces(checkpoint, layout, tmp_path):
+def test_loss_and_export_are_hugging_faces(dense, layout, tmp_path):
     layout = Layout.parse(layout)
-    results = run_layout(_one_step, layout.world_size, checkpoint, layout, tmp_path / "out")
-    expected = float(hugging_face_loss(checkpoint))
-    tokenizer = load_processor(checkpoint).tokenizer
+    results = run_layout(_one_step, layout.world_size, dense, layout, tmp_path / "out")
+    expected = float(hugging_face_loss(dense))
+    tokenizer = load_processor(dense).tokenizer
     for loss, labels, length in results:
         assert loss == pytest.approx(expected, rel=1e-5)
         answers = [tokenizer.decode(row[row != IGNORED]) for row in labels]
@@ -114,8 +106,8 @@ def _refusals(checkpoint):
         init_distributed(Layout(tp=2))
 
 
-def test_what_cannot_be_used_is_named(checkpoint):
-    run_layout(_refusals, 1, checkpoint)
+def test_what_cannot_be_used_is_named(dense):
+    run_layout(_refusals, 1, dense)
 
 
 def adamw(parameters):

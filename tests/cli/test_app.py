@@ -1,5 +1,7 @@
 """The command line has the right exit codes, messages and JSON; failures leave nothing behind."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import signal
@@ -76,17 +78,6 @@ def test_too_little_time_is_exit_code_3(command, words, dense, capsys):
     details.unlink()
 
 
-def test_weights_in_another_format_are_refused(checkpoint, tmp_path, capsys):
-    shutil.copytree(checkpoint, tmp_path / "old")
-    for file in (tmp_path / "old").glob("*.safetensors*"):
-        file.unlink()
-    (tmp_path / "old" / "pytorch_model.bin").write_bytes(b"x")
-    assert exit_code("convert", "hf-to-mcore", tmp_path / "old", tmp_path / "out") == 2
-    message = capsys.readouterr().err
-    assert "with save_pretrained" in message
-    assert "safe_serialization" not in message  # transformers 5 has no such option
-
-
 def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
     other = write_tiny_checkpoint(tmp_path / "other", moe=True, seed=1)
     assert exit_code("verify", "tensors", checkpoint, other) == 1
@@ -154,9 +145,8 @@ def test_a_misspelt_flag_of_a_rehearsal_is_refused_without_torch():
 
 
 @pytest.mark.parametrize("command", [("generate", "--prompt", "hi"), ("verify", "parity")])
-def test_a_language_model_alone_is_not_run(command, tmp_path, capsys):
-    model = write_tiny_checkpoint(tmp_path / "model", family="qwen3.5")
-    language_model_alone(model, tmp_path / "alone")
+def test_a_language_model_alone_is_not_run(command, hybrid, tmp_path, capsys):
+    language_model_alone(hybrid, tmp_path / "alone")
     (tmp_path / "alone" / "generation_config.json").unlink(missing_ok=True)
     words = [*command[:1], tmp_path / "alone", *command[1:], "--cpu"]
     if command[0] == "verify":
@@ -471,3 +461,47 @@ def test_under_json_small_commands_print_json_alone(checkpoint, tmp_path, capsys
     steps = [DemoStep("one", "2 tensors", 0.5, ok=True)]
     monkeypatch.setattr("mcore_qwen3vl.demos.convert_demo", lambda **_: Demo(steps))
     assert found("demo") == {"ok": True, "steps": [asdict(steps[0])]}
+
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+
+def launch(*arguments: str) -> int | str | None:
+    return exit_code("launch", *arguments)
+
+
+def test_launch_list_names_every_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("list") == 0
+    printed = capsys.readouterr().out
+    scripts = [script for script in LAUNCH.glob("*.sh") if script.stem != "common"]
+    configurations = [*LAUNCH.glob("*.yaml")]
+    assert (len(scripts), len(configurations)) == (28, 5)
+    for script in [*scripts, *configurations]:
+        assert script.stem in printed
+    assert "Qwen3-VL-8B, full fine-tuning at 8k packed: one node of 8xH100-80GB." in printed
+
+
+def test_launch_show(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, file in {
+        "sft_8b": "sft_8b.sh",
+        "sft_8b.sh": "sft_8b.sh",
+        "sft_qwen3.5_9b": "sft_qwen3.5_9b.sh",
+        "grpo_8b": "grpo_8b.yaml",
+        "grpo_8b.yaml": "grpo_8b.yaml",
+    }.items():
+        assert launch("show", name) == 0
+        assert capsys.readouterr().out == (LAUNCH / file).read_text()
+    assert launch("show", "sft_9b") == 2
+    assert "There is no script sft_9b. The scripts are sft_" in capsys.readouterr().err
+
+
+def test_a_copy_runs_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "mine"
+    assert launch("copy", str(folder)) == 0
+    command = ["bash", str(folder / "sft_2b.sh"), "--dry-run"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"{folder}/train.py" in shown.stdout
+    assert (folder / "train.py").exists()
+    assert (folder / "grpo_8b.yaml").exists()
+    assert launch("copy", str(folder)) == 2
+    assert "name another one" in capsys.readouterr().err

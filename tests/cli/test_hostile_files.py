@@ -6,7 +6,6 @@ import io
 import json
 import pickle
 import shutil
-import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -30,6 +29,8 @@ from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.checkpoints.resume import explain_load_errors
 from mcore_qwen3vl.verify.curves import Job
 from tests.command import exit_code
+from tests.converters.checkpoints import Call
+from tests.data.conftest import write_tar
 
 PROMPT = ("--prompt", "Hello", "--max-new-tokens", "1")
 
@@ -60,16 +61,6 @@ TRAINING = {
 }
 
 
-class Code:
-    """An object whose pickle runs code in whoever loads it."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.marker,)
-
-
 @pytest.fixture
 def places(dense: Path, tmp_path: Path) -> dict[str, Path]:
     """Return paths of poisoned checkpoints; their code, if run, makes the file `marker`."""
@@ -87,7 +78,7 @@ def places(dense: Path, tmp_path: Path) -> dict[str, Path]:
     shutil.copytree(tmp_path / "converted" / "release", found["run"] / "iter_0000003")
     shutil.copytree(tmp_path / "converted" / "hf", found["run"] / "hf")
     (found["run"] / "latest_checkpointed_iteration.txt").write_text("3")
-    poison = pickle.dumps(Code(found["marker"]))
+    poison = pickle.dumps(Call(Path.touch, found["marker"]))
     (found["run"] / "iter_0000003" / ".metadata").write_bytes(poison)
     _with_own_processor(dense, found["hf"], found["marker"])
     return found
@@ -112,10 +103,8 @@ def _with_own_processor(checkpoint: Path, target: Path, marker: Path) -> None:
 
 def refused(words: Iterable[str], places: dict[str, Path], capsys: Any) -> str:
     """Run a command that must refuse its files, and run no code of theirs; return its message."""
-    with pytest.raises(SystemExit) as stopped:
-        main([word.format(**places) for word in words])
+    assert exit_code(*(word.format(**places) for word in words)) == 2
     assert not places["marker"].exists()
-    assert stopped.value.code == 2
     message: str = capsys.readouterr().err
     return message
 
@@ -187,11 +176,7 @@ def _nested(folder: Path) -> tuple[Path, str]:
 def _own_loader(folder: Path) -> tuple[Path, str]:
     """Write a WebDataset with a Python file beside it."""
     shards = folder / "shards"
-    shards.mkdir()
-    with tarfile.open(shards / "0.tar", "w") as tar:
-        entry = tarfile.TarInfo("0.txt")
-        entry.size = 1
-        tar.addfile(entry, io.BytesIO(b"a"))
+    write_tar(shards / "0.tar", [("0.txt", b"a")])
     index_beside(shards)
     (shards / ".nv-meta" / "evil.py").write_text(
         f"import pathlib\npathlib.Path({str(folder / 'marker')!r}).touch()\n"
@@ -275,7 +260,7 @@ def test_playlist(name: str, places: dict[str, Path], calls: list[str]) -> None:
 
 def test_a_saved_data_state_that_names_code(places: dict[str, Path]) -> None:
     file = places["data"].with_name("rank_00000.pt")
-    torch.save({"loader": Code(places["marker"])}, file)
+    torch.save({"loader": Call(Path.touch, places["marker"])}, file)
     with pytest.raises(BadInput, match=r"rank_00000\.pt asks for \S+") as refused:
         data_state._read_state(file)
     assert "weights_only" not in str(refused.value)
@@ -288,7 +273,7 @@ def test_a_saved_data_state_that_names_code(places: dict[str, Path]) -> None:
 def test_an_object_of_a_checkpoint_that_names_code(places: dict[str, Path]) -> None:
     """It is refused, without torch's advice to switch its restricted reader off."""
     stream = io.BytesIO()
-    torch.save(Code(places["marker"]), stream)
+    torch.save(Call(Path.touch, places["marker"]), stream)
 
     def load(*_: Any, **__: Any) -> None:
         stream.seek(0)
@@ -306,13 +291,11 @@ def test_an_object_of_a_checkpoint_that_names_code(places: dict[str, Path]) -> N
 
 def test_a_file_of_earlier_megatrons_that_names_code(places: dict[str, Path]) -> None:
     """Resuming reads it and refuses it; what reads weights alone does not open it."""
-    with_file("common.pt", zipped({"args": Code(places["marker"])}), places)
+    with_file("common.pt", zipped({"args": Call(Path.touch, places["marker"])}), places)
     with pytest.raises(BadInput, match="asks for") as refusal:
         run_layout(_trainer(resuming("resume", places)), Layout().world_size)
     assert "weights_only" not in str(refusal.value)
-    with pytest.raises(SystemExit) as ended:
-        main([word.format(**places) for word in READERS_OF_METADATA["generate"]])
-    assert ended.value.code == 0
+    assert exit_code(*(word.format(**places) for word in READERS_OF_METADATA["generate"])) == 0
     assert not places["marker"].exists()
 
 

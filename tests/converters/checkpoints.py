@@ -57,6 +57,16 @@ HYBRID_CASES: dict[str, dict[str, Any]] = {
 """Checkpoints of Qwen3.5, which the legacy format does not hold."""
 
 
+class Call:
+    """An object that is pickled as a call, which whoever loads it runs."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> Any:
+        return self.function, self.args
+
+
 def load(path: Path) -> dict[str, Tensor]:
     """Load every tensor of an HF checkpoint."""
     files = sorted(path.glob("*.safetensors"))

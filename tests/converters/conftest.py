@@ -52,8 +52,21 @@ def form(
 
 
 @pytest.fixture(scope="session")
-def mcore_dense(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an mcore checkpoint of the case ``dense``; read-only."""
-    path = tmp_path_factory.mktemp("errors") / "mcore"
-    hf_to_mcore(tiny("dense"), path)
-    return path
+def converted(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """``converted(case, dialect=...)`` is an mcore checkpoint of a case; read-only."""
+    made: dict[tuple[str, str | None], Path] = {}
+
+    def get(case: str, dialect: str | None = None) -> Path:
+        if (case, dialect) not in made:
+            made[case, dialect] = tmp_path_factory.mktemp("converted") / case
+            hf_to_mcore(tiny(case), made[case, dialect], dialect=dialect)
+        return made[case, dialect]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def mcore_dense(converted: Callable[..., Path]) -> Path:
+    return converted("dense")

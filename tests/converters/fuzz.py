@@ -60,8 +60,8 @@ class Damage:
 
 def trial(
     damages: list[Damage], attempt: Callable[[], str | None], count: int, seed: str, scratch: Path
-) -> Tally:
-    """Spoil one file at a time, call `attempt`, put the file back.
+) -> None:
+    """Spoil one file at a time, call `attempt`, put the file back: all is refused or right.
 
     Args:
         damages: the choices of damage, of which each case picks one.
@@ -87,7 +87,10 @@ def trial(
     tally = Tally(**found)
     if child.exitcode != 0:
         tally.defects.append(f"case {crashed} ended the process ({child.exitcode})")
-    return tally
+    print(f"{seed}: {tally.refused} refused, {tally.equal} equal of {count}")
+    assert not tally.defects, f"{len(tally.defects)} defects: " + "\n".join(tally.defects[:8])
+    assert tally.refused + tally.equal == count
+    assert tally.refused > count // 10  # the damage does reach the readers
 
 
 def _case(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,17 @@ def write_video(path: Path, frames: int, height: int, width: int, fps: int = 10)
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
+    return path
+
+
+def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
+    """Write members, given as (name, content), in this order; make the folder of the tar."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
     return path
 
 

@@ -1,12 +1,12 @@
-"""The report of a data set agrees with what its loader does."""
+"""The report of data and the page of a sample agree with what the loader does."""
 
 from __future__ import annotations
 
-import io
+import base64
 import json
 import re
 import sys
-import tarfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,22 @@ from PIL import Image
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.config import MediaLimits
-from mcore_qwen3vl.data.inspection import DataReport, check_data, plot_report
+from mcore_qwen3vl.data.inspection import (
+    DataReport,
+    check_data,
+    plot_report,
+    read_sample,
+    write_page,
+)
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.rehearsal.command import write_made_up_teacher
 from mcore_qwen3vl.scoring.records import Records
 from mcore_qwen3vl.tiny.records import write_half_images
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.unused import Unused
 from tests.command import exit_code
-from tests.data.conftest import WriteJsonl, chat, question
+from tests.data.conftest import WriteJsonl, chat, question, write_tar
 from tests.data.encoding.test_planning import planned
 from tests.data.records.test_video import write
 
@@ -329,7 +335,9 @@ def test_an_array_is_written_a_record_a_line_and_nothing_where_none_is_usable(
     assert {path.name for path in tmp_path.glob("*none*")} == set()
 
 
-def test_a_teachers_tokens_are_checked_too(dense: Path, tmp_path: Path) -> None:
+def test_a_teachers_tokens_are_checked_too_and_others_stop_a_run(
+    dense: Path, tmp_path: Path
+) -> None:
     file = write_half_images(tmp_path / "data", 4, tokens=200, image_side=4, token_pixels=8)
     flags = ["--hf-model", str(dense), "--loss", "distill", "--seq-length", "512"]
     write_made_up_teacher(file, dense, CommandLine(flags).settings)
@@ -346,16 +354,10 @@ def test_a_teachers_tokens_are_checked_too(dense: Path, tmp_path: Path) -> None:
     assert f"{file}:1 no longer has the tokens" in other[0]
     with pytest.raises(BadInput, match="made with temperature 1, and 2 is needed"):
         checked(2.0, MediaLimits())
-
-
-def test_other_tokens_than_a_teachers_stop_the_run(dense: Path, tmp_path: Path) -> None:
-    """The records are not at fault, so they are no bad samples."""
-    file = write_half_images(tmp_path / "data", 4, tokens=200, image_side=4, token_pixels=8)
-    flags = ["--hf-model", str(dense), "--loss", "distill", "--seq-length", "512"]
-    write_made_up_teacher(file, dense, CommandLine(flags).settings)
+    # In a run the records are not at fault, so they are no bad samples.
     config = DataConfig(512, teacher_temperature=1.0, media=MediaLimits(image_max_tokens=4))
-    shape = Architecture.from_hf(dense)
-    loader = Loader([Source(file)], shape, load_processor(dense), config, num_workers=0)
+    sources, shape = [Source(file)], Architecture.from_hf(dense)
+    loader = Loader(sources, shape, load_processor(dense), config, num_workers=0)
     with pytest.raises(BadInput, match=r"^\S+train\.jsonl:\d no longer has the tokens"):
         next(loader)
 
@@ -364,7 +366,6 @@ def test_every_member_of_a_tar_is_used_or_counted(
     processor: Any, media: Path, tmp_path: Path
 ) -> None:
     """A caption belongs to all images of its sample; a part that nothing reads is named."""
-    (tmp_path / "tars").mkdir()
     picture = (media / "0.png").read_bytes()
     record = json.dumps(
         chat(("user", [{"type": "image", "image": "a.png"}]), ("assistant", "this"))
@@ -373,11 +374,7 @@ def test_every_member_of_a_tar_is_used_or_counted(
         "0.left.png": picture, "0.right.png": picture, "0.txt": b"Two of them.",
         "1.a.png": picture, "1.b.png": picture, "1.json": record, "1.npy": b"1", "1.txt": b"no",
     }  # fmt: skip
-    with tarfile.open(tmp_path / "tars" / "0.tar", "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+    write_tar(tmp_path / "tars" / "0.tar", members.items())
     report = check_data(tmp_path / "tars", processor, DataConfig(4096, packing=True))
     assert (report.bad, report.images) == ([], 3)
     assert {(left.where, left.name) for left in report.unused} == {
@@ -447,3 +444,90 @@ def test_loading_and_scoring_name_what_is_not_used_once(
     reader = Records(samples, sources, architecture, processor, DataConfig(seq_length=200), 1)
     reader.plan(range(4))
     assert list(reader.take_results().unused) == [Unused("a record", "source")]
+
+
+TALK = {
+    **chat(
+        ("user", "<image>and <video>: <b>?"),
+        ("assistant", "one & two"),
+        ("user", "again"),
+        ("assistant", "three"),
+    ),
+    "images": ["media/3.png"],
+    "videos": ["media/clip.mp4"],
+}
+
+
+def picture(uri: str) -> np.ndarray:
+    return np.asarray(Image.open(BytesIO(base64.b64decode(uri.partition("base64,")[2]))))
+
+
+def test_a_sample_as_the_model_sees_it(
+    processor: Any, write_jsonl: WriteJsonl, media: Path
+) -> None:
+    talk = {**TALK, "messages": [dict(message) for message in TALK["messages"]]}
+    talk["messages"][3]["weight"] = 0.25
+    path = write_jsonl([chat(("user", "other"), ("assistant", "a")), talk])
+    seen = read_sample(path, 2, processor, DataConfig(4096))
+    assert (seen.name, seen.format) == (f"{path}:2", "messages")
+    trained = [(run.text, run.weight) for run in seen.runs if run.weight > 0]
+    assert trained == [("one & two<|im_end|>", 1.0), ("three<|im_end|>", 0.25)]
+    assert sum(run.count for run in seen.runs) == seen.tokens
+    image, video = seen.media
+    placeholders = [run.count for run in seen.runs if run.kind == "image"]
+    assert placeholders == [image.features] == [image.grid[1] * image.grid[2] // 4]
+    assert sum(run.count for run in seen.runs if run.kind == "video") == video.features
+    assert len(video.pictures) == video.grid[0] > 1
+    read = "".join(run.text for run in seen.runs)
+    assert re.findall(r"<[\d.]+ seconds>", read) == video.times
+    assert image.times == []
+    (shown,) = (picture(uri) for uri in image.pictures)
+    assert shown.shape == (image.height, image.width, 3)
+    # HF resizes the image so before it cuts it into patches.
+    original = Image.open(media / "3.png")
+    resized = original.resize((image.width, image.height), Image.Resampling.BICUBIC)
+    assert np.abs(shown.astype(int) - np.asarray(resized).astype(int)).mean() < 3
+    frame = picture(video.pictures[0])
+    assert frame.shape == (video.height, video.width, 3)
+    assert frame[:, : video.width // 3].mean() > frame[:, 2 * video.width // 3 :].mean() + 100
+
+
+def test_the_command_writes_a_page_that_needs_nothing_else(
+    processor_dir: Path, write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl([TALK])
+    page = tmp_path / "page.html"
+    assert exit_code("data", "show", path, "1", "--hf-model", processor_dir, "--out", page) == 0
+    said = capsys.readouterr().out
+    assert "messages, " in said
+    assert "of them trained, 1 image, 1 video: " in said
+    html = page.read_text()
+    assert '<span class="trained" title="weight 1.0">one &amp; two' in html
+    assert "&lt;b&gt;?" in html
+    shown = [int(width) for width in re.findall(r'<img [^>]* width="(\d+)"', html)]
+    assert shown[0] > 240  # the image; the frames are smaller
+    assert all(width > 120 for width in shown[1:])
+    assert not re.search(r'(src|href)="(?!data:)', html)
+
+
+def test_names_and_text_are_no_markup(
+    processor: Any, write_jsonl: WriteJsonl, media: Path, tmp_path: Path
+) -> None:
+    tag = '"><script>'
+    (tmp_path / f"{tag}.png").symlink_to(media / "0.png")
+    talk = chat(("user", f"<image>{tag}"), ("assistant", tag))
+    path = write_jsonl([{**talk, "images": [f"{tag}.png"]}], f"{tag}.jsonl")
+    write_page(read_sample(path, 1, processor, DataConfig(4096)), tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    assert html.count("&lt;script&gt;") >= 5  # two names of the file, one of the image, two texts
+    assert tag not in html
+
+
+def test_a_record_that_is_not_there_or_not_usable(processor: Any, write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([chat(("user", "q"), ("assistant", "")), "{broken"])
+    with pytest.raises(BadInput, match="has 2 records; there is no record 3"):
+        read_sample(path, 3, processor, DataConfig(4096))
+    with pytest.raises(CheckFailed, match=r"data.jsonl:1 cannot be used: message 2, an assistant"):
+        read_sample(path, 1, processor, DataConfig(4096))
+    with pytest.raises(CheckFailed, match=r"data.jsonl:2 cannot be .*: no valid JSON"):
+        read_sample(path, 2, processor, DataConfig(4096))

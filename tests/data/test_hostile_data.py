@@ -1,10 +1,14 @@
-"""Data that would fill the memory, or that names other files, is refused by name."""
+"""Data that fill memory, take too long, or name other files are refused by name."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 import tarfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image
-from mcore_qwen3vl.data.records.reading import BadSample
+from mcore_qwen3vl.data.records.reading import BadSample, time_limit
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question, write_png, write_video
 
@@ -141,3 +145,61 @@ def test_images_that_hold_next_to_nothing(content: bytes, message: str, tmp_path
         for read in (image_size, load_image):
             with pytest.raises(BadSample, match=message):
                 read(Media("image", place, str(tmp_path / "x.png")))
+
+
+LIMIT = 1.0
+
+
+def stubborn(record: dict[str, Any]) -> dict[str, Any]:
+    """Hang at one record, and hang once more when interrupted."""
+    if "sample 1" in str(record):
+        try:
+            time.sleep(60)
+        except BadSample:
+            time.sleep(60)
+    return record
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 40
+
+
+@pytest.mark.usefixtures("in_time")
+def test_a_hook_that_hangs(processor: Any, write_jsonl: WriteJsonl) -> None:
+    sys.modules.setdefault(__name__, sys.modules[stubborn.__module__])
+    path = write_jsonl([question(i, image=False) for i in range(3)])
+    config = DataConfig(seq_length=256, max_sample_seconds=LIMIT)
+    report = check_data(path, processor, config, preprocess=f"{__name__}:stubborn")
+    assert len(report.tokens) == 2
+    (flaw,) = report.bad
+    assert flaw.sample.endswith("data.jsonl:2")
+    assert "takes more than 1 s (--max-sample-seconds)" in flaw.reason
+
+
+@pytest.mark.usefixtures("in_time")
+def test_pipes_and_devices_are_not_opened(
+    processor: Any, write_jsonl: WriteJsonl, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "endless.png").symlink_to("/dev/zero")
+    records = [
+        {**chat(("user", "<image>?"), ("assistant", "a")), "images": [name]}
+        for name in ("pipe.png", "endless.png")
+    ]
+    report = check_data(write_jsonl(records), processor, DataConfig(seq_length=256))
+    assert [flaw.reason.rsplit("/", 1)[-1] for flaw in report.bad] == [
+        "pipe.png is not a regular file.",
+        "endless.png is not a regular file.",
+    ]
+
+
+@pytest.mark.usefixtures("in_time")
+def test_the_limit_ends_with_its_block_and_the_outer_one_counts() -> None:
+    with time_limit(0.2), time_limit(60), pytest.raises(BadSample, match=r"more than 0\.2 s"):
+        time.sleep(60)
+    time.sleep(1.5)  # an alarm that was left would interrupt this
+    with time_limit(0):
+        time.sleep(0.1)

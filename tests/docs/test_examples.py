@@ -191,7 +191,6 @@ def test_conversion_example(tmp_path, monkeypatch):
 
 
 def test_the_mapping_on_the_conversion_page_is_what_inspect_prints(tmp_path):
-    """Each line of the shortened table is in the whole one."""
     from mcore_qwen3vl.converters.describe import inspect_path, mapping_lines
 
     checkpoint = write_tiny_checkpoint(tmp_path / "model", moe=True)

@@ -118,7 +118,6 @@ def test_files_targets_and_modules_exist(page):
 
 
 def test_the_design_page_says_where_to_look():
-    """Each file of the table defines the names beside it."""
     page = (ROOT / "docs" / "design.md").read_text()
     table = page.partition("## Where to look\n")[2].partition("\n## ")[0]
     rows = re.findall(r"`([\w/]+\.py)`: (`\w+`(?:, `\w+`)*)", table)
@@ -161,7 +160,6 @@ def test_the_readme_names_every_page():
 
 
 def test_every_table_of_numbers_names_its_command():
-    """Each section of the verification page with a table of measured numbers names a command."""
     page = ROOT / "docs" / "verification.md"
     sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]
     tables = [section for section in sections if re.search(r"^\|.*\d.*\|$", section, re.MULTILINE)]

@@ -96,6 +96,15 @@ def conversations(kind: str) -> list[Conversation]:
     return kinds[kind]
 
 
+LAYOUTS = {
+    "dense": ("single", "tp2", "tp2+sp", "pp2", "pp4"),
+    "yarn": ("single", "tp2+sp"),
+    "moe": ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2"),
+    "qwen3.5": ("single", "tp2", "tp2+sp", "pp2"),
+    "qwen3.5-moe": ("single", "tp2+sp", "ep2xdp2"),
+}
+"""Layouts under which greedy answers are compared, by model."""
+
 KINDS = ("text", "image", "multi-image", "video", "batch")
 
 

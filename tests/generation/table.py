@@ -11,15 +11,7 @@ cpu.install()
 from mcore_qwen3vl.console import quiet_libraries  # noqa: E402
 from mcore_qwen3vl.generation import Generation  # noqa: E402
 from mcore_qwen3vl.layout import Layout  # noqa: E402
-from tests.generation.cases import KINDS, answer, conversations, expected  # noqa: E402
-
-LAYOUTS = {
-    "dense": ("single", "tp2", "tp2+sp", "pp2", "pp4"),
-    "yarn": ("single", "tp2+sp"),
-    "moe": ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2"),
-    "qwen3.5": ("single", "tp2", "tp2+sp", "pp2"),
-    "qwen3.5-moe": ("single", "tp2+sp", "ep2xdp2"),
-}
+from tests.generation.cases import KINDS, LAYOUTS, answer, conversations, expected  # noqa: E402
 
 
 def main() -> int:

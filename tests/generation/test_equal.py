@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from tests.generation.cases import KINDS, answer, conversations, expected
+from tests.generation.cases import KINDS, LAYOUTS, answer, conversations, expected
 from tests.turns import slow_except
 
 # Our float32 logits and HF's differ by about 1e-5; a token that led by less would be chance.
@@ -15,13 +15,7 @@ CLEAR_MARGIN = 1e-3
 @pytest.mark.parametrize(
     ("model", "layout"),
     slow_except(
-        [
-            *(("dense", name) for name in ("single", "tp2", "tp2+sp", "pp2", "pp4")),
-            *(("yarn", name) for name in ("single", "tp2+sp")),
-            *(("moe", name) for name in ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2")),
-            *(("qwen3.5", name) for name in ("single", "tp2", "tp2+sp", "pp2")),
-            *(("qwen3.5-moe", name) for name in ("single", "tp2+sp", "ep2xdp2")),
-        ],
+        [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts],
         ("dense", "tp2+sp"),
         ("qwen3.5-moe", "single"),
     ),

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.losses import contrastive_losses
 from mcore_qwen3vl.objectives.settings import Contrastive
 from tests.training.tasks.retrieval import formula
@@ -104,12 +103,3 @@ def test_losses_of_pairs_are_those_of_sentence_transformers(contrastive: Contras
         torch.zeros([]),
     )
     compare((2,) * 5, contrastive, right, of, SCORES)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [({"temperature": 0.0}, "temperature is 0"), ({"dimensions": (0,)}, "at least 1")],
-)
-def test_bad_settings_are_refused(values: dict[str, float], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        Contrastive(**values)

@@ -1,7 +1,7 @@
 """The losses of answers and their gradients equal those of TRL's trainers: `make test-trl`.
 
 TRL is no dependency, not even of tests, because it brings a training stack of its own. Without it
-this module is skipped; ``test_preference.py`` has the same formulas written out.
+this module is skipped; ``test_losses.py`` has the same formulas written out.
 """
 
 from __future__ import annotations
@@ -30,6 +30,14 @@ CASES = [
     (Preference(beta=0.1, rpo_alpha=0.7), ["sigmoid", "sft"], [1.0, 0.7]),
     (Preference("ipo", beta=0.5, rpo_alpha=1.3), ["ipo", "sft"], [1.0, 1.3]),
 ]
+
+
+def check(found: Tensor, right: Tensor, ours: Tensor, theirs: Tensor) -> None:
+    """Compare the losses, and their gradients, which are not all zero."""
+    torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
+    assert theirs.grad is not None
+    assert theirs.grad.abs().max() > 0
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def trainer(beta: float, losses: list[str], weights: list[float]) -> Any:
@@ -105,10 +113,7 @@ def test_losses_and_gradients_are_trls(preference: Any) -> None:
         torch.where(trained, ours, 0.0).sum(-1), reference, trained.sum(-1), preference[0]
     )
     found.losses.sum().backward()
-    torch.testing.assert_close(found.losses, right, rtol=TOLERANCE, atol=TOLERANCE)
-    assert theirs.grad is not None
-    assert theirs.grad.abs().max() > 0
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
+    check(found.losses, right, ours, theirs)
 
 
 def simpo_of_trl(preference: Preference) -> Any:
@@ -189,10 +194,7 @@ def test_losses_without_a_reference_are_trls(of_trl: Any, preference: Preference
     sums = log_probs.where(trained, 0.0).sum(-1)
     found = pair_losses(sums, None, trained.sum(-1), preference).losses.sum()
     found.backward()
-    torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
-    assert theirs.grad is not None
-    assert theirs.grad.abs().max() > 0
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
+    check(found, right, ours, theirs)
 
 
 def kto_of_trl(kto: Kto) -> Any:
@@ -242,10 +244,7 @@ def test_losses_of_labelled_answers_are_trls(kto: Kto, drift: float) -> None:
     assert (baseline > 0) == (drift > 0)
     found = labelled_losses(ours.sum(-1), reference, labels, baseline, kto)[0].mean()
     found.backward()
-    torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
-    assert theirs.grad is not None
-    assert theirs.grad.abs().max() > 0
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
+    check(found, right, ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +278,7 @@ def test_divergences_are_those_of_trls_gkd(settings: Distillation, beta: float) 
     )
     found = divergences(*both, settings).sum()
     found.backward()
-    torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
-    assert theirs.grad is not None
-    assert theirs.grad.abs().max() > 0
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
+    check(found, right, ours, theirs)
 
 
 def test_the_loss_of_rewards_and_its_gradient_are_trls() -> None:
@@ -301,7 +297,4 @@ def test_the_loss_of_rewards_and_its_gradient_are_trls() -> None:
     ours = rewards.clone().requires_grad_()
     found = reward_losses(ours, margins).mean()
     found.backward()
-    torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
-    assert theirs.grad is not None
-    assert theirs.grad.abs().max() > 0
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
+    check(found, right, ours, theirs)

@@ -1,10 +1,11 @@
-"""Ranks return, fail and hang in distinguishable ways."""
+"""Ranks return, fail, hang and end with their parent in distinguishable ways."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import RanksFailed, initialize, run_layout, tell
 from mcore_qwen3vl.training.run import _choose_device
+from tests.leftovers import ENDINGS, run_and_end
 
 
 def test_results_come_in_the_order_of_ranks() -> None:
@@ -184,3 +186,40 @@ def test_a_rank_on_the_cpu_computes_with_one_thread_unless_told(
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(1)
+
+
+PARENT = """
+import multiprocessing, pathlib, sys, tempfile, time
+from mcore_qwen3vl.runtime.lifetime import end_with_parent, scratch_folder
+
+def work(folder):
+    end_with_parent()
+    (folder / f"here-{multiprocessing.current_process().name}").touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    with scratch_folder() as folder:
+        children = []
+        for method in ("fork", "spawn"):
+            context = multiprocessing.get_context(method)
+            children.append(context.Process(target=work, args=(folder,), daemon=True))
+            children[-1].start()
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.01)
+        pathlib.Path(sys.argv[1]).touch()
+        if sys.argv[2] != "success":
+            time.sleep(600)
+        for child in children:
+            child.kill()
+            child.join()
+"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_children_and_scratch_folder_go_with_the_parent(ending: str, tmp_path: Path) -> None:
+    program, started = tmp_path / "program.py", tmp_path / "started"
+    program.write_text(PARENT)
+    command = [sys.executable, program, started, ending]
+    left = run_and_end(command, tmp_path, ending, processes=3, ready=lambda _: started.exists())
+    assert left.anything == []
+    assert (left.exit_code == 0) == (ending == "success"), left.printed

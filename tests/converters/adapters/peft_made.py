@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,6 +144,12 @@ def fill(model: Any) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    """Change fields of an adapter's config."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def load(base: Path, folder: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -9,7 +10,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,10 +23,10 @@ from mcore_qwen3vl.converters.describe import vllm_notes
 from mcore_qwen3vl.converters.offline import to_hf
 from tests.command import exit_code
 from tests.converters.adapters.conftest import Made
-from tests.converters.adapters.peft_made import Kind, make
+from tests.converters.adapters.peft_made import Kind, edit_config, make
 from tests.converters.adapters.rounding import assert_merged
 from tests.converters.checkpoints import load, tree_digests, turned
-from tests.converters.offline.test_resume import in_child
+from tests.converters.offline.test_resume import Failing, dying_at, in_child
 from tests.test_atomic import full_disk
 
 Get = Callable[[str], Made]
@@ -44,15 +44,9 @@ def test_killed_it_continues(made: Get, tmp_path: Path) -> None:
     merge(source.base, source.folder, whole, workers=1)
     expected = tree_digests(whole)
     for number, point in enumerate((20, 70, 110)):
-        target, seen = tmp_path / f"killed-{number}", 0
-
-        def die(*_: object, point: int = point) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == point:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        run = functools.partial(merge, source.base, source.folder, target, workers=2, progress=die)
+        target = tmp_path / f"killed-{number}"
+        options = {"workers": 2, "progress": dying_at(point)}
+        run = functools.partial(merge, source.base, source.folder, target, **options)
         assert in_child(run) == -signal.SIGKILL
         assert not target.exists()
         resumed = merge(source.base, source.folder, target).resumed_units
@@ -62,15 +56,7 @@ def test_killed_it_continues(made: Get, tmp_path: Path) -> None:
 
 def test_another_adapter_is_not_continued(made: Get, tmp_path: Path) -> None:
     first, second, target = made("only gate_up"), made("only down"), tmp_path / "target"
-    seen = 0
-
-    def die(*_: object) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 100:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    run = functools.partial(merge, first.base, first.folder, target, progress=die)
+    run = functools.partial(merge, first.base, first.folder, target, progress=dying_at(100))
     assert in_child(run) == -signal.SIGKILL
     assert merge(second.base, second.folder, target).resumed_units == 0
 
@@ -79,23 +65,15 @@ def test_a_full_disk_is_one_error(
     made: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, target = made("rank patterns"), tmp_path / "target"
-    write, left = os.pwrite, 12
-
-    def full(*arguments: Any) -> int:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise OSError(28, os.strerror(28))
-        return write(*arguments)
-
-    monkeypatch.setattr(os, "pwrite", full)
+    failing = Failing(os.pwrite, 12, errno.ENOSPC)
+    monkeypatch.setattr(os, "pwrite", failing)
     arguments = ("lora", "merge", source.base, source.folder, target, "--workers", 1, "--json")
     assert exit_code(*arguments) == 2
     message = json.loads(capsys.readouterr().out)["error"]
     assert "No space left on device" in message
     assert "running the same command again continues from there" in message
     assert not target.exists()
-    left = 10**9
+    failing.mend()
     assert exit_code(*arguments) == 0
     assert json.loads(capsys.readouterr().out)["resumed_units"] > 0
     merge(source.base, source.folder, tmp_path / "whole")
@@ -167,12 +145,9 @@ def test_the_plan_says_where_tensors_come_from(made: Get, monkeypatch: pytest.Mo
 def test_a_base_other_than_the_adapters_is_noted(made: Get, tmp_path: Path) -> None:
     source = made("vision")
     adapter = shutil.copytree(source.folder, tmp_path / "adapter")
-    config = json.loads((adapter / "adapter_config.json").read_text())
 
     def notes(named: Path) -> str:
-        (adapter / "adapter_config.json").write_text(
-            json.dumps({**config, "base_model_name_or_path": str(named)})
-        )
+        edit_config(adapter, base_model_name_or_path=str(named))
         return " ".join(plan_merge(source.base, adapter).notes)
 
     assert f"trained on {tmp_path}, and is used with {source.base}" in notes(tmp_path)

@@ -93,7 +93,6 @@ def test_offline_and_not_in_the_cache(cache: Path, capsys: pytest.CaptureFixture
 
 
 def test_no_network(tmp_path: Path) -> None:
-    """The error says what to do when nothing listens at the hub's address."""
     command = [sys.executable, "-c", "from mcore_qwen3vl.cli import main; main()", "inspect", REPO]
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:1"}
     environment.pop("HF_HUB_OFFLINE", None)
@@ -125,7 +124,6 @@ def test_a_shard_missing_from_the_cache_is_named(
 
 
 def test_the_environment_is_obeyed(cache: Path) -> None:
-    """A separate process uses the variables that a user sets."""
     work = f"from mcore_qwen3vl.converters.place import resolve; print(resolve({REPO!r}))"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
     found = subprocess.run(

@@ -325,9 +325,10 @@ def replace(name: str, value: Tensor) -> Damage:
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "gptq": (config(quant_method="gptq"), "quantised with quant_method 'gptq'"),
-    "awq": (config(quant_method="awq"), "quantised with quant_method 'awq'"),
-    "bitsandbytes": (config(quant_method="bitsandbytes"), "quant_method 'bitsandbytes'"),
+    "bitsandbytes": (
+        config(quant_method="bitsandbytes"),
+        "quantised with quant_method 'bitsandbytes'",
+    ),
     "compressed-tensors": (config(quant_method="compressed-tensors"), "'compressed-tensors'"),
     "no method": (config(quant_method=None), "quant_method None"),
     "other blocks": (config(weight_block_size=[64, 128]), r"weight_block_size \[64, 128\]"),
@@ -463,6 +464,5 @@ def test_incomplete_experts_are_refused(
 
 
 def test_names_of_a_plain_checkpoint_are_not_mistaken(tiny: Tiny) -> None:
-    """No tensor of an unquantised checkpoint is taken for a quantiser's."""
     for case in ("dense", "moe"):
         assert HuggingFaceCheckpoint(tiny(case)).quantization is None

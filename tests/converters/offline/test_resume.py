@@ -1,26 +1,35 @@
-"""A killed conversion leaves nothing that a loader accepts, and continues to the same bytes."""
+"""A conversion that is killed, or whose disk fails, continues later to the same bytes."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import functools
+import itertools
+import json
+import mmap
 import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.offline import to_hf, to_mcore
 from mcore_qwen3vl.converters.storage import staging
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from tests.converters.checkpoints import tree_digests
+from tests.command import exit_code
+from tests.converters.checkpoints import copy, tree_digests
 from tests.turns import slow
 
 Tiny = Callable[[str], Path]
@@ -59,10 +68,18 @@ def in_child(work: Callable[[], object]) -> int:
     return process.exitcode
 
 
-@pytest.mark.parametrize(
-    "direction",
-    ["hf-to-mcore", *slow("hf-to-legacy"), "mcore-to-hf"],
-)
+def dying_at(point: int) -> Callable[..., None]:
+    """Return a `progress` that kills its process when it is called for the `point`-th time."""
+    calls = itertools.count(1)
+
+    def die(*_: object) -> None:
+        if next(calls) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+@pytest.mark.parametrize("direction", ["hf-to-mcore", *slow("hf-to-legacy"), "mcore-to-hf"])
 def test_kill_at_any_point(
     directions: dict[str, tuple[Convert, Path]], tmp_path: Path, direction: str
 ) -> None:
@@ -75,16 +92,8 @@ def test_kill_at_any_point(
     resumed = 0
     for number, point in enumerate(points):
         target = tmp_path / f"killed-{number}"
-        seen = 0
-
-        def die(*_: object, point: int = point) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == point:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        run = functools.partial(convert, source, target, workers=1 + number % 2, progress=die)
-        assert in_child(run) == -signal.SIGKILL
+        options = {"workers": 1 + number % 2, "progress": dying_at(point)}
+        assert in_child(functools.partial(convert, source, target, **options)) == -signal.SIGKILL
         assert not target.exists()
         summary = convert(source, target)
         resumed += summary.resumed_units  # type: ignore[attr-defined]
@@ -203,36 +212,190 @@ def test_a_changed_source_is_not_resumed(
 ) -> None:
     _, source = directions["hf-to-mcore"]
     target = tmp_path / "target"
-    seen = 0
-
-    def die(*_: object) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 80:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert in_child(lambda: hf_to_mcore(source, target, progress=die)) == -signal.SIGKILL
+    run = functools.partial(hf_to_mcore, source, target, progress=dying_at(80))
+    assert in_child(run) == -signal.SIGKILL
     summary = hf_to_mcore(tiny("moe-v5"), target)
     assert summary.resumed_units == 0
     hf_to_mcore(tiny("moe-v5"), tmp_path / "fresh")
     assert tree_digests(target) == tree_digests(tmp_path / "fresh")
 
 
-def test_two_at_once_are_kept_apart(tiny: Tiny, tmp_path: Path) -> None:
-    errors = []
-
-    def second(*_: object) -> None:
-        if not errors:
-            with pytest.raises(BadInput, match="another process is writing") as error:
-                hf_to_mcore(tiny("dense"), tmp_path / "target")
-            errors.append(error)
-
-    hf_to_mcore(tiny("dense"), tmp_path / "target", progress=second)
-    assert errors
-    assert (tmp_path / "target" / "release" / ".metadata").exists()
-
-
 def test_unwritable_place(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BadInput, match="cannot be written"):
         hf_to_mcore(tiny("dense"), tmp_path / "file" / "target")
+
+
+DIRECTIONS = ["hf-to-mcore", "mcore-to-hf"]
+
+
+@pytest.fixture
+def source(tiny: Tiny, tmp_path: Path, direction: str) -> Path:
+    if direction == "hf-to-mcore":
+        return tiny("dense")
+    hf_to_mcore(tiny("dense"), tmp_path / "reference")
+    return tmp_path / "reference"
+
+
+@pytest.fixture
+def expected(source: Path, tmp_path: Path, direction: str) -> dict[str, str]:
+    convert = {"hf-to-mcore": hf_to_mcore, "mcore-to-hf": mcore_to_hf}[direction]
+    convert(source, tmp_path / "whole")
+    return tree_digests(tmp_path / "whole")
+
+
+def command(direction: str, source: Path, target: Path) -> int | str | None:
+    return exit_code("convert", direction, source, target, "--workers", "1", "--json")
+
+
+class Failing:
+    """A system call that works `calls` times and then fails until `mend`."""
+
+    def __init__(self, real: Callable[..., Any], calls: int, code: int) -> None:
+        self.real, self.left, self.code = real, calls, code
+
+    def __call__(self, *args: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(self.code, os.strerror(self.code))
+        return self.real(*args)
+
+    def mend(self) -> None:
+        self.left = 10**9
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_writing_fails(
+    direction: str,
+    source: Path,
+    expected: dict[str, str],
+    tmp_path: Path,
+    call: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = tmp_path / "target"
+    failing = Failing(getattr(os, call), 12, code)
+    monkeypatch.setattr(os, call, failing)
+    assert command(direction, source, target) == 2
+    failing.mend()
+    message = json.loads(capsys.readouterr().out)["error"]
+    assert os.strerror(code) in message
+    assert "running the same command again continues from there" in message
+    assert "Traceback" not in message
+    assert not target.exists()
+    assert command(direction, source, target) == 0
+    assert json.loads(capsys.readouterr().out)["resumed_units"] > 0
+    assert tree_digests(target) == expected
+
+
+def test_a_round_trip_on_a_full_disk_does_not_promise_to_go_on(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "pwrite", Failing(os.pwrite, 12, errno.ENOSPC))
+    work = tmp_path / "work"
+    work.mkdir()
+    words = ["verify", "roundtrip", str(tiny("dense")), "--work-dir", str(work), "--workers", "1"]
+    assert exit_code(*words, "--json") == 2
+    message = json.loads(capsys.readouterr().out)["error"]
+    assert os.strerror(errno.ENOSPC) in message
+    assert f"room for twice the checkpoint in {work}, or in another folder" in message
+    assert "continues" not in message
+    assert not list(work.iterdir())
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_source_is_cut_short_while_it_is_read(
+    direction: str,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A page missing from a mapped file, as if the disk could not read it, is one error."""
+    source = copy(source, tmp_path / "source")
+    files = [*source.glob("*.safetensors"), *source.rglob("*.distcp")]
+    sound = {file: (file.read_bytes(), file.stat()) for file in files}
+    conversion = to_mcore.ToMcore if direction == "hf-to-mcore" else to_hf.ToHuggingFace
+    run = conversion.run_unit
+
+    def cut_at_third(self: Any, unit: Any, *args: Any) -> Any:
+        if unit.name.endswith(("_3.distcp", ":3")):
+            for file in files:
+                os.truncate(file, mmap.PAGESIZE)
+        return run(self, unit, *args)
+
+    target = tmp_path / "target"
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "run_unit", cut_at_third)
+        assert command(direction, source, target) == 2
+    for file, (content, stat) in sound.items():
+        file.write_bytes(content)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    message = json.loads(capsys.readouterr().out)["error"]
+    assert "a memory-mapped file cannot be read" in message
+    assert "running the same command again continues from there" in message
+    assert not target.exists()
+    assert command(direction, source, target) == 0
+    assert json.loads(capsys.readouterr().out)["resumed_units"] == 3
+    assert command(direction, source, tmp_path / "whole") == 0
+    assert tree_digests(target) == tree_digests(tmp_path / "whole")
+
+
+def obey_permissions() -> None:
+    """Drop the two capabilities by which root ignores a file's mode."""
+    header = struct.pack("=Ii", 0x20080522, 0)
+    data = bytearray(24)
+    libc = ctypes.CDLL(None, use_errno=True)
+    view = (ctypes.c_char * 24).from_buffer(data)
+    assert libc.capget(header, view) == 0
+    effective = int.from_bytes(data[:4], "little") & ~0b110  # DAC_OVERRIDE, DAC_READ_SEARCH
+    data[:4] = effective.to_bytes(4, "little")
+    assert libc.capset(header, view) == 0
+
+
+@pytest.mark.parametrize("denied", ["source file", "target directory", "half-way"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_permission_denied(
+    direction: str,
+    source: Path,
+    tmp_path: Path,
+    denied: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    source = copy(source, tmp_path / "source")
+    place = tmp_path / "place"
+    place.mkdir()
+    weights = max(source.rglob("*"), key=lambda f: f.stat().st_size)
+
+    def run() -> None:
+        obey_permissions()
+        if denied == "source file":
+            weights.chmod(0)
+        elif denied == "target directory":
+            place.chmod(0o500)
+        else:
+            conversion = to_mcore.ToMcore if direction == "hf-to-mcore" else to_hf.ToHuggingFace
+            finish = conversion.finish
+
+            def forbid(self: Any, tree: Path, *args: Any) -> None:
+                tree.chmod(0o500)
+                finish(self, tree, *args)
+
+            conversion.finish = forbid  # type: ignore[method-assign]
+        main(["convert", direction, str(source), str(place / "target")])
+
+    assert in_child(run) == 2
+    message = " ".join(capfd.readouterr().err.split())
+    assert message.count("error:") == 1
+    assert "Permission denied" in message
+    assert "Traceback" not in message
+    assert not (place / "target").exists()
+    for path in (weights, place, *place.rglob("tree")):
+        path.chmod(0o700)
+    assert command(direction, source, place / "target") == 0
+    assert command(direction, source, tmp_path / "whole") == 0
+    assert tree_digests(place / "target") == tree_digests(tmp_path / "whole")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +34,18 @@ from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
 from mcore_qwen3vl.verify.audit import audit
 from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors, copy
-from tests.converters.live.test_load_into_model import Tiny, load_strictly, stored
 from tests.converters.peers.test_load import arguments, first_step, job_of
 from tests.converters.ranks import build_empty, check_chunks
+from tests.converters.test_load_into_model import Tiny, load_strictly, stored
 from tests.model.hybrid.hybrid_model import HybridQwen3VL
 from tests.turns import slow_except
 
 Converted = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module")
-def converted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    done: dict[str, Path] = {}
-
-    def get(case: str) -> Path:
-        if case not in done:
-            done[case] = tmp_path_factory.mktemp("hybrid") / case
-            hf_to_mcore(tiny(case), done[case], dialect="hybrid")
-        return done[case]
-
-    return get
+@pytest.fixture(scope="session")
+def converted(converted: Callable[..., Path]) -> Converted:
+    return partial(converted, dialect="hybrid")
 
 
 def rewritten(source: Path, target: Path, *changes: Callable[[CheckpointIndex], None]) -> Path:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 import zipfile
 from argparse import Namespace
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,20 @@ from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.legacy.legacy_checkpoint import check_run, open_ranks
 from mcore_qwen3vl.converters.storage.archive import BadArchive, load, read_tensor
 from mcore_qwen3vl.errors import BadInput
-from tests.memory import little_memory
 
 HEAD = b"\x80\x04"
 METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+
+
+@contextmanager
+def little_memory(most: int = 32 * 2**20) -> Iterator[None]:
+    """Check that Python's objects take at most this many bytes more; tensors do not count."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
 
 
 def shared_tuples(levels: int) -> bytes:

@@ -16,7 +16,7 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.data.encoding.preparation import PixelLoader, Plan, Planner, truncate
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import Conversation, parse_record
-from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, OverlongSample, Reading
 from mcore_qwen3vl.data.records.template import Renderer
 from tests.data.conftest import chat
 
@@ -67,10 +67,12 @@ RECORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def planned(processor: Any, record: Any, folder: Path, **config: Any) -> tuple[Plan, Any]:
+def planned(
+    processor: Any, record: Any, folder: Path, reading: Reading = PLAIN, **config: Any
+) -> tuple[Plan, Any]:
     settings = DataConfig(**{"seq_length": 4096, **config})
     settings.media.apply(processor)
-    parsed = parse_record(record, MediaFolder(folder, {}))
+    parsed = parse_record(record, MediaFolder(folder, {}), reading)
     return Planner(processor, settings).plan(Renderer(processor).render(parsed)), parsed
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
-import tarfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.readers import TableReader
 from mcore_qwen3vl.errors import BadInput
-from tests.data.conftest import question
-from tests.data.loading.conftest import MakeLoader, same
+from tests.data.conftest import question, write_tar
+from tests.data.loading.conftest import PACKED, MakeLoader, same
 from tests.turns import slow_except
 
 disable_progress_bar()
@@ -90,18 +89,13 @@ def as_shards(folder: Path, media: Path) -> Path:
 
 
 def as_tars(folder: Path, media: Path) -> Path:
-    (folder / "tars").mkdir()
-    with tarfile.open(folder / "tars" / "0.tar", "w") as tar:
-        for index, record in enumerate(RECORDS):
-            named = {**record, "images": ["png"]} if "images" in record else record
-            blobs = {"json": json.dumps(named).encode()}
-            if "images" in record:
-                blobs["png"] = _bytes(media, record["images"][0])
-            for suffix, content in blobs.items():
-                info = tarfile.TarInfo(f"{index:03}.{suffix}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    return folder / "tars"
+    members = []
+    for index, record in enumerate(RECORDS):
+        named = {**record, "images": ["png"]} if "images" in record else record
+        members.append((f"{index:03}.json", json.dumps(named).encode()))
+        if "images" in record:
+            members.append((f"{index:03}.png", _bytes(media, record["images"][0])))
+    return write_tar(folder / "tars" / "0.tar", members).parent
 
 
 def _bytes(media: Path, name: str) -> bytes:
@@ -141,11 +135,8 @@ def test_the_same_batches_from_every_kind_of_file(
             assert torch.equal(ours.visual.pixel_values, theirs.visual.pixel_values)
 
 
-SHUFFLED = DataConfig(seq_length=256, packing=True, packing_buffer=8, shuffle_buffer=7)
-BALANCED = DataConfig(
-    seq_length=256, packing=True, packing_buffer=8, shuffle_buffer=7, balance=True, micro_batches=2
-)
-CONFIGS = {"plain": SHUFFLED, "balanced": BALANCED}
+BALANCED = replace(PACKED, balance=True, micro_batches=2)
+CONFIGS = {"plain": PACKED, "balanced": BALANCED}
 RESUMED = [(config, name) for config in CONFIGS for name in WRITERS]
 
 
@@ -171,7 +162,7 @@ def test_stopped_and_resumed_the_batches_are_the_same_bitwise(
 
 @pytest.mark.slow  # data workers
 @pytest.mark.parametrize("name", TABLES)
-@pytest.mark.parametrize("config", [SHUFFLED, BALANCED], ids=["plain", "balanced"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_resumed_with_workers(
     name: str, config: DataConfig, written: Callable[[str], Path], make: MakeLoader
 ) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import multiprocessing
 import os
 import shutil
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from filelock import FileLock
 from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.loading.index import ensure_index, index_beside
 from mcore_qwen3vl.errors import BadInput
-from tests.data.conftest import WriteJsonl, chat, question
+from tests.data.conftest import WriteJsonl, chat, question, write_tar
 from tests.data.loading.conftest import PACKED, MakeLoader, lines, same
 
 
@@ -102,14 +100,9 @@ def _read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_tar(folder: Path, media: Path) -> Path:
     """Write a tar with a record whose image lies beside the tars."""
-    (folder / "inner").mkdir(parents=True)
-    shutil.copy(media / "0.png", folder)
     talk = {**chat(("user", "<image>?"), ("assistant", "z")), "images": ["0.png"]}
-    with tarfile.open(folder / "inner" / "0.tar", "w") as tar:
-        info = tarfile.TarInfo("a.json")
-        content = json.dumps(talk).encode()
-        info.size = len(content)
-        tar.addfile(info, io.BytesIO(content))
+    write_tar(folder / "inner" / "0.tar", [("a.json", json.dumps(talk).encode())])
+    shutil.copy(media / "0.png", folder)
     return folder
 
 
@@ -120,7 +113,6 @@ def test_nothing_is_written_beside_the_data(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither indexes nor sizes nor locks are written there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     records = [question(i) for i in range(6)]
     path = write_jsonl(["", *records])
@@ -221,14 +213,8 @@ def test_folder_without_tars_is_refused(make: MakeLoader, tmp_path: Path) -> Non
 
 
 def tar_of(path: Path, *members: str) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name in members:
-            content = b"a caption" if name.endswith("txt") else name.encode()
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
+    captions = (b"a caption" if name.endswith("txt") else name.encode() for name in members)
+    return write_tar(path, zip(members, captions, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import logging
 import multiprocessing
 import os
 import shutil
-import tarfile
 import tempfile
 import time
 from collections import Counter
@@ -37,7 +35,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny.tiny_checkpoint import TINY
-from tests.data.conftest import WriteJsonl, chat, question
+from tests.data.conftest import WriteJsonl, chat, question, write_tar
 from tests.data.loading.conftest import PACKED, MakeLoader, lines, same
 from tests.data.loading.test_formats import WRITERS
 from tests.turns import slow
@@ -239,8 +237,6 @@ def test_metadataset_yaml(make: MakeLoader, write_jsonl: WriteJsonl, tmp_path: P
 def test_webdataset_of_captions_interleaved_documents_and_chats(
     make: MakeLoader, media: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "tars"
-    folder.mkdir()
     image = (media / "0.png").read_bytes()
     interleaved = {"texts": ["x ", None, " y"], "images": [None, "a.png", None]}
     talk = {**chat(("user", "<image>?"), ("assistant", "z")), "images": ["png"]}
@@ -250,13 +246,12 @@ def test_webdataset_of_captions_interleaved_documents_and_chats(
         {"json": json.dumps(talk).encode(), "png": image},
         {"png": image, "json": json.dumps({"caption": "in json"}).encode()},
     ]
-    with tarfile.open(folder / "0.tar", "w") as tar:
-        for key, parts in enumerate(samples):
-            for suffix, content in parts.items():
-                info = tarfile.TarInfo(f"{key}.{suffix}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    loader = make(folder)
+    members = [
+        (f"{key}.{suffix}", content)
+        for key, parts in enumerate(samples)
+        for suffix, content in parts.items()
+    ]
+    loader = make(write_tar(tmp_path / "tars" / "0.tar", members).parent)
     tokenizer = TINY.tokenizer()
     trained = [
         tokenizer.decode([t for t in next(loader).labels[0].tolist() if t >= 0]) for _ in range(4)

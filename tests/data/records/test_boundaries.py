@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.data import load_processor
-from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.preparation import Planner
-from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import parse_record
-from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
-from mcore_qwen3vl.data.records.template import Renderer
+from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from mcore_qwen3vl.generation import process
 from mcore_qwen3vl.tiny import read_vocabulary, tiny_config, write_processor
+from tests.data.encoding.test_planning import planned
 from tests.data.records.published_templates import INSTRUCT, THINKING
 
 ANSWERS = (
@@ -34,11 +30,6 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("qwen")
     write_processor(path, tiny_config()["vision_config"], vocabulary)
     return load_processor(path)
-
-
-def planned(processor: Any, record: dict[str, Any], reading: Reading = PLAIN) -> Any:
-    parsed = parse_record(record, MediaFolder(Path(), {}), reading)
-    return Planner(processor, DataConfig(4096)).plan(Renderer(processor).render(parsed))
 
 
 def prompt_ids(processor: Any, messages: list[dict[str, Any]]) -> list[int]:
@@ -75,7 +66,7 @@ def test_an_answer_is_trained_after_the_prompt_that_generation_has(
     extra = {} if reasoning is None else {"reasoning_content": reasoning}
     for answer in ANSWERS:
         messages = talk("\n\nBefore.", answer, **extra)
-        plan = planned(qwen, {"messages": messages}, Reading(train_on="last"))
+        plan = planned(qwen, {"messages": messages}, Path(), Reading(train_on="last"))[0]
         prompt = prompt_ids(qwen, messages[:-1])
         assert plan.input_ids[: len(prompt)].tolist() == prompt
         answered = [1.0] * plan.trained_tokens + [0.0]  # a line break follows the end of turn
@@ -94,9 +85,9 @@ def test_every_trained_turn_follows_its_own_prompt(qwen: Any) -> None:
         if later[: len(first)] != first:
             refused += 1
             with pytest.raises(BadSample, match=r"message 3 begins with .*other tokens as"):
-                planned(qwen, {"messages": messages})
+                planned(qwen, {"messages": messages}, Path())[0]
             continue
-        plan = planned(qwen, {"messages": messages})
+        plan = planned(qwen, {"messages": messages}, Path())[0]
         for index in (2, 4, 6):
             prompt = prompt_ids(qwen, messages[:index])
             assert plan.input_ids[: len(prompt)].tolist() == prompt

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.data import DataConfig
-from mcore_qwen3vl.data.encoding.preparation import Plan, Planner
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import FORMATS, format_of, parse_record
-from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading, find_hook
-from mcore_qwen3vl.data.records.template import Renderer
+from mcore_qwen3vl.data.records.reading import BadSample, Reading, find_hook
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question
-from tests.data.encoding.test_planning import trained_text
+from tests.data.encoding.test_planning import planned, trained_text
 from tests.data.records.format_examples import DOCUMENTS, EXAMPLES, MALFORMED, TEMPLATE
 
 END = "<|im_end|>"
@@ -29,11 +27,6 @@ def with_tools(processor: Any) -> Any:
     """Return a processor whose template knows tools."""
     processor.chat_template = TEMPLATE
     return processor
-
-
-def planned(processor: Any, record: Any, root: Path, reading: Reading = PLAIN) -> Plan:
-    parsed = parse_record(record, MediaFolder(root, {}), reading)
-    return Planner(processor, DataConfig(4096)).plan(Renderer(processor).render(parsed))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -51,7 +44,7 @@ def test_tokens_are_hf_s_and_the_loss_falls_on_answers(
     expected = with_tools.apply_chat_template(
         chat, tools=example.tools, tokenize=True, return_dict=True
     )
-    plan = planned(with_tools, example.record, tmp_path)
+    plan = planned(with_tools, example.record, tmp_path)[0]
     assert plan.input_ids.tolist() == expected["input_ids"][0]
     assert trained_text(with_tools, plan) == [answer + END for answer in example.trained]
     assert format_of(example.record).name == example.format
@@ -116,7 +109,7 @@ def test_a_hook_makes_records_and_its_errors_are_the_sample_s(
         f"{hook} returned None for it.",
         "KeyError: 'q'",
     ]
-    plan = planned(processor, {"q": "?", "n": 4}, path.parent, Reading(preprocess=hook))
+    plan = planned(processor, {"q": "?", "n": 4}, path.parent, Reading(preprocess=hook))[0]
     assert trained_text(processor, plan) == ["2.5" + END]
     with pytest.raises(BadInput, match="'nowhere:f' cannot be imported: No module"):
         check_data(path, processor, config, preprocess="nowhere:f")
@@ -137,12 +130,13 @@ def test_the_turns_that_are_trained_and_the_system_prompt(
         ("user", "c"), ("assistant", "three"),
     )  # fmt: skip
     reading = Reading(system="Think.", train_on=train_on)
-    plan = planned(processor, talk, tmp_path, reading)
+    plan = planned(processor, talk, tmp_path, reading)[0]
     assert trained_text(processor, plan) == [answer + END for answer in trained]
     text = processor.tokenizer.decode(plan.input_ids.tolist())
     assert text.startswith("<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\na")
     own = {"messages": [{"role": "system", "content": "Mine."}, *talk["messages"]]}
-    text = processor.tokenizer.decode(planned(processor, own, tmp_path, reading).input_ids.tolist())
+    plan, _ = planned(processor, own, tmp_path, reading)
+    text = processor.tokenizer.decode(plan.input_ids.tolist())
     assert "Mine." in text
     assert "Think." not in text
 

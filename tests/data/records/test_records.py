@@ -31,8 +31,6 @@ from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from tests.data.conftest import chat, write_png, write_video
 
-PIXEL = base64.b64encode(b"x" * 60).decode()
-
 
 def parse(record: Any, root: Path = Path("/data")) -> Any:
     return parse_record(record, MediaFolder(root, {}))
@@ -131,22 +129,7 @@ def test_base64_of_a_small_image_is_never_taken_for_a_file_name(
     [
         ([], "must be a JSON object"),
         ({}, r"none of messages, conversations, texts.* nor chosen, rejected .* or positive"),
-        ({"messages": []}, "at least one message"),
-        ({"messages": ["hi"]}, "message 1 must be an object"),
-        (chat(("user", "q")), "nothing would be trained"),
-        (chat(("user", "q"), ("assistant", " \n")), "message 2, an assistant turn, is empty"),
         (chat(("user", "q"), ("assistant", [])), "message 2, an assistant turn, is empty"),
-        (chat(("user", 3), ("assistant", "a")), "content is int"),
-        (chat(("user", [{"type": "audio"}]), ("assistant", "a")), "not 'audio'"),
-        (chat(("user", "<image>"), ("assistant", "a")), "more image placeholders than the 0"),
-        (
-            {**chat(("user", "<image>"), ("assistant", "a")), "images": ["a.png", "b.png"]},
-            "2 images are given, but only 1",
-        ),
-        (
-            {**chat(("user", "<image>"), ("assistant", "a")), "images": ["http://x/a.png"]},
-            "is remote",
-        ),
         ({**chat(("user", "<image>"), ("assistant", "a")), "images": [7]}, "reference is 7"),
         (
             {
@@ -155,15 +138,12 @@ def test_base64_of_a_small_image_is_never_taken_for_a_file_name(
             },
             "not valid base64",
         ),
-        ({**chat(("user", "q"), ("assistant", "a")), "weight": -1}, "weight is -1"),
         ({**chat(("user", "q"), ("assistant", "a")), "weight": float("nan")}, "weight is nan"),
         ({**chat(("user", "q"), ("assistant", "a")), "weight": 0}, "nothing would be trained"),
-        ({"texts": ["a", "b"], "images": [None]}, "pad with null"),
-        ({"texts": ["a", None], "images": [None, None]}, "entry 1"),
-        ({"text": " "}, "holds no text"),
     ],
 )
 def test_malformed_records_say_what_is_wrong(record: Any, said: str) -> None:
+    """`test_formats` has others, of every format."""
     with pytest.raises(BadSample, match=said):
         parse(record)
 
@@ -339,3 +319,67 @@ def test_video_is_probed_and_decoded(suffix: str, tmp_path: Path) -> None:
     assert np.array_equal(load_frames(media, np.array([2, 7, 7, 12])), every[[2, 7, 7, 12]])
     with pytest.raises(BadSample, match="holds 13 of the 14 frames"):
         load_frames(media, np.arange(14))
+
+
+def parsed(folder: Path, answer: Any, objects: Any) -> Any:
+    record = chat(("user", "<image>Where is <ref-object>?<image>"), ("assistant", answer))
+    record |= {"images": ["wide.png", "tall.png"], "objects": objects}
+    found = parse_record(record, MediaFolder(folder, {}))
+    assert isinstance(found, Conversation)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_png(tmp_path / "wide.png", 40, 80)
+    write_png(tmp_path / "tall.png", 100, 50)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("objects", "answer"),
+    [
+        ({"bbox": [[8, 4, 80, 40]]}, "[100, 100, 1000, 1000]"),
+        ({"bbox": [[8, 4, 40, 40]], "image_id": [1]}, "[160, 40, 800, 400]"),
+        ({"bbox": [[7.3, 39.95]], "bbox_type": "real"}, "[91, 999]"),
+        ({"bbox": [[0.25, 0.5, 1, 1]], "bbox_type": "norm1"}, "[250, 500, 1000, 1000]"),
+        ({"bbox": [[1, 2, 3, 4]], "bbox_type": "norm1000"}, "[1, 2, 3, 4]"),
+    ],
+)
+def test_boxes_are_parts_of_a_thousand(objects: Any, answer: str, folder: Path) -> None:
+    objects = {"ref": ["the cat"], **objects}
+    for content in ("<bbox>", [{"type": "text", "text": "<bbox>"}]):
+        messages = parsed(folder, content, objects).messages
+        assert messages[0]["content"][1] == {"type": "text", "text": "Where is the cat?"}
+        shown = messages[1]["content"]
+        assert (shown if isinstance(shown, str) else shown[0]["text"]) == answer
+    record = {"text": "<image>Here <bbox> is <ref-object>.", "image": "wide.png"}
+    if "image_id" not in objects:
+        document = parse_record({**record, "objects": objects}, MediaFolder(folder, {}))
+        assert isinstance(document, Document)
+        assert document.parts[1] == f"Here {answer} is the cat."
+
+
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        (None, "<ref-object> takes its text from objects.* has none"),
+        ({"ref": ["a", "b"], "bbox": [[0, 0]]}, "1 tags <ref-object> and 2 entries in ref"),
+        ({"ref": ["a"]}, "1 tags <bbox> and 0 entries in bbox"),
+        ({"ref": ["a"], "bbox": [[0, 0, 81, 1]]}, "not inside 80 x 40"),
+        ({"ref": ["a"], "bbox": [[0, -1]]}, "coordinate of bbox is -1"),
+        ({"ref": ["a"], "bbox": [[0, 0, 1]]}, "x, y, x, y is needed"),
+        ({"ref": ["a"], "bbox": [[0, 0]], "image_id": [2]}, "image_id 2 .* there are 2 images"),
+        ({"ref": ["a"], "bbox": [[0, 0]], "image_id": [0, 1]}, "2 image_id for 1 bbox"),
+        ({"ref": ["a"], "bbox": [[0, 0]], "bbox_type": "pixel"}, "one of real, norm1, norm1000"),
+        ({"ref": [1], "bbox": [[0, 0]]}, "ref of objects must be a list of texts"),
+    ],
+)
+def test_objects_that_do_not_fit_are_refused(objects: Any, message: str, folder: Path) -> None:
+    with pytest.raises(BadSample, match=message):
+        parsed(folder, "<bbox>", objects)
+
+
+def test_other_keys_of_objects_are_named(folder: Path) -> None:
+    (left,) = parsed(folder, "<bbox>", {"ref": ["a"], "bbox": [[0, 0]], "area": 3}).unused
+    assert (left.where, left.name) == ("objects", "area")

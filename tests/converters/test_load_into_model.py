@@ -1,8 +1,10 @@
-"""Megatron's own loader, in strict mode, loads converted checkpoints under every layout."""
+"""Megatron's own loader and ours load checkpoints strictly, each rank exactly its part."""
 
 from __future__ import annotations
 
 import json
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,18 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.export import export_hf
+from mcore_qwen3vl.converters.live import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.table import extra_state_keys
+from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint, guard_reads
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel, build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from tests.converters.checkpoints import assert_same_files, assert_same_tensors
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from tests.converters.checkpoints import assert_same_files, assert_same_tensors, load
+from tests.converters.forms import FORMS
 from tests.converters.ranks import build_empty, check_chunks
 from tests.turns import slow_except
 
@@ -43,19 +51,6 @@ def check_rank(layout: Layout, source: Path, checkpoint: Path) -> int:
     chunks = build_empty(layout, Architecture.from_hf(source))
     load_strictly(chunks, checkpoint)
     return check_chunks(chunks, source)
-
-
-@pytest.fixture(scope="module")
-def converted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    done: dict[str, Path] = {}
-
-    def get(case: str) -> Path:
-        if case not in done:
-            done[case] = tmp_path_factory.mktemp("converted") / case
-            hf_to_mcore(tiny(case), done[case])
-        return done[case]
-
-    return get
 
 
 LAYOUTS = [
@@ -187,3 +182,127 @@ def test_keys_shapes_and_dtypes_are_the_te_specs(
     found = {key: [list(t.shape), str(t.dtype)] for key, t in index.tensors.items()}
     assert found == listing["tensors"]
     assert set(index.objects) == {*listing["objects"], "common_state/shard_0_1"}
+
+
+def build(config: Path):
+    return Qwen3VLModel.from_hf_config(Architecture.from_hf(config))
+
+
+def saved_by_training(mcore_dense: Path, folder: Path) -> float:
+    """Save with optimizer state, as training does, load that and return the largest difference."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    initialize(Layout())
+    model = build(mcore_dense / "hf")
+    load_checkpoint([model], mcore_dense)
+    folder.mkdir()
+    key = "optimizer.state.exp_avg.output_layer.weight"
+    moment = ShardedTensor.from_rank_offsets(key, torch.full((1, 5), 3.0), (0, 0, 1))
+    state = {"model": model.sharded_state_dict(), "optimizer": moment}
+    dist_checkpointing.save(state, str(folder))
+    again = build(mcore_dense / "hf")
+    load_checkpoint([again], folder)
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def test_optimizer_state_beside_the_model_is_left_alone(mcore_dense, tmp_path):
+    assert run_layout(saved_by_training, 1, mcore_dense, tmp_path / "iteration") == [0.0]
+
+
+def load_into(config: Path, checkpoint: Path) -> None:
+    initialize(Layout())
+    load_checkpoint([build(config)], checkpoint)
+
+
+def load_with_few_descriptors(mcore_dense: Path, checkpoint: Path) -> None:
+    """Load into a process that may open 20 files more; each rank of a run saves at least one."""
+    initialize(Layout())
+    model = build(mcore_dense / "hf")
+    assert len(list(checkpoint.rglob("*.distcp"))) > 40
+    most = len(os.listdir("/proc/self/fd")) + 20
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    load_checkpoint([model], checkpoint)
+
+
+def test_more_files_than_a_process_may_have_open(
+    tiny: Tiny, mcore_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(to_mcore, "unit_bytes", lambda total: 1)
+    hf_to_mcore(tiny("dense"), tmp_path / "mcore")
+    run_layout(load_with_few_descriptors, 1, mcore_dense, tmp_path / "mcore")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"text": {"num_hidden_layers": 5}},
+            r"decoder\.\S+ has shape \[4, .* but the Hugging Face config makes it \[5, ",
+        ),
+        ({"tie": True}, "holds the tensor output_layer.weight"),
+        ({"vision": {"depth": 6}}, "lacks the tensor visual.blocks.5"),
+    ],
+)
+def test_another_model_is_refused(mcore_dense, tmp_path, options, message):
+    other = write_tiny_checkpoint(tmp_path / "other", **options)
+    with pytest.raises(BadInput, match=message):
+        run_layout(load_into, 1, other, mcore_dense)
+
+
+def filled(source: Path, checkpoint: Path, kind: type[Qwen3VLModel]) -> int:
+    initialize(Layout())
+    chunks = build_empty(Layout(), Architecture.from_hf(source), kind=kind)
+    load_checkpoint(chunks, checkpoint)
+    return check_chunks(chunks, source)
+
+
+@pytest.mark.parametrize("kind", [Qwen3VLModel, TaskModel])
+def test_a_padded_vocabulary_and_a_head_that_the_model_lacks(tiny, tmp_path, kind):
+    source = tiny("dense")
+    hf_to_mcore(source, tmp_path / "mcore", make_vocab_size_divisible_by=100)
+    (compared,) = run_layout(filled, 1, source, tmp_path / "mcore", kind)
+    assert compared > 100
+
+
+def test_no_checkpoint(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    with pytest.raises(BadInput, match="iter_0000012"):
+        load_checkpoint([], tmp_path)
+
+
+Make = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("name", ["before the move", "head stored though tied", "base, tied"])
+def test_a_language_model_is_loaded(form: Make, tiny: Make, name: str) -> None:
+    source, plain = form(name), tiny(FORMS[name].source)
+
+    def on_rank() -> None:
+        initialize(Layout())
+        chunks = build_chunks(Architecture.from_hf(plain), Layout(), params_dtype=torch.float32)
+        load_hf(chunks, source)
+        found, expected = dict(export_hf(chunks)), load(plain)
+        assert found.keys() == expected.keys()
+        for tensor, value in expected.items():
+            assert torch.equal(found[tensor], value), tensor
+
+    run_layout(on_rank, 1, timeout=120)
+
+
+def test_a_model_without_its_head_is_refused(form: Make, tiny: Make, tmp_path: Path) -> None:
+    source, plain, mcore = form("base"), tiny("dense-v5"), tmp_path / "mcore"
+    hf_to_mcore(source, mcore)
+
+    def on_rank() -> None:
+        initialize(Layout())
+        chunks = build_chunks(Architecture.from_hf(plain), Layout(), params_dtype=torch.float32)
+        with pytest.raises(BadInput, match=r"headless model.*Name a checkpoint that has one"):
+            load_hf(chunks, source)
+        with pytest.raises(BadInput, match=r"headless model.*Name a checkpoint that has one"):
+            load_checkpoint(chunks, mcore)
+
+    run_layout(on_rank, 1, timeout=120)

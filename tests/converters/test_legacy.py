@@ -1,4 +1,4 @@
-"""Megatron's legacy format is written and read without Megatron; bad files are refused."""
+"""Megatron's legacy format is written and read without Megatron, and can be taken out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import mcore_qwen3vl
+from mcore_qwen3vl import converters
 from mcore_qwen3vl.cli.app import app
 from mcore_qwen3vl.converters.convert import (
     hf_to_mcore,
@@ -30,7 +34,7 @@ from mcore_qwen3vl.converters.storage.archive import Record, as_bytes, load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
-from tests.converters.checkpoints import CASES, assert_same_files, assert_same_tensors
+from tests.converters.checkpoints import CASES, Call, assert_same_files, assert_same_tensors
 from tests.turns import slow_except
 
 Tiny = Callable[[str], Path]
@@ -266,29 +270,21 @@ def test_a_lost_or_cut_file_is_named(mcore: Path, tmp_path: Path, folder: str) -
         mcore_to_hf(damaged, tmp_path / "back")
 
 
-class Hostile:
-    """An object whose pickle runs code in whoever loads it."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
-
-
 def test_no_code_of_a_file_is_run(mcore: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    hostile = rewrite(mcore, tmp_path / "hostile", lambda c: c.update(rng_state=Hostile(marker)))
+    hostile = rewrite(
+        mcore, tmp_path / "hostile", lambda c: c.update(rng_state=Call(os.mkdir, str(marker)))
+    )
     with pytest.raises(BadInput, match=r"asks for (posix|os)\.mkdir.*Refused"):
         mcore_to_hf(hostile, tmp_path / "back")
     assert not marker.exists()
 
 
 def test_what_other_libraries_admit_is_not_admitted_here(mcore: Path, tmp_path: Path) -> None:
-    marked = rewrite(mcore, tmp_path / "marked", lambda c: c.update(other=Namespace(x=Hostile)))
-    with torch.serialization.safe_globals([Hostile]):
+    marked = rewrite(mcore, tmp_path / "marked", lambda c: c.update(other=Namespace(x=Call)))
+    with torch.serialization.safe_globals([Call]):
         admitted = torch.serialization.get_safe_globals()
-        with pytest.raises(BadInput, match=r"asks for tests\.converters.*\.Hostile"):
+        with pytest.raises(BadInput, match=r"asks for tests\.converters.*\.Call"):
             mcore_to_hf(marked, tmp_path / "back")
         assert set(torch.serialization.get_safe_globals()) == set(admitted)
 
@@ -339,3 +335,78 @@ def test_what_megatron_puts_beside_the_model_is_read(tmp_path: Path) -> None:
         assert found[name] == others[name]
     for name in ("extra state", "path", "signal", "nested", "device", "bytes"):
         assert isinstance(found[name], Record), name
+
+
+LINE = (
+    '    "torch": FormatFiles("mp_rank_*/model_optim_rng.pt", "mcore_qwen3vl.converters.legacy"),\n'
+)
+
+# It imports all modules of the copy but those that need a model's or a trainer's libraries.
+SCRIPT = """
+import importlib, pkgutil, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+import mcore_qwen3vl.converters as converters
+from mcore_qwen3vl.runtime import cpu
+
+cpu.install()
+assert Path(converters.__file__).is_relative_to(sys.argv[1]), converters.__file__
+modules = [m.name for m in pkgutil.walk_packages(converters.__path__, f"{converters.__name__}.")]
+modules += ["mcore_qwen3vl.training.checkpoints.resume", "mcore_qwen3vl.cli.app"]
+modules += ["mcore_qwen3vl.verify.checkpoints"]
+for module in modules:
+    importlib.import_module(module)
+assert not any(".legacy" in module for module in sys.modules if "converters" in module)
+
+from mcore_qwen3vl.cli import main
+for words in COMMANDS:
+    try:
+        main(words)
+    except SystemExit as ended:
+        print("exit", ended.code)
+"""
+
+
+@pytest.mark.slow  # it imports everything in a copy; the test below finds the common mistake
+def test_legacy_can_be_removed(tiny: Tiny, tmp_path: Path) -> None:
+    product = Path(mcore_qwen3vl.__path__[0])
+    tree = tmp_path / "tree" / "mcore_qwen3vl"
+    ignore = shutil.ignore_patterns("__pycache__", "legacy")
+    shutil.copytree(product, tree, ignore=ignore)
+    registry = tree / "converters" / "place.py"
+    assert registry.read_text().count(LINE) == 1
+    registry.write_text(registry.read_text().replace(LINE, ""))
+    source, mcore, back = str(tiny("moe")), str(tmp_path / "mcore"), str(tmp_path / "back")
+    commands = [
+        ["convert", "hf-to-mcore", source, mcore],
+        ["convert", "mcore-to-hf", mcore, back],
+        ["verify", "tensors", source, back],
+        ["inspect", mcore],
+        ["convert", "hf-to-mcore", source, str(tmp_path / "legacy"), "--format", "torch"],
+    ]
+    script = SCRIPT.replace("COMMANDS", repr(commands))
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(tree.parent)], capture_output=True, text=True, check=True
+    )
+    assert [line for line in ran.stdout.splitlines() if line.startswith("exit")] == [
+        *["exit 0"] * 4,
+        "exit 2",
+    ], ran.stdout + ran.stderr
+    message = " ".join(ran.stderr.split())
+    assert "checkpoint format 'torch' is not known here; torch_dist can be written" in message
+    assert not (tmp_path / "legacy").exists()
+
+
+def test_nothing_outside_imports_it() -> None:
+    """Nothing outside names it either, except one line of `place.FORMATS`."""
+    folders = [Path(mcore_qwen3vl.__path__[0]), Path(converters.__path__[0])]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    naming = [
+        (file.name, line.strip())
+        for file in files
+        if file.parent.name != "legacy"
+        for line in file.read_text().splitlines()
+        if "converters.legacy" in line
+    ]
+    assert naming == [("place.py", LINE.strip())]

@@ -1,4 +1,4 @@
-"""An HF checkpoint that cannot be converted exactly is refused, with the fault named."""
+"""A checkpoint that cannot be converted exactly is refused, with the fault named."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters import torch_dist
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.errors import BadInput
 from tests.converters.checkpoints import copy, cut, edit_config, load, save, tree_digests
 
@@ -82,11 +84,6 @@ HF_DAMAGES: dict[str, tuple[str, Damage, str]] = {
         "dense",
         lambda p: edit_tensors(p, lambda t: t.update({LAYER + "mlp.extra": torch.zeros(3, 5)})),
         r"holds the tensor model.language_model.layers.1.mlp.extra \[3, 5\]",
-    ),
-    "head in a tied model": (
-        "dense-tied",
-        lambda p: edit_tensors(p, lambda t: t.update({"lm_head.weight": torch.zeros(352, 48)})),
-        r"tie_word_embeddings.*stored lm_head.weight differs from \S+embed_tokens.weight",
     ),
     "missing tensor": (
         "moe",
@@ -243,24 +240,29 @@ HF_DAMAGES: dict[str, tuple[str, Damage, str]] = {
 }
 
 
+def check_refusal(
+    convert: Callable[[Path, Path], object], source: Path, damage: Damage, message: str
+) -> None:
+    """Damage the checkpoint `source`, alone in its folder: one line names it, and no file comes."""
+    damage(source)
+    before = tree_digests(source.parent)
+    with pytest.raises(BadInput) as error:
+        convert(source, source.parent / "out")
+    assert re.search(message, str(error.value), re.DOTALL), error.value
+    assert "\n" not in str(error.value)
+    assert tree_digests(source.parent) == before
+
+
 @pytest.mark.parametrize("name", HF_DAMAGES)
 def test_damaged_hf_checkpoint(tiny: Tiny, tmp_path: Path, name: str) -> None:
     case, damage, message = HF_DAMAGES[name]
-    source = copy(tiny(case), tmp_path / "source")
-    damage(source)
-    before = tree_digests(tmp_path)
-    with pytest.raises(BadInput) as error:
-        hf_to_mcore(source, tmp_path / "mcore")
-    assert re.search(message, str(error.value), re.DOTALL), error.value
-    assert "\n" not in str(error.value)
-    assert tree_digests(tmp_path) == before
+    check_refusal(hf_to_mcore, copy(tiny(case), tmp_path / "source"), damage, message)
 
 
 @pytest.mark.parametrize("case", ["moe", "moe-v5"])
 def test_config_of_the_other_layout_is_a_contradiction(
     tiny: Tiny, tmp_path: Path, case: str
 ) -> None:
-    """Weights of one layout with the config of the other are refused: shapes show it."""
     source = copy(tiny(case), tmp_path / "source")
     other = tiny("moe-v5" if case == "moe" else "moe")
     (source / "config.json").write_bytes((other / "config.json").read_bytes())
@@ -269,17 +271,147 @@ def test_config_of_the_other_layout_is_a_contradiction(
     assert not (tmp_path / "mcore").exists()
 
 
+def metadata_with(path: Path, content: bytes) -> None:
+    (path / "release" / ".metadata").write_bytes(content)
+
+
+def drop_file(path: Path) -> None:
+    (path / "release" / "__0_0.distcp").unlink()
+
+
+def other_dense_config(path: Path) -> None:
+    edit_config(path / "hf", text_config__num_hidden_layers=5)
+
+
+def overwrite_archive(path: Path) -> None:
+    file = path / "release" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    at = data.index(b"data.pkl") + len(b"data.pkl") + 4
+    data[at : at + 20] = b"\xff" * 20
+    file.write_bytes(data)
+
+
+FC1 = "decoder.layers.mlp.linear_fc1.weight"
+
+
+def flip_a_bit(path: Path) -> None:
+    """As in a checkpoint from training, which has no manifest."""
+    (path / "manifest.json").unlink()
+    place = torch_dist.read_metadata(path / "release").tensors[FC1].chunks[1].data
+    file = path / "release" / place.file
+    data = bytearray(file.read_bytes())
+    data[place.offset + place.length // 2] ^= 1
+    file.write_bytes(data)
+
+
+def exchange_chunks(path: Path) -> None:
+    """Exchange the places of two chunks of one shape."""
+    (path / "manifest.json").unlink()
+    file, index = path / "release" / torch_dist.METADATA, torch_dist.read_metadata(path / "release")
+    first, second, *others = index.tensors[FC1].chunks
+    index.tensors[FC1].chunks = [
+        replace(first, data=second.data),
+        replace(second, data=first.data),
+        *others,
+    ]
+    _, mark, checksum = file.read_bytes().rpartition(torch_dist._MARK)
+    file.write_bytes(torch_dist.dumps_metadata(index).rpartition(mark)[0] + mark + checksum)
+
+
+MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {
+    "truncated metadata": (
+        lambda p: cut(p / "release" / ".metadata", 3000),
+        r"\.metadata is not readable checkpoint metadata",
+    ),
+    "metadata of something else": (
+        lambda p: metadata_with(p, pickle.dumps({"weights": 3})),
+        r"it does not hold a Metadata object",
+    ),
+    "no metadata": (
+        lambda p: (p / "release" / ".metadata").unlink(),
+        r"\.metadata is missing\. Copy the checkpoint again",
+    ),
+    "missing data file": (drop_file, r"__0_0.distcp cannot be read"),
+    "truncated data file": (
+        lambda p: cut(p / "release" / "__0_0.distcp", 700_000),
+        r"__0_0.distcp has 700000 bytes, but .metadata places data up to",
+    ),
+    "a bit of the data": (
+        flip_a_bit,
+        r"data of decoder.layers.mlp.linear_fc1.weight at \[1, 0, 0\] is damaged .*its CRC-32 is",
+    ),
+    "chunks exchanged": (exchange_chunks, r"\.metadata is not .*other bytes than were saved"),
+    "damaged archive": (overwrite_archive, r"__0_0.distcp: the data of visual\S+ .* is damaged"),
+    "config with more layers": (other_dense_config, r"has shape \[4, .* makes it \[5, "),
+    "untied checkpoint, tied config": (
+        lambda p: edit_config(p / "hf", tie_word_embeddings=True),
+        r"holds the tensor output_layer.weight",
+    ),
+    "other model": (
+        lambda p: edit_config(p / "hf", vision_config__depth=6),
+        r"lacks the tensor visual.blocks.5.norm1.weight",
+    ),
+    "no config": (
+        lambda p: (p / "hf" / "config.json").unlink(),
+        r"has no hf/config.json.*--hf-config",
+    ),
+    "tracker of another iteration": (
+        lambda p: (p / "latest_checkpointed_iteration.txt").write_text("12"),
+        r"names iter_0000012, but",
+    ),
+    "unreadable tracker": (
+        lambda p: (p / "latest_checkpointed_iteration.txt").write_text("../../x"),
+        r"says '../../x'",
+    ),
+    "tracker with more digits than Python reads": (
+        lambda p: (p / "latest_checkpointed_iteration.txt").write_text("1" * 5000),
+        r"says '1{40}'; a number",
+    ),
+    "other backend": (
+        lambda p: (p / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        r"format is 'zarr', version 1; only torch_dist, version 1, can be read",
+    ),
+    "no backend": (
+        lambda p: (p / "release" / "metadata.json").unlink(),
+        r"is not a Megatron-Core torch_dist checkpoint",
+    ),
+    "no tracker": (
+        lambda p: (p / "latest_checkpointed_iteration.txt").unlink(),
+        r"holds no weights itself\. Name a checkpoint in it, such as .*release",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MCORE_DAMAGES)
+def test_damaged_mcore_checkpoint(
+    mcore_dense: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_refusal(mcore_to_hf, copy(mcore_dense, tmp_path / "source"), *MCORE_DAMAGES[name])
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("convert", "options", "message"),
     [
-        ({"dtype": "int8"}, "dtype 'int8' is not one of"),
-        ({"make_vocab_size_divisible_by": 0}, "must be at least 1"),
-        ({"tp": -1}, "must be at least 1"),
+        (hf_to_mcore, {"dtype": "int8"}, "dtype 'int8' is not one of"),
+        (hf_to_mcore, {"make_vocab_size_divisible_by": 0}, "must be at least 1"),
+        (hf_to_mcore, {"tp": -1}, "must be at least 1"),
+        (mcore_to_hf, {"dtype": "bfloat"}, "dtype 'bfloat' is not one of"),
+        (mcore_to_hf, {"max_shard_size": "5 apples"}, "'5 apples' is not a size"),
+        (mcore_to_hf, {"max_shard_size": "0GB"}, "'0GB' is not a size"),
+        (mcore_to_hf, {"expert_layout": "v6"}, "expert layout 'v6'"),
+        (mcore_to_hf, {"hf_config": "/nowhere"}, "/nowhere is not a directory"),
     ],
 )
-def test_bad_import_options(
-    tiny: Tiny, tmp_path: Path, options: dict[str, Any], message: str
+def test_bad_options(
+    convert: Callable[..., object],
+    options: dict[str, Any],
+    message: str,
+    tiny: Tiny,
+    mcore_dense: Path,
+    tmp_path: Path,
 ) -> None:
+    source = tiny("dense") if convert is hf_to_mcore else mcore_dense
     with pytest.raises(BadInput, match=message):
-        hf_to_mcore(tiny("dense"), tmp_path / "mcore", **options)
+        convert(source, tmp_path / "out", **options)
     assert list(tmp_path.iterdir()) == []

@@ -38,10 +38,11 @@ from mcore_qwen3vl.converters.storage.archive import (
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
-from tests.converters.checkpoints import load
+from tests.converters.checkpoints import Call, load
 
 Tiny = Callable[[str], Path]
-OLD = Path(__file__).parent / "torch-2.11"
+WRITTEN = Path(__file__).parent / "torch_dist"
+OLD = WRITTEN / "torch-2.11"
 """A checkpoint that torch 2.11 wrote: two tensors, a transposed view and an object."""
 
 
@@ -216,7 +217,7 @@ def test_reading_what_torch_2_11_wrote() -> None:
 
 def test_reading_what_megatron_0_15_wrote() -> None:
     """Its metadata is of a class of its own, with torch's fields and one more."""
-    checkpoint = TorchDistCheckpoint(Path(__file__).parent / "megatron-0.15")
+    checkpoint = TorchDistCheckpoint(WRITTEN / "megatron-0.15")
     assert torch.equal(checkpoint.tensor("a"), torch.arange(12.0).reshape(3, 4))
     assert set(checkpoint.index.tensors) == {"a"}
 
@@ -303,16 +304,6 @@ def test_torch_reads_our_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
     assert len(visual) > 50
     for key in visual:
         assert torch.equal(state[key], hf[f"model.{key}"])
-
-
-class Call:
-    """An object that is pickled as a call of any function."""
-
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.function, self.args = function, args
-
-    def __reduce__(self) -> Any:
-        return self.function, self.args
 
 
 @pytest.mark.parametrize(

@@ -169,16 +169,6 @@ def test_published_tensors_of_qwen3_5_are_all_named() -> None:
     }
 
 
-def test_gate_comes_before_up() -> None:
-    gate, up = torch.tensor([[1], [2]]), torch.tensor([[3], [4]])
-    assert transforms.concatenate(2, 2).to_mcore(gate, up).flatten().tolist() == [1, 2, 3, 4]
-
-
-def test_published_experts_are_transposed() -> None:
-    stored = torch.tensor([[1, 2, 3], [4, 5, 6]])  # (H, 2I)
-    assert transforms.transpose(3).to_mcore(stored).tolist() == [[1, 4], [2, 5], [3, 6]]
-
-
 def test_vocabulary_padding_is_zero_and_goes_away() -> None:
     pad = transforms.pad_rows(3, 5)
     stored = torch.tensor([[1, 2], [3, 4], [5, 6]])

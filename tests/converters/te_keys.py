@@ -4,8 +4,8 @@ Transformer Engine's Python code is enough to build the model on the meta device
 extension is replaced by a stand-in that only has the enumerations. `te-keys.json` was made so:
 
     pip install --no-deps --target DIR transformer_engine einops onnx onnxscript onnx_ir ml_dtypes
-    python -m tests.converters.mapping.te_keys DIR > tests/converters/live/te-keys.json
-    python -m tests.converters.mapping.te_keys DIR ranks > tests/converters/legacy/te-rank-keys.json
+    python -m tests.converters.te_keys DIR > tests/converters/te-keys.json
+    python -m tests.converters.te_keys DIR ranks > tests/converters/te-rank-keys.json
 """
 
 from __future__ import annotations

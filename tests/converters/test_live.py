@@ -18,16 +18,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters import export
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.export import export_hf, save_hf
 from mcore_qwen3vl.converters.live import gradient, hf_parts, load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.table import MTP
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.qwen3vl import build_chunks
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from tests.converters.disk import Disk, NotDurable
+from tests.converters.checkpoints import edit_config
+from tests.converters.offline.test_durability import Disk, NotDurable
+from tests.converters.ranks import build_empty
 from tests.turns import slow_except
 
 CASES: dict[str, dict[str, Any]] = {
@@ -82,22 +85,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-def unloaded_chunks(path: Path, layout: Layout) -> list[Any]:
-    """Build a model full of NaN, so that a weight that no load has set shows."""
-    chunks = build_chunks(Architecture.from_hf(path), layout)
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.data.fill_(torch.nan)
-    return chunks
-
-
 def on_ranks(path: Path, text: str, work: Callable[[list[Any]], Any]) -> list[Any]:
     """Return what `work` returns on each rank, given its loaded chunks."""
     layout = Layout.parse(text)
 
     def on_rank() -> Any:
         initialize(layout)
-        chunks = unloaded_chunks(path, layout)
+        chunks = build_empty(layout, Architecture.from_hf(path))
         load_hf(chunks, path)
         return work(chunks)
 
@@ -192,7 +186,7 @@ def test_an_expert_parallel_rank_reads_its_share_of_the_experts(tiny):
 
     def on_rank() -> int:
         initialize(layout)
-        return load_hf(unloaded_chunks(source, layout), source)
+        return load_hf(build_empty(layout, Architecture.from_hf(source)), source)
 
     assert run_layout(on_rank, 4, timeout=60) == [rest + experts // 4] * 4
 
@@ -215,8 +209,6 @@ def test_a_padded_vocabulary_is_zero_beyond_the_source_and_left_out_of_the_expor
     vocab = Architecture.from_hf(source).vocab_size
 
     def on_rank() -> None:
-        from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-
         initialize(layout)
         model = Qwen3VLModel.from_hf_config(
             source, vocab_size=vocab + 32, **layout.config_overrides()
@@ -265,7 +257,7 @@ def test_every_local_value_belongs_to_one_hf_place(tiny):
 def test_a_checkpoint_of_another_model_is_refused(tiny):
     def on_rank() -> None:
         initialize(Layout())
-        load_hf(unloaded_chunks(tiny("dense"), Layout()), tiny("tied"))
+        load_hf(build_empty(Layout(), Architecture.from_hf(tiny("dense"))), tiny("tied"))
 
     with pytest.raises(BadInput, match=r"lacks the tensor lm_head\.weight"):
         run_layout(on_rank, 1, timeout=60)
@@ -290,8 +282,6 @@ def test_a_parameter_that_is_no_part_of_the_model_is_named(tiny):
 
 
 def test_nothing_is_left_when_a_rank_cannot_write(tiny, tmp_path, monkeypatch):
-    from mcore_qwen3vl.converters import export as live
-
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
 
@@ -299,7 +289,7 @@ def test_nothing_is_left_when_a_rank_cannot_write(tiny, tmp_path, monkeypatch):
 
     def work(chunks: list[Any]) -> None:
         if dist.get_rank() == 1:
-            monkeypatch.setattr(live, "_write", full)
+            monkeypatch.setattr(export, "_write", full)
         with pytest.raises(
             BadInput, match=r"Rank 1 could not save the model to .*target: no space"
         ):
@@ -311,8 +301,6 @@ def test_nothing_is_left_when_a_rank_cannot_write(tiny, tmp_path, monkeypatch):
 
 def test_an_export_begins_anew_after_one_that_was_killed(tiny, tmp_path, monkeypatch):
     """Its shards may have had other sizes, and would lie beside the new ones."""
-    from mcore_qwen3vl.converters import export as live
-
     source, target = tiny("dense"), tmp_path / "target"
 
     def kill(*_: Any) -> None:
@@ -320,7 +308,7 @@ def test_an_export_begins_anew_after_one_that_was_killed(tiny, tmp_path, monkeyp
 
     def work(chunks: list[Any]) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(live, "copy_companions", kill)
+            patch.setattr(export, "copy_companions", kill)
             with pytest.raises(KeyboardInterrupt):
                 save_hf(chunks, target, hf_config=source, max_shard_size="600KB")
         assert len(list(tmp_path.glob(".target.incomplete/tree/*.safetensors"))) > 1
@@ -364,17 +352,16 @@ def test_weights_beside_another_config_are_not_loaded(tiny, tmp_path, megatron):
     """The rotary base and other settings show in no tensor, and the model would compute another."""
     other = tmp_path / "other"
     shutil.copytree(tiny("moe"), other)
-    config = json.loads((other / "config.json").read_text())
-    text = config["text_config"]
-    text.update(rope_theta=1e4, rms_norm_eps=1e-5, num_experts_per_tok=1, initializer_range=0.5)
-    config["dtype"] = "bfloat16"
-    (other / "config.json").write_text(json.dumps(config))
+    changes = {"rope_theta": 1e4, "rms_norm_eps": 1e-5, "num_experts_per_tok": 1}
+    changes |= {"initializer_range": 0.5}
+    text = {f"text_config__{name}": value for name, value in changes.items()}
+    edit_config(other, dtype="bfloat16", **text)
     if megatron:
         hf_to_mcore(other, tmp_path / "mcore")
 
     def on_rank() -> None:
         initialize(Layout())
-        chunks = unloaded_chunks(tiny("moe"), Layout())
+        chunks = build_empty(Layout(), Architecture.from_hf(tiny("moe")))
         if megatron:
             load_checkpoint(chunks, tmp_path / "mcore")
         else:
