@@ -116,25 +116,19 @@ class _ComparisonHooks:
             (ACTIVATIONS, self.values, self.recording.values),
             (ACTIVATION_GRADIENTS, self.gradients, self.recording.gradients),
         ):
-            for name, main, rows, columns, value in self._local_values(local):
-                if name in expected:
+            for number, value in local.items():
+                chunk, hook = self.hooks[number]
+                rows, mine, shared = self._rows(chunk, hook, len(value))
+                for columns in (c for c in hook.columns if c.point in expected):
+                    name = columns.point
+                    # If all ranks of a TP group have the same part, only the first answers.
+                    main = shared or columns.split or mpu.get_tensor_model_parallel_rank() == 0
+                    main = main and mpu.get_data_parallel_rank() == 0
+                    main = main and (chunk.pre_process or not name.endswith("rotary_emb"))
                     known = expected[name].flatten(0, -2)[rows][:, columns.reference]
-                    measured.append({(kind, name): measure(value, known, main=main)})
+                    found = value[mine][:, columns.local]
+                    measured.append({(kind, name): measure(found, known, main=main)})
         return merge(measured)
-
-    def _local_values(
-        self, local: dict[int, Tensor]
-    ) -> Iterator[tuple[str, bool, Tensor, ColumnMap, Tensor]]:
-        for number, value in local.items():
-            chunk, hook = self.hooks[number]
-            rows, mine, shared = self._rows(chunk, hook, len(value))
-            value = value[mine]
-            for columns in hook.columns:
-                # If all ranks of a TP group have the same part, only the first answers.
-                main = shared or columns.split or mpu.get_tensor_model_parallel_rank() == 0
-                main = main and mpu.get_data_parallel_rank() == 0
-                main = main and (chunk.pre_process or not columns.point.endswith("rotary_emb"))
-                yield columns.point, main, rows, columns, value[:, columns.local]
 
     def _rows(self, chunk: Qwen3VLModel, hook: Hook, count: int) -> tuple[Tensor, Tensor, bool]:
         """Return rows of the recording, the matching local rows, and whether TP divides them."""

@@ -172,6 +172,16 @@ class Recording:
     expected: Expected
     tolerances: Tolerances = field(default_factory=Tolerances)
 
+    def parts(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return values by part and name; of logits and loss those of the first micro-batch."""
+        return {
+            ACTIVATIONS: self.values,
+            ACTIVATION_GRADIENTS: self.gradients,
+            GRADIENTS: self.expected.gradients,
+            "logits": {"all": self.expected.logits[0]},
+            "loss": {"all": self.expected.losses[0]},
+        }
+
     def assemble(self, point: ProbePoint, outputs: Sequence[Tensor]) -> Tensor:
         """Join the values of a module's calls, in their order, into those of the micro-batch.
 
@@ -277,29 +287,9 @@ class TraceReference(ReferenceCheckpoint):
 
 def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
     """Return the rounding error of float32 itself at each probe point, times `MARGIN`."""
-    pairs: list[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]] = [
-        (ACTIVATIONS, rounded.values, exact.values),
-        (ACTIVATION_GRADIENTS, rounded.gradients, exact.gradients),
-        (GRADIENTS, rounded.expected.gradients, exact.expected.gradients),
-        (
-            "logits",
-            _of_first_micro_batch(rounded.expected.logits),
-            _of_first_micro_batch(exact.expected.logits),
-        ),
-        (
-            "loss",
-            _of_first_micro_batch(rounded.expected.losses),
-            _of_first_micro_batch(exact.expected.losses),
-        ),
-    ]
     tolerances = Tolerances()
-    for part, of_rounded, of_exact in pairs:
-        for name, expected in of_exact.items():
-            error = measure(of_rounded[name], expected).relative
+    for part, values in exact.parts().items():
+        for name, expected in values.items():
+            error = measure(rounded.parts()[part][name], expected).relative
             tolerances[part, name] = MARGIN * max(error, EPSILON)
     return tolerances
-
-
-def _of_first_micro_batch(values: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return the values of the batch that is traced, under the trace's name for all layers."""
-    return {"all": values[0]}

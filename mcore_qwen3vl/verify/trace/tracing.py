@@ -15,7 +15,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verify.audit import compare_configs
-from mcore_qwen3vl.verify.measurement import Finding, Measurement, Measurements, merge, take_frozen
+from mcore_qwen3vl.verify.measurement import Finding, Measurement, merge, take_frozen
 from mcore_qwen3vl.verify.parity.case import MEDIA, Batch, Case, MicroBatch, Sample, micro_batch
 from mcore_qwen3vl.verify.report import Report
 from mcore_qwen3vl.verify.trace.recording import (
@@ -182,11 +182,11 @@ def trace(
     result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
     for key in dict.fromkeys([*_search_order(exact.points), *counts, *measured]):
         if key in counts or key in measured:
-            measurement = measured.get(key, Measurement())
-            tolerance = exact.tolerances[key]
-            result.findings.append(Finding(*key, measurement, tolerance, counts.get(key)))
-    first = _first_out_of_tolerance(measured, exact)
-    result.first = next((f for f in result.findings if (f.part, f.name) == first), None)
+            found, tolerance = measured.get(key, Measurement()), exact.tolerances[key]
+            result.findings.append(Finding(*key, found, tolerance, counts.get(key)))
+    # Weights are not on the data path.
+    computed = (f for f in result.findings if f.part != WEIGHTS)
+    result.first = next((f for f in computed if f.relative_error > f.tolerance), None)
     result.settings = [f for f in compare_configs(examined_config, architecture) if not f.ok]
     return result
 
@@ -244,15 +244,6 @@ def _search_order(points: list[ProbePoint]) -> list[tuple[str, str]]:
     forward = [(ACTIVATIONS, point.name) for point in points]
     backward = [(ACTIVATION_GRADIENTS, point.name) for point in reversed(points)]
     return [*forward, ("logits", "all"), ("loss", "all"), *backward]
-
-
-def _first_out_of_tolerance(measured: Measurements, exact: Recording) -> tuple[str, str] | None:
-    """Return the first comparison out of tolerance; weights, not on the data path, are left out."""
-    gradients = [key for key in measured if key[0] == GRADIENTS]
-    for key in [*_search_order(exact.points), *gradients]:
-        if key in measured and measured[key].relative > exact.tolerances[key]:
-            return key
-    return None
 
 
 def from_prompt(
