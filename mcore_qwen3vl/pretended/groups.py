@@ -231,13 +231,10 @@ class OneRankGroup(PythonGroup):
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._did("reduce_scatter", inputs, outputs)
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._did("reduce_scatter", inputs, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter
 
     def alltoall_base(
         self, out: Tensor, source: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
