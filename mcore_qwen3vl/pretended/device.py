@@ -198,6 +198,11 @@ class Traffic:
     span: int = 1
     """Ranks from the group's first member to its last, both included."""
 
+    @property
+    def key(self) -> str:
+        """Group and operation, by which :meth:`.rank.Rank.tally` counts."""
+        return f"{self.group}\n{self.operation}"
+
 
 @dataclass(frozen=True)
 class Interval:

@@ -57,7 +57,7 @@ class Rank:
         self._started = time.monotonic()
         self._before = dict.fromkeys(COUNTERS, 0)
         self._host_syncs: Counter[HostSync] = Counter()
-        self._traffic: dict[tuple[str, str], Traffic] = {}
+        self._traffic: dict[str, Traffic] = {}
 
     def end_interval(self, name: str) -> Interval:
         """Record what happened since the last interval ended."""
@@ -89,13 +89,12 @@ class Rank:
 
         Returns:
             The counts of :class:`.CountWork`; ``launches``, without those that compiled functions
-            save, and ``host_syncs``; and the bytes of each :class:`.Traffic`, by group and
-            operation with a line break between them.
+            save, and ``host_syncs``; and the bytes of each :class:`.Traffic`, by its key.
         """
         now = self.device.counters()
         host = {name: now[name] - self._before[name] for name in ("launches", "host_syncs")}
         host["launches"] -= self.work.counts[FUSED]
-        sent = {f"{t.group}\n{t.operation}": t.size for t in groups.traffic()}
+        sent = {t.key: t.size for t in groups.traffic()}
         return Counter({**self.work.counts, **host, **sent})
 
     def _new_host_syncs(self) -> list[HostSync]:
@@ -104,11 +103,11 @@ class Rank:
         return [replace(sync, count=count) for sync, count in new.most_common()]
 
     def _new_traffic(self) -> list[Traffic]:
-        now = {(t.group, t.operation): t for t in groups.traffic()}
+        now = {t.key: t for t in groups.traffic()}
         before, self._traffic = self._traffic, now
         new = []
         for key, t in now.items():
-            old = before.get(key, Traffic(*key, 0, 0))
+            old = before.get(key, replace(t, calls=0, size=0))
             new.append(replace(t, calls=t.calls - old.calls, size=t.size - old.size))
         return sorted((t for t in new if t.calls), key=lambda t: -t.size)
 

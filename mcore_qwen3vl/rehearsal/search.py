@@ -216,9 +216,9 @@ def work_of(command: Command, a: Architecture) -> list[RankWork]:
             gemm = products + vision * (stage == chunk == 0)
             compute = {"gemm": gemm / divided / 3, "attention": attention / divided / 3}
             compute[ONE_KEY] = compute["attention"] / (sample / 2)  # half of it is before a token
-            forward = compute | {_key(t): size for t, size, _ in exchanges}
+            forward = compute | {t.key: size for t, size, _ in exchanges}
             backward = {name: (2 + again) * n for name, n in compute.items()}
-            backward |= {_key(t): size + again * first for t, first, size in exchanges}
+            backward |= {t.key: size + again * first for t, first, size in exchanges}
             chunks.append({FORWARD: forward, BACKWARD: backward})
         traffic = [*(t for t, _, _ in exchanges), *_gradient_traffic(a, layout, stage)]
         counters = {"launches": 0, "host_syncs": 0}
@@ -273,10 +273,6 @@ def _traffic(
     """Describe an exchange in a group whose members are `apart` ranks from one another."""
     span = (ranks - 1) * apart + 1
     return Traffic(f"{group}_GROUP[{ranks}]", operation, 1, int(size), span)
-
-
-def _key(t: Traffic) -> str:
-    return f"{t.group}\n{t.operation}"
 
 
 FULL_RECOMPUTE = (

@@ -228,7 +228,7 @@ class Model:
     def _seconds_of_rank(
         self, rank: RankWork, stage: int, stages: int, micro_batches: int, group: int
     ) -> _Parts:
-        spans = {f"{t.group}\n{t.operation}": t for t in rank.iteration.traffic}
+        spans = {t.key: t for t in rank.iteration.traffic}
         hidden = 0.0
         if "--overlap-moe-expert-parallel-comm" in self._flags:
             virtual = len(rank.chunks)
@@ -338,9 +338,7 @@ def _add_waiting(spent: dict[str, float], seconds: float) -> dict[str, float]:
 
 def _totals(interval: Interval) -> dict[str, float]:
     """Return an iteration's work like :meth:`.rank.Rank.tally`, less the overlapped exchange."""
-    traffic = {
-        f"{t.group}\n{t.operation}": t.size for t in interval.traffic if not _is_overlapped(t)
-    }
+    traffic = {t.key: t.size for t in interval.traffic if not _is_overlapped(t)}
     counters = interval.counters
     host = {"launches": counters["launches"] - interval.fused, "host_syncs": counters["host_syncs"]}
     flops = {kind: interval.flops.get(kind, 0) for kind in KINDS}

@@ -140,9 +140,8 @@ class Buffer:
         local = (row + choice) % experts_per_rank
         host_view(indices).copy_(local.where(row + choice * sizes.received < sizes.rows, -1))
         launch()
-        counts = torch.bincount(host_view(indices).flatten() + 1, minlength=experts_per_rank + 1)[
-            1:
-        ].tolist()
+        chosen = torch.bincount(host_view(indices).flatten() + 1, minlength=experts_per_rank + 1)
+        counts = chosen[1:].tolist()
         weights = topk_weights.new_empty(sizes.received, top)
         return x.new_empty(sizes.received, x.shape[1]), indices, weights, counts, sizes, _Event()
 
