@@ -53,9 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", choices=GPUS)
     options = parser.parse_args(argv)
     if options.rates:
-        return rates(
-            options.rates, options.gpu or parser.error("--rates needs --gpu"), options.device
-        )
+        kind = options.gpu or parser.error("--rates needs --gpu")
+        return rates(options.rates, kind, options.device)
     device = torch.device(options.device)
     torch.manual_seed(0)
     if options.experts:
@@ -96,7 +95,7 @@ def delta_net(device: torch.device) -> Iterator[tuple[str, float]]:
 
     plain_convolve, plain_rule = nets._PLAIN
     convolve, apply_rule = nets._KERNELS if device.type == "cuda" else nets._PLAIN
-    channels, heads, size = 512, 4, 128
+    widths = (512,), (2, 128), (4, 128), (4,)  # of channels, keys, values, and decay and beta
     for what, bounds in (("one sample", (0, 584)), ("packed", (0, 128, 132, 516, 584))):
         length = bounds[-1]
         samples: Any = bounds
@@ -119,30 +118,15 @@ def delta_net(device: torch.device) -> Iterator[tuple[str, float]]:
             output: Tensor = run(query, key, value, log_decay, beta.sigmoid(), samples, None)[0]
             return output
 
-        rows = (1, length)
-        yield (
-            f"convolution, {what}",
-            max(
-                errors(
-                    partial(convolution, run=convolve, samples=samples),
-                    partial(convolution, run=plain_convolve, samples=bounds),
-                    [(*rows, channels), (channels, 4)],
-                    (*rows, channels),
-                    device,
-                )
-            ),
-        )
-        yield f"delta rule, {what}", max(
-            errors(
-                partial(rule, run=apply_rule, samples=samples),
-                partial(rule, run=plain_rule, samples=bounds),
-                [
-                    *[(*rows, heads // 2, size)] * 2, (*rows, heads, size), *[(*rows, heads)] * 2,
-                ],
-                (*rows, heads, size),
-                device,
-            )
-        )  # fmt: skip
+        wide, keys, values, scalars = ((1, length, *of_token) for of_token in widths)
+        for name, function, run, plain, inputs, output in (
+            ("convolution", convolution, convolve, plain_convolve, [wide, (512, 4)], wide),
+            ("delta rule", rule, apply_rule, plain_rule,
+             [keys, keys, values, scalars, scalars], values),
+        ):  # fmt: skip
+            ours = partial(function, run=run, samples=samples)
+            reference = partial(function, run=plain, samples=bounds)
+            yield f"{name}, {what}", max(errors(ours, reference, inputs, output, device))
 
 
 def decoder(device: torch.device) -> Iterator[tuple[str, float]]:

@@ -502,8 +502,8 @@ def _provider_of_every_stage(watch: _Watch, base: Any) -> Any:
         def _reads(self) -> bool:
             if rank := parallel_state.get_tensor_and_context_parallel_rank():
                 raise BadInput(
-                    f"Rank {rank} of a TP x CP group is sent its batches, which the simulated GPU cannot do: choose the "
-                    "first rank of the group, which does the same work."
+                    f"Rank {rank} of a TP x CP group is sent its batches, which the simulated GPU "
+                    "cannot do: choose the first rank of the group, which does the same work."
                 )
             return True
 
