@@ -46,18 +46,13 @@ class Device:
 
 @dataclass(frozen=True)
 class RoleOutcome:
-    """The results of one role's two iterations.
-
-    Attributes:
-        measured: the result of :func:`.rank.measure`.
-        usable: bytes available to PyTorch's allocator.
-    """
+    """The results of one role's two iterations."""
 
     role: Role
-    measured: dict[str, Any]
+    measured: dict[str, Any]  # the result of :func:`.rank.measure`
     report: Report
     seconds: float
-    usable: int
+    usable: int  # bytes available to PyTorch's allocator
 
     @property
     def error(self) -> dict[str, Any] | None:
@@ -240,22 +235,15 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A changed run that was rehearsed too.
-
-    Attributes:
-        flags: flags to append.
-        peak: most bytes that tensors took, on the role that failed or reserved most.
-        reserved: most bytes that the allocator reserved, on the same role.
-        why_not: what stopped the changed run; empty if it fits.
-    """
+    """A changed run that was rehearsed too."""
 
     change: str
-    flags: list[str]
+    flags: list[str]  # to append
     gpus: int
     fits: bool
-    peak: int
-    reserved: int
-    why_not: str = ""
+    peak: int  # most bytes that tensors took, on the role that failed or reserved most
+    reserved: int  # most bytes that the allocator reserved, on the same role
+    why_not: str  # what stopped the changed run; empty if it fits
 
 
 IMPORTS = (

@@ -35,18 +35,12 @@ _REPLACED = (*SIZES, "--expert-tensor-parallel-size", *RESETTABLE)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout of the same run.
-
-    Attributes:
-        flags: flags to append to the run's own, to override them; empty for the run's own layout.
-        seconds: seconds of a step, modelled from the shape of the model.
-        estimate: modelled bytes of the fullest rank.
-    """
+    """A layout of the same run."""
 
     command: Command
-    flags: tuple[str, ...]
-    seconds: float
-    estimate: float
+    flags: tuple[str, ...]  # to append to the run's own, to override them; empty for its own layout
+    seconds: float  # of a step, modelled from the shape of the model
+    estimate: float  # modelled bytes of the fullest rank
 
     @property
     def is_requested(self) -> bool:

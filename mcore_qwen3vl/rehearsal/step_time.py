@@ -145,22 +145,15 @@ class StepTime:
 
 @dataclass(frozen=True)
 class RankWork:
-    """The work that was counted on one role's rank.
-
-    Attributes:
-        chunks: ``forward`` and ``backward`` work of a micro-batch by virtual stage, see
-            :meth:`mcore_qwen3vl.rehearsal.rank.StageWork.of_iteration`.
-        micro_batches: micro-batches of that iteration.
-        tokens, useful_flops: those of that iteration on this data-parallel rank.
-    """
+    """The work that was counted on one role's rank."""
 
     name: str
     stages: int
-    chunks: Sequence[Mapping[str, Mapping[str, float]]]
+    chunks: Sequence[Mapping[str, Mapping[str, float]]]  # :meth:`.rank.StageWork.of_iteration`
     iteration: Interval
-    micro_batches: int
-    tokens: float
-    useful_flops: float
+    micro_batches: int  # of that iteration
+    tokens: float  # of that iteration on this data-parallel rank
+    useful_flops: float  # likewise
 
 
 class _Parts(NamedTuple):

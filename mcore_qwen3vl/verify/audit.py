@@ -87,15 +87,10 @@ _FLAWS = {
 
 @dataclass
 class Audit(Report):
-    """The result of an audit.
-
-    Attributes:
-        mistakes: what is wrong with each wrong tensor.
-    """
+    """The result of an audit."""
 
     failures_shown: ClassVar[int] = 5  # the notes have all of them
-
-    mistakes: dict[str, Verdict] = field(default_factory=dict)
+    mistakes: dict[str, Verdict] = field(default_factory=dict)  # of each wrong tensor
 
     @property
     def verdict(self) -> str:

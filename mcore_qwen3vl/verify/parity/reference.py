@@ -108,20 +108,14 @@ class SavedTensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class Expected:
-    """The reference for one batch.
-
-    Attributes:
-        logits: for each micro-batch (B, S, V) float32, or float64; 0 at padding.
-        losses: for each micro-batch (B, S) cross-entropy of each token, likewise; 0 at padding.
-        valid: for each micro-batch (B, S) bool: not padding.
-        gradients: gradients by HF name, in the model's dtype, of the loss summed over the tokens
-            that count and divided by their number in the whole batch; empty if not asked for.
-    """
+    """The reference for one batch; logits, losses and valid have a tensor for each micro-batch."""
 
     batch: Batch
-    logits: tuple[Tensor, ...]
-    losses: tuple[Tensor, ...]
-    valid: tuple[Tensor, ...]
+    logits: tuple[Tensor, ...]  # (B, S, V) float32, or float64; 0 at padding
+    losses: tuple[Tensor, ...]  # (B, S) cross-entropy of each token, likewise
+    valid: tuple[Tensor, ...]  # (B, S) bool: not padding
+    # By HF name, in the model's dtype, of the loss summed over the tokens that count and divided by
+    # their number in the whole batch; empty if not asked for.
     gradients: Mapping[str, Tensor]
 
 

@@ -48,21 +48,14 @@ from mcore_qwen3vl.verify.trace.recording import (
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """The task of every rank.
+    """The task of every rank."""
 
-    Attributes:
-        hf: directory of weights that the model should have.
-        config: directory whose config the model is built from.
-        mcore: Megatron-Core checkpoint that it loads; None: it loads `hf`.
-        recording: Hugging Face's values, in float64.
-    """
-
-    hf: Path
-    config: Path
-    mcore: Path | None
+    hf: Path  # directory of weights that the model should have
+    config: Path  # directory whose config the model is built from
+    mcore: Path | None  # Megatron-Core checkpoint that it loads; None: it loads `hf`
     case: Case
-    recording: Recording
-    adapter: Adapter | None = None
+    recording: Recording  # Hugging Face's values, in float64
+    adapter: Adapter | None
 
 
 def trace_on_rank(request: TraceRequest) -> Measurements:
@@ -203,40 +196,27 @@ class _ComparisonHooks:
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """The columns of a probe point that a local tensor holds.
-
-    Attributes:
-        local, reference: the columns in the local tensor and at the probe point.
-        split: whether other ranks of the TP group hold other columns.
-    """
+    """The columns of a probe point that a local tensor holds."""
 
     point: str
-    local: slice = slice(None)
-    reference: slice = slice(None)
-    split: bool = False
+    local: slice = slice(None)  # columns of the local tensor
+    reference: slice = slice(None)  # the same at the probe point
+    split: bool = False  # whether other ranks of the TP group hold other columns
 
 
 @dataclass(frozen=True)
 class Hook:
-    """A tensor that a module of this chunk takes or returns.
-
-    Attributes:
-        rows: what its rows stand for; tokens are sequence-major.
-        columns: the columns of probe points that it holds.
-        pick: returns the tensor from the input or output.
-        spread: brings that tensor into the compared form.
-        wide: number of trailing axes that make the columns.
-        shared: whether several ranks hold the same columns, each with part of their gradient.
-    """
+    """A tensor that a module of this chunk takes or returns."""
 
     module: nn.Module
-    rows: Rows
-    columns: tuple[ColumnMap, ...]
+    rows: Rows  # what its rows stand for; tokens are sequence-major
+    columns: tuple[ColumnMap, ...]  # the columns of probe points that it holds
     side: str = "output"
+    # It returns the tensor from the input or output.
     pick: Callable[[Any], Tensor] = lambda value: value[0] if isinstance(value, tuple) else value
-    spread: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    wide: int = 1
-    shared: bool = False
+    spread: Callable[[Tensor], Tensor] = lambda tensor: tensor  # brings it into the compared form
+    wide: int = 1  # number of trailing axes that make the columns
+    shared: bool = False  # whether several ranks hold these columns, each with part of a gradient
 
     def flat(self, tensor: Tensor) -> Tensor:
         """Return the compared form of `tensor` as (rows, columns)."""

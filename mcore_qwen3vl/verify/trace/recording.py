@@ -46,22 +46,15 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True)
 class ProbePoint:
-    """One probe point on the data path.
+    """One probe point on the data path."""
 
-    Attributes:
-        name: HF module name, with ``:input`` for the input of a module whose output is one too.
-        rows: what its rows stand for.
-        module: HF module with the hook.
-        side: whether the module's input or output is compared.
-        pick: returns the tensor to compare from that input or output; its gradient is compared too.
-        spread: brings that tensor, or its gradient, into the compared form, given the whole output.
-    """
-
-    name: str
+    name: str  # HF module name, with ``:input`` for the input of a module whose output is one too
     rows: Rows
-    module: str
-    side: Literal["input", "output"] = "output"
+    module: str  # HF module with the hook
+    side: Literal["input", "output"] = "output"  # which of the module's is compared
+    # It returns the tensor to compare from that input or output; its gradient is compared too.
     pick: Callable[[Any], Tensor] = lambda value: value
+    # It brings that tensor, or its gradient, into the compared form, given the whole output.
     spread: Callable[[Tensor, Any], Tensor] = lambda tensor, value: tensor
 
 
@@ -154,22 +147,14 @@ class Tolerances(dict[tuple[str, str], float]):
 
 @dataclass
 class Recording:
-    """Values of one micro-batch at every probe point.
+    """Values of one micro-batch at every probe point."""
 
-    Attributes:
-        points: the probe points, in the order of the data.
-        micro: the micro-batch.
-        values: values by probe point: (B, S, W), zero at padding; (P, W) or (N, W).
-        gradients: the loss's gradients, in the same form; empty if not asked for.
-        expected: logits, losses and gradients of the parameters.
-        tolerances: largest relative error that rounding explains, of the values in float64.
-    """
-
-    points: list[ProbePoint]
+    points: list[ProbePoint]  # in the order of the data
     micro: MicroBatch
-    values: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    expected: Expected
+    values: dict[str, Tensor]  # by probe point: (B, S, W), zero at padding; (P, W) or (N, W)
+    gradients: dict[str, Tensor]  # the loss's, in the same form; empty if not asked for
+    expected: Expected  # logits, losses and gradients of the parameters
+    # Largest relative errors that rounding explains, of the values in float64.
     tolerances: Tolerances = field(default_factory=Tolerances)
 
     def parts(self) -> dict[str, Mapping[str, Tensor]]:
