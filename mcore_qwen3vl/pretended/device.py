@@ -298,9 +298,10 @@ class Device:
         """Return the number of kernels, copies on the device and memsets so far."""
         return sum(int(self._counts[i]) for i in _STARTED)
 
-    def host_syncs(self) -> list[HostSync]:
-        """Return the host syncs so far, by phase, kind and place."""
-        return [HostSync(*key, count) for key, count in self._host_syncs.items()]
+    def new_host_syncs(self) -> list[HostSync]:
+        """Return the host syncs since the last call of this method, most frequent first."""
+        syncs, self._host_syncs = self._host_syncs, Counter()
+        return [HostSync(*key, count) for key, count in syncs.most_common()]
 
     def watch_launches(self, on: bool = True) -> None:
         """Count kernels by name and place from now on; the program gets a few times slower."""

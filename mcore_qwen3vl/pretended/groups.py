@@ -37,8 +37,15 @@ _traffic: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 1
 
 
 def traffic() -> list[Traffic]:
-    """Return what every group was handed so far."""
+    """Return what every group was handed since the last :func:`new_traffic`."""
     return [Traffic(*key, *counts) for key, counts in _traffic.items()]
+
+
+def new_traffic() -> list[Traffic]:
+    """Return what every group was handed since the last call, most bytes first."""
+    new = sorted(traffic(), key=lambda t: -t.size)
+    _traffic.clear()
+    return new
 
 
 def install() -> None:
