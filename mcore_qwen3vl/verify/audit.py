@@ -179,16 +179,14 @@ def _explain(finding: Finding, examined: Side, right: Side) -> Verdict:
     if finding.flaw:
         return _FLAWS.get(finding.flaw, ("another shape", "does not have Hugging Face's shape"))
     if right.pieces[name][0].source.index is None:
-        weights = _Weights(examined, right)
-        return name_mistake(weights, name, weights.examined_values(name))
+        return name_mistake(_Weights(examined, right), name)
     experts = [_Weights(examined, right, expert) for expert in range(len(right.pieces[name]))]
     digests = torch.stack([_digest(weights.examined_values(name)) for weights in experts])
     expected = torch.stack([_digest(weights.right_values(name)) for weights in experts])
     wrong = (digests != expected).any(1).nonzero().flatten().tolist()
     if (order := name_permutation(name, digests, expected)) is not None:
         return order
-    weights = experts[wrong[0]]
-    kind, sentence = name_mistake(weights, name, weights.examined_values(name))
+    kind, sentence = name_mistake(experts[wrong[0]], name)
     return kind, f"{sentence}; this is expert {wrong[0]}, and {len(wrong)} experts are wrong"
 
 
@@ -225,14 +223,14 @@ class _Weights:
         return values if self.expert is None or len(layouts) == 1 else values.transpose(1, 2)
 
 
-def name_mistake(weights: _Weights, name: str, actual: Tensor) -> Verdict:
-    """Say how `actual` differs from the checkpoint's tensor `name`, of the same shape and dtype."""
-    right, a = weights.right_values(name), weights.architecture
+def name_mistake(weights: _Weights, name: str) -> Verdict:
+    """Say how the examined tensor `name`, of the right shape, differs from the right one."""
+    actual, right = weights.examined_values(name), weights.right_values(name)
     verdict = (
         _name_qkv_order(weights, name)
         or _first_equal(actual, _simple_mistakes(name, actual, right))
         or _name_scale(actual, right)
-        or _first_equal(actual, _layout_mistakes(name, right, a))
+        or _first_equal(actual, _layout_mistakes(name, right, weights.architecture))
         or name_permutation(name, actual, right)
         or _name_other_tensor(weights, name, actual)
     )
@@ -286,10 +284,9 @@ def _layout_mistakes(name: str, right: Tensor, a: Architecture) -> Iterator[Cand
             yield "patch order", f"has its patches flattened as {shown}", moved
     elif a.delta_net is not None and re.search(r"\.(in_proj_qkv|conv1d)\.", name):
         net = a.delta_net
-        joined = dict(
-            zip("qkv", right.split([net.key_dim, net.key_dim, net.value_dim]), strict=True)
-        )
-        heads = [part.unflatten(0, (net.num_key_heads, -1)) for part in joined.values()]
+        parts = right.split([net.key_dim, net.key_dim, net.value_dim])
+        joined = dict(zip("qkv", parts, strict=True))
+        heads = [part.unflatten(0, (net.num_key_heads, -1)) for part in parts]
         what = "is laid out head by head, each with q, k, v, instead of as all q, all k, all v"
         yield "permuted QKV", what, torch.cat(heads, dim=1).flatten(0, 1)
         for letters in permutations("qkv"):
@@ -424,18 +421,18 @@ def compare_settings(
     """Compare what a checkpoint says of its model with the right config.
 
     It may say so in a Hugging Face config of its own, in Megatron's arguments, or in
-    Megatron-Bridge's ``run_config.yaml``. What it does not say is not compared.
-
-    Args:
-        examined: the checkpoint's directory.
-        stored: the checkpoint.
+    Megatron-Bridge's ``run_config.yaml``. What it does not say is not compared. `examined` is the
+    directory of the checkpoint `stored`.
 
     Raises:
         BadInput: a file is damaged.
     """
     if (folder := identify(examined).hf) is not None:
         yield from compare_configs(Architecture.from_hf(folder), right)
-    saved = saved_settings(stored) if isinstance(stored, MegatronCheckpoint) else {}
+    saved: Mapping[str, Any] = {}
+    if isinstance(stored, MegatronCheckpoint):  # its settings have the names of its maker
+        file = stored.folder / "run_config.yaml"
+        saved = _run_config(file) if file.is_file() else stored.arguments()
     for fact in architecture_facts(right):
         name = fact.argument or ""
         there = [n for n in (name, fact.field or "", OLDER.get(name, "")) if n in saved]
@@ -475,12 +472,6 @@ def _compare_setting(name: str, value: Any, right: Any) -> Finding:
 def _plain(value: Any) -> Any:
     """Return a value in which lists equal tuples, and every form of nothing equals None."""
     return list(value) if isinstance(value, tuple) else value or None
-
-
-def saved_settings(checkpoint: MegatronCheckpoint) -> Mapping[str, Any]:
-    """Return the settings in a checkpoint, by the names of its maker; empty if there are none."""
-    file = checkpoint.folder / "run_config.yaml"
-    return _run_config(file) if file.is_file() else checkpoint.arguments()
 
 
 class _Loader(yaml.SafeLoader):
