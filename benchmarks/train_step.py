@@ -288,6 +288,7 @@ def make_our_step(
         finalize_model_grads,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.module import Float16Module
 
     from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
@@ -325,14 +326,8 @@ def make_our_step(
     visual = visual_inputs(architecture, batch["ids"], batch["pixels"].to(dtype), batch["grid"])
     assert visual is not None
     visual = visual.to(device)
-    packing = PackedSequence(
-        qkv_format="thd",
-        cu_seqlens_q=batch["bounds"].to(device),
-        cu_seqlens_kv=batch["bounds"].to(device),
-        max_seqlen_q=int(batch["lengths"].max()),
-        max_seqlen_kv=int(batch["lengths"].max()),
-        bounds=tuple(batch["bounds"].tolist()),
-    )
+    bounds = PackedSeqParams(qkv_format="thd", cu_seqlens_q=batch["bounds"])
+    packing = PackedSequence.from_params(bounds, device)
     ids, labels, positions = (t.to(device) for t in (batch["ids"], batch["labels"], positions))
 
     def step() -> Tensor:

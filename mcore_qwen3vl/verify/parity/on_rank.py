@@ -364,16 +364,10 @@ def _trained_values(parameter: torch.nn.Parameter) -> Tensor | None:
 
 
 def _packing(micro: MicroBatch) -> PackedSeqParams | None:
+    """Return the bounds of packed samples; the model completes them for its kernels."""
     if micro.cu_seqlens is None:
         return None
-    longest = int(micro.cu_seqlens.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=micro.cu_seqlens,
-        cu_seqlens_kv=micro.cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=micro.cu_seqlens)
 
 
 def _gather_gradients(ddp: DistributedDataParallel) -> None:

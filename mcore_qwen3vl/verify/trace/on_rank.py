@@ -157,8 +157,7 @@ class _ComparisonHooks:
         tower, visual = chunk.visual, self.recording.micro.visual
         group = tower.sharing_group
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-        empty = torch.empty(0, dtype=torch.int64)
-        frames = visual.frame_patches if visual is not None else empty
+        frames = torch.empty(0, dtype=torch.int64) if visual is None else visual.frame_patches
         unit = tower.spatial_merge_unit
         share = share_frames(frames, unit, ranks, rank)
         rows = share.patch_rows[::unit] // unit if features else share.patch_rows
@@ -183,15 +182,12 @@ class _ComparisonHooks:
         return keep
 
     def _gradient_scale(self, number: int) -> float:
-        """Return the factor that corrects a gradient inside the vision tower.
-
-        If TP shares the tower's work without SP, gradients there are TP times too large. Megatron
-        averages the parameters' gradients over TP afterwards.
-        """
+        """Return the factor that corrects a gradient inside the vision tower."""
         chunk, hook = self.hooks[number]
-        tp = mpu.get_tensor_model_parallel_world_size()
         shared = hook.rows != "tokens" and chunk.visual.sharing_group is not None
-        return 1 / tp if shared and not chunk.config.sequence_parallel else 1.0
+        # If TP shares the tower's work without SP, gradients there are TP times too large. Megatron
+        # averages the parameters' gradients over TP afterwards.
+        return 1 / _tp_size() if shared and not chunk.config.sequence_parallel else 1.0
 
 
 @dataclass(frozen=True)
