@@ -345,15 +345,14 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
     failed = False
     for moe in (False, True):
         checkpoint = write_tiny_checkpoint(folder / f"tiny-{moe}", moe=moe)
-        references: dict[tuple[int, int, bool], list[StepMetrics]] = {}
+        references: dict[tuple[int, int] | None, list[StepMetrics]] = {}
         for name, blank in cases(moe).items():
             label = f"{'MoE' if moe else 'dense':6} {name:16}"
             if only and not any(word in label for word in only):
                 continue
             job = replace(blank, checkpoint=checkpoint, data=data, steps=steps)
             # Packs depend on these: CP pads samples. The order of samples depends on nothing.
-            packed = (job.layout.dp, job.layout.cp) if job.packing else (1, 1)
-            order = (*packed, job.packing)
+            order = (job.layout.dp, job.layout.cp) if job.packing else None
             if order not in references:
                 references[order] = hf_curve(job)
             theirs, ours = references[order], curve_of(train(job, folder / label.strip()))

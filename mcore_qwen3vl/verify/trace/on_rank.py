@@ -129,14 +129,14 @@ class _ComparisonHooks:
             return self._visual_rows(chunk, hook.rows == "features", count)
         micro = self.recording.micro
         batch, length = micro.input_ids.shape
-        for sequence_parallel in (True, False):
+        for shared in (bool(chunk.config.sequence_parallel), False):
             positions = local_positions(
                 length,
                 cp_size=mpu.get_context_parallel_world_size(),
                 cp_rank=mpu.get_context_parallel_rank(),
                 tp_size=mpu.get_tensor_model_parallel_world_size(),
                 tp_rank=mpu.get_tensor_model_parallel_rank(),
-                sequence_parallel=sequence_parallel and chunk.config.sequence_parallel,
+                sequence_parallel=shared,
                 cu_seqlens=micro.cu_seqlens,
             )
             if len(positions) * batch == count:
@@ -148,8 +148,7 @@ class _ComparisonHooks:
         rows = (positions[:, None] + torch.arange(batch) * length).flatten()
         valid = self.recording.expected.valid[0].flatten()
         mine = torch.nonzero(valid[rows]).squeeze(1)
-        shared = sequence_parallel and chunk.config.sequence_parallel
-        return rows[mine], mine, bool(shared)
+        return rows[mine], mine, shared
 
     def _visual_rows(
         self, chunk: Qwen3VLModel, features: bool, count: int
