@@ -203,15 +203,6 @@ class _Weights:
     right: Side
     expert: int | None = None
 
-    @property
-    def architecture(self) -> Architecture:
-        return self.right.architecture
-
-    @property
-    def hf(self) -> HuggingFaceCheckpoint:
-        assert isinstance(self.right.stored, HuggingFaceCheckpoint)
-        return self.right.stored
-
     def right_values(self, name: str) -> Tensor:
         """Return the right values, in the dtype of the examined ones."""
         return self.right.read_tensor(name, self.expert).to(self.examined.dtype_of(name))
@@ -230,7 +221,7 @@ def name_mistake(weights: _Weights, name: str) -> Verdict:
         _name_qkv_order(weights, name)
         or _first_equal(actual, _simple_mistakes(name, actual, right))
         or _name_scale(actual, right)
-        or _first_equal(actual, _layout_mistakes(name, right, weights.architecture))
+        or _first_equal(actual, _layout_mistakes(name, right, weights.right.architecture))
         or name_permutation(name, actual, right)
         or _name_other_tensor(weights, name, actual)
     )
@@ -328,13 +319,14 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
     """Say how query, key and value rows are arranged in ``linear_qkv``, if not group by group."""
     if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
         return None
-    rows = table(weights.architecture, mtp=name.startswith(MTP))
+    a = weights.right.architecture
+    rows = table(a, mtp=name.startswith(MTP))
     row = next(r for r in rows if name in {source.name for source in r.sources})
     names = [source.name for source in row.sources]
     if not all(weights.examined.pieces.get(n) for n in names):
         return None
     q, k, v = stored = [weights.right_values(n) for n in names]
-    half = weights.architecture.head_dim // 2
+    half = a.head_dim // 2
 
     def arrangements() -> Iterator[tuple[str, Tensor]]:
         for order in ("qkv", "qvk", "kvq"):
@@ -342,7 +334,7 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
             parts = ", ".join(f"all {letter}" for letter in order)
             yield f"is laid out as {parts} instead of group by group", joined
         yield "has keys and values swapped", row.to_mcore(q, v, k)
-        if weights.architecture.attn_output_gate:
+        if a.attn_output_gate:
             pairs = q.unflatten(0, (-1, 2, 2 * half))
             apart = q.unflatten(0, (2, -1, 2 * half))
             for what, turned in (
@@ -396,9 +388,11 @@ def _slices(tensor: Tensor) -> Iterator[bytes]:
 def _name_other_tensor(weights: _Weights, name: str, actual: Tensor) -> Verdict | None:
     """Say whether `actual` holds the values of another tensor of the checkpoint."""
     shape = tuple(actual.shape)
-    alike = [n for n, e in weights.hf.entries.items() if tuple(e.shape) == shape and n != name]
+    hf = weights.right.stored
+    assert isinstance(hf, HuggingFaceCheckpoint)
+    alike = [n for n, e in hf.entries.items() if tuple(e.shape) == shape and n != name]
     for other in alike[:SEARCH_LIMIT]:
-        start = weights.hf.read_tensor(other, (slice(1),)).to(actual.dtype)
+        start = hf.read_tensor(other, (slice(1),)).to(actual.dtype)
         if torch.equal(start, actual[:1]) and torch.equal(weights.right_values(other), actual):
             return _kind_of_mix_up(name, other), f"holds the values of {other}"
     return None

@@ -168,9 +168,6 @@ def worst_difference(ours: Sequence[StepMetrics], theirs: Sequence[StepMetrics])
     )
 
 
-Split = Literal["train", "val"]
-
-
 def sample_order(job: Job) -> list[list[int]]:
     """Return the data file's line indices (from 0) that each step trains, over all DP ranks."""
     return [list(chain.from_iterable(step)) for step in batch_order(job)]
@@ -185,7 +182,7 @@ def batch_order(job: Job) -> list[list[list[int]]]:
 
 
 def batch_names(
-    job: Job, data: Path, steps: int, *, split: Split = "train"
+    job: Job, data: Path, steps: int, *, split: Literal["train", "val"] = "train"
 ) -> list[list[tuple[str, ...]]]:
     """Return the file and the line of the samples of each step's micro-batches, over all DP ranks.
 

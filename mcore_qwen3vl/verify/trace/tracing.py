@@ -23,7 +23,6 @@ from mcore_qwen3vl.verify.trace.recording import (
     ACTIVATIONS,
     GRADIENTS,
     WEIGHTS,
-    ProbePoint,
     Recording,
     TraceReference,
 )
@@ -177,7 +176,11 @@ def trace(
         "images and videos": 0 if micro.visual is None else len(micro.visual.grid_thw),
     }
     result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
-    for key in dict.fromkeys([*_search_order(exact.points), *counts, *measured]):
+    points = [point.name for point in exact.points]
+    # Forward along the data path, then backward against it.
+    order = [(ACTIVATIONS, name) for name in points] + [("logits", "all"), ("loss", "all")]
+    order += [(ACTIVATION_GRADIENTS, name) for name in reversed(points)]
+    for key in dict.fromkeys([*order, *counts, *measured]):
         if key in counts or key in measured:
             found, tolerance = measured.get(key, Measurement()), exact.tolerances[key]
             result.findings.append(Finding(*key, found, tolerance, counts.get(key)))
@@ -234,13 +237,6 @@ def _expected_counts(
         if shared or inside:
             del counts[part, name]
     return counts
-
-
-def _search_order(points: list[ProbePoint]) -> list[tuple[str, str]]:
-    """Return the order of the search: forward along the data path, then backward against it."""
-    forward = [(ACTIVATIONS, point.name) for point in points]
-    backward = [(ACTIVATION_GRADIENTS, point.name) for point in reversed(points)]
-    return [*forward, ("logits", "all"), ("loss", "all"), *backward]
 
 
 def from_prompt(
