@@ -16,11 +16,13 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, Literal
 
@@ -262,10 +264,9 @@ HOST_SYNCS = (
     *("device synchronize", "stream synchronize", "event synchronize", "blocking copy"),
     *("copy to pageable", "copy from pageable", "cudaFree"),
 )
-_PLACES = 3  # Python frames kept for a host sync or a launch
 _WORDS = 5  # words kept of a kernel's name
 _LENGTH = re.compile(r"\d+")  # the length of the identifier that follows it in a mangled name
-NOT_THE_CALLER = ("/torch/", f"{Path(__file__).parent}/", "<")
+_NOT_THE_CALLER = ("/torch/", f"{Path(__file__).parent}/", "<")
 
 
 class Device:
@@ -332,15 +333,22 @@ class Device:
         self._launches[self._phase, kernel, _place(sys._getframe(1))] += 1
 
 
-def _place(frame: FrameType | None) -> str:
-    """Return the innermost frames outside PyTorch as text, innermost first."""
-    places: list[str] = []
-    while frame and len(places) < _PLACES:
-        file = frame.f_code.co_filename
-        if not any(part in file for part in NOT_THE_CALLER):
-            places.append(f"{short_path(file)}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return " < ".join(places) or "autograd"
+def place_of(frames: Iterable[tuple[str, int | None, str]], most: int = 3) -> str:
+    """Return up to `most` frames outside PyTorch as text; ``autograd`` if there are none.
+
+    `frames` have a file, a line and a function each, the innermost one first.
+    """
+    places = (
+        f"{short_path(file)}:{line} {function}"
+        for file, line, function in frames
+        if not any(part in file for part in _NOT_THE_CALLER)
+    )
+    return " < ".join(islice(places, most)) or "autograd"
+
+
+def _place(frame: FrameType) -> str:
+    stack = walk_stack(frame)
+    return place_of((f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack)
 
 
 @cache

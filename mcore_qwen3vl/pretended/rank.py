@@ -28,14 +28,13 @@ from torch.utils.flop_counter import flop_registry
 from mcore_qwen3vl.pretended import groups
 from mcore_qwen3vl.pretended.device import (
     COUNTERS,
-    NOT_THE_CALLER,
     Device,
     Interval,
     Report,
     Routing,
     Unavailable,
     is_preloaded,
-    short_path,
+    place_of,
 )
 from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes, host_view
 
@@ -222,10 +221,7 @@ class History:
 
 def line_of(frames: Frames) -> str:
     """Return the innermost line outside PyTorch, or ``autograd`` if there is none."""
-    for frame in frames:
-        if not any(part in frame["filename"] for part in NOT_THE_CALLER):
-            return f"{short_path(frame['filename'])}:{frame['line']} {frame['name']}"
-    return "autograd"
+    return place_of(((f["filename"], f["line"], f["name"]) for f in frames), 1)
 
 
 KINDS = ("gemm", "attention", "convolution")

@@ -38,7 +38,7 @@ from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.fusion import FusionPlan
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.pretended import rank as this_rank
-from mcore_qwen3vl.pretended.device import NOT_THE_CALLER, short_path
+from mcore_qwen3vl.pretended.device import place_of
 from mcore_qwen3vl.pretended.rank import History, Rank, record_allocations
 from mcore_qwen3vl.rehearsal import holders, stubs
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
@@ -310,9 +310,6 @@ def _parameters(model: list[nn.Module]) -> dict[str, nn.Parameter]:
     return {f"{i}.{n}": p for i, chunk in enumerate(model) for n, p in chunk.named_parameters()}
 
 
-_PLACES = 3  # Python frames reported for an error
-
-
 def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     """Train on this rank, and report what held the memory.
 
@@ -361,15 +358,11 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
 
 
 def _describe_error(error: BaseException) -> dict[str, Any]:
-    places = [
-        f"{short_path(frame.filename)}:{frame.lineno} {frame.name}"
-        for frame in reversed(traceback.extract_tb(error.__traceback__))
-        if not any(part in frame.filename for part in NOT_THE_CALLER)
-    ]
+    frames = reversed(traceback.extract_tb(error.__traceback__))
     return {
         "kind": type(error).__name__,
         "message": str(error).strip() or repr(error),
-        "place": " < ".join(places[:_PLACES]),
+        "place": place_of((f.filename, f.lineno, f.name) for f in frames),
         "out of memory": isinstance(error, torch.OutOfMemoryError),
     }
 
