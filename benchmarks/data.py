@@ -152,13 +152,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run both in turns, and return medians over the rounds after one warm-up round.
 
-    Args:
-        model: checkpoint with config and processor.
-        jsonl: the samples as the processor reads them.
-        path: the same samples as we read them.
-        seq_length: of a pack.
-        samples: number of them in a round.
-        rounds: number of them after the warm-up.
+    The processor reads the samples as `jsonl`, and we read them as `path`.
     """
     architecture = Architecture.from_hf(model)
     config = DataConfig(seq_length=seq_length, packing=True, media=LIMITS)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -53,9 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", choices=GPUS)
     options = parser.parse_args(argv)
     if options.rates:
-        return rates(
-            options.rates, options.gpu or parser.error("--rates needs --gpu"), options.device
-        )
+        kind = options.gpu or parser.error("--rates needs --gpu")
+        return rates(options.rates, kind, options.device)
     device = torch.device(options.device)
     torch.manual_seed(0)
     if options.experts:
@@ -94,9 +94,19 @@ def delta_net(device: torch.device) -> Iterator[tuple[str, float]]:
     from mcore_qwen3vl.model.decoder import delta_net as nets
     from mcore_qwen3vl.model.decoder.attention import PackedSequence
 
+    def convolution(run: Any, samples: Any, x: Tensor, weight: Tensor) -> Tensor:
+        output: Tensor = run(x, weight, samples, None)
+        return output
+
+    def rule(run: Any, samples: Any, *inputs: Tensor) -> Tensor:
+        query, key, value, decay, beta = inputs
+        log_decay = -F.softplus(decay.float())
+        output: Tensor = run(query, key, value, log_decay, beta.sigmoid(), samples, None)[0]
+        return output
+
     plain_convolve, plain_rule = nets._PLAIN
     convolve, apply_rule = nets._KERNELS if device.type == "cuda" else nets._PLAIN
-    channels, heads, size = 512, 4, 128
+    widths = (512,), (2, 128), (4, 128), (4,)  # of channels, keys, values, and decay and beta
     for what, bounds in (("one sample", (0, 584)), ("packed", (0, 128, 132, 516, 584))):
         length = bounds[-1]
         samples: Any = bounds
@@ -107,42 +117,14 @@ def delta_net(device: torch.device) -> Iterator[tuple[str, float]]:
             )
             samples = packed if len(bounds) > 2 else None
 
-        def convolution(x: Tensor, weight: Tensor, run: Any, samples: Any) -> Tensor:
-            output: Tensor = run(x, weight, samples, None)
-            return output
-
-        def rule(
-            query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
-            run: Any, samples: Any,
-        ) -> Tensor:  # fmt: skip
-            log_decay = -F.softplus(decay.float())
-            output: Tensor = run(query, key, value, log_decay, beta.sigmoid(), samples, None)[0]
-            return output
-
-        rows = (1, length)
-        yield (
-            f"convolution, {what}",
-            max(
-                errors(
-                    partial(convolution, run=convolve, samples=samples),
-                    partial(convolution, run=plain_convolve, samples=bounds),
-                    [(*rows, channels), (channels, 4)],
-                    (*rows, channels),
-                    device,
-                )
-            ),
-        )
-        yield f"delta rule, {what}", max(
-            errors(
-                partial(rule, run=apply_rule, samples=samples),
-                partial(rule, run=plain_rule, samples=bounds),
-                [
-                    *[(*rows, heads // 2, size)] * 2, (*rows, heads, size), *[(*rows, heads)] * 2,
-                ],
-                (*rows, heads, size),
-                device,
-            )
-        )  # fmt: skip
+        wide, keys, values, scalars = ((1, length, *of_token) for of_token in widths)
+        for name, function, run, plain, inputs, output in (
+            ("convolution", convolution, convolve, plain_convolve, [wide, (512, 4)], wide),
+            ("delta rule", rule, apply_rule, plain_rule,
+             [keys, keys, values, scalars, scalars], values),
+        ):  # fmt: skip
+            ours, reference = partial(function, run, samples), partial(function, plain, bounds)
+            yield f"{name}, {what}", largest(errors(ours, reference, inputs, output, device))
 
 
 def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
@@ -167,7 +149,7 @@ def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
 
             ours = kernel if device.type == "cuda" else segmented
             name = f"decoder {heads} x {size} over {groups}, CP {cp} rank {rank}"
-            yield name, worst(ours, segmented, shapes, device)
+            yield name, largest(errors(ours, segmented, shapes, shapes[0], device))
 
 
 def vision(device: torch.device) -> Iterator[tuple[str, float]]:
@@ -182,15 +164,13 @@ def vision(device: torch.device) -> Iterator[tuple[str, float]]:
                 return attend(*qkv, bounds.to(qkv[0].device), frames)
 
             shape = (sum(frames), 16, size)
-            yield f"vision 16 x {size}, {what}", worst(ours, ours, [shape] * 3, device)
+            found = errors(ours, ours, [shape] * 3, shape, device)
+            yield f"vision 16 x {size}, {what}", largest(found)
 
 
-def worst(
-    ours: Attend, reference: Attend, shapes: list[tuple[int, ...]], device: torch.device
-) -> float:
-    """Return the largest error of output and gradients."""
-    differences = errors(ours, reference, shapes, shapes[0], device)
-    return max(differences) if all(error == error for error in differences) else float("inf")
+def largest(found: Iterable[float]) -> float:
+    """Return the largest error; infinity if one is no number, which ``max`` might pass over."""
+    return max(math.inf if math.isnan(error) else error for error in found)
 
 
 def errors(
@@ -258,7 +238,7 @@ def rates(file: Path, kind: str, device: str) -> int:
 
         wide = both(*(value.detach().float().requires_grad_() for value in inputs))
         pairs = zip(both(*inputs), wide, strict=True)
-        errors[name] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        errors[name] = largest(float((a - b).norm() / b.norm()) for a, b in pairs)
         shown[f"{name}, TFLOP/s"] = flops / seconds(lambda: both(*inputs)) / 1e12
         return shown[f"{name}, TFLOP/s"] / gpu.tflops
 

@@ -23,7 +23,7 @@ from textwrap import wrap
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.rehearsal.command import Command, read_command
-from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearsal, Rehearser, RoleOutcome, memory_line
+from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearsal, Rehearser, memory_line
 from mcore_qwen3vl.rehearsal.search import stages_of_command, trained_of_command
 from mcore_qwen3vl.rehearsal.step_time import ATTENTION, GEMM, IDLE, MEMORY
 from mcore_qwen3vl.runtime.gpus import GIB, GPUS
@@ -132,16 +132,15 @@ def main() -> int:
 def compare_with_published(names: Iterable[str]) -> None:
     """Print a table of the memory that recipes are said to take, and that they take here."""
     options = Options(GPUS["h200-141gb"])  # so that all of them fit
-    table = console.table(
-        "GiB of a GPU", "recipe", "source", "published", "rehearsed", "of it held"
-    )
+    columns = ("recipe", "source", "published", "rehearsed", "of it held")
+    table = console.table("GiB of a GPU", *columns)
     with console.progress("rehearsing") as say, Rehearser(options, say) as bench:
         for name in names:
             recipe = RECIPES[name]
             model = ("--hf-model", str(SHAPES / f"{recipe.shape}.json"))
             command = read_command([*model, *f"{COMMON} {recipe.flags}".split()], recipe.gpus)
             rehearsal = bench.rehearse(command)
-            fullest = max(rehearsal.outcomes, key=lambda outcome: outcome.reserved)
+            fullest = rehearsal.fullest
             total = fullest.reserved / GIB + options.device(command).allowance_gib
             cells = f"{total:.1f}", f"{fullest.peak / GIB:.1f}"
             table.add_row(name, recipe.source, recipe.gib, *cells)
@@ -150,14 +149,11 @@ def compare_with_published(names: Iterable[str]) -> None:
 
 def write_header(script: Path, rehearsal: Rehearsal) -> None:
     """Write the comment about memory, and about the pipeline if there is one."""
-    fullest = max(rehearsal.outcomes, key=lambda outcome: outcome.reserved)
-    which = "" if len(rehearsal.outcomes) == 1 else f" ({fullest.role.name})"
+    which = "" if len(rehearsal.outcomes) == 1 else f" ({rehearsal.fullest.role.name})"
     line = memory_line(rehearsal.outcomes)
     text = f"Memory of a GPU{which}, rehearsed with the torch spec: {line}."
-    if rehearsal.pipeline is not None:
-        text += (
-            f" A rank waits {rehearsal.pipeline.bubble:.1%} of an iteration for others (modelled)."
-        )
+    if (pipeline := rehearsal.pipeline) is not None:
+        text += f" A rank waits {pipeline.bubble:.1%} of an iteration for others (modelled)."
     comment = "\n".join(wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ")) + "\n"
     old = script.read_text()
     script.write_text(re.sub(r"^# Memory.*\n(?:# .*\n)*", lambda _: comment, old, flags=re.M))
@@ -168,24 +164,20 @@ def rows(name: str, command: Command, rehearsal: Rehearsal) -> Iterator[str]:
     a = command.line.architecture
     estimates = stages_of_command(command, a, trained_of_command(command, a))
     for outcome in rehearsal.outcomes:
-        yield _row(name, outcome, estimates[outcome.role.stage].total)
-
-
-def _row(name: str, outcome: RoleOutcome, estimate: float) -> str:
-    iteration = outcome.iteration
-    assert iteration is not None
-    cells = (
-        name,
-        outcome.role.name.partition(", ")[0],
-        f"{outcome.peak / 1e9:.1f}",
-        f"{outcome.reserved / 1e9:.1f}",
-        f"{outcome.spare / 1e9:.1f} ({outcome.spare / outcome.usable:.0%})",
-        f"{estimate / 1e9:.1f} ({estimate / outcome.peak - 1:+.0%})",
-        f"{iteration.counters['launches']:,}",
-        f"{outcome.host_sync_count:,}",
-        f"{outcome.seconds:.0f}",
-    )
-    return f"| {' | '.join(cells)} |\n"
+        estimate, iteration = estimates[outcome.role.stage].total, outcome.iteration
+        assert iteration is not None
+        cells = (
+            name,
+            outcome.role.name.partition(", ")[0],
+            f"{outcome.peak / 1e9:.1f}",
+            f"{outcome.reserved / 1e9:.1f}",
+            f"{outcome.spare / 1e9:.1f} ({outcome.spare / outcome.usable:.0%})",
+            f"{estimate / 1e9:.1f} ({estimate / outcome.peak - 1:+.0%})",
+            f"{iteration.counters['launches']:,}",
+            f"{outcome.host_sync_count:,}",
+            f"{outcome.seconds:.0f}",
+        )
+        yield f"| {' | '.join(cells)} |\n"
 
 
 def step_row(name: str, rehearsal: Rehearsal) -> str:

@@ -16,6 +16,7 @@ import multiprocessing
 import shutil
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,13 +47,8 @@ def compare(pipe: Connection, path: Path, layout: str, planted: bool, **options:
     if planted:
         plant()
     try:
-        report = verify_parity(
-            path,
-            Layout.parse(layout),
-            timeout=LIMIT,
-            say=partial(print, file=sys.stderr),
-            **options,
-        )
+        say = partial(print, file=sys.stderr)
+        report = verify_parity(path, Layout.parse(layout), timeout=LIMIT, say=say, **options)
     except BadInput as refused:
         pipe.send((str(refused), []))
         return
@@ -129,13 +125,8 @@ def formula(path: Path, layout: str, batches: list[str], gradients: bool, dtype:
     cells = []
     for in_files in (False, True):
         step = AdamW() if gradients and dtype == "fp32" else None
-        case = Case(
-            Layout.parse(layout),
-            dtype=dtype,
-            gradients=gradients,
-            adamw=step,
-            weights_in_files=in_files,
-        )
+        case = Case(Layout.parse(layout), "torch", dtype, "cpu", gradients, step)
+        case = replace(case, weights_in_files=in_files)
         needs = memory_and_disk_of(ReferenceCheckpoint(path), case, batches)
         cells += [f"{needs.memory / GB:.1f}", f"{needs.disk / GB:.1f}"]
     return f"| {layout} | {' | '.join(cells)} |"
@@ -147,14 +138,16 @@ def main() -> None:
     parser.add_argument("--layouts", default="single,tp2+sp,pp2,cp2")
     parser.add_argument("--batches", default="mixed", help="kinds of batches, with commas")
     parser.add_argument("--layers", type=int, help="decoder layers, if not all of them")
-    parser.add_argument("--no-gradients", action="store_true")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument(
-        "--planted", action="store_true", help="change one weight of a norm by 1e-3"
-    )
-    parser.add_argument("--formula", action="store_true", help="calculate, and run nothing")
+    for flag, text in (
+        ("--no-gradients", "compare the forward pass alone"),
+        ("--planted", "change one weight of a norm by 1e-3"),
+        ("--formula", "calculate, and run nothing"),
+    ):
+        parser.add_argument(flag, action="store_true", help=text)
     options = parser.parse_args()
     layouts, batches = options.layouts.split(","), options.batches.split(",")
+    gradients = not options.no_gradients
     with scratch_folder("mcore-qwen3vl-published-") as folder:
         config = SHAPES / f"{options.size}.json"
         if options.formula:
@@ -164,23 +157,16 @@ def main() -> None:
             )
             print("|---|---:|---:|---:|---:|")
             for layout in layouts:
-                print(formula(folder, layout, batches, not options.no_gradients, options.dtype))
+                print(formula(folder, layout, batches, gradients, options.dtype))
             return
         started = time.monotonic()
         path = write_random_weights(config, folder / options.size, layers=options.layers)
         print(f"written in {time.monotonic() - started:.0f} s", file=sys.stderr)
         print("| layout | logits | loss | gradients | step | GB, anonymous | minutes | |")
         print("|---|---:|---:|---:|---:|---:|---:|---|", flush=True)
+        how = {"batches": batches, "gradients": gradients, "dtype": options.dtype}
         for layout in layouts:
-            row = measure(
-                path,
-                layout,
-                planted=options.planted,
-                batches=batches,
-                gradients=not options.no_gradients,
-                dtype=options.dtype,
-            )
-            print(row, flush=True)
+            print(measure(path, layout, planted=options.planted, **how), flush=True)
 
 
 if __name__ == "__main__":

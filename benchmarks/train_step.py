@@ -38,14 +38,11 @@ IMAGE_SIDE = 16  # features along the side of an image, or fewer in short sample
 def main() -> None:
     """Measure the requested sides and print one JSON object."""
     options = arguments()
-    if len(options.sides) > 1:
+    one, *others = options.sides
+    if others:
         results = {side: in_process_of_its_own(side) for side in options.sides}
     else:
-        results = {
-            options.sides[0]: measure(
-                options.sides[0], shape(options.shape, options.layers), options
-            )
-        }
+        results = {one: measure(one, shape(options.shape, options.layers), options)}
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     report = {"options": vars(options), "device": device, "results": results}
     print(json.dumps(report, indent=2))
@@ -66,9 +63,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seq-length", type=int, default=8192)
     parser.add_argument("--samples", type=int, default=4, help="samples in the pack")
-    parser.add_argument(
-        "--sides", nargs="+", choices=("te", "torch", "hf"), default=["torch", "hf"]
-    )
+    sides = ("te", "torch", "hf")
+    parser.add_argument("--sides", nargs="+", choices=sides, default=["torch", "hf"])
     parser.add_argument("--hf-weights", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--recompute", action="store_true", help="full recompute on every side")
     parser.add_argument("--warmup", type=int, default=3)
@@ -88,11 +84,8 @@ def shape(name: str, layers: int | None) -> dict[str, Any]:
     """Return a parsed ``config.json``, cut to `layers` of each tower."""
     from mcore_qwen3vl.tiny import tiny_config
 
-    if name == "tiny":
-        config: dict[str, Any] = tiny_config()
-    else:
-        file = SHAPES / f"{name.lower().replace('-', '_')}.json"
-        config = json.loads(file.read_text(encoding="utf-8"))
+    file = SHAPES / f"{name.lower().replace('-', '_')}.json"
+    config: dict[str, Any] = tiny_config() if name == "tiny" else json.loads(file.read_text())
     if layers:
         text, vision = config["text_config"], config["vision_config"]
         text["num_hidden_layers"] = vision["depth"] = layers
@@ -134,10 +127,9 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
     measured = [timed(step, options.device) for _ in range(options.steps)]
     seconds = [elapsed for elapsed, _ in measured]
     median = statistics.median(seconds)
-    lengths = batch["lengths"].double()
-    squares = float(lengths.square().sum())
-    frames = float(batch["grid"].prod(1).double().square().sum())
-    patches = float(batch["grid"].prod(1).sum())
+    squares = float(batch["lengths"].double().square().sum())
+    of_images = batch["grid"].prod(1).double()
+    frames, patches = float(of_images.square().sum()), float(of_images.sum())
     operations = flops.language(architecture, options.seq_length, squares)
     operations += flops.vision(architecture, patches, frames)
     tflops = options.peak_tflops or device_peak_tflops()
@@ -296,6 +288,7 @@ def make_our_step(
         finalize_model_grads,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.module import Float16Module
 
     from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
@@ -333,14 +326,8 @@ def make_our_step(
     visual = visual_inputs(architecture, batch["ids"], batch["pixels"].to(dtype), batch["grid"])
     assert visual is not None
     visual = visual.to(device)
-    packing = PackedSequence(
-        qkv_format="thd",
-        cu_seqlens_q=batch["bounds"].to(device),
-        cu_seqlens_kv=batch["bounds"].to(device),
-        max_seqlen_q=int(batch["lengths"].max()),
-        max_seqlen_kv=int(batch["lengths"].max()),
-        bounds=tuple(batch["bounds"].tolist()),
-    )
+    bounds = PackedSeqParams(qkv_format="thd", cu_seqlens_q=batch["bounds"])
+    packing = PackedSequence.from_params(bounds, device)
     ids, labels, positions = (t.to(device) for t in (batch["ids"], batch["labels"], positions))
 
     def step() -> Tensor:

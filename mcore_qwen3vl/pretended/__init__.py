@@ -34,7 +34,7 @@ from mcore_qwen3vl.pretended.device import (
     is_preloaded,
     start_again,
 )
-from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
+from mcore_qwen3vl.pretended.workbench import Failed, Workbench
 
 __all__ = [
     "Failed",
@@ -42,7 +42,6 @@ __all__ = [
     "Interval",
     "Report",
     "Settings",
-    "SimulatedRank",
     "Unavailable",
     "Workbench",
     "is_preloaded",

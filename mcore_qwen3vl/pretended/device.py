@@ -16,11 +16,13 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, Literal
 
@@ -198,6 +200,11 @@ class Traffic:
     span: int = 1
     """Ranks from the group's first member to its last, both included."""
 
+    @property
+    def key(self) -> str:
+        """Group and operation, by which :meth:`.rank.Rank.tally` counts."""
+        return f"{self.group}\n{self.operation}"
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -257,10 +264,9 @@ HOST_SYNCS = (
     *("device synchronize", "stream synchronize", "event synchronize", "blocking copy"),
     *("copy to pageable", "copy from pageable", "cudaFree"),
 )
-_PLACES = 3  # Python frames kept for a host sync or a launch
 _WORDS = 5  # words kept of a kernel's name
 _LENGTH = re.compile(r"\d+")  # the length of the identifier that follows it in a mangled name
-NOT_THE_CALLER = ("/torch/", f"{Path(__file__).parent}/", "<")
+_NOT_THE_CALLER = ("/torch/", f"{Path(__file__).parent}/", "<")
 
 
 class Device:
@@ -293,9 +299,10 @@ class Device:
         """Return the number of kernels, copies on the device and memsets so far."""
         return sum(int(self._counts[i]) for i in _STARTED)
 
-    def host_syncs(self) -> list[HostSync]:
-        """Return the host syncs so far, by phase, kind and place."""
-        return [HostSync(*key, count) for key, count in self._host_syncs.items()]
+    def new_host_syncs(self) -> list[HostSync]:
+        """Return the host syncs since the last call of this method, most frequent first."""
+        syncs, self._host_syncs = self._host_syncs, Counter()
+        return [HostSync(*key, count) for key, count in syncs.most_common()]
 
     def watch_launches(self, on: bool = True) -> None:
         """Count kernels by name and place from now on; the program gets a few times slower."""
@@ -326,15 +333,22 @@ class Device:
         self._launches[self._phase, kernel, _place(sys._getframe(1))] += 1
 
 
-def _place(frame: FrameType | None) -> str:
-    """Return the innermost frames outside PyTorch as text, innermost first."""
-    places: list[str] = []
-    while frame and len(places) < _PLACES:
-        file = frame.f_code.co_filename
-        if not any(part in file for part in NOT_THE_CALLER):
-            places.append(f"{short_path(file)}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return " < ".join(places) or "autograd"
+def place_of(frames: Iterable[tuple[str, int | None, str]], most: int = 3) -> str:
+    """Return up to `most` frames outside PyTorch as text; ``autograd`` if there are none.
+
+    `frames` have a file, a line and a function each, the innermost one first.
+    """
+    places = (
+        f"{short_path(file)}:{line} {function}"
+        for file, line, function in frames
+        if not any(part in file for part in _NOT_THE_CALLER)
+    )
+    return " < ".join(islice(places, most)) or "autograd"
+
+
+def _place(frame: FrameType) -> str:
+    stack = walk_stack(frame)
+    return place_of((f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack)
 
 
 @cache

@@ -37,8 +37,15 @@ _traffic: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 1
 
 
 def traffic() -> list[Traffic]:
-    """Return what every group was handed so far."""
+    """Return what every group was handed since the last :func:`new_traffic`."""
     return [Traffic(*key, *counts) for key, counts in _traffic.items()]
+
+
+def new_traffic() -> list[Traffic]:
+    """Return what every group was handed since the last call, most bytes first."""
+    new = sorted(traffic(), key=lambda t: -t.size)
+    _traffic.clear()
+    return new
 
 
 def install() -> None:
@@ -231,13 +238,10 @@ class OneRankGroup(PythonGroup):
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._did("reduce_scatter", inputs, outputs)
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._did("reduce_scatter", inputs, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter
 
     def alltoall_base(
         self, out: Tensor, source: Tensor, out_splits: Any, in_splits: Any, opts: Any = None

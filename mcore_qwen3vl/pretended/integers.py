@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -169,15 +170,12 @@ def _prod(
     return _on_device(host_view(self).prod(dim, keepdim, dtype=dtype), self.device)
 
 
-_library: Any = None
-
-
-def answer_sizes() -> None:
+@cache  # what is registered lasts as long as the library
+def answer_sizes() -> torch.library.Library:
     """Answer from the host the operators that depend on kernels' results, such as ``nonzero``."""
-    global _library
-    if _library is None:
-        _library = torch.library.Library("aten", "IMPL")
-        _library.impl("bincount", _bincount, "CUDA")
-        _library.impl("nonzero", _nonzero, "CUDA")
-        _library.impl("prod.dim_int", _prod, "CUDA")
-        _library.impl("repeat_interleave.Tensor", _repeat_interleave, "CUDA")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("bincount", _bincount, "CUDA")
+    library.impl("nonzero", _nonzero, "CUDA")
+    library.impl("prod.dim_int", _prod, "CUDA")
+    library.impl("repeat_interleave.Tensor", _repeat_interleave, "CUDA")
+    return library

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import isfunction
 from typing import Any, Self
@@ -28,16 +28,13 @@ from torch.utils.flop_counter import flop_registry
 from mcore_qwen3vl.pretended import groups
 from mcore_qwen3vl.pretended.device import (
     COUNTERS,
-    NOT_THE_CALLER,
     Device,
-    HostSync,
     Interval,
     Report,
     Routing,
-    Traffic,
     Unavailable,
     is_preloaded,
-    short_path,
+    place_of,
 )
 from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes, host_view
 
@@ -56,8 +53,6 @@ class Rank:
         self.work = CountWork(self.device.count_launches)
         self._started = time.monotonic()
         self._before = dict.fromkeys(COUNTERS, 0)
-        self._host_syncs: Counter[HostSync] = Counter()
-        self._traffic: dict[tuple[str, str], Traffic] = {}
 
     def end_interval(self, name: str) -> Interval:
         """Record what happened since the last interval ended."""
@@ -70,8 +65,8 @@ class Rank:
             peak=torch.cuda.max_memory_allocated(),
             reserved=torch.cuda.max_memory_reserved(),
             counters=change,
-            host_syncs=self._new_host_syncs(),
-            traffic=self._new_traffic(),
+            host_syncs=self.device.new_host_syncs(),
+            traffic=groups.new_traffic(),
             flops={kind: n for kind, n in self.work.counts.items() if kind in KINDS},
             one_key=self.work.counts[ONE_KEY],
             moved=self.work.counts[BYTES],
@@ -89,28 +84,13 @@ class Rank:
 
         Returns:
             The counts of :class:`.CountWork`; ``launches``, without those that compiled functions
-            save, and ``host_syncs``; and the bytes of each :class:`.Traffic`, by group and
-            operation with a line break between them.
+            save, and ``host_syncs``; and the bytes of each :class:`.Traffic`, by its key.
         """
         now = self.device.counters()
         host = {name: now[name] - self._before[name] for name in ("launches", "host_syncs")}
         host["launches"] -= self.work.counts[FUSED]
-        sent = {f"{t.group}\n{t.operation}": t.size for t in groups.traffic()}
+        sent = {t.key: t.size for t in groups.traffic()}
         return Counter({**self.work.counts, **host, **sent})
-
-    def _new_host_syncs(self) -> list[HostSync]:
-        now = Counter({replace(sync, count=0): sync.count for sync in self.device.host_syncs()})
-        new, self._host_syncs = now - self._host_syncs, now
-        return [replace(sync, count=count) for sync, count in new.most_common()]
-
-    def _new_traffic(self) -> list[Traffic]:
-        now = {(t.group, t.operation): t for t in groups.traffic()}
-        before, self._traffic = self._traffic, now
-        new = []
-        for key, t in now.items():
-            old = before.get(key, Traffic(*key, 0, 0))
-            new.append(replace(t, calls=t.calls - old.calls, size=t.size - old.size))
-        return sorted((t for t in new if t.calls), key=lambda t: -t.size)
 
 
 @contextmanager
@@ -241,10 +221,7 @@ class History:
 
 def line_of(frames: Frames) -> str:
     """Return the innermost line outside PyTorch, or ``autograd`` if there is none."""
-    for frame in frames:
-        if not any(part in frame["filename"] for part in NOT_THE_CALLER):
-            return f"{short_path(frame['filename'])}:{frame['line']} {frame['name']}"
-    return "autograd"
+    return place_of(((f["filename"], f["line"], f["name"]) for f in frames), 1)
 
 
 KINDS = ("gemm", "attention", "convolution")
@@ -308,7 +285,8 @@ class CountWork(TorchDispatchMode):
         elif packet.__name__.startswith("_scaled_dot_product"):
             self.counts.update(_dense_work(packet.__name__, args))
         elif packet.__name__ == "_grouped_mm":
-            self.counts["gemm"] += _grouped_flops(*args[:2])
+            # (T, K) and (E, K, N), or for weight gradients (M, T) and (T, N)
+            self.counts["gemm"] += 2 * args[0].numel() * args[1].shape[-1]
         elif formula is not None and packet.__name__ in _GEMMS:
             # PyTorch's formulas do not take the output's dtype.
             operands = [a for a in args if isinstance(a, Tensor)]
@@ -387,19 +365,9 @@ def flops_of(work: Mapping[str, float]) -> float:
     return sum(work.get(kind, 0) for kind in KINDS)
 
 
-def _grouped_flops(a: Tensor, b: Tensor) -> int:
-    """Return the FLOPs of ``F.grouped_mm``.
-
-    The operands are (T, K) and (E, K, N), or for weight gradients (M, T) and (T, N).
-    """
-    return 2 * a.numel() * b.shape[-1]
-
-
 def _dense_work(name: str, args: Any) -> dict[str, int]:
-    """Return the work of ``scaled_dot_product_attention``.
-
-    PyTorch's own counter refuses grouped heads before version 2.12.
-    """
+    """Return the work of ``scaled_dot_product_attention``."""
+    # PyTorch's own counter refuses grouped heads before version 2.12.
     backward = "backward" in name
     (b, heads, queries, width), (*_, keys, _), (*_, of_values) = (
         tensor.shape for tensor in args[int(backward) :][:3]
@@ -477,13 +445,10 @@ def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
 
 
 def _te_product(a: Any, transposed: bool, b: Any, *_: Any) -> float:
-    """Return the FLOPs of one matmul.
-
-    `a`, with its axes as in PyTorch, is contracted along its last axis if transposed, else along
-    the others.
-    """
-    last = a.size()[-1]
-    size = a.size().numel()
+    """Return the FLOPs of one matmul."""
+    # `a`, with its axes as in PyTorch, is contracted along its last axis if transposed, else along
+    # the others.
+    last, size = a.size()[-1], a.size().numel()
     contracted = last if transposed else size / max(last, 1)
     return 2 * size * b.size().numel() / max(contracted, 1)
 

@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import util
 from pathlib import Path
@@ -29,17 +28,6 @@ from mcore_qwen3vl.pretended.device import Report, Routing, Settings
 
 class Failed(RuntimeError):
     """A call on the workbench raised or died; the message holds its traceback."""
-
-
-@dataclass(frozen=True)
-class SimulatedRank:
-    """The rank that a call acts as, and its device. A size of None is that of the settings."""
-
-    rank: int = 0
-    world_size: int = 1
-    memory_gib: float | None = None
-    context_gib: float | None = None
-    routing: Routing = "uniform"
 
 
 class Workbench:
@@ -77,10 +65,6 @@ class Workbench:
     def __exit__(self, kind: object, *exception: object) -> None:
         if kind is not None:  # a call may still be running, for minutes
             self._process.kill()
-        self.close()
-
-    def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -89,15 +73,18 @@ class Workbench:
         self,
         function: Callable[..., Any] | str,
         *args: Any,
-        simulated: SimulatedRank | None = None,
-        **fields: Any,
+        rank: int = 0,
+        world_size: int = 1,
+        routing: Routing = "uniform",
+        memory_gib: float | None = None,
+        context_gib: float | None = None,
     ) -> tuple[Any, Report]:
-        """Run ``function(*args)`` as one rank.
+        """Run ``function(*args)`` as rank `rank` of `world_size`.
 
         Args:
             function: a function that a module defines, or ``module:function``.
             args: its arguments, which must be picklable.
-            fields: the fields of :class:`SimulatedRank`, instead of `simulated`.
+            memory_gib, context_gib: of the device, if not as in the settings.
 
         Returns:
             The function's result (picklable), and the device's record, whose last stage is ``end``.
@@ -109,8 +96,9 @@ class Workbench:
             function = f"{function.__module__}:{function.__qualname__}"
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        rank = simulated or SimulatedRank(**fields)
-        _send(self._process.stdin, (function, args, rank, self._raised))
+        place = rank, world_size, routing
+        call = function, args, self._raised, place, memory_gib, context_gib
+        _send(self._process.stdin, call)
         try:
             result, error = pickle.load(self._process.stdout)
         except EOFError:
@@ -199,16 +187,18 @@ def _call_in_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
 def _call_function(
     function: str,
     args: Sequence[Any],
-    simulated: SimulatedRank,
     raised: tuple[type[Exception], ...],
+    place: tuple[int, int, Routing],
+    memory_gib: float | None,
+    context_gib: float | None,
 ) -> tuple[Any, Any]:
     from mcore_qwen3vl.pretended.rank import one_rank
 
     module, _, name = function.partition(":")
     try:
-        with one_rank(simulated.rank, simulated.world_size, simulated.routing) as recorder:
-            if simulated.memory_gib is not None:
-                recorder.device.set_memory(simulated.memory_gib, simulated.context_gib)
+        with one_rank(*place) as recorder:
+            if memory_gib is not None:
+                recorder.device.set_memory(memory_gib, context_gib)
             result = getattr(importlib.import_module(module), name)(*args)
             recorder.end_interval("end")
         return (result, recorder.report), None

@@ -199,18 +199,12 @@ def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
 
 @dataclass(frozen=True)
 class Role:
-    """One rank that stands for all that do the same.
-
-    Attributes:
-        rank: global rank: the first of its TP x CP group, with data-parallel rank 0.
-        stage: pipeline stage, from 0.
-        stages: number of pipeline stages like this one.
-    """
+    """One rank that stands for all that do the same."""
 
     name: str
-    rank: int
-    stage: int
-    stages: int = 1
+    rank: int  # global rank: the first of its TP x CP group, with data-parallel rank 0
+    stage: int  # pipeline stage, from 0
+    stages: int = 1  # number of pipeline stages like this one
 
 
 def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)) -> list[Role]:

@@ -38,7 +38,7 @@ from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.fusion import FusionPlan
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.pretended import rank as this_rank
-from mcore_qwen3vl.pretended.device import NOT_THE_CALLER, short_path
+from mcore_qwen3vl.pretended.device import place_of
 from mcore_qwen3vl.pretended.rank import History, Rank, record_allocations
 from mcore_qwen3vl.rehearsal import holders, stubs
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
@@ -88,11 +88,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     watch = _Watch(rank, on_setup)
     work, log = watch.work, partial(watch.in_phase, LOG)
     wrapped: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-        (
-            data_provider,
-            "DataProvider",
-            lambda base: provider_of_every_stage(base, watch.show, watch.use),
-        ),
+        (data_provider, "DataProvider", partial(_provider_of_every_stage, watch)),
         (training, "setup_model_and_optimizer", watch.setup),
         (training, "train_step", watch.step),
         (run.Run, "_log", log),
@@ -122,7 +118,7 @@ class _Watch:
         self._on_setup = on_setup
         self._facts = rank.report.facts
         self.work = StageWork(rank)
-        self._data: Any = None
+        self.data: Any = None  # the data provider, which knows the trained parts
         self._samples = metrics.Work()
         self._reached: set[str] = set()
         self._second: list[nn.Module] = []
@@ -166,19 +162,15 @@ class _Watch:
     def _useful_flops(self) -> dict[str, float]:
         done, self._samples = self._samples, metrics.Work()
         useful = flops.model(
-            self._data._architecture,
+            self.data._architecture,
             done.counts.tokens,
             done.squared_lengths,
             done.counts.patches,
             done.squared_frames,
-            self._data.trained,
-            mtp=bool(self._data._settings.loop.mtp_num_layers),
+            self.data.trained,
+            mtp=bool(self.data._settings.loop.mtp_num_layers),
         )
         return {"tokens": done.counts.tokens, "useful flops": useful}
-
-    def use(self, data: Any) -> None:
-        """Take the data provider, which knows the trained parts."""
-        self._data = data
 
     def show(self, batch: Batch) -> None:
         """Count a batch, and report the shapes of the first one."""
@@ -318,9 +310,6 @@ def _parameters(model: list[nn.Module]) -> dict[str, nn.Parameter]:
     return {f"{i}.{n}": p for i, chunk in enumerate(model) for n, p in chunk.named_parameters()}
 
 
-_PLACES = 3  # Python frames reported for an error
-
-
 def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     """Train on this rank, and report what held the memory.
 
@@ -369,15 +358,11 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
 
 
 def _describe_error(error: BaseException) -> dict[str, Any]:
-    places = [
-        f"{short_path(frame.filename)}:{frame.lineno} {frame.name}"
-        for frame in reversed(traceback.extract_tb(error.__traceback__))
-        if not any(part in frame.filename for part in NOT_THE_CALLER)
-    ]
+    frames = reversed(traceback.extract_tb(error.__traceback__))
     return {
         "kind": type(error).__name__,
         "message": str(error).strip() or repr(error),
-        "place": " < ".join(places[:_PLACES]),
+        "place": place_of((f.filename, f.lineno, f.name) for f in frames),
         "out of memory": isinstance(error, torch.OutOfMemoryError),
     }
 
@@ -486,9 +471,7 @@ def shapes_from_neighbours() -> Iterator[None]:
         yield
 
 
-def provider_of_every_stage(
-    base: Any, on_batch: Callable[[Batch], None], on_data: Callable[[Any], None]
-) -> Any:
+def _provider_of_every_stage(watch: _Watch, base: Any) -> Any:
     """Derive a data provider that reads batches itself on every pipeline stage."""
     from megatron.core import parallel_state
 
@@ -510,22 +493,21 @@ def provider_of_every_stage(
 
     class OwnData(base):
         def _reads(self) -> bool:
-            if parallel_state.get_tensor_and_context_parallel_rank() != 0:
+            if rank := parallel_state.get_tensor_and_context_parallel_rank():
                 raise BadInput(
-                    f"Rank {parallel_state.get_tensor_and_context_parallel_rank()} of a TP x CP "
-                    "group is sent its batches, which the simulated GPU cannot do: choose the "
-                    "first rank of the group, which does the same work."
+                    f"Rank {rank} of a TP x CP group is sent its batches, which the simulated GPU "
+                    "cannot do: choose the first rank of the group, which does the same work."
                 )
             return True
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            on_data(self)
+            watch.data = self
 
         def _share(self, loader: Any, host_group: Any, feed: Any, *others: Any) -> Any:
             later = parallel_state.get_pipeline_model_parallel_rank() > 0
             loader, feed = (None, OwnBatches(loader)) if later else (loader, None)
-            return super()._share(loader, host_group, feed, on_batch, *others)
+            return super()._share(loader, host_group, feed, watch.show, *others)
 
     return OwnData
 

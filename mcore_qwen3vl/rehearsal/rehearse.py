@@ -18,7 +18,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Durations, Pipeline, model_pipeline
 from mcore_qwen3vl.pretended.device import Interval, Report, Routing, Settings, Unavailable
 from mcore_qwen3vl.pretended.rank import flops_of
-from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
+from mcore_qwen3vl.pretended.workbench import Failed, Workbench
 from mcore_qwen3vl.rehearsal import holders
 from mcore_qwen3vl.rehearsal.command import Command, Role, prepare, roles_of
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
@@ -46,18 +46,13 @@ class Device:
 
 @dataclass(frozen=True)
 class RoleOutcome:
-    """The results of one role's two iterations.
-
-    Attributes:
-        measured: the result of :func:`.rank.measure`.
-        usable: bytes available to PyTorch's allocator.
-    """
+    """The results of one role's two iterations."""
 
     role: Role
-    measured: dict[str, Any]
+    measured: dict[str, Any]  # the result of :func:`.rank.measure`
     report: Report
     seconds: float
-    usable: int
+    usable: int  # bytes available to PyTorch's allocator
 
     @property
     def error(self) -> dict[str, Any] | None:
@@ -72,16 +67,20 @@ class RoleOutcome:
         return self.error is None
 
     @property
+    def _fullest(self) -> dict[str, Any]:
+        """The moment of the peak; if out of memory, that when an allocation failed."""
+        refused = self.measured["refused"] if self.out_of_memory else None
+        return dict(refused or self.measured["peak"])
+
+    @property
     def peak(self) -> int:
         """Most bytes that tensors took, or if out of memory, held when an allocation failed."""
-        moment = self.measured["refused"] if self.out_of_memory else None
-        return int((moment or self.measured["peak"])["allocated"])
+        return int(self._fullest["allocated"])
 
     @property
     def by_holder(self) -> dict[str, int]:
         """Bytes by holder at the moment of :attr:`peak`, largest first."""
-        moment = self.measured["refused"] if self.out_of_memory else None
-        return dict((moment or self.measured["peak"])["sizes"])
+        return dict(self._fullest["sizes"])
 
     @property
     def reserved(self) -> int:
@@ -236,22 +235,15 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A changed run that was rehearsed too.
-
-    Attributes:
-        flags: flags to append.
-        peak: most bytes that tensors took, on the role that failed or reserved most.
-        reserved: most bytes that the allocator reserved, on the same role.
-        why_not: what stopped the changed run; empty if it fits.
-    """
+    """A changed run that was rehearsed too."""
 
     change: str
-    flags: list[str]
+    flags: list[str]  # to append
     gpus: int
     fits: bool
-    peak: int
-    reserved: int
-    why_not: str = ""
+    peak: int  # most bytes that tensors took, on the role that failed or reserved most
+    reserved: int  # most bytes that the allocator reserved, on the same role
+    why_not: str  # what stopped the changed run; empty if it fits
 
 
 IMPORTS = (
@@ -301,7 +293,7 @@ class Options:
         return Device(self.gpu, memory, allowance)
 
 
-class Rehearser:
+class Rehearser(ExitStack):
     """One process with all imports done, from which every role's process is forked.
 
     Use it as a context manager, and close it before opening another one.
@@ -312,10 +304,10 @@ class Rehearser:
         Raises:
             BadInput: the GPU cannot be simulated here.
         """
+        super().__init__()
         self.options = options
         self._say = say
-        self._open = ExitStack()
-        self._folder = self._open.enter_context(scratch_folder("mcore-qwen3vl-rehearsal-"))
+        self._folder = self.enter_context(scratch_folder("mcore-qwen3vl-rehearsal-"))
         self._log = self._folder / "log"
         self._made = 0
         settings = Settings(capability=options.gpu.capability)
@@ -323,13 +315,7 @@ class Rehearser:
             bench = Workbench(IMPORTS, settings, self._log, (BadInput,))
         except Unavailable as error:
             raise BadInput(str(error)) from None
-        self._bench = self._open.enter_context(bench)
-
-    def __enter__(self) -> Rehearser:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._open.__exit__(*exception)
+        self._bench = self.enter_context(bench)
 
     def rehearse(
         self, command: Command, *, stop_at_failure: bool = False, what: str = ""
@@ -383,15 +369,17 @@ class Rehearser:
     def _rehearse_role(self, prepared: Command, role: Role, what: str) -> RoleOutcome:
         device = self.options.device(prepared)
         started = time.monotonic()
-        simulated = SimulatedRank(
-            role.rank, prepared.gpus, device.memory_gib, device.allowance_gib, self.options.routing
-        )
         progress = self._folder / "progress"
         progress.write_text("starting\n", "utf-8")
         try:
             with _report_progress(progress, lambda doing: self._say(f"{what}: {doing}")):
                 measured, report = self._bench.call(
-                    _ON_RANK, list(prepared.flags), progress, simulated=simulated
+                    *(_ON_RANK, list(prepared.flags), progress),
+                    rank=role.rank,
+                    world_size=prepared.gpus,
+                    routing=self.options.routing,
+                    memory_gib=device.memory_gib,
+                    context_gib=device.allowance_gib,
                 )
         except Failed as failed:
             lines = self._log.read_text("utf-8", errors="replace").splitlines()

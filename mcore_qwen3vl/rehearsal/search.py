@@ -35,18 +35,12 @@ _REPLACED = (*SIZES, "--expert-tensor-parallel-size", *RESETTABLE)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout of the same run.
-
-    Attributes:
-        flags: flags to append to the run's own, to override them; empty for the run's own layout.
-        seconds: seconds of a step, modelled from the shape of the model.
-        estimate: modelled bytes of the fullest rank.
-    """
+    """A layout of the same run."""
 
     command: Command
-    flags: tuple[str, ...]
-    seconds: float
-    estimate: float
+    flags: tuple[str, ...]  # to append to the run's own, to override them; empty for its own layout
+    seconds: float  # of a step, modelled from the shape of the model
+    estimate: float  # modelled bytes of the fullest rank
 
     @property
     def is_requested(self) -> bool:
@@ -216,9 +210,9 @@ def work_of(command: Command, a: Architecture) -> list[RankWork]:
             gemm = products + vision * (stage == chunk == 0)
             compute = {"gemm": gemm / divided / 3, "attention": attention / divided / 3}
             compute[ONE_KEY] = compute["attention"] / (sample / 2)  # half of it is before a token
-            forward = compute | {_key(t): size for t, size, _ in exchanges}
+            forward = compute | {t.key: size for t, size, _ in exchanges}
             backward = {name: (2 + again) * n for name, n in compute.items()}
-            backward |= {_key(t): size + again * first for t, first, size in exchanges}
+            backward |= {t.key: size + again * first for t, first, size in exchanges}
             chunks.append({FORWARD: forward, BACKWARD: backward})
         traffic = [*(t for t, _, _ in exchanges), *_gradient_traffic(a, layout, stage)]
         counters = {"launches": 0, "host_syncs": 0}
@@ -273,10 +267,6 @@ def _traffic(
     """Describe an exchange in a group whose members are `apart` ranks from one another."""
     span = (ranks - 1) * apart + 1
     return Traffic(f"{group}_GROUP[{ranks}]", operation, 1, int(size), span)
-
-
-def _key(t: Traffic) -> str:
-    return f"{t.group}\n{t.operation}"
 
 
 FULL_RECOMPUTE = (

@@ -145,22 +145,15 @@ class StepTime:
 
 @dataclass(frozen=True)
 class RankWork:
-    """The work that was counted on one role's rank.
-
-    Attributes:
-        chunks: ``forward`` and ``backward`` work of a micro-batch by virtual stage, see
-            :meth:`mcore_qwen3vl.rehearsal.rank.StageWork.of_iteration`.
-        micro_batches: micro-batches of that iteration.
-        tokens, useful_flops: those of that iteration on this data-parallel rank.
-    """
+    """The work that was counted on one role's rank."""
 
     name: str
     stages: int
-    chunks: Sequence[Mapping[str, Mapping[str, float]]]
+    chunks: Sequence[Mapping[str, Mapping[str, float]]]  # :meth:`.rank.StageWork.of_iteration`
     iteration: Interval
-    micro_batches: int
-    tokens: float
-    useful_flops: float
+    micro_batches: int  # of that iteration
+    tokens: float  # of that iteration on this data-parallel rank
+    useful_flops: float  # likewise
 
 
 class _Parts(NamedTuple):
@@ -228,7 +221,7 @@ class Model:
     def _seconds_of_rank(
         self, rank: RankWork, stage: int, stages: int, micro_batches: int, group: int
     ) -> _Parts:
-        spans = {f"{t.group}\n{t.operation}": t for t in rank.iteration.traffic}
+        spans = {t.key: t for t in rank.iteration.traffic}
         hidden = 0.0
         if "--overlap-moe-expert-parallel-comm" in self._flags:
             virtual = len(rank.chunks)
@@ -338,9 +331,7 @@ def _add_waiting(spent: dict[str, float], seconds: float) -> dict[str, float]:
 
 def _totals(interval: Interval) -> dict[str, float]:
     """Return an iteration's work like :meth:`.rank.Rank.tally`, less the overlapped exchange."""
-    traffic = {
-        f"{t.group}\n{t.operation}": t.size for t in interval.traffic if not _is_overlapped(t)
-    }
+    traffic = {t.key: t.size for t in interval.traffic if not _is_overlapped(t)}
     counters = interval.counters
     host = {"launches": counters["launches"] - interval.fused, "host_syncs": counters["host_syncs"]}
     flops = {kind: interval.flops.get(kind, 0) for kind in KINDS}

@@ -140,9 +140,8 @@ class Buffer:
         local = (row + choice) % experts_per_rank
         host_view(indices).copy_(local.where(row + choice * sizes.received < sizes.rows, -1))
         launch()
-        counts = torch.bincount(host_view(indices).flatten() + 1, minlength=experts_per_rank + 1)[
-            1:
-        ].tolist()
+        rows_of = torch.bincount(host_view(indices).flatten() + 1, minlength=experts_per_rank + 1)
+        counts = rows_of[1:].tolist()  # the first are of no local expert
         weights = topk_weights.new_empty(sizes.received, top)
         return x.new_empty(sizes.received, x.shape[1]), indices, weights, counts, sizes, _Event()
 

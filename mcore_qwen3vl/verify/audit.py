@@ -87,15 +87,10 @@ _FLAWS = {
 
 @dataclass
 class Audit(Report):
-    """The result of an audit.
-
-    Attributes:
-        mistakes: what is wrong with each wrong tensor.
-    """
+    """The result of an audit."""
 
     failures_shown: ClassVar[int] = 5  # the notes have all of them
-
-    mistakes: dict[str, Verdict] = field(default_factory=dict)
+    mistakes: dict[str, Verdict] = field(default_factory=dict)  # of each wrong tensor
 
     @property
     def verdict(self) -> str:
@@ -184,16 +179,14 @@ def _explain(finding: Finding, examined: Side, right: Side) -> Verdict:
     if finding.flaw:
         return _FLAWS.get(finding.flaw, ("another shape", "does not have Hugging Face's shape"))
     if right.pieces[name][0].source.index is None:
-        weights = _Weights(examined, right)
-        return name_mistake(weights, name, weights.examined_values(name))
+        return name_mistake(_Weights(examined, right), name)
     experts = [_Weights(examined, right, expert) for expert in range(len(right.pieces[name]))]
     digests = torch.stack([_digest(weights.examined_values(name)) for weights in experts])
     expected = torch.stack([_digest(weights.right_values(name)) for weights in experts])
     wrong = (digests != expected).any(1).nonzero().flatten().tolist()
     if (order := name_permutation(name, digests, expected)) is not None:
         return order
-    weights = experts[wrong[0]]
-    kind, sentence = name_mistake(weights, name, weights.examined_values(name))
+    kind, sentence = name_mistake(experts[wrong[0]], name)
     return kind, f"{sentence}; this is expert {wrong[0]}, and {len(wrong)} experts are wrong"
 
 
@@ -210,15 +203,6 @@ class _Weights:
     right: Side
     expert: int | None = None
 
-    @property
-    def architecture(self) -> Architecture:
-        return self.right.architecture
-
-    @property
-    def hf(self) -> HuggingFaceCheckpoint:
-        assert isinstance(self.right.stored, HuggingFaceCheckpoint)
-        return self.right.stored
-
     def right_values(self, name: str) -> Tensor:
         """Return the right values, in the dtype of the examined ones."""
         return self.right.read_tensor(name, self.expert).to(self.examined.dtype_of(name))
@@ -230,14 +214,14 @@ class _Weights:
         return values if self.expert is None or len(layouts) == 1 else values.transpose(1, 2)
 
 
-def name_mistake(weights: _Weights, name: str, actual: Tensor) -> Verdict:
-    """Say how `actual` differs from the checkpoint's tensor `name`, of the same shape and dtype."""
-    right, a = weights.right_values(name), weights.architecture
+def name_mistake(weights: _Weights, name: str) -> Verdict:
+    """Say how the examined tensor `name`, of the right shape, differs from the right one."""
+    actual, right = weights.examined_values(name), weights.right_values(name)
     verdict = (
         _name_qkv_order(weights, name)
         or _first_equal(actual, _simple_mistakes(name, actual, right))
         or _name_scale(actual, right)
-        or _first_equal(actual, _layout_mistakes(name, right, a))
+        or _first_equal(actual, _layout_mistakes(name, right, weights.right.architecture))
         or name_permutation(name, actual, right)
         or _name_other_tensor(weights, name, actual)
     )
@@ -291,10 +275,9 @@ def _layout_mistakes(name: str, right: Tensor, a: Architecture) -> Iterator[Cand
             yield "patch order", f"has its patches flattened as {shown}", moved
     elif a.delta_net is not None and re.search(r"\.(in_proj_qkv|conv1d)\.", name):
         net = a.delta_net
-        joined = dict(
-            zip("qkv", right.split([net.key_dim, net.key_dim, net.value_dim]), strict=True)
-        )
-        heads = [part.unflatten(0, (net.num_key_heads, -1)) for part in joined.values()]
+        parts = right.split([net.key_dim, net.key_dim, net.value_dim])
+        joined = dict(zip("qkv", parts, strict=True))
+        heads = [part.unflatten(0, (net.num_key_heads, -1)) for part in parts]
         what = "is laid out head by head, each with q, k, v, instead of as all q, all k, all v"
         yield "permuted QKV", what, torch.cat(heads, dim=1).flatten(0, 1)
         for letters in permutations("qkv"):
@@ -336,13 +319,14 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
     """Say how query, key and value rows are arranged in ``linear_qkv``, if not group by group."""
     if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
         return None
-    rows = table(weights.architecture, mtp=name.startswith(MTP))
+    a = weights.right.architecture
+    rows = table(a, mtp=name.startswith(MTP))
     row = next(r for r in rows if name in {source.name for source in r.sources})
     names = [source.name for source in row.sources]
     if not all(weights.examined.pieces.get(n) for n in names):
         return None
     q, k, v = stored = [weights.right_values(n) for n in names]
-    half = weights.architecture.head_dim // 2
+    half = a.head_dim // 2
 
     def arrangements() -> Iterator[tuple[str, Tensor]]:
         for order in ("qkv", "qvk", "kvq"):
@@ -350,7 +334,7 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
             parts = ", ".join(f"all {letter}" for letter in order)
             yield f"is laid out as {parts} instead of group by group", joined
         yield "has keys and values swapped", row.to_mcore(q, v, k)
-        if weights.architecture.attn_output_gate:
+        if a.attn_output_gate:
             pairs = q.unflatten(0, (-1, 2, 2 * half))
             apart = q.unflatten(0, (2, -1, 2 * half))
             for what, turned in (
@@ -404,9 +388,11 @@ def _slices(tensor: Tensor) -> Iterator[bytes]:
 def _name_other_tensor(weights: _Weights, name: str, actual: Tensor) -> Verdict | None:
     """Say whether `actual` holds the values of another tensor of the checkpoint."""
     shape = tuple(actual.shape)
-    alike = [n for n, e in weights.hf.entries.items() if tuple(e.shape) == shape and n != name]
+    hf = weights.right.stored
+    assert isinstance(hf, HuggingFaceCheckpoint)
+    alike = [n for n, e in hf.entries.items() if tuple(e.shape) == shape and n != name]
     for other in alike[:SEARCH_LIMIT]:
-        start = weights.hf.read_tensor(other, (slice(1),)).to(actual.dtype)
+        start = hf.read_tensor(other, (slice(1),)).to(actual.dtype)
         if torch.equal(start, actual[:1]) and torch.equal(weights.right_values(other), actual):
             return _kind_of_mix_up(name, other), f"holds the values of {other}"
     return None
@@ -429,18 +415,18 @@ def compare_settings(
     """Compare what a checkpoint says of its model with the right config.
 
     It may say so in a Hugging Face config of its own, in Megatron's arguments, or in
-    Megatron-Bridge's ``run_config.yaml``. What it does not say is not compared.
-
-    Args:
-        examined: the checkpoint's directory.
-        stored: the checkpoint.
+    Megatron-Bridge's ``run_config.yaml``. What it does not say is not compared. `examined` is the
+    directory of the checkpoint `stored`.
 
     Raises:
         BadInput: a file is damaged.
     """
     if (folder := identify(examined).hf) is not None:
         yield from compare_configs(Architecture.from_hf(folder), right)
-    saved = saved_settings(stored) if isinstance(stored, MegatronCheckpoint) else {}
+    saved: Mapping[str, Any] = {}
+    if isinstance(stored, MegatronCheckpoint):  # its settings have the names of its maker
+        file = stored.folder / "run_config.yaml"
+        saved = _run_config(file) if file.is_file() else stored.arguments()
     for fact in architecture_facts(right):
         name = fact.argument or ""
         there = [n for n in (name, fact.field or "", OLDER.get(name, "")) if n in saved]
@@ -480,12 +466,6 @@ def _compare_setting(name: str, value: Any, right: Any) -> Finding:
 def _plain(value: Any) -> Any:
     """Return a value in which lists equal tuples, and every form of nothing equals None."""
     return list(value) if isinstance(value, tuple) else value or None
-
-
-def saved_settings(checkpoint: MegatronCheckpoint) -> Mapping[str, Any]:
-    """Return the settings in a checkpoint, by the names of its maker; empty if there are none."""
-    file = checkpoint.folder / "run_config.yaml"
-    return _run_config(file) if file.is_file() else checkpoint.arguments()
 
 
 class _Loader(yaml.SafeLoader):

@@ -137,12 +137,8 @@ class Side:
             vocabulary, form = self.stored.vocab_size, read_form(config)
         else:
             vocabulary, form = None, self.stored.form
-        rows = table(
-            architecture,
-            padded_vocab_size=vocabulary,
-            head=form.head,
-            mtp=self.stored.has_mtp,
-        )
+        mtp = self.stored.has_mtp
+        rows = table(architecture, padded_vocab_size=vocabulary, head=form.head, mtp=mtp)
         self.pieces: dict[str, list[_Piece]] = {}
         for row in rows:
             for number, source in enumerate(row.sources):

@@ -83,18 +83,12 @@ def measure(
     if actual.numel() == 0:
         return Measurement()
     if bitwise:
-        measurement = _measure_bits(actual, expected.to(actual.device))
+        m = _measure_bits(actual, expected.to(actual.device))
     else:
-        measurement = _measure_values(actual, expected)
+        m = _measure_values(actual, expected)
     if main:
-        return measurement
-    return replace(
-        measurement,
-        count=0,
-        copies=measurement.count,
-        different=0,
-        copies_different=measurement.different,
-    )
+        return m
+    return replace(m, count=0, copies=m.count, different=0, copies_different=m.different)
 
 
 def _measure_values(actual: Tensor, expected: Tensor) -> Measurement:
@@ -222,11 +216,8 @@ class Finding:
 
     def __str__(self) -> str:
         where = f" ({self.context})" if self.context else ""
-        what = (
-            self.detail
-            or f"relative error {self.relative_error:.1e}, tolerance {self.tolerance:.0e}"
-        )
-        return f"{self.part} {self.name}{where}: {what}"
+        error = f"relative error {self.relative_error:.1e}, tolerance {self.tolerance:.0e}"
+        return f"{self.part} {self.name}{where}: {self.detail or error}"
 
 
 def findings(
@@ -240,8 +231,7 @@ def findings(
 
     `counts` has the number of values by part and name.
     """
-    keys = dict.fromkeys([*(counts or {}), *measured])
-    for part, name in keys:
+    for part, name in dict.fromkeys([*(counts or {}), *measured]):
         expected = None if counts is None else counts.get((part, name), 0)
         measurement = measured.get((part, name), Measurement())
         yield Finding(part, name, measurement, tolerances[part], expected, context)

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import platform
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -150,10 +151,8 @@ def environment() -> dict[str, str]:
     """Return the versions of the packages that compute, and the machine."""
     versions = {"mcore-qwen3vl": __version__}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version_of(package)
-        except PackageNotFoundError:
-            continue
     versions["python"] = platform.python_version()
     versions["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     return versions
@@ -264,13 +263,12 @@ def html(report: Report) -> str:
     content = report.to_dict()
     failures = len(report.failures)
     listed = min(max(failures, NEAREST_LISTED), LISTED)
+    worst = [finding for finding in report.worst() if finding.relative_error or not finding.ok]
     return environment.get_template("page.html.jinja").render(
         report=report,
         environment=content["environment"],
         command=content["command"],
-        worst=[finding for finding in report.worst() if finding.relative_error or not finding.ok][
-            :listed
-        ],
+        worst=worst[:listed],
         failures=failures,
         contexts=any(finding.context for finding in report.findings),
     )

@@ -162,6 +162,23 @@ def test_attention_is_compared_as_it_is_computed(
     assert kernels.main(["--device", "cpu"]) == 1
 
 
+def test_a_gradient_that_is_no_number_is_an_error(
+    gpu_check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import kernels
+    from mcore_qwen3vl.model.decoder import delta_net as nets
+
+    convolve, rule = nets._PLAIN
+
+    def convolve_wrongly(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:
+        if x.dtype == torch.bfloat16:
+            weight.register_hook(lambda gradient: gradient * math.nan)
+        return convolve(x, weight, *others)
+
+    monkeypatch.setattr(nets, "_PLAIN", (convolve_wrongly, rule))
+    assert next(kernels.delta_net(torch.device("cpu")))[1] == math.inf
+
+
 def test_losses_of_two_runs_are_compared(gpu_check: Any, tmp_path: Path) -> None:
     def log(name: str, losses: list[float]) -> Path:
         lines = [json.dumps({"lm loss": loss}) for loss in losses]

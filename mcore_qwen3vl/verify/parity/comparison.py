@@ -275,8 +275,13 @@ def compare_case(
             if case.dtype == "bf16":
                 allowed = half_precision_tolerances(reference, case, names, folder)
             expected, stepped = reference.results(names, case, folder)
+            if case.device == "cpu":
+                cpu.install()
+            # Imported here, once, so that the forked ranks need not import it again.
+            from mcore_qwen3vl.verify.parity.on_rank import measure_on_rank
+
             ranks = run_layout(
-                _measure_on_rank(case),
+                measure_on_rank,
                 case.layout.world_size,
                 *(reference.path, case, expected, stepped, reference.adapter, mcore),
                 timeout=timeout,
@@ -304,15 +309,6 @@ def _batches_per_run(reference: ReferenceCheckpoint, case: Case) -> int:
     if not case.gradients:
         return len(RECIPES)
     return max(1, GRADIENT_BYTES // (4 * sum(reference.value_counts().values())))
-
-
-def _measure_on_rank(case: Case) -> Callable[..., list[Measurements]]:
-    """Return the function for the ranks, imported here so that they need not import it again."""
-    if case.device == "cpu":
-        cpu.install()
-    from mcore_qwen3vl.verify.parity.on_rank import measure_on_rank
-
-    return measure_on_rank
 
 
 def _runs(batches: Iterable[Batch], case: Case, most: int) -> list[list[str]]:

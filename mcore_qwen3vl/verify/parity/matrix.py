@@ -63,21 +63,14 @@ UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform"}
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """One row of the matrix.
+    """One row of the matrix."""
 
-    Attributes:
-        model: a name in `MODELS`.
-        layout: the layout in the form that ``Layout.parse`` reads.
-        options: further fields of :class:`Case`.
-        lora: a name in ``adapters.ADAPTERS``; only this adapter is trained, and compared with PEFT.
-    """
-
-    model: str
-    layout: str
+    model: str  # a name in `MODELS`
+    layout: str  # in the form that ``Layout.parse`` reads
     batches: tuple[str, ...] = EVERY
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # further fields of :class:`Case`
     note: str = ""
-    lora: str = ""
+    lora: str = ""  # a name in `ADAPTERS`; only this adapter is trained, and compared with PEFT
 
     @classmethod
     def build(

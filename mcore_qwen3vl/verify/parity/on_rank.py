@@ -107,6 +107,7 @@ class _Output:
     """What the last stage computed for one micro-batch."""
 
     number: int
+    rows: Tensor  # (s,): this rank's tokens of each sequence
     losses: Tensor  # (B, s)
     logits: Tensor  # (B, s, V / tp)
 
@@ -224,9 +225,10 @@ class Engine:
 
             def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 assert self._logits is not None
+                rows = chunk.local_tokens(micro.input_ids.shape[1], _packing(micro))
                 # Combined 1F1B frees the losses.
-                outputs.append(_Output(number, losses.detach().clone(), self._logits))
-                counts = micro.loss_mask[:, _local_tokens(chunk, micro)].to(losses.device)
+                outputs.append(_Output(number, rows, losses.detach().clone(), self._logits))
+                counts = micro.loss_mask[:, rows].to(losses.device)
                 return (losses * counts).sum(), counts.sum().int(), {}
 
             return result, loss
@@ -260,9 +262,7 @@ class Engine:
         }
 
     def _measure_output(self, output: _Output, expected: Expected) -> Measurements:
-        chunk, number = self.chunks[-1], output.number
-        micro = expected.batch.micro_batches[number]
-        rows = _local_tokens(chunk, micro)
+        number, rows = output.number, output.rows
         valid = expected.valid[number][:, rows]  # (B, s)
         main = mpu.get_tensor_model_parallel_rank() == 0
         right = expected.losses[number][:, rows][valid]
@@ -274,8 +274,7 @@ class Engine:
     def _measure_logits(
         self, output: _Output, logits: Sequence[Tensor], expected: Expected
     ) -> Measurement:
-        number = output.number
-        rows = _local_tokens(self.chunks[-1], expected.batch.micro_batches[number])
+        number, rows = output.number, output.rows
         valid = expected.valid[number][:, rows]  # (B, s)
         width = output.logits.shape[-1]
         first = mpu.get_tensor_model_parallel_rank() * width
@@ -325,15 +324,12 @@ class Engine:
         """Set what Megatron's training loop sets before it calls the schedule."""
         config = get_model_config(self.model[0])
         config.finalize_model_grads_func = finalize_model_grads
-        single_chunk = len(self.model) == 1
-
-        def of_chunks(method: str) -> Any:
-            functions = [getattr(ddp, method) for ddp in self.model]
-            return functions[0] if single_chunk else functions
-
         if self.case.overlap:
-            config.no_sync_func = of_chunks("no_sync")
-            config.grad_sync_func = of_chunks("start_grad_sync")
+            no_sync = [ddp.no_sync for ddp in self.model]
+            sync = [ddp.start_grad_sync for ddp in self.model]
+            single = len(self.model) == 1
+            config.no_sync_func = no_sync[0] if single else no_sync
+            config.grad_sync_func = sync[0] if single else sync
 
 
 def _multiply_exactly(case: Case) -> dict[str, Any]:
@@ -367,21 +363,11 @@ def _trained_values(parameter: torch.nn.Parameter) -> Tensor | None:
     return parameter.data if parameter.requires_grad else None
 
 
-def _local_tokens(chunk: Qwen3VLModel, micro: MicroBatch) -> Tensor:
-    return chunk.local_tokens(micro.input_ids.shape[1], _packing(micro))
-
-
 def _packing(micro: MicroBatch) -> PackedSeqParams | None:
+    """Return the bounds of packed samples; the model completes them for its kernels."""
     if micro.cu_seqlens is None:
         return None
-    longest = int(micro.cu_seqlens.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=micro.cu_seqlens,
-        cu_seqlens_kv=micro.cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=micro.cu_seqlens)
 
 
 def _gather_gradients(ddp: DistributedDataParallel) -> None:

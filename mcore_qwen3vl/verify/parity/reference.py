@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,20 +108,14 @@ class SavedTensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class Expected:
-    """The reference for one batch.
-
-    Attributes:
-        logits: for each micro-batch (B, S, V) float32, or float64; 0 at padding.
-        losses: for each micro-batch (B, S) cross-entropy of each token, likewise; 0 at padding.
-        valid: for each micro-batch (B, S) bool: not padding.
-        gradients: gradients by HF name, in the model's dtype, of the loss summed over the tokens
-            that count and divided by their number in the whole batch; empty if not asked for.
-    """
+    """The reference for one batch; logits, losses and valid have a tensor for each micro-batch."""
 
     batch: Batch
-    logits: tuple[Tensor, ...]
-    losses: tuple[Tensor, ...]
-    valid: tuple[Tensor, ...]
+    logits: tuple[Tensor, ...]  # (B, S, V) float32, or float64; 0 at padding
+    losses: tuple[Tensor, ...]  # (B, S) cross-entropy of each token, likewise
+    valid: tuple[Tensor, ...]  # (B, S) bool: not padding
+    # By HF name, in the model's dtype, of the loss summed over the tokens that count and divided by
+    # their number in the whole batch; empty if not asked for.
     gradients: Mapping[str, Tensor]
 
 
@@ -138,6 +131,7 @@ class Stepped:
 class Reference:
     """Hugging Face's model on one process; with an adapter, PEFT's, which alone has gradients.
 
+    `network` has the checkpoint's names of modules; PEFT's wrappers are in place of adapted ones.
     `trained` has the parameters with a gradient, by the names used in comparisons: factors are
     ``PARAMETER.lora_A`` and ``.lora_B``.
 
@@ -162,20 +156,19 @@ class Reference:
             model_class = getattr(transformers, name)
         self.dtype = dtype
         with computing_in(dtype):
-            self.model: Any = model_class.from_pretrained(
+            self.network: Any = model_class.from_pretrained(
                 path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
             )
-        weights = self.model.named_parameters()
+        weights = self.network.named_parameters()
         nonfinite = [name for name, weight in weights if not all_finite(weight.detach())]
         for note in nonfinite_notes([{"nonfinite": nonfinite}]):
             raise BadInput(f"{path}: {note} What a model computes with them cannot be compared.")
-        self.trained = dict(self.model.named_parameters())
+        self.model, self.trained = self.network, dict(self.network.named_parameters())
         if adapter is not None:
-            self.model = with_adapter(self.model, adapter)
+            self.model = with_adapter(self.network, adapter)
             if dtype == torch.float64:
                 self.model.double()
             self.trained = trained_parameters(self.model)
-        self._adapted = adapter is not None
         self.model.eval()
 
     def compute_expected(self, batch: Batch, *, gradients: bool = True) -> Expected:
@@ -221,9 +214,7 @@ class Reference:
             with torch.set_grad_enabled(gradients):
                 output = self._forward(sample)
                 of_sample = output.logits[0]  # (L, V)
-                of_tokens = F.cross_entropy(
-                    of_sample.float(), sample.labels, reduction="none"
-                )  # (L,)
+                of_tokens = F.cross_entropy(of_sample.float(), sample.labels, reduction="none")
             if gradients:
                 loss = (of_tokens * sample.loss_mask).sum()
                 ((loss + self.added_loss(output)) * scale).backward()
@@ -256,14 +247,6 @@ class Reference:
             for name, p in self.trained.items()
         }
 
-    @property
-    def network(self) -> Any:
-        """The model, whose modules have the names of the checkpoint.
-
-        With an adapter, PEFT's wrappers are in place of the adapted modules.
-        """
-        return self.model.base_model.model if self._adapted else self.model
-
 
 def with_adapter(model: Any, adapter: Path) -> Any:
     """Return PEFT's model, in which only the adapter is trained."""
@@ -276,18 +259,16 @@ def with_adapter(model: Any, adapter: Path) -> Any:
 
 def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """Return what trains in PEFT's model: ``PARAMETER.lora_A`` and ``.lora_B``, and the rest."""
-    trained: dict[str, torch.nn.Parameter] = {}
-    factors = set()
-    for _, name, layer in lora_layers(model):
-        for factor in ("lora_A", "lora_B"):
-            parameter = getattr(layer, factor)["default"].weight
-            trained[f"{name}.{factor}"] = parameter
-            factors.add(parameter)
+    trained: dict[str, torch.nn.Parameter] = {
+        f"{name}.{factor}": getattr(layer, factor)["default"].weight
+        for _, name, layer in lora_layers(model)
+        for factor in ("lora_A", "lora_B")
+    }
+    factors = set(trained.values())
     for path, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in factors:
-            trained[re.sub(r"\.modules_to_save\.default", "", path.removeprefix(PREFIX))] = (
-                parameter
-            )
+            name = path.removeprefix(PREFIX).replace(".modules_to_save.default", "")
+            trained[name] = parameter
     return trained
 
 
@@ -347,7 +328,7 @@ class ReferenceCheckpoint:
         return self._models[dtype]
 
     def results(
-        self, batches: Sequence[str], case: Case, folder: Path | None = None
+        self, batches: Sequence[str], case: Case, folder: Path | None
     ) -> tuple[list[Expected], Stepped | None]:
         """Return the reference's results for `batches`, and after a step on the last of them.
 

@@ -48,21 +48,14 @@ from mcore_qwen3vl.verify.trace.recording import (
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """The task of every rank.
+    """The task of every rank."""
 
-    Attributes:
-        hf: directory of weights that the model should have.
-        config: directory whose config the model is built from.
-        mcore: Megatron-Core checkpoint that it loads; None: it loads `hf`.
-        recording: Hugging Face's values, in float64.
-    """
-
-    hf: Path
-    config: Path
-    mcore: Path | None
+    hf: Path  # directory of weights that the model should have
+    config: Path  # directory whose config the model is built from
+    mcore: Path | None  # Megatron-Core checkpoint that it loads; None: it loads `hf`
     case: Case
-    recording: Recording
-    adapter: Adapter | None = None
+    recording: Recording  # Hugging Face's values, in float64
+    adapter: Adapter | None
 
 
 def trace_on_rank(request: TraceRequest) -> Measurements:
@@ -116,25 +109,19 @@ class _ComparisonHooks:
             (ACTIVATIONS, self.values, self.recording.values),
             (ACTIVATION_GRADIENTS, self.gradients, self.recording.gradients),
         ):
-            for name, main, rows, columns, value in self._local_values(local):
-                if name in expected:
+            for number, value in local.items():
+                chunk, hook = self.hooks[number]
+                rows, mine, shared = self._rows(chunk, hook, len(value))
+                for columns in (c for c in hook.columns if c.point in expected):
+                    name = columns.point
+                    # If all ranks of a TP group have the same part, only the first answers.
+                    main = shared or columns.split or mpu.get_tensor_model_parallel_rank() == 0
+                    main = main and mpu.get_data_parallel_rank() == 0
+                    main = main and (chunk.pre_process or not name.endswith("rotary_emb"))
                     known = expected[name].flatten(0, -2)[rows][:, columns.reference]
-                    measured.append({(kind, name): measure(value, known, main=main)})
+                    found = value[mine][:, columns.local]
+                    measured.append({(kind, name): measure(found, known, main=main)})
         return merge(measured)
-
-    def _local_values(
-        self, local: dict[int, Tensor]
-    ) -> Iterator[tuple[str, bool, Tensor, ColumnMap, Tensor]]:
-        for number, value in local.items():
-            chunk, hook = self.hooks[number]
-            rows, mine, shared = self._rows(chunk, hook, len(value))
-            value = value[mine]
-            for columns in hook.columns:
-                # If all ranks of a TP group have the same part, only the first answers.
-                main = shared or columns.split or mpu.get_tensor_model_parallel_rank() == 0
-                main = main and mpu.get_data_parallel_rank() == 0
-                main = main and (chunk.pre_process or not columns.point.endswith("rotary_emb"))
-                yield columns.point, main, rows, columns, value[:, columns.local]
 
     def _rows(self, chunk: Qwen3VLModel, hook: Hook, count: int) -> tuple[Tensor, Tensor, bool]:
         """Return rows of the recording, the matching local rows, and whether TP divides them."""
@@ -142,14 +129,14 @@ class _ComparisonHooks:
             return self._visual_rows(chunk, hook.rows == "features", count)
         micro = self.recording.micro
         batch, length = micro.input_ids.shape
-        for sequence_parallel in (True, False):
+        for shared in (bool(chunk.config.sequence_parallel), False):
             positions = local_positions(
                 length,
                 cp_size=mpu.get_context_parallel_world_size(),
                 cp_rank=mpu.get_context_parallel_rank(),
                 tp_size=mpu.get_tensor_model_parallel_world_size(),
                 tp_rank=mpu.get_tensor_model_parallel_rank(),
-                sequence_parallel=sequence_parallel and chunk.config.sequence_parallel,
+                sequence_parallel=shared,
                 cu_seqlens=micro.cu_seqlens,
             )
             if len(positions) * batch == count:
@@ -161,8 +148,7 @@ class _ComparisonHooks:
         rows = (positions[:, None] + torch.arange(batch) * length).flatten()
         valid = self.recording.expected.valid[0].flatten()
         mine = torch.nonzero(valid[rows]).squeeze(1)
-        shared = sequence_parallel and chunk.config.sequence_parallel
-        return rows[mine], mine, bool(shared)
+        return rows[mine], mine, shared
 
     def _visual_rows(
         self, chunk: Qwen3VLModel, features: bool, count: int
@@ -170,8 +156,7 @@ class _ComparisonHooks:
         tower, visual = chunk.visual, self.recording.micro.visual
         group = tower.sharing_group
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-        empty = torch.empty(0, dtype=torch.int64)
-        frames = visual.frame_patches if visual is not None else empty
+        frames = torch.empty(0, dtype=torch.int64) if visual is None else visual.frame_patches
         unit = tower.spatial_merge_unit
         share = share_frames(frames, unit, ranks, rank)
         rows = share.patch_rows[::unit] // unit if features else share.patch_rows
@@ -196,53 +181,37 @@ class _ComparisonHooks:
         return keep
 
     def _gradient_scale(self, number: int) -> float:
-        """Return the factor that corrects a gradient inside the vision tower.
-
-        If TP shares the tower's work without SP, gradients there are TP times too large. Megatron
-        averages the parameters' gradients over TP afterwards.
-        """
+        """Return the factor that corrects a gradient inside the vision tower."""
         chunk, hook = self.hooks[number]
-        tp = mpu.get_tensor_model_parallel_world_size()
         shared = hook.rows != "tokens" and chunk.visual.sharing_group is not None
-        return 1 / tp if shared and not chunk.config.sequence_parallel else 1.0
+        # If TP shares the tower's work without SP, gradients there are TP times too large. Megatron
+        # averages the parameters' gradients over TP afterwards.
+        return 1 / _tp_size() if shared and not chunk.config.sequence_parallel else 1.0
 
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """The columns of a probe point that a local tensor holds.
-
-    Attributes:
-        local, reference: the columns in the local tensor and at the probe point.
-        split: whether other ranks of the TP group hold other columns.
-    """
+    """The columns of a probe point that a local tensor holds."""
 
     point: str
-    local: slice = slice(None)
-    reference: slice = slice(None)
-    split: bool = False
+    local: slice = slice(None)  # columns of the local tensor
+    reference: slice = slice(None)  # the same at the probe point
+    split: bool = False  # whether other ranks of the TP group hold other columns
 
 
 @dataclass(frozen=True)
 class Hook:
-    """A tensor that a module of this chunk takes or returns.
-
-    Attributes:
-        rows: what its rows stand for; tokens are sequence-major.
-        columns: the columns of probe points that it holds.
-        pick: returns the tensor from the input or output.
-        spread: brings that tensor into the compared form.
-        wide: number of trailing axes that make the columns.
-        shared: whether several ranks hold the same columns, each with part of their gradient.
-    """
+    """A tensor that a module of this chunk takes or returns."""
 
     module: nn.Module
-    rows: Rows
-    columns: tuple[ColumnMap, ...]
+    rows: Rows  # what its rows stand for; tokens are sequence-major
+    columns: tuple[ColumnMap, ...]  # the columns of probe points that it holds
     side: str = "output"
+    # It returns the tensor from the input or output.
     pick: Callable[[Any], Tensor] = lambda value: value[0] if isinstance(value, tuple) else value
-    spread: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    wide: int = 1
-    shared: bool = False
+    spread: Callable[[Tensor], Tensor] = lambda tensor: tensor  # brings it into the compared form
+    wide: int = 1  # number of trailing axes that make the columns
+    shared: bool = False  # whether several ranks hold these columns, each with part of a gradient
 
     def flat(self, tensor: Tensor) -> Tensor:
         """Return the compared form of `tensor` as (rows, columns)."""

@@ -46,22 +46,15 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True)
 class ProbePoint:
-    """One probe point on the data path.
+    """One probe point on the data path."""
 
-    Attributes:
-        name: HF module name, with ``:input`` for the input of a module whose output is one too.
-        rows: what its rows stand for.
-        module: HF module with the hook.
-        side: whether the module's input or output is compared.
-        pick: returns the tensor to compare from that input or output; its gradient is compared too.
-        spread: brings that tensor, or its gradient, into the compared form, given the whole output.
-    """
-
-    name: str
+    name: str  # HF module name, with ``:input`` for the input of a module whose output is one too
     rows: Rows
-    module: str
-    side: Literal["input", "output"] = "output"
+    module: str  # HF module with the hook
+    side: Literal["input", "output"] = "output"  # which of the module's is compared
+    # It returns the tensor to compare from that input or output; its gradient is compared too.
     pick: Callable[[Any], Tensor] = lambda value: value
+    # It brings that tensor, or its gradient, into the compared form, given the whole output.
     spread: Callable[[Tensor, Any], Tensor] = lambda tensor, value: tensor
 
 
@@ -154,23 +147,25 @@ class Tolerances(dict[tuple[str, str], float]):
 
 @dataclass
 class Recording:
-    """Values of one micro-batch at every probe point.
+    """Values of one micro-batch at every probe point."""
 
-    Attributes:
-        points: the probe points, in the order of the data.
-        micro: the micro-batch.
-        values: values by probe point: (B, S, W), zero at padding; (P, W) or (N, W).
-        gradients: the loss's gradients, in the same form; empty if not asked for.
-        expected: logits, losses and gradients of the parameters.
-        tolerances: largest relative error that rounding explains, of the values in float64.
-    """
-
-    points: list[ProbePoint]
+    points: list[ProbePoint]  # in the order of the data
     micro: MicroBatch
-    values: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    expected: Expected
+    values: dict[str, Tensor]  # by probe point: (B, S, W), zero at padding; (P, W) or (N, W)
+    gradients: dict[str, Tensor]  # the loss's, in the same form; empty if not asked for
+    expected: Expected  # logits, losses and gradients of the parameters
+    # Largest relative errors that rounding explains, of the values in float64.
     tolerances: Tolerances = field(default_factory=Tolerances)
+
+    def parts(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return values by part and name; of logits and loss those of the first micro-batch."""
+        return {
+            ACTIVATIONS: self.values,
+            ACTIVATION_GRADIENTS: self.gradients,
+            GRADIENTS: self.expected.gradients,
+            "logits": {"all": self.expected.logits[0]},
+            "loss": {"all": self.expected.losses[0]},
+        }
 
     def assemble(self, point: ProbePoint, outputs: Sequence[Tensor]) -> Tensor:
         """Join the values of a module's calls, in their order, into those of the micro-batch.
@@ -277,29 +272,9 @@ class TraceReference(ReferenceCheckpoint):
 
 def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
     """Return the rounding error of float32 itself at each probe point, times `MARGIN`."""
-    pairs: list[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]] = [
-        (ACTIVATIONS, rounded.values, exact.values),
-        (ACTIVATION_GRADIENTS, rounded.gradients, exact.gradients),
-        (GRADIENTS, rounded.expected.gradients, exact.expected.gradients),
-        (
-            "logits",
-            _of_first_micro_batch(rounded.expected.logits),
-            _of_first_micro_batch(exact.expected.logits),
-        ),
-        (
-            "loss",
-            _of_first_micro_batch(rounded.expected.losses),
-            _of_first_micro_batch(exact.expected.losses),
-        ),
-    ]
     tolerances = Tolerances()
-    for part, of_rounded, of_exact in pairs:
-        for name, expected in of_exact.items():
-            error = measure(of_rounded[name], expected).relative
+    for part, values in exact.parts().items():
+        for name, expected in values.items():
+            error = measure(rounded.parts()[part][name], expected).relative
             tolerances[part, name] = MARGIN * max(error, EPSILON)
     return tolerances
-
-
-def _of_first_micro_batch(values: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return the values of the batch that is traced, under the trace's name for all layers."""
-    return {"all": values[0]}

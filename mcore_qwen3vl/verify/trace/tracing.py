@@ -15,7 +15,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verify.audit import compare_configs
-from mcore_qwen3vl.verify.measurement import Finding, Measurement, Measurements, merge, take_frozen
+from mcore_qwen3vl.verify.measurement import Finding, Measurement, merge, take_frozen
 from mcore_qwen3vl.verify.parity.case import MEDIA, Batch, Case, MicroBatch, Sample, micro_batch
 from mcore_qwen3vl.verify.report import Report
 from mcore_qwen3vl.verify.trace.recording import (
@@ -23,7 +23,6 @@ from mcore_qwen3vl.verify.trace.recording import (
     ACTIVATIONS,
     GRADIENTS,
     WEIGHTS,
-    ProbePoint,
     Recording,
     TraceReference,
 )
@@ -41,13 +40,10 @@ class Trace(Report):
 
     The findings are activations in the order of the data, then gradients in the order of the
     backward pass, then weights.
-
-    Attributes:
-        first: the first probe point outside the expected rounding; None if there is none.
-        settings: the fields in which the examined config is another model's.
     """
 
-    first: Finding | None = None
+    first: Finding | None = None  # the first probe point outside the expected rounding
+    # The fields in which the examined config is another model's.
     settings: list[Finding] = field(default_factory=list)
     failures_shown: ClassVar[int] = 5  # most of the others only follow from the first
 
@@ -180,13 +176,17 @@ def trace(
         "images and videos": 0 if micro.visual is None else len(micro.visual.grid_thw),
     }
     result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
-    for key in dict.fromkeys([*_search_order(exact.points), *counts, *measured]):
+    points = [point.name for point in exact.points]
+    # Forward along the data path, then backward against it.
+    order = [(ACTIVATIONS, name) for name in points] + [("logits", "all"), ("loss", "all")]
+    order += [(ACTIVATION_GRADIENTS, name) for name in reversed(points)]
+    for key in dict.fromkeys([*order, *counts, *measured]):
         if key in counts or key in measured:
-            measurement = measured.get(key, Measurement())
-            tolerance = exact.tolerances[key]
-            result.findings.append(Finding(*key, measurement, tolerance, counts.get(key)))
-    first = _first_out_of_tolerance(measured, exact)
-    result.first = next((f for f in result.findings if (f.part, f.name) == first), None)
+            found, tolerance = measured.get(key, Measurement()), exact.tolerances[key]
+            result.findings.append(Finding(*key, found, tolerance, counts.get(key)))
+    # Weights are not on the data path.
+    computed = (f for f in result.findings if f.part != WEIGHTS)
+    result.first = next((f for f in computed if f.relative_error > f.tolerance), None)
     result.settings = [f for f in compare_configs(examined_config, architecture) if not f.ok]
     return result
 
@@ -237,22 +237,6 @@ def _expected_counts(
         if shared or inside:
             del counts[part, name]
     return counts
-
-
-def _search_order(points: list[ProbePoint]) -> list[tuple[str, str]]:
-    """Return the order of the search: forward along the data path, then backward against it."""
-    forward = [(ACTIVATIONS, point.name) for point in points]
-    backward = [(ACTIVATION_GRADIENTS, point.name) for point in reversed(points)]
-    return [*forward, ("logits", "all"), ("loss", "all"), *backward]
-
-
-def _first_out_of_tolerance(measured: Measurements, exact: Recording) -> tuple[str, str] | None:
-    """Return the first comparison out of tolerance; weights, not on the data path, are left out."""
-    gradients = [key for key in measured if key[0] == GRADIENTS]
-    for key in [*_search_order(exact.points), *gradients]:
-        if key in measured and measured[key].relative > exact.tolerances[key]:
-            return key
-    return None
 
 
 def from_prompt(
