@@ -329,8 +329,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
     family, text = family_of(config), text_section(config)
     if text.get("attention_bias"):
         raise BadInput("text_config.attention_bias is true; none of these models has one.")
-    if text.get("hidden_act", "silu") != "silu":
-        raise BadInput(f"text_config.hidden_act is {text['hidden_act']!r:.40}; expected 'silu'.")
+    _expect(text, "text_config", "hidden_act", "silu")
     layers = _size(text, "num_hidden_layers")
     delta_net_layers = _delta_net_layers(text, layers, family)
     rotated = _rotated_part(text, family)
@@ -384,10 +383,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         initializer_range=_number(text, "initializer_range", 0.02, least=0),
         tie_word_embeddings=ties_embeddings(config),
         dtype=_dtype(config, text),
-        image_token_id=tokens["image_token_id"],
-        video_token_id=tokens["video_token_id"],
-        vision_start_token_id=tokens["vision_start_token_id"],
-        vision_end_token_id=tokens["vision_end_token_id"],
+        **tokens,
         vision=vision,
         delta_net=_delta_net(text) if family.hybrid else None,
         delta_net_layers=delta_net_layers,
@@ -446,10 +442,7 @@ def _delta_net(text: dict[str, Any]) -> DeltaNetArchitecture:
             f"text_config.attn_output_gate is {text['attn_output_gate']!r:.40}; in Qwen3.5 every "
             "attention has an output gate."
         )
-    if text.get("output_gate_type", "swish") not in ("swish", "silu"):
-        raise BadInput(
-            f"text_config.output_gate_type is {text['output_gate_type']!r:.40}; expected 'swish'."
-        )
+    _expect(text, "text_config", "output_gate_type", "swish", "silu")
     names = DeltaNetArchitecture.__dataclass_fields__
     net = DeltaNetArchitecture(**{name: _size(text, f"linear_{name}") for name in names})
     if net.num_value_heads % net.num_key_heads:
@@ -466,9 +459,8 @@ def _mtp_layers(text: dict[str, Any]) -> int:
             "text_config.mtp_use_dedicated_embeddings is true; layers that predict a further token "
             "with an embedding of their own are not supported."
         )
-    if text.get("mtp_num_hidden_layers") is None:
-        return 0
-    return _integer(text, "mtp_num_hidden_layers", most=1)
+    name = "mtp_num_hidden_layers"
+    return 0 if text.get(name) is None else _integer(text, name, most=1)
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
@@ -496,23 +488,10 @@ def _vision(vision: dict[str, Any], family: Family) -> VisionArchitecture:
             f"{numbers['num_heads']} heads whose size is a multiple of 4, as their rotary "
             "positions in two directions need."
         )
-    if vision.get("hidden_act", VISION_ACTIVATION) != VISION_ACTIVATION:
-        raise BadInput(
-            f"vision_config.hidden_act is {vision['hidden_act']!r:.40}; "
-            f"expected {VISION_ACTIVATION!r}."
-        )
+    _expect(vision, "vision_config", "hidden_act", VISION_ACTIVATION)
     rope = _section(vision, "rope_parameters") if vision.get("rope_parameters") else {}
-    theta = rope.get("rope_theta", VISION_ROPE_THETA)
-    if theta != VISION_ROPE_THETA:
-        raise BadInput(
-            f"vision_config.rope_parameters.rope_theta is {theta!r:.40}; "
-            f"expected {VISION_ROPE_THETA}."
-        )
-    if rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise BadInput(
-            f"vision_config.rope_parameters.rope_type is {rope['rope_type']!r:.40}; expected "
-            "'axial'."
-        )
+    _expect(rope, "vision_config.rope_parameters", "rope_theta", VISION_ROPE_THETA)
+    _expect(rope, "vision_config.rope_parameters", "rope_type", "axial", "default")
     indexes = _integers(vision, "deepstack_visual_indexes", default=family.deepstack)
     if indexes and not family.deepstack:
         raise BadInput(
@@ -734,6 +713,12 @@ def _heads(text: dict[str, Any], family: Family) -> tuple[int, int, int]:
             "and there is no head_dim."
         )
     return heads, kv_heads, hidden // heads
+
+
+def _expect(section: dict[str, Any], where: str, name: str, *accepted: Any) -> None:
+    """Raise BadInput if a field is given, with another value than those that are accepted."""
+    if name in section and section[name] not in accepted:
+        raise BadInput(f"{where}.{name} is {section[name]!r:.40}; expected {accepted[0]!r}.")
 
 
 def _require_same(section: dict[str, Any], name: str, other: str, where: str) -> None:
