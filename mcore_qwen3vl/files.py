@@ -142,16 +142,25 @@ def read_object(path: Path, name: str, where: str) -> dict[str, Any]:
     """
     refuse_special_files(path)
     file = path / name if path.is_dir() else path
+    if not file.exists():
+        raise BadInput(f"{file} does not exist. {where}; check the path.")
+    return read_fields(file)
+
+
+def read_fields(file: Path) -> dict[str, Any]:
+    """Do as :func:`read_object` for a file; one that does not exist has no field."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise BadInput(f"{file} does not exist. {where}; check the path.") from None
+        return {}
     except (OSError, ValueError) as error:
         raise BadInput(
             f"{file} cannot be read as JSON: {error!s:.200}. Copy the file again."
         ) from None
     if not isinstance(content, dict):
-        raise BadInput(f"{file} holds {type(content).__name__}, not a JSON object.")
+        raise BadInput(
+            f"{file} holds {type(content).__name__}, not a JSON object. Copy the file again."
+        )
     return content
 
 

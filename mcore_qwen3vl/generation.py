@@ -43,7 +43,7 @@ from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rg
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.records.video import load_frames, probe_video, sample_frames
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object
+from mcore_qwen3vl.files import read_fields
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
 from mcore_qwen3vl.model.decoder.attention import TorchAttention
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
@@ -461,7 +461,7 @@ def with_turn_end(folder: Path) -> dict[str, bytes]:
     end, file = unlisted_turn_end(folder), folder / "generation_config.json"
     if end is None or not file.is_file():
         return {}
-    content = read_object(file, file.name, "")
+    content = read_fields(file)
     ids = first_of(content.get("eos_token_id"), [])
     ids = ids if isinstance(ids, list) else [ids]
     return {file.name: dumps({**content, "eos_token_id": [*ids, end.id]})}
