@@ -114,20 +114,20 @@ def generate(
     )
     limit = first_of(max_new_tokens, config.max_new_tokens, MAX_NEW_TOKENS)
     check_lengths(model.architecture, prompts, limit)
-    streamers = [_Streamer(processor.tokenizer, i, stream) for i in range(len(prompts.lengths))]
-    stop = stop_tokens(config, processor.tokenizer)
+    tokenizer, count = processor.tokenizer, len(prompts.lengths) if stream else 0
+    stop = stop_tokens(config, tokenizer)
     answers = decode(
         model,
         prompts,
         sampler,
         max_new_tokens=limit,
         stop=stop,
-        pad=pad_token(config, processor.tokenizer),
-        streamers=streamers if stream else [],
+        pad=first_of(config.pad_token_id, tokenizer.pad_token_id, 0),
+        streamers=[_Streamer(tokenizer, number, stream) for number in range(count)],
     )
     return [
         Generation(
-            processor.tokenizer.decode(ids, skip_special_tokens=True),
+            tokenizer.decode(ids, skip_special_tokens=True),
             ids,
             length,
             "stop" if ids[-1] in stop else "length",
@@ -502,8 +502,17 @@ class Sampler:
             raise BadInput(
                 "top_p and top_k have no effect on greedy decoding: set a temperature above 0."
             )
+        self.processors = LogitsProcessorList()
         try:
-            self.processors = self._logits_processors(config, temperature, top_p, top_k)
+            if (penalty := config.repetition_penalty or 1.0) != 1.0:
+                self.processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+            if not self.greedy:
+                if (divisor := first_of(temperature, config.temperature, 1.0)) != 1.0:
+                    self.processors.append(TemperatureLogitsWarper(divisor))
+                if count := first_of(top_k, config.top_k, 50):
+                    self.processors.append(TopKLogitsWarper(count))
+                if (share := first_of(top_p, config.top_p, 1.0)) != 1.0:
+                    self.processors.append(TopPLogitsWarper(share))
         except (ValueError, TypeError) as error:
             raise BadInput(f"generation_config.json cannot be used: {error}.") from None
         self.generator = torch.Generator(device)
@@ -511,25 +520,6 @@ class Sampler:
             self.generator.seed()
         else:
             self.generator.manual_seed(seed)
-
-    def _logits_processors(
-        self,
-        config: GenerationConfig,
-        temperature: float | None,
-        top_p: float | None,
-        top_k: int | None,
-    ) -> LogitsProcessorList:
-        processors = LogitsProcessorList()
-        if (penalty := config.repetition_penalty or 1.0) != 1.0:
-            processors.append(RepetitionPenaltyLogitsProcessor(penalty))
-        if not self.greedy:
-            if (divisor := first_of(temperature, config.temperature, 1.0)) != 1.0:
-                processors.append(TemperatureLogitsWarper(divisor))
-            if count := first_of(top_k, config.top_k, 50):
-                processors.append(TopKLogitsWarper(count))
-            if (share := first_of(top_p, config.top_p, 1.0)) != 1.0:
-                processors.append(TopPLogitsWarper(share))
-        return processors
 
     def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Choose the next token of each sequence, (B,) int64.
@@ -551,11 +541,6 @@ def stop_tokens(config: GenerationConfig, tokenizer: Any) -> set[int]:
     if any(type(token) is not int for token in ids):
         raise BadInput(f"eos_token_id of generation_config.json is {ids!r:.80}: ids are needed.")
     return set(ids)
-
-
-def pad_token(config: GenerationConfig, tokenizer: Any) -> int:
-    """Return the id that pads answers which end before the others."""
-    return first_of(config.pad_token_id, tokenizer.pad_token_id, 0)
 
 
 def first_of(*values: Any) -> Any:
