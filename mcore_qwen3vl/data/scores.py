@@ -229,7 +229,7 @@ def join_tops(parts: Sequence[Top]) -> Top:
 
 
 def teachers_of(
-    sources: Sequence[Source], temperature: float | None, *, tokenizer: Any, vocab_size: int
+    sources: Sequence[Source], temperature: float | None, tokenizer: Any, vocab_size: int
 ) -> list[Teacher]:
     """Open the files beside the data sets; return none without a `temperature`."""
     if temperature is None:
@@ -283,8 +283,7 @@ class Teacher:
         seen = row["digest"][0].as_py(), row["tokens"][0].as_py()
         if seen != (digest(input_ids), trained_tokens):
             raise _other_tokens(self._data, index, self._file)
+        values = (row[name][0].values.to_numpy() for name in _ENCODED)
         # A copy, since a tensor on the memory map could be written to.
-        ids, log_probs = (
-            torch.from_numpy(row[name][0].values.to_numpy().copy()) for name in _ENCODED
-        )
+        ids, log_probs = (torch.from_numpy(array.copy()) for array in values)
         return Top(ids.view(-1, self._k), log_probs.view(-1, self._k + 1))
