@@ -9,7 +9,7 @@ buffer that never ends, from which a record may come twice before another comes 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,12 +103,10 @@ def _load(
     path = source.path.absolute()
     place = ensure_index(path)
     is_metadataset = place.suffix in (".yaml", ".yml")
-    limited = source.max_samples is not None and not is_metadataset
     options: dict[str, Any] = {
         "training": training,
         "worker_config": workers,
         "subflavors": {SOURCE: number},
-        "subset": DatasetSubset(absolute_range=(0, source.max_samples)) if limited else None,
     }
     if shuffle:
         options["max_samples_per_sequence"] = _RUN_LENGTH
@@ -135,22 +133,16 @@ def _load(
             **options,
         )
         datasets, mode = loaded.datasets, loaded.blend_mode
-    for dataset in datasets:
-        _drop_long_subset(dataset.dataset, source.max_samples)
+    if source.max_samples is not None and not is_metadataset:
+        whole: Any = datasets[0].dataset
+        if source.max_samples < len(whole):  # energon refuses a subset that is longer
+            whole.subset = DatasetSubset(absolute_range=(0, source.max_samples))
     return datasets, mode
 
 
 def are_numbered(datasets: Sequence[LoadedDataset]) -> bool:
     """Return whether any record can be read alone: those of tars are read shard by shard."""
     return not any(isinstance(dataset.dataset, BaseWebdatasetFactory) for dataset in datasets)
-
-
-def _drop_long_subset(factory: Any, max_samples: int | None) -> None:
-    """Drop a subset that is longer than the data set, which energon refuses."""
-    subset, factory.subset = factory.subset, None
-    longer = max_samples is not None and max_samples >= len(factory)
-    if not (longer and subset is not None and subset.absolute_range == (0, max_samples)):
-        factory.subset = subset
 
 
 def _check_leaves(path: Path) -> None:
@@ -190,7 +182,9 @@ class Part(Dataset[Any]):
         with redirect_stdout(io.StringIO()):  # energon prints how it divides the data
             built = factory.build()
         samples = built.dataset
-        self._readers, self._load = samples.join_readers, built.map_fn
+        self._readers = samples.join_readers
+        self.crude: Callable[[RawSampleData], Any] = built.map_fn
+        """Makes energon's crude sample of a raw one; any exception means that the record is bad."""
         offsets = samples.workers_slice_offsets[0]
         self.first = offsets[0]
         """The number of the first sample in the files."""
@@ -223,10 +217,6 @@ class Part(Dataset[Any]):
                 "damaged: write it again."
             ) from error
         return RawSampleData(__restore_key__=("Webdataset", number), data=data)
-
-    def crude(self, raw: RawSampleData) -> Any:
-        """Return energon's crude sample; any exception means that the record is bad."""
-        return self._load(raw)
 
 
 class CrudeSamples(ConcatDataset[Any]):
@@ -421,16 +411,13 @@ class Order:
 
     def _permutation(self, part: int, epoch: int) -> Sequence[int]:
         if self._seed is None:
-            epoch = 0
+            return range(len(self._parts[part]))
         if self._permutations.get(part, (-1,))[0] != epoch:
-            self._permutations[part] = epoch, self._permutation_of(part, epoch)
+            self._permutations[part] = epoch, self._permute(part, epoch)
         return self._permutations[part][1]
 
-    def _permutation_of(self, part: int, epoch: int) -> Any:
-        source = self._parts[part]
-        if self._seed is None:
-            return range(len(source))
-        random = self._random(part, epoch)
+    def _permute(self, part: int, epoch: int) -> Any:
+        source, random = self._parts[part], self._random(part, epoch)
         if source.runs is None:  # kept in half the bytes, by each data worker of each rank
             return random.permutation(len(source)).astype(np.int32)
         # Rows of a table are decoded together, so some groups are read side by side, each from its
@@ -493,9 +480,6 @@ class _Ordered(SavableDataset[Any]):
 
     def can_restore_sample(self) -> bool:
         return True
-
-    def assert_can_restore(self) -> None:
-        pass
 
     def config(self) -> dict[str, Any]:
         return {"type": type(self).__qualname__}
