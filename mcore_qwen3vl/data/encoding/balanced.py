@@ -213,9 +213,6 @@ class _Stubs:
         """Take a data set, and the reader of the samples themselves."""
         self._factory, self.runs = factory, getattr(reader, "runs", None)
 
-    def __len__(self) -> int:
-        return len(self._factory.sizes)
-
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         factory = self._factory
         size, shard, number = factory.sizes[index], factory.path.name, index
