@@ -408,21 +408,17 @@ def _delta_net_layers(text: dict[str, Any], layers: int, family: Family) -> tupl
     ``layer_types`` says it; without that, all but every `full_attention_interval`-th layer are.
     """
     types = text.get("layer_types") or []
+    known = list(LAYER_TYPES) if family.hybrid else ["full_attention"]
+    if not isinstance(types, list) or any(kind not in known for kind in types):
+        raise BadInput(
+            f"text_config.layer_types is {types!r:.80}; expected a list of {' and '.join(known)}."
+        )
     if not family.hybrid:
-        if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-            raise BadInput(
-                f"text_config.layer_types is {types!r:.80}; expected full_attention in all."
-            )
         return (False,) * layers
     interval = _size({"full_attention_interval": 4, **text}, "full_attention_interval")
     regular = tuple((layer + 1) % interval != 0 for layer in range(layers))
     if not types:
         return regular
-    if not isinstance(types, list) or any(kind not in LAYER_TYPES for kind in types):
-        raise BadInput(
-            f"text_config.layer_types is {types!r:.80}; expected a list of "
-            f"{' and '.join(LAYER_TYPES)}."
-        )
     if len(types) != layers:
         raise BadInput(
             f"text_config.layer_types names {len(types)} layers, and num_hidden_layers is {layers}."
