@@ -158,7 +158,7 @@ def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
 
     The title is plain text, as in the functions below.
     """
-    bar = Progress(
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
@@ -168,8 +168,7 @@ def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
         console=messages,
         transient=True,
         disable=quiet or not messages.is_terminal,
-    )
-    with bar:
+    ) as bar:
         task = bar.add_task(plain(title), total=None, name="")
         yield lambda done, total, name: bar.update(
             task, completed=done, total=total, name=visible(name)
@@ -194,7 +193,7 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
 
         yield say
         return
-    bar = Progress(
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} {task.fields[what]}"),
@@ -202,8 +201,7 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
         console=messages,
         transient=True,
         auto_refresh=False,  # a refreshing thread could hold the terminal's lock as ranks fork
-    )
-    with bar:
+    ) as bar:
         task = bar.add_task(plain(title), total=total, what=what)
         yield lambda done: bar.update(task, completed=done, refresh=True)
 

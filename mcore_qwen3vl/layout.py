@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Self
 
 from mcore_qwen3vl.config import Architecture
@@ -396,14 +396,11 @@ def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group:
     backwards = [Pass(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
     ahead = ranks - rank - 1
     if chunks > 1:
-        ahead = min(2 * ahead + (chunks - 1) * group, len(table))
+        ahead = 2 * ahead + (chunks - 1) * group
     ahead = min(ahead, len(table))
-    steady = [
-        work
-        for pair in zip(forwards[ahead:], backwards[: len(table) - ahead], strict=True)
-        for work in pair
-    ]
-    return [*forwards[:ahead], *steady, *backwards[len(table) - ahead :]]
+    rest = len(table) - ahead
+    steady = chain.from_iterable(zip(forwards[ahead:], backwards[:rest], strict=True))
+    return [*forwards[:ahead], *steady, *backwards[rest:]]
 
 
 @dataclass(frozen=True)

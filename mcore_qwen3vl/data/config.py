@@ -299,7 +299,12 @@ def _expand_mixture(path: Path, weight: float) -> list[Source]:
         )
     if "datasets" not in content:
         return [Source(path, weight)]
-    sources = _mixture(content, path)
+    if other := sorted(set(content) - {"datasets"}):
+        raise BadInput(f"{path}: unknown key {other[0]!r}; the only key is datasets.")
+    entries = content["datasets"]
+    if not isinstance(entries, list) or not entries:
+        raise BadInput(f"{path}: datasets must be a list with at least one entry.")
+    sources = [_source(entry, f"{path}: data set {i}", path) for i, entry in enumerate(entries, 1)]
     total = sum(source.weight for source in sources)
     return [replace(source, weight=weight * source.weight / total) for source in sources]
 
@@ -311,16 +316,6 @@ def _content(path: Path) -> Any:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
-
-
-def _mixture(content: Mapping[str, Any], path: Path) -> list[Source]:
-    """Return the data sets in the content of a mixture file."""
-    entries = content["datasets"]
-    if other := sorted(set(content) - {"datasets"}):
-        raise BadInput(f"{path}: unknown key {other[0]!r}; the only key is datasets.")
-    if not isinstance(entries, list) or not entries:
-        raise BadInput(f"{path}: datasets must be a list with at least one entry.")
-    return [_source(entry, f"{path}: data set {i + 1}", path) for i, entry in enumerate(entries)]
 
 
 def _source(entry: Any, where: str, file: Path) -> Source:

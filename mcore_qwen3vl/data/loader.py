@@ -203,14 +203,13 @@ def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
             worker |= {"offset": 0} if "offset" in worker else {}
             workers[:] = [copy.deepcopy(worker) for _ in workers]
         state["loader"] = {**state["loader"], "next_worker_id": 0} if known else None
-        return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
-    for worker in workers:
-        for packing in states_of(SharedPacking, worker):
-            SharedPacking.go_on(
-                packing, packing["_base"] + _count_taken(worker) * state["world_size"]
-            )
-        if "offset" in worker:  # a state without data workers has none
-            worker["offset"] = 0
+    else:
+        for worker in workers:
+            taken = _count_taken(worker) * state["world_size"]
+            for packing in states_of(SharedPacking, worker):
+                SharedPacking.go_on(packing, packing["_base"] + taken)
+            if "offset" in worker:  # a state without data workers has none
+                worker["offset"] = 0
     return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
 
 
@@ -486,11 +485,8 @@ class Loader(Iterator[Batch]):
         """
         if state.get("balance", False) != self._balanced:
             was, now = ("without", "with") if self._balanced else ("with", "without")
-            remedy = (
-                "Add --no-balance."
-                if self._balanced
-                else "Pass --packing and --balance, and leave --no-balance out."
-            )
+            remedy = "Pass --packing and --balance, and leave --no-balance out."
+            remedy = "Add --no-balance." if self._balanced else remedy
             raise BadInput(
                 f"The data state was saved {was} --balance, and this run is {now} it: the order of "
                 f"samples differs. {remedy}"
@@ -502,10 +498,8 @@ class Loader(Iterator[Batch]):
                 "from the beginning, pass --load DIR --finetune, and another --save."
             )
         workers = self._place["num_workers"]
-        if self._order == RECORDS and (state["rows"], state["num_workers"]) != (
-            self._rows,
-            workers,
-        ):
+        read = state["rows"], state["num_workers"]
+        if self._order == RECORDS and read != (self._rows, workers):
             # The order of records depends on neither.
             state = go_on_at(state, state["rank"], state["world_size"]) | {"num_workers": workers}
         saved = {name: state[name] for name in self._place}
@@ -513,16 +507,16 @@ class Loader(Iterator[Batch]):
             raise BadInput(
                 f"The data state is that of rank {saved['rank']} of {saved['world_size']} with "
                 f"{saved['num_workers']} workers, but this is rank {self._place['rank']} of "
-                f"{self._place['world_size']} with {self._place['num_workers']}. Give "
-                "the states of all ranks to mcore_qwen3vl.data.redistribute, which makes those of "
-                "another number of ranks and says how many workers each needs."
+                f"{self._place['world_size']} with {workers}. Give the states of all ranks to "
+                "mcore_qwen3vl.data.redistribute, which makes those of another number of ranks and "
+                "says how many workers each needs."
             )
         if self._turns is not None:
             self._start = state["start"]
             self._turns.start_at(self._start)
         restored = from_plain(state["loader"])
         self._loader.restore_state_rank(restored)
-        if restored is not None and self._place["num_workers"] > 0:
+        if restored is not None and workers > 0:
             # Energon restores a worker's batch counter from the state that the worker noted and
             # omits the batches since: a state saved before its next batch would repeat them.
             self._loader._worker_sample_counters = [

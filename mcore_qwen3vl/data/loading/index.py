@@ -314,9 +314,8 @@ def cache_of(path: Path) -> Path:
 def _make_stand_in(path: Path, made: Path) -> None:
     """Make links in the cache to a file, or to all tars of a folder."""
     made.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(
-        made.parent / _ORIGIN, remedy=None
-    ) as partial:  # other ranks may read it meanwhile
+    # Other ranks may read it meanwhile.
+    with atomic_write(made.parent / _ORIGIN, remedy=None) as partial:
         partial.write_text(str(path), encoding="utf-8")
     if not path.is_dir():
         _link(made, path)

@@ -318,9 +318,8 @@ class RecordMedia:
                     f"{kind}s."
                 )
             reference = self._left[kind].pop(0)
-        self.media.append(
-            self._folder.resolve(kind, reference, {**self._options, **(fields or {})})
-        )
+        fields = {**self._options, **(fields or {})}
+        self.media.append(self._folder.resolve(kind, reference, fields))
 
     def split_tags(self, text: str) -> Iterator[dict[str, Any]]:
         """Yield parts for the template: ``<image>`` and ``<video>`` tags, and the text between."""
@@ -371,17 +370,12 @@ def _image(media: Media) -> Iterator[Image.Image]:
             yield image
     except (UnidentifiedImageError, struct.error):  # the latter for a few bytes
         kind, read = _kind_of(media), _formats()
-        what = (
-            f"it is a damaged {kind}."
-            if kind in read
-            else f"it is {kind}; {', '.join(read)} are read."
-        )
-        raise BadSample(f"image {media.name} cannot be decoded: {what}") from None
+        what = f"a damaged {kind}" if kind in read else f"{kind}; {', '.join(read)} are read"
+        raise BadSample(f"image {media.name} cannot be decoded: it is {what}.") from None
     # PIL raises the first three, `to_rgb` the last.
     except (OSError, SyntaxError, Image.DecompressionBombError, ValueError) as error:
-        raise BadSample(
-            f"image {media.name} cannot be decoded: {str(error).rstrip('.')}."
-        ) from error
+        reason = str(error).rstrip(".")
+        raise BadSample(f"image {media.name} cannot be decoded: {reason}.") from error
 
 
 @cache

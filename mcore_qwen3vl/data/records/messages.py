@@ -389,20 +389,16 @@ def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[dict[str, Any]]:
     """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
     said = parse_nested(turn.get("content"), f"message {index}, a tool call,")
-    calls = said if isinstance(said, list) else [said]
-    for call in calls:
+    calls = []
+    for call in said if isinstance(said, list) else [said]:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise BadSample(f"message {index}, a tool call, has no name.")
         unused += unused_keys(_CALLED, call)
+        function = {"name": call["name"], "arguments": call.get("arguments", {})}
+        calls.append({"type": "function", "function": function})
     if not calls:
         raise BadSample(f"message {index}, a tool call, is empty.")
-    return [
-        {
-            "type": "function",
-            "function": {"name": call["name"], "arguments": call.get("arguments", {})},
-        }
-        for call in calls
-    ]
+    return calls
 
 
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:
