@@ -584,11 +584,7 @@ def _moe_layers(text: dict[str, Any], layers: int, family: Family) -> tuple[bool
 
 
 def rope_of(text: dict[str, Any]) -> dict[str, Any]:
-    """Return all that a ``text_config`` says of its rope, as transformers 5 writes it.
-
-    Raises:
-        BadInput: two of its fields contradict each other.
-    """
+    """Return a text's rope as transformers 5 writes it; raise BadInput if it contradicts itself."""
     names = [name for name in ("rope_parameters", "rope_scaling") if text.get(name)]
     theta = text.get("rope_theta")
     ropes = [{"rope_theta": theta, **_section(text, name)} for name in names]

@@ -172,9 +172,7 @@ def train_demo(
 ) -> TrainDemo:
     """Train a tiny model, or an adapter, on image questions, stop once, and ask it the same.
 
-    Raises:
-        CheckFailed: the run resumed at another step, the loss stayed high, or the exported model
-            answers wrongly.
+    It raises CheckFailed if it does not resume, learn and answer as it should.
     """
     started = time.monotonic()
     cpu.install(training=True)  # before megatron is imported

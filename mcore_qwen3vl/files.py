@@ -121,11 +121,7 @@ def templates(package: str) -> Environment:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: `text` is not JSON, or is nested more deeply than Python can read.
-    """
+    """Parse JSON; raise ValueError if `text` is none, or is nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -135,11 +131,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, name: str, where: str) -> dict[str, Any]:
-    """Return the JSON object in a file, or in the file `name` of a directory.
-
-    Raises:
-        BadInput: there is no such file, or it holds something else.
-    """
+    """Return the JSON object in a file, or in the file `name` of a directory; or raise BadInput."""
     refuse_special_files(path)
     file = path / name if path.is_dir() else path
     if not file.exists():
@@ -178,13 +170,10 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
-    """Raise if a file that will be copied is a link out of the model's folder.
+    """Raise BadInput if a file that will be copied is a link out of the model's folder.
 
     The content of copied files may be published with the converted model. In the Hugging Face
     cache, files may be in ``blobs`` beside the model's folder.
-
-    Raises:
-        BadInput: one of the files is a link to a file elsewhere.
     """
     inside = folder.resolve()
     if inside.parent.name == "snapshots":

@@ -188,10 +188,8 @@ class Request(ModelRequest):
 def generate_on_all_ranks(request: Request, *, on_cpu: bool = False) -> list[Generation]:
     """Generate on all ranks: torchrun's if torchrun started us, otherwise ranks started here.
 
-    Prompts are read and checked before a process starts or a weight is loaded.
-
-    Raises:
-        BadInput: the causes in :func:`generate`, no GPU, or a layout that does not fit the model.
+    Prompts are read and checked before a process starts or a weight is loaded. BadInput has the
+    causes in :func:`generate`, no GPU, or a layout that does not fit the model.
     """
     layout, model = request.layout, CheckedModel(request, "generate")
     if layout.vpp > 1 or layout.cp > 1:
@@ -403,13 +401,10 @@ def _torch_attention(model: Qwen3VLModel) -> Iterator[None]:
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig:
-    """Load the generation config of a checkpoint of either kind.
+    """Load the generation config of a checkpoint of either kind; raise BadInput for a broken one.
 
     Without a file it has what ``config.json`` says of it, as in transformers: the tokens that end
     an answer.
-
-    Raises:
-        BadInput: the file exists and cannot be read.
     """
     folder = identify(path).config()
     if not (folder / "generation_config.json").is_file():
@@ -435,9 +430,7 @@ def unlisted_turn_end(folder: Path) -> TurnEnd | None:
 
     A base model's answers end with ``<|endoftext|>``, and those of its chat template, which it is
     trained on, with another token. None too for a template whose turns do not end with a token.
-
-    Raises:
-        BadInput: the processor or the generation config cannot be read.
+    BadInput is raised if the processor or the generation config cannot be read.
     """
     processor = load_processor(folder)
     answer = "zQ0Qz"
@@ -455,8 +448,7 @@ def unlisted_turn_end(folder: Path) -> TurnEnd | None:
 def with_turn_end(folder: Path) -> dict[str, bytes]:
     """Return ``generation_config.json`` with the token that ends a turn, by name; empty if it has.
 
-    Raises:
-        BadInput: see :func:`unlisted_turn_end`.
+    It raises what :func:`unlisted_turn_end` does.
     """
     end, file = unlisted_turn_end(folder), folder / "generation_config.json"
     if end is None or not file.is_file():
@@ -576,10 +568,7 @@ def user_turns(
     """Make a conversation of one user turn for each text.
 
     Without tags, all the images and videos come before every text. If texts have ``<image>`` and
-    ``<video>`` tags, each tag takes the next image or video.
-
-    Raises:
-        BadInput: there are more or fewer tags than images or videos.
+    ``<video>`` tags, each tag takes the next image or video; other numbers of tags are BadInput.
     """
     media = {"image": list(images), "video": list(videos)}
     tags = [tag for text in texts for tag in TAG.findall(text)]

@@ -255,11 +255,7 @@ def require_last_token(folder: Path) -> None:
 
 
 def unused_of(source: Path) -> list[Unused]:
-    """Return what nothing uses of a model's folder, or of a ``config.json`` alone.
-
-    Raises:
-        BadInput: a file cannot be read, or the config is none that this model can have.
-    """
+    """Return what nothing uses of a model's folder, or of a lone config.json; or raise BadInput."""
     folders = OWNERS if source.is_dir() else OWNERS[:2]
     return [unused for owner in folders for unused in owner(source)]
 
@@ -268,10 +264,7 @@ def unused_of_config(config: Mapping[str, Any]) -> list[Unused]:
     """Return the fields of a ``config.json`` that nothing uses, in its sections too.
 
     A field that repeats what the section says that counts is not among them. The fields of
-    ``quantization_config`` have another owner.
-
-    Raises:
-        BadInput: see :meth:`.config.Architecture.from_hf`.
+    ``quantization_config`` have another owner. It raises what `Architecture.from_hf` does.
     """
     architecture = Architecture.from_hf(dict(config))
     family, text = family_of(dict(config)), text_section(dict(config))

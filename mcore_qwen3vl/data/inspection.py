@@ -301,12 +301,7 @@ def _balance(
 
 
 def plot_report(report: DataReport, png: Path) -> None:
-    """Draw the histograms into `png`.
-
-    Raises:
-        BadInput: matplotlib is not installed (extra ``plots``), there is nothing to draw, or `png`
-            cannot be written.
-    """
+    """Draw the histograms into `png`; raise BadInput without matplotlib, samples or room for it."""
     require_extra("matplotlib", "--plot")
     from matplotlib.figure import Figure
 
@@ -373,11 +368,8 @@ def clean_file(
 def write_turns(data: Path, out: Path) -> tuple[int, int]:
     """Write a record for each trained turn of the conversations in a file, see :func:`each_turn`.
 
-    Returns:
-        The numbers of records read and written.
-
-    Raises:
-        BadInput: see :func:`clean_file`; or a record is malformed.
+    It returns the numbers of records read and written, and raises what :func:`clean_file` does, or
+    BadInput for a malformed record.
     """
     read = written = 0
     with clean_file(out, data, "--out") as write:

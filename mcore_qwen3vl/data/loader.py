@@ -83,11 +83,7 @@ its own: of the order of records, or shards of tars."""
 
 
 def to_plain(state: Any) -> Any:
-    """Convert energon's state to plain data.
-
-    Raises:
-        TypeError: energon's state holds a type that this module does not know.
-    """
+    """Convert energon's state to plain data; raise TypeError for a type that is not known here."""
     if is_dataclass(state) and not isinstance(state, type) and type(state).__name__ in _CLASSES:
         values = {field.name: to_plain(getattr(state, field.name)) for field in fields(state)}
         return {_CLASS: type(state).__name__, **values}
@@ -412,11 +408,7 @@ class Loader(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch.
-
-        Raises:
-            BadInput: too many samples were bad, or a data worker died.
-        """
+        """Return the next batch; raise BadInput if too many samples were bad, or a worker died."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
         try:

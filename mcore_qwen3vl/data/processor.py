@@ -132,11 +132,7 @@ def _sections(folder: Path) -> dict[str, tuple[str, Mapping[str, Any]]]:
 
 
 def unused_of_processor(folder: Path) -> list[Unused]:
-    """Return the fields of a checkpoint's processor configs that nothing uses.
-
-    Raises:
-        BadInput: a config cannot be read.
-    """
+    """Return what nothing uses of a processor's configs; raise BadInput if one cannot be read."""
     sections = _sections(folder)
     read = {where for where, _ in sections.values()}
     unused = Fields(
@@ -231,12 +227,9 @@ def require_fitting(processor: Any, architecture: Architecture) -> None:
 
 
 def with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
-    """Return the processor configs in `folder` with the budgets of a run, by file name.
+    """Return the processor configs in `folder` with a run's budgets, by name; or raise BadInput.
 
     Only files that the budgets change are returned.
-
-    Raises:
-        BadInput: the processor cannot be loaded, or a budget is empty.
     """
     if limits == MediaLimits():
         return {}

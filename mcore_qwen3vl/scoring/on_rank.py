@@ -137,10 +137,7 @@ class Embeddings(Readout):
 class Relevance(Readout):
     """Scores of documents as Qwen3-VL-Reranker gives them, from 0 to 1, with their logits.
 
-    `words` mean relevant and irrelevant to the tokenizer in `folder`.
-
-    Raises:
-        BadInput: a word is not a single token.
+    `words` mean relevant and irrelevant to the tokenizer in `folder`, one token each, or BadInput.
     """
 
     kind = Qwen3VLModel

@@ -264,11 +264,7 @@ class Output:
         self._partial_facts = path.with_name(f"{path.name}.partial.json")
 
     def check(self, *, force: bool) -> None:
-        """Raise unless the output can be started or continued.
-
-        Raises:
-            BadInput: the output exists, or was begun with other settings, or is damaged.
-        """
+        """Raise BadInput if the output exists, was begun with other settings, or is damaged."""
         if self.path.exists() and not force:
             raise BadInput(
                 f"{self.path} exists: pass --force to replace it, or name another --out."

@@ -133,11 +133,7 @@ class _ScoringJob:
     """A request that has been checked; all ranks get the same one."""
 
     def __init__(self, request: Request) -> None:
-        """Check the request, before a rank starts.
-
-        Raises:
-            BadInput: see :func:`score`.
-        """
+        """Check the request, before a rank starts; raise what :func:`score` does."""
         if not request.temperature > 0:
             raise BadInput(f"The temperature is {request.temperature:g}: it must be above 0.")
         if request.buffer < 1:

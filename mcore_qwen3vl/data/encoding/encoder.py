@@ -136,8 +136,7 @@ class BadSampleGuard:
     def on_error(self, error: Exception, sample: Any, _: list[SourceInfo] | None) -> None:
         """Handle energon's own errors, such as a broken JSON line, before :meth:`skip_bad_samples`.
 
-        Raises:
-            BadInput: too many samples were bad.
+        BadInput is raised if too many samples were bad.
         """
         if isinstance(error, BadInput):  # raised by this guard, and passing through energon
             raise error

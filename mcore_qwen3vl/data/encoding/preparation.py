@@ -462,11 +462,7 @@ class Preparation:
     """The steps that every worker applies to a sample of any of the data sets."""
 
     def __init__(self, processor: Any, config: DataConfig, sources: Sequence[Source]) -> None:
-        """Set the budgets on `processor`, prepare one for each data set, and import the hooks.
-
-        Raises:
-            BadInput: a hook cannot be imported, or a budget is empty.
-        """
+        """Set the budgets on `processor`, and import the hooks; raise BadInput if either fails."""
         config.media.apply(processor)
         self._max_seconds, self._labels = config.max_sample_seconds, config.labels
         self._sources = list(sources)

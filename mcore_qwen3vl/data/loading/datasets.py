@@ -64,10 +64,8 @@ def load_sources(
 ) -> tuple[list[LoadedDataset], DatasetBlendMode]:
     """Make energon's data sets of all sources; return them and how they are blended.
 
-    In `training` they repeat without end.
-
-    Raises:
-        BadInput: a data set is missing, empty or malformed, or names code without `trust`.
+    In `training` they repeat without end. BadInput is raised if one is missing, empty or malformed,
+    or names code without `trust`.
     """
     with refuse_code(unless=trust):
         loaded = [
@@ -203,11 +201,7 @@ class Part(Dataset[Any]):
         return {**self.raw(place).data[0], "__subflavors__": self._subflavors}
 
     def raw(self, place: int) -> RawSampleData:
-        """Read a sample whose JSON is not parsed yet; :meth:`crude` makes energon's sample of it.
-
-        Raises:
-            BadInput: its file is damaged.
-        """
+        """Read a sample, for :attr:`crude` to parse; raise BadInput if its file is damaged."""
         number = self._numbers[place]
         try:
             data = tuple(reader[number] for reader in self._readers)
@@ -243,10 +237,7 @@ class CrudeSamples(ConcatDataset[Any]):
 def collect_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
     """Return the labels of all records: names in alphabetical order, or numbers up to the largest.
 
-    Records that cannot be used are left out, as in training.
-
-    Raises:
-        BadInput: there are none, or both names and numbers.
+    Records that cannot be used are left out, as in training. BadInput: there are none, or both.
     """
     labels: set[int | str] = set()
     for crude in CrudeSamples(sources, split="train", trust=trust):

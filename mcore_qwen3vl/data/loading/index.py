@@ -200,11 +200,7 @@ def line_of(path: Path, record: int) -> int:
 
 
 def record_of(path: Path, line: int) -> int:
-    """Return the record, from 0, on a line, from 1, of an indexed JSONL file.
-
-    Raises:
-        BadInput: the line is blank.
-    """
+    """Return the record, from 0, on a JSONL file's line, from 1; raise BadInput if it is blank."""
     blanks = _blanks(path)
     # The n-th blank line, from 0, is line blanks[n] + n + 1.
     before = int(np.searchsorted(blanks + np.arange(len(blanks)) + 1, line))

@@ -192,10 +192,7 @@ def each_turn(record: Any) -> list[Any]:
     """Return one record for each trained turn of a conversation, which ends with that turn.
 
     Earlier turns have the weight 0, so that a template may leave their reasoning out, as it does
-    when it generates. Records of other kinds stay as they are.
-
-    Raises:
-        BadSample: a message is malformed.
+    when it generates. Records of other kinds stay as they are; a malformed message is a BadSample.
     """
     key = next((key for key in _ROLES if isinstance(record, Mapping) and record.get(key)), None)
     if key is None or _OTHER_TASKS & record.keys():

@@ -156,11 +156,7 @@ class Renderer:
     def __init__(
         self, processor: Any, document_end: str | None = None, *, allow_dropped: bool = False
     ) -> None:
-        """Check the template and the token that ends documents.
-
-        Raises:
-            BadInput: the processor has no chat template, or `document_end` is not a single token.
-        """
+        """Raise BadInput if there is no chat template, or `document_end` is not a single token."""
         tokenizer = processor.tokenizer
         if not processor.chat_template:
             raise BadInput(
