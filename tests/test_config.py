@@ -316,6 +316,7 @@ def test_a_config_without_a_further_layer_has_0_or_null_or_nothing():
     [
         ({"layer_types": ["linear_attention"] * 3}, "names 3 layers, and num_hidden_layers is 4"),
         ({"layer_types": ["sliding_attention"] * 4}, "full_attention and linear_attention"),
+        ({"layer_types": [["full_attention"]] * 4}, "full_attention and linear_attention"),
         ({"layer_types": ["linear_attention"] * 4}, "full_attention_interval 4 says"),
         ({"full_attention_interval": 0}, "full_attention_interval is 0"),
         *(
