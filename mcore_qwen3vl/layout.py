@@ -309,10 +309,6 @@ class Durations:
     forward: float
     backward: float
 
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
-
 
 class Pass(NamedTuple):
     """A forward or backward pass of one micro-batch through one virtual stage of a rank."""
@@ -420,7 +416,7 @@ def model_pipeline(
 
     A micro-batch is assumed to take time in proportion to them, and transfers to take none.
     """
-    flops = [sum(chunk.both for chunk in chunks) for chunks in stages]
+    flops = [sum(chunk.forward + chunk.backward for chunk in chunks) for chunks in stages]
     mean = sum(flops) / len(flops)
     duration = simulate(stages, micro_batches, group)
     return Pipeline(flops, max(flops) / mean, 1 - micro_batches * mean / duration)

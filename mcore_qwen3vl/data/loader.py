@@ -282,7 +282,6 @@ class Loader(Iterator[Batch]):
                 or the processor is another model's.
         """
         self._place = {"rank": dp_rank, "world_size": dp_size, "num_workers": num_workers}
-        self._balanced = config.balance
         self._paths = [source.path for source in sources]
         self._config, self._epochs = config, epochs
         self.length: int | None = None
@@ -290,8 +289,8 @@ class Loader(Iterator[Batch]):
         self._order, self._start = SHARDS, 0
         self._turns: Any = None  # what takes the positions of an order in turn, if they are kept
         self._rows: int | None = None  # of a micro-batch, if its records are read by number
-        balancing = {"dp_rank": dp_rank, "dp_size": dp_size, "trained": trained}
-        self._encoder = _encoder(sources, architecture, processor, config, **balancing)
+        data = architecture, processor, config, sources
+        self._encoder = _encoder(*data, dp_rank=dp_rank, dp_size=dp_size, trained=trained)
         self._workers = WorkerConfig(
             **self._place, seed_offset=seed, global_error_handler=self._encoder.guard.on_error
         )
@@ -466,7 +465,7 @@ class Loader(Iterator[Batch]):
         finally:
             energon._worker_sample_counters, energon._next_worker_id = now
         ordered = {"order": self._order, "rows": self._rows, "start": self._start}
-        return {**self._place, "balance": self._balanced, **ordered, "loader": state}
+        return {**self._place, "balance": self._config.balance, **ordered, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`; call it before the first batch is read.
@@ -475,10 +474,10 @@ class Loader(Iterator[Batch]):
             BadInput: the state belongs to another rank, to another number of ranks or workers, or
                 to a run with another setting of `balance`.
         """
-        if state.get("balance", False) != self._balanced:
-            was, now = ("without", "with") if self._balanced else ("with", "without")
+        if state.get("balance", False) != (balanced := self._config.balance):
+            was, now = ("without", "with") if balanced else ("with", "without")
             remedy = "Pass --packing and --balance, and leave --no-balance out."
-            remedy = "Add --no-balance." if self._balanced else remedy
+            remedy = "Add --no-balance." if balanced else remedy
             raise BadInput(
                 f"The data state was saved {was} --balance, and this run is {now} it: the order of "
                 f"samples differs. {remedy}"
@@ -518,10 +517,10 @@ class Loader(Iterator[Batch]):
 
 
 def _encoder(
-    sources: Sequence[Source],
     architecture: Architecture,
     processor: Any,
     config: DataConfig,
+    sources: Sequence[Source],
     **balancing: Any,
 ) -> Any:
     """Make the encoder of single sequences, balanced or not, or of records of several ones."""

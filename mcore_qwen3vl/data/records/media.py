@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
@@ -331,7 +330,7 @@ class RecordMedia:
             elif piece:
                 yield {"type": "text", "text": piece}
 
-    def check_empty(self, texts: Mapping[str, str] = MappingProxyType({})) -> None:
+    def check_empty(self, texts: Mapping[str, str]) -> None:
         """Raise if media are left over; `texts`: tags that were read as text, and where."""
         for kind, left in self._left.items():
             if left:

@@ -107,7 +107,7 @@ def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
         media = RecordMedia(record, folder)
         for piece in media.split_tags(text):
             parts.append(piece["text"] if piece["type"] == "text" else media.media[-1])
-        media.check_empty()
+        media.check_empty({})
         return _document(parts, record)
     options = options_of_all(record)
     for kind in KINDS:
