@@ -138,10 +138,7 @@ def _that_outlives_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 def as_utf8(word: str) -> str:
-    """Return a word of the command line as UTF-8, whatever the locale in which Python read it.
-
-    Use it for text only: the file system needs paths as Python read them.
-    """
+    """Return a word of the command line, which is no path, as UTF-8, whatever Python's locale."""
     return os.fsencode(word).decode(errors="replace")
 
 
@@ -267,10 +264,7 @@ def quiet_megatron() -> None:
 
 
 def quiet_libraries() -> None:
-    """Suppress the advice of every library in a command; errors still show.
-
-    Call it before megatron is imported.
-    """
+    """Suppress the advice of every library, before megatron is imported; errors still show."""
     quiet_megatron()
     warnings.filterwarnings("ignore")
     # Megatron would print the notes of every library; only the first basicConfig() counts.

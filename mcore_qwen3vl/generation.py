@@ -174,11 +174,9 @@ def check_lengths(architecture: Architecture, prompts: Prompts, max_new_tokens: 
 
 @dataclass(frozen=True)
 class Request(ModelRequest):
-    """The conversations to answer, and the checkpoint.
+    """The conversations to answer, as for :func:`generate`, and the checkpoint.
 
-    Attributes:
-        conversations: conversations in the form of :func:`generate`.
-        options: keyword arguments of :func:`generate`; only the first rank uses `stream`.
+    `options` are keyword arguments of that; only the first rank uses `stream`.
     """
 
     conversations: Sequence[Any]
@@ -462,12 +460,9 @@ def with_turn_end(folder: Path) -> dict[str, bytes]:
 class Sampler:
     """A chooser of tokens, set by the checkpoint's generation config and by overrides.
 
-    Temperature 0 is greedy; without a temperature the config's ``do_sample`` decides. The order of
-    the processors and the draws are those of HF ``GenerationMixin``, so the same seed gives HF's
-    tokens (on one device type, with equal logits).
-
-    Args:
-        temperature, top_p, top_k: overrides of the config; top-p 1 and top-k 0 are off.
+    Temperature 0 is greedy; without a temperature the config's ``do_sample`` decides; top-p 1 and
+    top-k 0 are off. The order of the processors and the draws are those of HF ``GenerationMixin``,
+    so the same seed gives HF's tokens (on one device type, with equal logits).
 
     Raises:
         BadInput: a value is out of range, or has no effect because decoding is greedy.

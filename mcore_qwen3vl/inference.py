@@ -52,11 +52,7 @@ class ModelRequest:
 
 
 class CheckedModel:
-    """A model that can be loaded under the requested layout; no weight has been read yet.
-
-    Attributes:
-        folder: folder with config, tokenizer and processor.
-    """
+    """A model that can be loaded as requested; its `folder` has config and processor."""
 
     def __init__(self, request: ModelRequest, command: str, *, task: str | None = None) -> None:
         """Check a request; the task is that of :func:`adapter_for`.

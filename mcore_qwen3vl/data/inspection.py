@@ -164,10 +164,7 @@ class DataReport:
         return ", ".join(names) + more + (f", the first in {first}" if first else "")
 
     def histograms(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return histograms of tokens, trained tokens and patches a sample.
-
-        Each is (counts (bins,), edges (bins + 1,)).
-        """
+        """Return (counts (bins,), edges (bins + 1,)) of tokens, trained tokens and patches."""
         measured = self._numbers_by_name().items()
         return {name: np.histogram(v, min(20, max(v) - min(v) + 1)) for name, v in measured}
 

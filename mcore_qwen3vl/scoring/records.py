@@ -214,9 +214,8 @@ def values_in(entry: Mapping[str, Any], key: str) -> dict[str, Any]:
 def write_parquet(lines: Path, out: Path) -> None:
     """Write one row for each text, in the order of the records; one with ``error`` for bad records.
 
-    Args:
-        out: file to write, with the columns ``file``, ``line``, ``record``, ``text`` (the text's
-            name in its record), ``embedding`` (float32 values, of length 1) and ``error``.
+    The columns are ``file``, ``line``, ``record``, ``text`` (the text's name in its record),
+    ``embedding`` (float32 values, of length 1) and ``error``.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

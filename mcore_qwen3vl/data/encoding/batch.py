@@ -223,9 +223,7 @@ class Batcher:
     def pack(self, plans: Sequence[Plan], names: Sequence[str]) -> Batch:
         """Make one sequence of `seq_length`: each plan is a sub-sequence, the rest padding.
 
-        Args:
-            plans: sequences whose media are decoded.
-            names: of their samples, for messages.
+        The media of `plans` are decoded; `names` are those of their samples, for messages.
         """
         lengths = [self._config.padded(len(plan.input_ids)) for plan in plans]
         bounds = [0, *accumulate(lengths)]

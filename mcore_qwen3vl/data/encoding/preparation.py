@@ -335,9 +335,8 @@ def _place_after(position: int, replacements: list[dict[str, Any]]) -> int:
 class PixelLoader:
     """A loader that decodes and resizes images and videos and cuts them into patches.
 
-    Attributes:
-        scale: the scale that patches are normalised with later; None if HF's processors normalise
-            them, because images and videos do not have the same scale.
+    They are normalised with its `scale` later; it is None if HF's processors normalise them,
+    because images and videos do not have the same scale.
     """
 
     def __init__(self, processor: Any) -> None:

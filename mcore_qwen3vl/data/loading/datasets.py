@@ -583,9 +583,8 @@ class Stream(_Ordered):
 def position_after(worker_states: Sequence[Mapping[str, Any]], start: int, rows: int) -> int:
     """Return the position after what one rank's workers have taken, for another number of them.
 
-    Args:
-        worker_states: a loader's state as plain data; all ranks have taken as much.
-        rows: records that all ranks together have in a micro-batch.
+    All ranks, whose micro-batches together have `rows` records, have taken as much as these
+    workers, whose states are those of a loader's as plain data.
     """
     blocks = 0
     for worker in worker_states:

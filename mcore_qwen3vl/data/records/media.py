@@ -151,11 +151,7 @@ def unused_of(kind: Kind, reference: Any) -> list[Unused]:
 
 
 def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
-    """Read the options of an image or video.
-
-    Args:
-        fields: the keys of its part or reference; other keys are left alone.
-    """
+    """Read the options of an image or video among the keys of its part or reference."""
     options: dict[str, Any] = {}
     for option, keys in _OPTION_KEYS[kind].items():
         key = next((key for key in keys if fields.get(key) is not None), None)
@@ -304,11 +300,9 @@ class RecordMedia:
     def take(
         self, kind: Kind, reference: Any = None, fields: Mapping[str, Any] | None = None
     ) -> None:
-        """Add an image or video to the sample.
+        """Add an image or video; without a reference, the next unused entry of the record's list.
 
-        Args:
-            reference: its location; None: the next unused entry of the record's list.
-            fields: keys of its part of the message, such as ``fps``; they override the record's.
+        `fields` are keys of its part of the message, such as ``fps``; they override the record's.
         """
         if reference is None:
             if not self._left[kind]:
