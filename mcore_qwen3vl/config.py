@@ -596,16 +596,12 @@ def rope_of(text: dict[str, Any]) -> dict[str, Any]:
             "of them, with all of its fields."
         )
     if theta is not None and rope["rope_theta"] not in (None, theta):
-        raise BadInput(
-            f"text_config contradicts itself: rope_theta is {theta!r:.40}, and "
-            f"{names[0]}.rope_theta is {rope['rope_theta']!r:.40}. Leave one of them."
-        )
+        two = {"rope_theta": theta, f"{names[0]}.rope_theta": rope["rope_theta"]}
+        raise _contradiction("text_config", two)
     kinds = {_plain_kind(rope[name]) for name in ("rope_type", "type") if rope.get(name)}
     if len(kinds) > 1:
-        raise BadInput(
-            f"text_config.{names[0]} contradicts itself: rope_type is {rope['rope_type']!r:.40}, "
-            f"and type is {rope['type']!r:.40}. Leave one of them."
-        )
+        two = {name: rope[name] for name in ("rope_type", "type")}
+        raise _contradiction(f"text_config.{names[0]}", two)
     return rope
 
 
@@ -622,14 +618,11 @@ def _plain_kind(kind: Any) -> str:
 
 def _rotated_part(text: dict[str, Any], family: Family) -> float:
     """Return the part of each head that rotary positions turn."""
-    places = (("rope_parameters.", rope_of(text)), ("", text))
     name = "partial_rotary_factor"
-    named = {where: _positive(at, name) for where, at in places if at.get(name) is not None}
+    places = {f"rope_parameters.{name}": rope_of(text), name: text}
+    named = {where: _positive(at, name) for where, at in places.items() if at.get(name) is not None}
     if len(set(named.values())) > 1:
-        raise BadInput(
-            f"text_config contradicts itself: rope_parameters.{name} is {named['rope_parameters.']}"
-            f", and {name} is {named['']}. Leave one of them."
-        )
+        raise _contradiction("text_config", named)
     factor = next(iter(named.values()), family.rotated)
     if factor > 1 or (factor != 1 and not family.hybrid):
         wanted = "1 at most is needed" if family.hybrid else "Qwen3-VL rotates whole heads"
@@ -717,10 +710,14 @@ def _require_same(section: dict[str, Any], name: str, other: str, where: str) ->
     """Raise BadInput if two names of one field have different values."""
     values = [section[key] for key in (name, other) if section.get(key) is not None]
     if len(values) > 1 and values[0] != values[1]:
-        raise BadInput(
-            f"config.json contradicts itself: {where}{name} is {values[0]!r:.40}, and "
-            f"{where}{other}, another name of it, is {values[1]!r:.40}. Leave one of them."
-        )
+        named = f"{where}{name}", f"{where}{other}, another name of it,"
+        raise _contradiction("config.json", dict(zip(named, values, strict=True)))
+
+
+def _contradiction(where: str, two: dict[str, Any]) -> BadInput:
+    """Return the refusal of two fields, by their names, that mean one thing and differ."""
+    said = ", and ".join(f"{name} is {value!r:.40}" for name, value in two.items())
+    return BadInput(f"{where} contradicts itself: {said}. Leave one of them.")
 
 
 def _size(section: dict[str, Any], name: str, *, most: int = LARGEST) -> int:
