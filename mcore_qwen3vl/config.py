@@ -329,8 +329,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
     family, text = family_of(config), text_section(config)
     if text.get("attention_bias"):
         raise BadInput("text_config.attention_bias is true; none of these models has one.")
-    if text.get("hidden_act", "silu") != "silu":
-        raise BadInput(f"text_config.hidden_act is {text['hidden_act']!r:.40}; expected 'silu'.")
+    _expect(text, "text_config", "hidden_act", "silu")
     layers = _size(text, "num_hidden_layers")
     delta_net_layers = _delta_net_layers(text, layers, family)
     rotated = _rotated_part(text, family)
@@ -384,10 +383,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         initializer_range=_number(text, "initializer_range", 0.02, least=0),
         tie_word_embeddings=ties_embeddings(config),
         dtype=_dtype(config, text),
-        image_token_id=tokens["image_token_id"],
-        video_token_id=tokens["video_token_id"],
-        vision_start_token_id=tokens["vision_start_token_id"],
-        vision_end_token_id=tokens["vision_end_token_id"],
+        **tokens,
         vision=vision,
         delta_net=_delta_net(text) if family.hybrid else None,
         delta_net_layers=delta_net_layers,
@@ -412,21 +408,17 @@ def _delta_net_layers(text: dict[str, Any], layers: int, family: Family) -> tupl
     ``layer_types`` says it; without that, all but every `full_attention_interval`-th layer are.
     """
     types = text.get("layer_types") or []
+    known = list(LAYER_TYPES) if family.hybrid else ["full_attention"]
+    if not isinstance(types, list) or any(kind not in known for kind in types):
+        raise BadInput(
+            f"text_config.layer_types is {types!r:.80}; expected a list of {' and '.join(known)}."
+        )
     if not family.hybrid:
-        if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-            raise BadInput(
-                f"text_config.layer_types is {types!r:.80}; expected full_attention in all."
-            )
         return (False,) * layers
     interval = _size({"full_attention_interval": 4, **text}, "full_attention_interval")
     regular = tuple((layer + 1) % interval != 0 for layer in range(layers))
     if not types:
         return regular
-    if not isinstance(types, list) or any(kind not in LAYER_TYPES for kind in types):
-        raise BadInput(
-            f"text_config.layer_types is {types!r:.80}; expected a list of "
-            f"{' and '.join(LAYER_TYPES)}."
-        )
     if len(types) != layers:
         raise BadInput(
             f"text_config.layer_types names {len(types)} layers, and num_hidden_layers is {layers}."
@@ -446,10 +438,7 @@ def _delta_net(text: dict[str, Any]) -> DeltaNetArchitecture:
             f"text_config.attn_output_gate is {text['attn_output_gate']!r:.40}; in Qwen3.5 every "
             "attention has an output gate."
         )
-    if text.get("output_gate_type", "swish") not in ("swish", "silu"):
-        raise BadInput(
-            f"text_config.output_gate_type is {text['output_gate_type']!r:.40}; expected 'swish'."
-        )
+    _expect(text, "text_config", "output_gate_type", "swish", "silu")
     names = DeltaNetArchitecture.__dataclass_fields__
     net = DeltaNetArchitecture(**{name: _size(text, f"linear_{name}") for name in names})
     if net.num_value_heads % net.num_key_heads:
@@ -466,9 +455,8 @@ def _mtp_layers(text: dict[str, Any]) -> int:
             "text_config.mtp_use_dedicated_embeddings is true; layers that predict a further token "
             "with an embedding of their own are not supported."
         )
-    if text.get("mtp_num_hidden_layers") is None:
-        return 0
-    return _integer(text, "mtp_num_hidden_layers", most=1)
+    name = "mtp_num_hidden_layers"
+    return 0 if text.get(name) is None else _integer(text, name, most=1)
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
@@ -496,23 +484,10 @@ def _vision(vision: dict[str, Any], family: Family) -> VisionArchitecture:
             f"{numbers['num_heads']} heads whose size is a multiple of 4, as their rotary "
             "positions in two directions need."
         )
-    if vision.get("hidden_act", VISION_ACTIVATION) != VISION_ACTIVATION:
-        raise BadInput(
-            f"vision_config.hidden_act is {vision['hidden_act']!r:.40}; "
-            f"expected {VISION_ACTIVATION!r}."
-        )
+    _expect(vision, "vision_config", "hidden_act", VISION_ACTIVATION)
     rope = _section(vision, "rope_parameters") if vision.get("rope_parameters") else {}
-    theta = rope.get("rope_theta", VISION_ROPE_THETA)
-    if theta != VISION_ROPE_THETA:
-        raise BadInput(
-            f"vision_config.rope_parameters.rope_theta is {theta!r:.40}; "
-            f"expected {VISION_ROPE_THETA}."
-        )
-    if rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise BadInput(
-            f"vision_config.rope_parameters.rope_type is {rope['rope_type']!r:.40}; expected "
-            "'axial'."
-        )
+    _expect(rope, "vision_config.rope_parameters", "rope_theta", VISION_ROPE_THETA)
+    _expect(rope, "vision_config.rope_parameters", "rope_type", "axial", "default")
     indexes = _integers(vision, "deepstack_visual_indexes", default=family.deepstack)
     if indexes and not family.deepstack:
         raise BadInput(
@@ -609,11 +584,7 @@ def _moe_layers(text: dict[str, Any], layers: int, family: Family) -> tuple[bool
 
 
 def rope_of(text: dict[str, Any]) -> dict[str, Any]:
-    """Return all that a ``text_config`` says of its rope, as transformers 5 writes it.
-
-    Raises:
-        BadInput: two of its fields contradict each other.
-    """
+    """Return a text's rope as transformers 5 writes it; raise BadInput if it contradicts itself."""
     names = [name for name in ("rope_parameters", "rope_scaling") if text.get(name)]
     theta = text.get("rope_theta")
     ropes = [{"rope_theta": theta, **_section(text, name)} for name in names]
@@ -625,16 +596,12 @@ def rope_of(text: dict[str, Any]) -> dict[str, Any]:
             "of them, with all of its fields."
         )
     if theta is not None and rope["rope_theta"] not in (None, theta):
-        raise BadInput(
-            f"text_config contradicts itself: rope_theta is {theta!r:.40}, and "
-            f"{names[0]}.rope_theta is {rope['rope_theta']!r:.40}. Leave one of them."
-        )
+        two = {"rope_theta": theta, f"{names[0]}.rope_theta": rope["rope_theta"]}
+        raise _contradiction("text_config", two)
     kinds = {_plain_kind(rope[name]) for name in ("rope_type", "type") if rope.get(name)}
     if len(kinds) > 1:
-        raise BadInput(
-            f"text_config.{names[0]} contradicts itself: rope_type is {rope['rope_type']!r:.40}, "
-            f"and type is {rope['type']!r:.40}. Leave one of them."
-        )
+        two = {name: rope[name] for name in ("rope_type", "type")}
+        raise _contradiction(f"text_config.{names[0]}", two)
     return rope
 
 
@@ -651,14 +618,11 @@ def _plain_kind(kind: Any) -> str:
 
 def _rotated_part(text: dict[str, Any], family: Family) -> float:
     """Return the part of each head that rotary positions turn."""
-    places = (("rope_parameters.", rope_of(text)), ("", text))
     name = "partial_rotary_factor"
-    named = {where: _positive(at, name) for where, at in places if at.get(name) is not None}
+    places = {f"rope_parameters.{name}": rope_of(text), name: text}
+    named = {where: _positive(at, name) for where, at in places.items() if at.get(name) is not None}
     if len(set(named.values())) > 1:
-        raise BadInput(
-            f"text_config contradicts itself: rope_parameters.{name} is {named['rope_parameters.']}"
-            f", and {name} is {named['']}. Leave one of them."
-        )
+        raise _contradiction("text_config", named)
     factor = next(iter(named.values()), family.rotated)
     if factor > 1 or (factor != 1 and not family.hybrid):
         wanted = "1 at most is needed" if family.hybrid else "Qwen3-VL rotates whole heads"
@@ -736,14 +700,24 @@ def _heads(text: dict[str, Any], family: Family) -> tuple[int, int, int]:
     return heads, kv_heads, hidden // heads
 
 
+def _expect(section: dict[str, Any], where: str, name: str, *accepted: Any) -> None:
+    """Raise BadInput if a field is given, with another value than those that are accepted."""
+    if name in section and section[name] not in accepted:
+        raise BadInput(f"{where}.{name} is {section[name]!r:.40}; expected {accepted[0]!r}.")
+
+
 def _require_same(section: dict[str, Any], name: str, other: str, where: str) -> None:
     """Raise BadInput if two names of one field have different values."""
     values = [section[key] for key in (name, other) if section.get(key) is not None]
     if len(values) > 1 and values[0] != values[1]:
-        raise BadInput(
-            f"config.json contradicts itself: {where}{name} is {values[0]!r:.40}, and "
-            f"{where}{other}, another name of it, is {values[1]!r:.40}. Leave one of them."
-        )
+        named = f"{where}{name}", f"{where}{other}, another name of it,"
+        raise _contradiction("config.json", dict(zip(named, values, strict=True)))
+
+
+def _contradiction(where: str, two: dict[str, Any]) -> BadInput:
+    """Return the refusal of two fields, by their names, that mean one thing and differ."""
+    said = ", and ".join(f"{name} is {value!r:.40}" for name, value in two.items())
+    return BadInput(f"{where} contradicts itself: {said}. Leave one of them.")
 
 
 def _size(section: dict[str, Any], name: str, *, most: int = LARGEST) -> int:

@@ -138,10 +138,7 @@ def _that_outlives_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 def as_utf8(word: str) -> str:
-    """Return a word of the command line as UTF-8, whatever the locale in which Python read it.
-
-    Use it for text only: the file system needs paths as Python read them.
-    """
+    """Return a word of the command line, which is no path, as UTF-8, whatever Python's locale."""
     return os.fsencode(word).decode(errors="replace")
 
 
@@ -158,7 +155,7 @@ def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
 
     The title is plain text, as in the functions below.
     """
-    bar = Progress(
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
@@ -168,8 +165,7 @@ def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
         console=messages,
         transient=True,
         disable=quiet or not messages.is_terminal,
-    )
-    with bar:
+    ) as bar:
         task = bar.add_task(plain(title), total=None, name="")
         yield lambda done, total, name: bar.update(
             task, completed=done, total=total, name=visible(name)
@@ -194,7 +190,7 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
 
         yield say
         return
-    bar = Progress(
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} {task.fields[what]}"),
@@ -202,8 +198,7 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
         console=messages,
         transient=True,
         auto_refresh=False,  # a refreshing thread could hold the terminal's lock as ranks fork
-    )
-    with bar:
+    ) as bar:
         task = bar.add_task(plain(title), total=total, what=what)
         yield lambda done: bar.update(task, completed=done, refresh=True)
 
@@ -269,10 +264,7 @@ def quiet_megatron() -> None:
 
 
 def quiet_libraries() -> None:
-    """Suppress the advice of every library in a command; errors still show.
-
-    Call it before megatron is imported.
-    """
+    """Suppress the advice of every library, before megatron is imported; errors still show."""
     quiet_megatron()
     warnings.filterwarnings("ignore")
     # Megatron would print the notes of every library; only the first basicConfig() counts.

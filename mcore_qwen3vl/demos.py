@@ -48,23 +48,12 @@ class DemoStep:
     ok: bool | None = None
 
 
-@dataclass(frozen=True)
-class Demo:
-    """The steps that the demo has done, in order."""
-
-    steps: list[DemoStep]
-
-    @property
-    def ok(self) -> bool:
-        return all(step.ok is not False for step in self.steps)
-
-
 def convert_demo(
     *,
     dense: bool = False,
     keep: Path | None = None,
     status: Callable[[str], object] = lambda text: None,
-) -> Demo:
+) -> list[DemoStep]:
     """Convert, load on four processes, compare logits and convert back, without a download."""
     cpu.install()
     # Imported once, for every rank, since the ranks are forked from this process.
@@ -74,7 +63,7 @@ def convert_demo(
         return _convert(folder, dense, status)
 
 
-def _convert(folder: Path, dense: bool, status: Callable[[str], object]) -> Demo:
+def _convert(folder: Path, dense: bool, status: Callable[[str], object]) -> list[DemoStep]:
     hf, mcore, back = folder / "hf", folder / "mcore", folder / "hf-again"
     layout = Layout(tp=2, sp=True, dp=2) if dense else Layout(tp=2, sp=True, ep=2, dp=2)
     kind = "dense, tied embeddings" if dense else "MoE, published expert layout"
@@ -121,7 +110,7 @@ def _convert(folder: Path, dense: bool, status: Callable[[str], object]) -> Demo
         started = time.monotonic()
         result, ok = work()
         steps.append(DemoStep(name, result, time.monotonic() - started, ok))
-    return Demo(steps)
+    return steps
 
 
 def prompt_inputs(hf: Path) -> dict[str, torch.Tensor]:
@@ -183,9 +172,7 @@ def train_demo(
 ) -> TrainDemo:
     """Train a tiny model, or an adapter, on image questions, stop once, and ask it the same.
 
-    Raises:
-        CheckFailed: the run resumed at another step, the loss stayed high, or the exported model
-            answers wrongly.
+    It raises CheckFailed if it does not resume, learn and answer as it should.
     """
     started = time.monotonic()
     cpu.install(training=True)  # before megatron is imported
@@ -212,11 +199,8 @@ def train_demo(
         say("Hugging Face's generate, with the exported model")
         records = [json.loads(line)["messages"] for line in data.read_text("utf-8").splitlines()]
         exported = folder / "hf" / f"iter_{STEPS:07d}"
-        answers = (
-            answer(checkpoint, records, data.parent, adapter=exported)
-            if lora
-            else answer(exported, records, data.parent)
-        )
+        base, adapter = (checkpoint, exported) if lora else (exported, None)
+        answers = answer(base, records, data.parent, adapter)
         wanted = [messages[-1]["content"] for messages in records]
         for messages, got in zip(records, answers, strict=True):
             say(f"  {messages[0]['content'][0]['image']} {messages[0]['content'][1]['text']} {got}")

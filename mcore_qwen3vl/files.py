@@ -121,11 +121,7 @@ def templates(package: str) -> Environment:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: `text` is not JSON, or is nested more deeply than Python can read.
-    """
+    """Parse JSON; raise ValueError if `text` is none, or is nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -135,23 +131,28 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, name: str, where: str) -> dict[str, Any]:
-    """Return the JSON object in a file, or in the file `name` of a directory.
-
-    Raises:
-        BadInput: there is no such file, or it holds something else.
-    """
+    """Return the JSON object in a file, or in the file `name` of a directory; or raise BadInput."""
     refuse_special_files(path)
     file = path / name if path.is_dir() else path
+    if not file.exists():
+        raise BadInput(f"{file} does not exist. {where}; check the path.")
+    return read_fields(file)
+
+
+def read_fields(file: Path) -> dict[str, Any]:
+    """Do as :func:`read_object` for a file; one that does not exist has no field."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise BadInput(f"{file} does not exist. {where}; check the path.") from None
+        return {}
     except (OSError, ValueError) as error:
         raise BadInput(
             f"{file} cannot be read as JSON: {error!s:.200}. Copy the file again."
         ) from None
     if not isinstance(content, dict):
-        raise BadInput(f"{file} holds {type(content).__name__}, not a JSON object.")
+        raise BadInput(
+            f"{file} holds {type(content).__name__}, not a JSON object. Copy the file again."
+        )
     return content
 
 
@@ -169,13 +170,10 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
-    """Raise if a file that will be copied is a link out of the model's folder.
+    """Raise BadInput if a file that will be copied is a link out of the model's folder.
 
     The content of copied files may be published with the converted model. In the Hugging Face
     cache, files may be in ``blobs`` beside the model's folder.
-
-    Raises:
-        BadInput: one of the files is a link to a file elsewhere.
     """
     inside = folder.resolve()
     if inside.parent.name == "snapshots":

@@ -43,7 +43,7 @@ from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rg
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.records.video import load_frames, probe_video, sample_frames
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object
+from mcore_qwen3vl.files import read_fields
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
 from mcore_qwen3vl.model.decoder.attention import TorchAttention
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
@@ -114,20 +114,20 @@ def generate(
     )
     limit = first_of(max_new_tokens, config.max_new_tokens, MAX_NEW_TOKENS)
     check_lengths(model.architecture, prompts, limit)
-    streamers = [_Streamer(processor.tokenizer, i, stream) for i in range(len(prompts.lengths))]
-    stop = stop_tokens(config, processor.tokenizer)
+    tokenizer, count = processor.tokenizer, len(prompts.lengths) if stream else 0
+    stop = stop_tokens(config, tokenizer)
     answers = decode(
         model,
         prompts,
         sampler,
         max_new_tokens=limit,
         stop=stop,
-        pad=pad_token(config, processor.tokenizer),
-        streamers=streamers if stream else [],
+        pad=first_of(config.pad_token_id, tokenizer.pad_token_id, 0),
+        streamers=[_Streamer(tokenizer, number, stream) for number in range(count)],
     )
     return [
         Generation(
-            processor.tokenizer.decode(ids, skip_special_tokens=True),
+            tokenizer.decode(ids, skip_special_tokens=True),
             ids,
             length,
             "stop" if ids[-1] in stop else "length",
@@ -174,11 +174,9 @@ def check_lengths(architecture: Architecture, prompts: Prompts, max_new_tokens: 
 
 @dataclass(frozen=True)
 class Request(ModelRequest):
-    """The conversations to answer, and the checkpoint.
+    """The conversations to answer, as for :func:`generate`, and the checkpoint.
 
-    Attributes:
-        conversations: conversations in the form of :func:`generate`.
-        options: keyword arguments of :func:`generate`; only the first rank uses `stream`.
+    `options` are keyword arguments of that; only the first rank uses `stream`.
     """
 
     conversations: Sequence[Any]
@@ -188,10 +186,8 @@ class Request(ModelRequest):
 def generate_on_all_ranks(request: Request, *, on_cpu: bool = False) -> list[Generation]:
     """Generate on all ranks: torchrun's if torchrun started us, otherwise ranks started here.
 
-    Prompts are read and checked before a process starts or a weight is loaded.
-
-    Raises:
-        BadInput: the causes in :func:`generate`, no GPU, or a layout that does not fit the model.
+    Prompts are read and checked before a process starts or a weight is loaded. BadInput has the
+    causes in :func:`generate`, no GPU, or a layout that does not fit the model.
     """
     layout, model = request.layout, CheckedModel(request, "generate")
     if layout.vpp > 1 or layout.cp > 1:
@@ -403,13 +399,10 @@ def _torch_attention(model: Qwen3VLModel) -> Iterator[None]:
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig:
-    """Load the generation config of a checkpoint of either kind.
+    """Load the generation config of a checkpoint of either kind; raise BadInput for a broken one.
 
     Without a file it has what ``config.json`` says of it, as in transformers: the tokens that end
     an answer.
-
-    Raises:
-        BadInput: the file exists and cannot be read.
     """
     folder = identify(path).config()
     if not (folder / "generation_config.json").is_file():
@@ -435,9 +428,7 @@ def unlisted_turn_end(folder: Path) -> TurnEnd | None:
 
     A base model's answers end with ``<|endoftext|>``, and those of its chat template, which it is
     trained on, with another token. None too for a template whose turns do not end with a token.
-
-    Raises:
-        BadInput: the processor or the generation config cannot be read.
+    BadInput is raised if the processor or the generation config cannot be read.
     """
     processor = load_processor(folder)
     answer = "zQ0Qz"
@@ -455,13 +446,12 @@ def unlisted_turn_end(folder: Path) -> TurnEnd | None:
 def with_turn_end(folder: Path) -> dict[str, bytes]:
     """Return ``generation_config.json`` with the token that ends a turn, by name; empty if it has.
 
-    Raises:
-        BadInput: see :func:`unlisted_turn_end`.
+    It raises what :func:`unlisted_turn_end` does.
     """
     end, file = unlisted_turn_end(folder), folder / "generation_config.json"
     if end is None or not file.is_file():
         return {}
-    content = read_object(file, file.name, "")
+    content = read_fields(file)
     ids = first_of(content.get("eos_token_id"), [])
     ids = ids if isinstance(ids, list) else [ids]
     return {file.name: dumps({**content, "eos_token_id": [*ids, end.id]})}
@@ -470,12 +460,9 @@ def with_turn_end(folder: Path) -> dict[str, bytes]:
 class Sampler:
     """A chooser of tokens, set by the checkpoint's generation config and by overrides.
 
-    Temperature 0 is greedy; without a temperature the config's ``do_sample`` decides. The order of
-    the processors and the draws are those of HF ``GenerationMixin``, so the same seed gives HF's
-    tokens (on one device type, with equal logits).
-
-    Args:
-        temperature, top_p, top_k: overrides of the config; top-p 1 and top-k 0 are off.
+    Temperature 0 is greedy; without a temperature the config's ``do_sample`` decides; top-p 1 and
+    top-k 0 are off. The order of the processors and the draws are those of HF ``GenerationMixin``,
+    so the same seed gives HF's tokens (on one device type, with equal logits).
 
     Raises:
         BadInput: a value is out of range, or has no effect because decoding is greedy.
@@ -502,8 +489,17 @@ class Sampler:
             raise BadInput(
                 "top_p and top_k have no effect on greedy decoding: set a temperature above 0."
             )
+        self.processors = LogitsProcessorList()
         try:
-            self.processors = self._logits_processors(config, temperature, top_p, top_k)
+            if (penalty := config.repetition_penalty or 1.0) != 1.0:
+                self.processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+            if not self.greedy:
+                if (divisor := first_of(temperature, config.temperature, 1.0)) != 1.0:
+                    self.processors.append(TemperatureLogitsWarper(divisor))
+                if count := first_of(top_k, config.top_k, 50):
+                    self.processors.append(TopKLogitsWarper(count))
+                if (share := first_of(top_p, config.top_p, 1.0)) != 1.0:
+                    self.processors.append(TopPLogitsWarper(share))
         except (ValueError, TypeError) as error:
             raise BadInput(f"generation_config.json cannot be used: {error}.") from None
         self.generator = torch.Generator(device)
@@ -511,25 +507,6 @@ class Sampler:
             self.generator.seed()
         else:
             self.generator.manual_seed(seed)
-
-    def _logits_processors(
-        self,
-        config: GenerationConfig,
-        temperature: float | None,
-        top_p: float | None,
-        top_k: int | None,
-    ) -> LogitsProcessorList:
-        processors = LogitsProcessorList()
-        if (penalty := config.repetition_penalty or 1.0) != 1.0:
-            processors.append(RepetitionPenaltyLogitsProcessor(penalty))
-        if not self.greedy:
-            if (divisor := first_of(temperature, config.temperature, 1.0)) != 1.0:
-                processors.append(TemperatureLogitsWarper(divisor))
-            if count := first_of(top_k, config.top_k, 50):
-                processors.append(TopKLogitsWarper(count))
-            if (share := first_of(top_p, config.top_p, 1.0)) != 1.0:
-                processors.append(TopPLogitsWarper(share))
-        return processors
 
     def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Choose the next token of each sequence, (B,) int64.
@@ -551,11 +528,6 @@ def stop_tokens(config: GenerationConfig, tokenizer: Any) -> set[int]:
     if any(type(token) is not int for token in ids):
         raise BadInput(f"eos_token_id of generation_config.json is {ids!r:.80}: ids are needed.")
     return set(ids)
-
-
-def pad_token(config: GenerationConfig, tokenizer: Any) -> int:
-    """Return the id that pads answers which end before the others."""
-    return first_of(config.pad_token_id, tokenizer.pad_token_id, 0)
 
 
 def first_of(*values: Any) -> Any:
@@ -591,10 +563,7 @@ def user_turns(
     """Make a conversation of one user turn for each text.
 
     Without tags, all the images and videos come before every text. If texts have ``<image>`` and
-    ``<video>`` tags, each tag takes the next image or video.
-
-    Raises:
-        BadInput: there are more or fewer tags than images or videos.
+    ``<video>`` tags, each tag takes the next image or video; other numbers of tags are BadInput.
     """
     media = {"image": list(images), "video": list(videos)}
     tags = [tag for text in texts for tag in TAG.findall(text)]

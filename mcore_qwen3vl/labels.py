@@ -41,10 +41,8 @@ class Labels:
     def of_config(cls, config: Mapping[str, Any]) -> Self | None:
         """Return the labels that a ``config.json`` names, or None if it is not a classifier's.
 
-        transformers leaves out the names of two labels that have no names of their own.
-
-        Raises:
-            BadInput: ``id2label`` does not name the labels 0, 1 and so on.
+        transformers leaves out the names of two labels that have no names of their own. BadInput is
+        raised if ``id2label`` does not name the labels 0, 1 and so on.
         """
         names, kinds = config.get("id2label"), config.get("architectures") or ()
         problem_type = config.get("problem_type")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Self
 
 from mcore_qwen3vl.config import Architecture
@@ -52,11 +52,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a layout as :meth:`__str__` writes it, with its parts in any order.
-
-        Raises:
-            BadInput: a part is not a known name with a number.
-        """
+        """Read a layout as :meth:`__str__` writes it, its parts in any order; or raise BadInput."""
         sizes: dict[str, Any] = {}
         names = [f.name for f in fields(cls) if f.name not in ("sp", "split")]
         for part in re.split(r"[x+,\s]+", text.strip()):
@@ -163,12 +159,7 @@ class Layout:
         return [sum(map(len, stages[rank :: self.pp])) for rank in range(self.pp)]
 
     def validate(self, architecture: Architecture, *, training: bool = True) -> None:
-        """Raise unless the model can be divided by this layout.
-
-        Raises:
-            BadInput: the layout does not fit the model, or `training` forbids it; the message names
-                both numbers and what to change.
-        """
+        """Raise BadInput if this layout cannot divide the model, or if `training` forbids it."""
         for name, size in asdict(self).items():
             if isinstance(size, int) and size is not False and size < 1:
                 raise BadInput(f"{name.upper()} is {size}; parallel sizes start at 1.")
@@ -318,10 +309,6 @@ class Durations:
     forward: float
     backward: float
 
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
-
 
 class Pass(NamedTuple):
     """A forward or backward pass of one micro-batch through one virtual stage of a rank."""
@@ -396,14 +383,11 @@ def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group:
     backwards = [Pass(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
     ahead = ranks - rank - 1
     if chunks > 1:
-        ahead = min(2 * ahead + (chunks - 1) * group, len(table))
+        ahead = 2 * ahead + (chunks - 1) * group
     ahead = min(ahead, len(table))
-    steady = [
-        work
-        for pair in zip(forwards[ahead:], backwards[: len(table) - ahead], strict=True)
-        for work in pair
-    ]
-    return [*forwards[:ahead], *steady, *backwards[len(table) - ahead :]]
+    rest = len(table) - ahead
+    steady = chain.from_iterable(zip(forwards[ahead:], backwards[:rest], strict=True))
+    return [*forwards[:ahead], *steady, *backwards[rest:]]
 
 
 @dataclass(frozen=True)
@@ -432,7 +416,7 @@ def model_pipeline(
 
     A micro-batch is assumed to take time in proportion to them, and transfers to take none.
     """
-    flops = [sum(chunk.both for chunk in chunks) for chunks in stages]
+    flops = [sum(chunk.forward + chunk.backward for chunk in chunks) for chunks in stages]
     mean = sum(flops) / len(flops)
     duration = simulate(stages, micro_batches, group)
     return Pipeline(flops, max(flops) / mean, 1 - micro_batches * mean / duration)

@@ -56,13 +56,10 @@ def outside() -> Iterator[str]:
 
 
 def version_of(package: str) -> str:
-    """Return the version of the package that an import finds.
+    """Return the version of the package that an import finds, or raise PackageNotFoundError.
 
     For megatron-core that may be a checkout of Megatron-LM, which stands before the installed
     package on PYTHONPATH and has no metadata.
-
-    Raises:
-        PackageNotFoundError: there is none.
     """
     # The spec of megatron.core itself would import megatron.
     parent = find_spec("megatron") if package == "megatron-core" else None
@@ -84,11 +81,7 @@ def _sentence(name: str, installed: str, allowed: SpecifierSet) -> str:
 
 
 def require_extra(package: str, what: str) -> None:
-    """Raise an error that names the extra to install, if a package is missing.
-
-    Raises:
-        BadInput: the package is not installed. The message begins with `what`, which needs it.
-    """
+    """Raise BadInput, with the extra that brings it, if a package that `what` needs is missing."""
     if find_spec(package) is None:
         raise BadInput(
             f"{what} needs the package {package}: pip install 'mcore-qwen3vl[{EXTRAS[package]}]'."

@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.hf.companions import unused_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
 from mcore_qwen3vl.data.processor import unused_of_processor
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object
+from mcore_qwen3vl.files import read_fields
 from mcore_qwen3vl.unused import Fields, Unused
 
 _METADATA = (
@@ -235,7 +235,7 @@ def require_last_token(folder: Path) -> None:
     They are the state of the last token with length 1, here: no other pooling, and no layer on it.
     """
     for file in sorted(folder.glob("*_Pooling/config.json")):
-        content = read_object(file, file.name, "")
+        content = read_fields(file)
         flags = [name for name, on in content.items() if name.startswith("pooling_mode_") and on]
         named = content.get("pooling_mode") or [
             flag.removeprefix("pooling_mode_") for flag in flags
@@ -255,11 +255,7 @@ def require_last_token(folder: Path) -> None:
 
 
 def unused_of(source: Path) -> list[Unused]:
-    """Return what nothing uses of a model's folder, or of a ``config.json`` alone.
-
-    Raises:
-        BadInput: a file cannot be read, or the config is none that this model can have.
-    """
+    """Return what nothing uses of a model's folder, or of a lone config.json; or raise BadInput."""
     folders = OWNERS if source.is_dir() else OWNERS[:2]
     return [unused for owner in folders for unused in owner(source)]
 
@@ -268,10 +264,7 @@ def unused_of_config(config: Mapping[str, Any]) -> list[Unused]:
     """Return the fields of a ``config.json`` that nothing uses, in its sections too.
 
     A field that repeats what the section says that counts is not among them. The fields of
-    ``quantization_config`` have another owner.
-
-    Raises:
-        BadInput: see :meth:`.config.Architecture.from_hf`.
+    ``quantization_config`` have another owner. It raises what `Architecture.from_hf` does.
     """
     architecture = Architecture.from_hf(dict(config))
     family, text = family_of(dict(config)), text_section(dict(config))
@@ -323,13 +316,13 @@ def _unused_of_tokenizer(folder: Path) -> list[Unused]:
     template = folder / TEMPLATE
     # A processor takes the first of these, and a tokenizer alone the first of the last two.
     templates = {
-        **{name: _content(folder / name).get("chat_template") for name in _OF_PROCESSOR},
+        **{name: read_fields(folder / name).get("chat_template") for name in _OF_PROCESSOR},
         TEMPLATE: template.read_text("utf-8", "replace") if template.is_file() else None,
-        TOKENIZER.where: _content(folder / TOKENIZER.where).get("chat_template"),
+        TOKENIZER.where: read_fields(folder / TOKENIZER.where).get("chat_template"),
     }
     named = [name for name, text in templates.items() if text is not None]
     alone = next((name for name in (TEMPLATE, TOKENIZER.where) if name in named), None)
-    return TOKENIZER.unused(_content(folder / TOKENIZER.where)) + [
+    return TOKENIZER.unused(read_fields(folder / TOKENIZER.where)) + [
         Unused(
             name,
             "chat_template",
@@ -340,16 +333,12 @@ def _unused_of_tokenizer(folder: Path) -> list[Unused]:
     ]
 
 
-def _content(file: Path) -> dict[str, Any]:
-    return read_object(file, file.name, "") if file.is_file() else {}
-
-
 OWNERS: tuple[Callable[[Path], list[Unused]], ...] = (
     lambda source: unused_of_config(read_config_file(source)),
     lambda source: unused_of_quantization(read_config_file(source)),
     _unused_of_tokenizer,
-    lambda folder: GENERATION.unused(_content(folder / GENERATION.where)),
-    lambda folder: SENTENCES.unused(_content(folder / SENTENCES.where)),
+    lambda folder: GENERATION.unused(read_fields(folder / GENERATION.where)),
+    lambda folder: SENTENCES.unused(read_fields(folder / SENTENCES.where)),
     unused_of_processor,
     unused_files,
 )

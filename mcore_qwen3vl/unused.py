@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-NO_VALUES: tuple[Any, ...] = ()
-
 
 @dataclass(frozen=True)
 class Unused:
@@ -60,12 +58,8 @@ class Fields:
         if name in self.used or name in self.inert:
             return True
         # 1 == True in Python, but they are two different values of a field; 1 and 1.0 are not.
-        harmless = self.without_effect.get(name, NO_VALUES)
-        return any(value == known and _is_flag(value) == _is_flag(known) for known in harmless)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+        flag, harmless = isinstance(value, bool), self.without_effect.get(name, ())
+        return any(value == known and isinstance(known, bool) == flag for known in harmless)
 
 
 def sentences(unused: Iterable[Unused]) -> list[str]:

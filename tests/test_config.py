@@ -148,6 +148,7 @@ HYBRID = [
         "names 3 layers, and num_hidden_layers is 4",
     ),
     ("text", {"layer_types": ["sliding_attention"] * 4}, "full_attention and linear_attention"),
+    ("text", {"layer_types": [["full_attention"]] * 4}, "full_attention and linear_attention"),
     ("text", {"layer_types": ["linear_attention"] * 4}, "full_attention_interval 4 says"),
     ("text", {"full_attention_interval": 0}, "full_attention_interval is 0"),
     *(

@@ -204,8 +204,8 @@ def show_report(report: "DataReport") -> None:
     """Print what a data set holds, and the first of its flaws."""
     rows = [(console.plain(name), console.plain(amount)) for name, amount in report.summary()]
     console.output.print(console.table(str(report.path), "what", ">how much", rows=rows))
-    for advice in report.advice():
-        console.say(f"  {advice}")
+    if report.unused:
+        console.say("  --preprocess MODULE:FUNCTION can use what is not used, or take it out.")
     for flaws in (report.bad, report.overlong):
         for flaw in flaws[:PROBLEMS_SHOWN]:
             console.say(f"  {flaw.sample}: {flaw.reason}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits, require_data_set
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.flags import field_docs
 from mcore_qwen3vl.layout import Layout
@@ -53,8 +53,6 @@ def _config(name: str) -> Path:
 
 
 def _data_set(name: str) -> Path:
-    from mcore_qwen3vl.data.config import require_data_set
-
     return require_data_set(Path(name))
 
 

@@ -48,11 +48,7 @@ class MediaLimits:
     """most frames to sample from a clip; default: the checkpoint's processor's"""
 
     def apply(self, processor: Any) -> None:
-        """Set these budgets on an HF ``Qwen3VLProcessor``, in place.
-
-        Raises:
-            BadInput: a lower budget exceeds the upper one.
-        """
+        """Set these budgets on an HF ``Qwen3VLProcessor``; raise BadInput if one is empty."""
         images, videos = processor.image_processor, processor.video_processor
         token_pixels = (images.patch_size * images.merge_size) ** 2
         self._set_size(images, "image", token_pixels)
@@ -240,10 +236,7 @@ def parse_sources(
     """Read ``PATH`` or ``WEIGHT PATH WEIGHT PATH ...``, as in Megatron's ``--data-path``.
 
     A mixture file among the paths is replaced by its data sets, and `preprocess` and `train_on` are
-    those of the data sets that name none.
-
-    Raises:
-        BadInput: numbers and paths do not alternate, or a mixture file is malformed.
+    those of the data sets that name none. Other words and malformed mixture files are BadInput.
     """
     weights, paths = (["1"], words) if len(words) == 1 else (words[0::2], words[1::2])
     try:
@@ -299,7 +292,12 @@ def _expand_mixture(path: Path, weight: float) -> list[Source]:
         )
     if "datasets" not in content:
         return [Source(path, weight)]
-    sources = _mixture(content, path)
+    if other := sorted(set(content) - {"datasets"}):
+        raise BadInput(f"{path}: unknown key {other[0]!r}; the only key is datasets.")
+    entries = content["datasets"]
+    if not isinstance(entries, list) or not entries:
+        raise BadInput(f"{path}: datasets must be a list with at least one entry.")
+    sources = [_source(entry, f"{path}: data set {i}", path) for i, entry in enumerate(entries, 1)]
     total = sum(source.weight for source in sources)
     return [replace(source, weight=weight * source.weight / total) for source in sources]
 
@@ -311,16 +309,6 @@ def _content(path: Path) -> Any:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
-
-
-def _mixture(content: Mapping[str, Any], path: Path) -> list[Source]:
-    """Return the data sets in the content of a mixture file."""
-    entries = content["datasets"]
-    if other := sorted(set(content) - {"datasets"}):
-        raise BadInput(f"{path}: unknown key {other[0]!r}; the only key is datasets.")
-    if not isinstance(entries, list) or not entries:
-        raise BadInput(f"{path}: datasets must be a list with at least one entry.")
-    return [_source(entry, f"{path}: data set {i + 1}", path) for i, entry in enumerate(entries)]
 
 
 def _source(entry: Any, where: str, file: Path) -> Source:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
@@ -133,12 +134,11 @@ class DataReport:
             (f"longer than {self.seq_length:,} tokens", f"{len(self.overlong):,}"),
             ("images", f"{self.images:,}"),
             ("videos", f"{self.videos:,}"),
-            *(
-                (what, f"{len(samples):,}, the first in {samples[0]}")
-                for what, samples in self.peculiar.items()
-            ),
         ]
-        rows += [(f"not used of {where}", self._left(where)) for where in self._places()]
+        for what, samples in self.peculiar.items():
+            rows.append((what, f"{len(samples):,}, the first in {samples[0]}"))
+        places = dict.fromkeys(item.where for item in self.unused)
+        rows += [(f"not used of {where}", self._left(where)) for where in places]
         for name, values in self._numbers_by_name().items():
             low, median, high = np.percentile(values, [0, 50, 100]).astype(int)
             rows.append((f"{name} a sample", f"{low:,} to {high:,}, median {median:,}"))
@@ -156,9 +156,6 @@ class DataReport:
         tokens, trained = self.tokens, self.trained_tokens
         return {"tokens": tokens, "trained tokens": trained, "patches": self.patches}
 
-    def _places(self) -> list[str]:
-        return list(dict.fromkeys(item.where for item in self.unused))
-
     def _left(self, where: str) -> str:
         left = [item for item in self.unused if item.where == where]
         names = [str(item) for item in left[:_KEYS_NAMED]]
@@ -166,17 +163,8 @@ class DataReport:
         first = next((sample for item in left for sample in item.samples), None)
         return ", ".join(names) + more + (f", the first in {first}" if first else "")
 
-    def advice(self) -> list[str]:
-        """Return sentences about what can be done with what is not used."""
-        if not self.unused:
-            return []
-        return ["--preprocess MODULE:FUNCTION can use what is not used, or take it out."]
-
     def histograms(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return histograms of tokens, trained tokens and patches a sample.
-
-        Each is (counts (bins,), edges (bins + 1,)).
-        """
+        """Return (counts (bins,), edges (bins + 1,)) of tokens, trained tokens and patches."""
         measured = self._numbers_by_name().items()
         return {name: np.histogram(v, min(20, max(v) - min(v) + 1)) for name, v in measured}
 
@@ -218,12 +206,8 @@ def check_data(
     left = [Left(item.where, item.name, item.why) for item in unused]
     report = DataReport(path, config.seq_length, unused=left)
     samples = CrudeSamples(sources, split=split, trust=config.trust_data)
-    teachers = teachers_of(
-        sources,
-        config.teacher_temperature,
-        tokenizer=processor.tokenizer,
-        vocab_size=0 if architecture is None else architecture.vocab_size,
-    )
+    vocab_size = 0 if architecture is None else architecture.vocab_size
+    teachers = teachers_of(sources, config.teacher_temperature, processor.tokenizer, vocab_size)
     for crude in islice(samples, limit):
         try:
             raw = preparation.raw(crude)
@@ -262,11 +246,11 @@ def _record(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
     report.images += len(images)
     report.videos += len(media) - len(images)
     sizes = [size_of(plan) for plan in plans]
-    tokens, patches, squared_frames = (sum(part) for part in zip(*map(astuple, sizes), strict=True))
-    report.sizes.append(Size(tokens, patches, squared_frames))
-    report.tokens.append(tokens)
+    size = Size(*(sum(part) for part in zip(*map(astuple, sizes), strict=True)))
+    report.sizes.append(size)
+    report.tokens.append(size.tokens)
     report.trained_tokens.append(sum(plan.trained_tokens for plan in plans))
-    report.patches.append(patches)
+    report.patches.append(size.patches)
     for what in [peculiarity for medium in images for peculiarity in peculiarities(medium)]:
         report.peculiar.setdefault(f"images {what}", []).append(sample)
     for token, place in dict.fromkeys(pair for plan in plans for pair in plan.spelt):
@@ -301,28 +285,20 @@ def _balance(
 
     The shuffled data are divided over ranks as the loaders do, a small data set repeatedly.
     """
-    least = _BUFFERS * ranks * config.packing_buffer
-    random = np.random.default_rng(0)
-    epochs = -(-least // len(report.sizes))
-    order = [index for _ in range(epochs) for index in random.permutation(len(report.sizes))]
-    sizes = [report.sizes[index] for index in order]
+    random, count = np.random.default_rng(0), len(report.sizes)
+    epochs = math.ceil(_BUFFERS * ranks * config.packing_buffer / count)
+    sizes = [report.sizes[i] for _ in range(epochs) for i in random.permutation(count)]
     load = Workload(architecture, sizes, config.seq_length)
     layout = config.seq_length, ranks, config.packing_buffer
-    by_length = list(pack_by_length(load.lengths, *layout))
-    by_work = list(pack_by_work(load.measures(), *layout, micro_batches))
-    return {
-        "by length": load.balance(by_length, micro_batches),
-        "by work": load.balance(by_work, micro_batches),
+    ways = {
+        "by length": pack_by_length(load.lengths, *layout),
+        "by work": pack_by_work(load.measures(), *layout, micro_batches),
     }
+    return {way: load.balance(list(rows), micro_batches) for way, rows in ways.items()}
 
 
 def plot_report(report: DataReport, png: Path) -> None:
-    """Draw the histograms into `png`.
-
-    Raises:
-        BadInput: matplotlib is not installed (extra ``plots``), there is nothing to draw, or `png`
-            cannot be written.
-    """
+    """Draw the histograms into `png`; raise BadInput without matplotlib, samples or room for it."""
     require_extra("matplotlib", "--plot")
     from matplotlib.figure import Figure
 
@@ -346,14 +322,12 @@ def plot_report(report: DataReport, png: Path) -> None:
 
 def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
     """Draw how many packs have how much work; a row takes as long as its largest pack."""
-    edges = np.histogram_bin_edges(
-        np.concatenate([result.packs for result in balance.values()]), 40
-    )
+    packs = np.concatenate([result.packs for result in balance.values()])
+    edges = np.histogram_bin_edges(packs, 40)
     for way, result in balance.items():
         counts, _ = np.histogram(result.packs, edges)
-        axes.stairs(
-            counts / len(result.packs), edges, label=f"{way}: {result.micro_batch_step:.3f}"
-        )
+        label = f"{way}: {result.micro_batch_step:.3f}"
+        axes.stairs(counts / len(result.packs), edges, label=label)
     axes.set(xlabel="work of a pack / mean", ylabel="share of packs")
     axes.legend(fontsize="small")
 
@@ -391,11 +365,8 @@ def clean_file(
 def write_turns(data: Path, out: Path) -> tuple[int, int]:
     """Write a record for each trained turn of the conversations in a file, see :func:`each_turn`.
 
-    Returns:
-        The numbers of records read and written.
-
-    Raises:
-        BadInput: see :func:`clean_file`; or a record is malformed.
+    It returns the numbers of records read and written, and raises what :func:`clean_file` does, or
+    BadInput for a malformed record.
     """
     read = written = 0
     with clean_file(out, data, "--out") as write:
@@ -531,11 +502,11 @@ def _runs(plan: Plan, processor: Any) -> list[Run]:
 
 def _media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
     images, videos = processor.image_processor, processor.video_processor
-    shown = []
     queues = {
         "image": _pictures(pixels.pixel_values, pixels.image_grid_thw, images),
         "video": _pictures(pixels.pixel_values_videos, pixels.video_grid_thw, videos),
     }
+    shown = []
     for item in plan.media:
         grid, frames = next(queues[item.media.kind])
         shown.append(

@@ -83,11 +83,7 @@ its own: of the order of records, or shards of tars."""
 
 
 def to_plain(state: Any) -> Any:
-    """Convert energon's state to plain data.
-
-    Raises:
-        TypeError: energon's state holds a type that this module does not know.
-    """
+    """Convert energon's state to plain data; raise TypeError for a type that is not known here."""
     if is_dataclass(state) and not isinstance(state, type) and type(state).__name__ in _CLASSES:
         values = {field.name: to_plain(getattr(state, field.name)) for field in fields(state)}
         return {_CLASS: type(state).__name__, **values}
@@ -203,14 +199,13 @@ def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
             worker |= {"offset": 0} if "offset" in worker else {}
             workers[:] = [copy.deepcopy(worker) for _ in workers]
         state["loader"] = {**state["loader"], "next_worker_id": 0} if known else None
-        return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
-    for worker in workers:
-        for packing in states_of(SharedPacking, worker):
-            SharedPacking.go_on(
-                packing, packing["_base"] + _count_taken(worker) * state["world_size"]
-            )
-        if "offset" in worker:  # a state without data workers has none
-            worker["offset"] = 0
+    else:
+        for worker in workers:
+            taken = _count_taken(worker) * state["world_size"]
+            for packing in states_of(SharedPacking, worker):
+                SharedPacking.go_on(packing, packing["_base"] + taken)
+            if "offset" in worker:  # a state without data workers has none
+                worker["offset"] = 0
     return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
 
 
@@ -287,7 +282,6 @@ class Loader(Iterator[Batch]):
                 or the processor is another model's.
         """
         self._place = {"rank": dp_rank, "world_size": dp_size, "num_workers": num_workers}
-        self._balanced = config.balance
         self._paths = [source.path for source in sources]
         self._config, self._epochs = config, epochs
         self.length: int | None = None
@@ -295,8 +289,8 @@ class Loader(Iterator[Batch]):
         self._order, self._start = SHARDS, 0
         self._turns: Any = None  # what takes the positions of an order in turn, if they are kept
         self._rows: int | None = None  # of a micro-batch, if its records are read by number
-        balancing = {"dp_rank": dp_rank, "dp_size": dp_size, "trained": trained}
-        self._encoder = _encoder(sources, architecture, processor, config, **balancing)
+        data = architecture, processor, config, sources
+        self._encoder = _encoder(*data, dp_rank=dp_rank, dp_size=dp_size, trained=trained)
         self._workers = WorkerConfig(
             **self._place, seed_offset=seed, global_error_handler=self._encoder.guard.on_error
         )
@@ -413,11 +407,7 @@ class Loader(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch.
-
-        Raises:
-            BadInput: too many samples were bad, or a data worker died.
-        """
+        """Return the next batch; raise BadInput if too many samples were bad, or a worker died."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
         try:
@@ -475,7 +465,7 @@ class Loader(Iterator[Batch]):
         finally:
             energon._worker_sample_counters, energon._next_worker_id = now
         ordered = {"order": self._order, "rows": self._rows, "start": self._start}
-        return {**self._place, "balance": self._balanced, **ordered, "loader": state}
+        return {**self._place, "balance": self._config.balance, **ordered, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`; call it before the first batch is read.
@@ -484,13 +474,10 @@ class Loader(Iterator[Batch]):
             BadInput: the state belongs to another rank, to another number of ranks or workers, or
                 to a run with another setting of `balance`.
         """
-        if state.get("balance", False) != self._balanced:
-            was, now = ("without", "with") if self._balanced else ("with", "without")
-            remedy = (
-                "Add --no-balance."
-                if self._balanced
-                else "Pass --packing and --balance, and leave --no-balance out."
-            )
+        if state.get("balance", False) != (balanced := self._config.balance):
+            was, now = ("without", "with") if balanced else ("with", "without")
+            remedy = "Pass --packing and --balance, and leave --no-balance out."
+            remedy = "Add --no-balance." if balanced else remedy
             raise BadInput(
                 f"The data state was saved {was} --balance, and this run is {now} it: the order of "
                 f"samples differs. {remedy}"
@@ -502,10 +489,8 @@ class Loader(Iterator[Batch]):
                 "from the beginning, pass --load DIR --finetune, and another --save."
             )
         workers = self._place["num_workers"]
-        if self._order == RECORDS and (state["rows"], state["num_workers"]) != (
-            self._rows,
-            workers,
-        ):
+        read = state["rows"], state["num_workers"]
+        if self._order == RECORDS and read != (self._rows, workers):
             # The order of records depends on neither.
             state = go_on_at(state, state["rank"], state["world_size"]) | {"num_workers": workers}
         saved = {name: state[name] for name in self._place}
@@ -513,16 +498,16 @@ class Loader(Iterator[Batch]):
             raise BadInput(
                 f"The data state is that of rank {saved['rank']} of {saved['world_size']} with "
                 f"{saved['num_workers']} workers, but this is rank {self._place['rank']} of "
-                f"{self._place['world_size']} with {self._place['num_workers']}. Give "
-                "the states of all ranks to mcore_qwen3vl.data.redistribute, which makes those of "
-                "another number of ranks and says how many workers each needs."
+                f"{self._place['world_size']} with {workers}. Give the states of all ranks to "
+                "mcore_qwen3vl.data.redistribute, which makes those of another number of ranks and "
+                "says how many workers each needs."
             )
         if self._turns is not None:
             self._start = state["start"]
             self._turns.start_at(self._start)
         restored = from_plain(state["loader"])
         self._loader.restore_state_rank(restored)
-        if restored is not None and self._place["num_workers"] > 0:
+        if restored is not None and workers > 0:
             # Energon restores a worker's batch counter from the state that the worker noted and
             # omits the batches since: a state saved before its next batch would repeat them.
             self._loader._worker_sample_counters = [
@@ -532,10 +517,10 @@ class Loader(Iterator[Batch]):
 
 
 def _encoder(
-    sources: Sequence[Source],
     architecture: Architecture,
     processor: Any,
     config: DataConfig,
+    sources: Sequence[Source],
     **balancing: Any,
 ) -> Any:
     """Make the encoder of single sequences, balanced or not, or of records of several ones."""

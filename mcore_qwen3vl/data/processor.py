@@ -15,7 +15,7 @@ from mcore_qwen3vl.converters.hf.companions import require_processor
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.files import read_fields
 from mcore_qwen3vl.unused import Fields, Unused
 
 OLDEST_TRANSFORMERS = "5.18"
@@ -120,40 +120,24 @@ def _require_rows(tokenizer: Any, folder: Path) -> None:
 
 def _sections(folder: Path) -> dict[str, tuple[str, Mapping[str, Any]]]:
     """Return what transformers reads of each section: the place, for messages, and the fields."""
-    nested = _read(folder / _NESTED)
+    nested = read_fields(folder / _NESTED)
     sections = {}
     for section, names in _FILES.items():
         file = next((name for name in names if (folder / name).is_file()), _NESTED)
         if section in nested:
             sections[section] = (f"{_NESTED}, {section}", nested[section])
         else:
-            sections[section] = (file, _read(folder / file))
+            sections[section] = (file, read_fields(folder / file))
     return sections
 
 
-def _read(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = parse_json(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{file} cannot be read: {error}. Restore the file.") from error
-    if not isinstance(content, Mapping):
-        raise BadInput(f"{file} is not a JSON object. Restore the file.")
-    return content
-
-
 def unused_of_processor(folder: Path) -> list[Unused]:
-    """Return the fields of a checkpoint's processor configs that nothing uses.
-
-    Raises:
-        BadInput: a config cannot be read.
-    """
+    """Return what nothing uses of a processor's configs; raise BadInput if one cannot be read."""
     sections = _sections(folder)
     read = {where for where, _ in sections.values()}
     unused = Fields(
         _NESTED, used=(*_FILES, "chat_template"), inert=_INERT, reasons=_REASONS
-    ).unused(_read(folder / _NESTED))
+    ).unused(read_fields(folder / _NESTED))
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         if (folder / name).is_file() and name not in read:
             unused.append(Unused(name, "all of it", f"{_NESTED} is read in its place"))
@@ -243,12 +227,9 @@ def require_fitting(processor: Any, architecture: Architecture) -> None:
 
 
 def with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
-    """Return the processor configs in `folder` with the budgets of a run, by file name.
+    """Return the processor configs in `folder` with a run's budgets, by name; or raise BadInput.
 
     Only files that the budgets change are returned.
-
-    Raises:
-        BadInput: the processor cannot be loaded, or a budget is empty.
     """
     if limits == MediaLimits():
         return {}
@@ -264,7 +245,7 @@ def with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
         if not changed:
             continue
         file = where.partition(",")[0]
-        content = files.setdefault(file, dict(_read(folder / file)))
+        content = files.setdefault(file, read_fields(folder / file))
         if where != file:
             content[section] = content = dict(fields)
         if "size" in changed:  # which transformers would replace with these

@@ -229,7 +229,7 @@ def join_tops(parts: Sequence[Top]) -> Top:
 
 
 def teachers_of(
-    sources: Sequence[Source], temperature: float | None, *, tokenizer: Any, vocab_size: int
+    sources: Sequence[Source], temperature: float | None, tokenizer: Any, vocab_size: int
 ) -> list[Teacher]:
     """Open the files beside the data sets; return none without a `temperature`."""
     if temperature is None:
@@ -244,9 +244,7 @@ class Teacher:
     def __init__(self, data: Path, vocabulary: dict[str, Any], temperature: float) -> None:
         """Open the file beside a data set.
 
-        Raises:
-            BadInput: there is no such file, or it is cut off, or was made from other data, with
-                another temperature, or by a teacher with another vocabulary.
+        BadInput: there is none, or it is cut off, or of other data, temperature or vocabulary.
         """
         self._data, self._file = data, teacher_of(data)
         how = f"mcore-qwen3vl score TEACHER {data} --top-k {TEACHER_TOP_K}"
@@ -283,8 +281,7 @@ class Teacher:
         seen = row["digest"][0].as_py(), row["tokens"][0].as_py()
         if seen != (digest(input_ids), trained_tokens):
             raise _other_tokens(self._data, index, self._file)
+        values = (row[name][0].values.to_numpy() for name in _ENCODED)
         # A copy, since a tensor on the memory map could be written to.
-        ids, log_probs = (
-            torch.from_numpy(row[name][0].values.to_numpy().copy()) for name in _ENCODED
-        )
+        ids, log_probs = (torch.from_numpy(array.copy()) for array in values)
         return Top(ids.view(-1, self._k), log_probs.view(-1, self._k + 1))

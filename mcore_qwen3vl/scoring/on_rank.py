@@ -137,10 +137,7 @@ class Embeddings(Readout):
 class Relevance(Readout):
     """Scores of documents as Qwen3-VL-Reranker gives them, from 0 to 1, with their logits.
 
-    `words` mean relevant and irrelevant to the tokenizer in `folder`.
-
-    Raises:
-        BadInput: a word is not a single token.
+    `words` mean relevant and irrelevant to the tokenizer in `folder`, one token each, or BadInput.
     """
 
     kind = Qwen3VLModel
@@ -195,8 +192,7 @@ def _split_sequences(batch: Batch, rows: Tensor) -> Iterator[tuple[str, Tensor, 
             continue
         row, place = number, slice(None)
         if batch.cu_seqlens is not None:
-            start, end = batch.cu_seqlens[number : number + 2].tolist()
-            row, place = 0, slice(start, end)
+            row, place = 0, slice(*batch.cu_seqlens[number : number + 2].tolist())
         trained = weights[row, place] > 0
         yield name, labels[row, place][trained], rows[:, row, place][:, trained].double()
 

@@ -41,7 +41,7 @@ class Planned:
     """One sequence of a record, tokenised."""
 
     record: int
-    side: str  # its name among the record's, such as chosen or query; empty if it is alone
+    name: str  # in its batch, see `_name`
     plan: Plan
     source: int  # number of its data set
 
@@ -78,7 +78,7 @@ class BlockResults:
 
 
 def _name(record: int, side: str) -> str:
-    """Return the name of a sequence in its batch."""
+    """Return a sequence's name in its batch; `side` is its name among the record's, or empty."""
     return f"{record} {side}"
 
 
@@ -117,15 +117,10 @@ class Records:
 
     def plan(self, records: Sequence[int]) -> list[list[Planned]]:
         """Choose which sequences of `records` share a micro-batch."""
-        planned = [
-            planned_sequence for record in records for planned_sequence in self._plan(record)
-        ]
+        planned = [sequence for record in records for sequence in self._plan(record)]
         if not self._config.packing:
-            return [[planned_sequence] for planned_sequence in planned]
-        lengths = [
-            self._config.padded(len(planned_sequence.plan.input_ids))
-            for planned_sequence in planned
-        ]
+            return [[sequence] for sequence in planned]
+        lengths = [self._config.padded(len(sequence.plan.input_ids)) for sequence in planned]
         packs = best_fit(lengths, self._config.seq_length)
         return [[planned[i] for i in pack] for pack in packs]
 
@@ -149,19 +144,16 @@ class Records:
         except Exception as error:  # as in the loader, any exception makes the record bad
             self._results.errors[record] = reason_of(error)
             return []
-        left = (item for plan in plans.values() for item in plan.unused)
-        self._results.unused |= dict.fromkeys(left)
-        self._results.digests[record] = {
-            side: digest(plan.input_ids) for side, plan in plans.items()
-        }
-        return [Planned(record, side, plan, raw.source) for side, plan in plans.items()]
+        for plan in plans.values():
+            self._results.unused |= dict.fromkeys(plan.unused)
+        digests = {side: digest(plan.input_ids) for side, plan in plans.items()}
+        self._results.digests[record] = digests
+        return [
+            Planned(record, _name(record, side), plan, raw.source) for side, plan in plans.items()
+        ]
 
     def _batch(self, micro: Sequence[Planned]) -> Batch:
-        named = {
-            _name(sequence.record, sequence.side): plan
-            for sequence in micro
-            if (plan := self._decode(sequence))
-        }
+        named = {each.name: plan for each in micro if (plan := self._decode(each))}
         # A rank may have no records left while others have.
         named = named or {"": spare_plan(self._pad_id)}
         lengths = [self._config.padded(len(plan.input_ids)) for plan in named.values()]
@@ -177,12 +169,11 @@ class Records:
 
     def _decode(self, sequence: Planned) -> Plan | None:
         try:
-            return replace(
-                sequence.plan, pixels=self._preparation.pixels(sequence.plan, sequence.source)
-            )
+            pixels = self._preparation.pixels(sequence.plan, sequence.source)
         except Exception as error:
             self._results.errors[sequence.record] = reason_of(error)
             return None
+        return replace(sequence.plan, pixels=pixels)
 
 
 @dataclass
@@ -223,9 +214,8 @@ def values_in(entry: Mapping[str, Any], key: str) -> dict[str, Any]:
 def write_parquet(lines: Path, out: Path) -> None:
     """Write one row for each text, in the order of the records; one with ``error`` for bad records.
 
-    Args:
-        out: file to write, with the columns ``file``, ``line``, ``record``, ``text`` (the text's
-            name in its record), ``embedding`` (float32 values, of length 1) and ``error``.
+    The columns are ``file``, ``line``, ``record``, ``text`` (the text's name in its record),
+    ``embedding`` (float32 values, of length 1) and ``error``.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -273,11 +263,7 @@ class Output:
         self._partial_facts = path.with_name(f"{path.name}.partial.json")
 
     def check(self, *, force: bool) -> None:
-        """Raise unless the output can be started or continued.
-
-        Raises:
-            BadInput: the output exists, or was begun with other settings, or is damaged.
-        """
+        """Raise BadInput if the output exists, was begun with other settings, or is damaged."""
         if self.path.exists() and not force:
             raise BadInput(
                 f"{self.path} exists: pass --force to replace it, or name another --out."

@@ -133,11 +133,7 @@ class _ScoringJob:
     """A request that has been checked; all ranks get the same one."""
 
     def __init__(self, request: Request) -> None:
-        """Check the request, before a rank starts.
-
-        Raises:
-            BadInput: see :func:`score`.
-        """
+        """Check the request, before a rank starts; raise what :func:`score` does."""
         if not request.temperature > 0:
             raise BadInput(f"The temperature is {request.temperature:g}: it must be above 0.")
         if request.buffer < 1:
@@ -332,9 +328,8 @@ def _data_identity(request: Request, paths: Sequence[Path]) -> str:
 
 def _identity(folder: Path) -> dict[str, Any]:
     """Return what identifies a checkpoint: its path, and the size and time of its files."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    newest = max((path.stat().st_mtime_ns for path in files), default=0)
-    size = sum(path.stat().st_size for path in files)
+    stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    newest, size = max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
     return {"path": str(folder.absolute()), "bytes": size, "newest": newest}
 
 

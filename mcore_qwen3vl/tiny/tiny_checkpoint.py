@@ -101,12 +101,9 @@ TINY = _tiny_vocabulary()
 def read_vocabulary(file: str | Path) -> Vocabulary:
     """Read Qwen's vocabulary, whose merges, tokens and added tokens have the published ids.
 
-    Args:
-        file: ``qwen.tiktoken``, which the package ``dashscope`` ships in ``dashscope/resources``:
-            a line for each token, of its bytes in base64 and its rank.
-
-    Raises:
-        BadInput: the file is missing or is not that vocabulary, or ``tiktoken`` is not installed.
+    The file is ``qwen.tiktoken``, which the package ``dashscope`` ships in ``dashscope/resources``:
+    a line for each token, of its bytes in base64 and its rank. BadInput is raised if it is missing
+    or another file, or if ``tiktoken`` is not installed.
     """
     from transformers.convert_slow_tokenizer import TikTokenConverter
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from mcore_qwen3vl import __version__
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import table
-from mcore_qwen3vl.demos import Demo, DemoStep
+from mcore_qwen3vl.demos import DemoStep
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from tests.command import exit_code, without_version
@@ -459,7 +459,7 @@ def test_under_json_small_commands_print_json_alone(checkpoint, tmp_path, capsys
     copied = found("launch", "copy", tmp_path / "scripts")
     assert copied == {"out": str(tmp_path / "scripts"), "scripts": list(scripts)}
     steps = [DemoStep("one", "2 tensors", 0.5, ok=True)]
-    monkeypatch.setattr("mcore_qwen3vl.demos.convert_demo", lambda **_: Demo(steps))
+    monkeypatch.setattr("mcore_qwen3vl.demos.convert_demo", lambda **_: steps)
     assert found("demo") == {"ok": True, "steps": [asdict(steps[0])]}
 
 

@@ -90,11 +90,7 @@ class Unusable:
 
 
 class Sizes(Sequence[Size | Unusable]):
-    """The size or the flaw of every sample of a data set, in one array and a short list.
-
-    Attributes:
-        stamps: (samples,) uint64, see :func:`stamp_of`.
-    """
+    """The size or the flaw of every sample; `stamps` are (samples,) uint64 of :func:`stamp_of`."""
 
     def __init__(self, measured: Sequence[tuple[Size | Unusable, int]]) -> None:
         self._table = np.zeros((len(measured), 3))
@@ -173,13 +169,10 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
         self.file: Path | None = None  # which keeps the sizes
         built = inner.build()
         self._load, self._readers = built.map_fn, built.dataset.join_readers
+        self.count = len(self._readers[0])  # of the samples in the files, also of those not used
 
     def __len__(self) -> int:
         return len(self._inner)
-
-    def count(self) -> int:
-        """Return the number of samples in the files, including those that are not used."""
-        return len(self._readers[0])
 
     def read_sample(self, index: int) -> Any:
         """Return one of energon's crude samples, or None if the data set excludes it."""
@@ -191,7 +184,7 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
     def build(self, worker_rotation_offset: int = 0) -> Any:
         """Build energon's data set, with stubs as its samples."""
         built = self._inner.build(worker_rotation_offset)
-        built.dataset.join_readers = [_Stubs(self)]
+        built.dataset.join_readers = [_Stubs(self, self._readers[0])]
         return MapDataset(
             built.dataset,
             lambda raw: CrudeSample(raw.data[0]),
@@ -212,16 +205,9 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
 class _Stubs:
     """A reader of the stubs that replace samples until they are packed; None if one is excluded."""
 
-    def __init__(self, factory: MeasuredFactory) -> None:
-        self._factory = factory
-
-    @property
-    def runs(self) -> Any:
-        """Those of the reader of the samples themselves."""
-        return getattr(self._factory._readers[0], "runs", None)
-
-    def __len__(self) -> int:
-        return len(self._factory.sizes)
+    def __init__(self, factory: MeasuredFactory, reader: Any) -> None:
+        """Take a data set, and the reader of the samples themselves."""
+        self._factory, self.runs = factory, getattr(reader, "runs", None)
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         factory = self._factory
@@ -237,15 +223,15 @@ class _Stubs:
 
 def measure(
     factory: MeasuredFactory,
-    size: Callable[[Any], tuple[Size | Unusable, int]],
-    stamp: Callable[[Any], int],
+    size: Callable[[MeasuredFactory, int], tuple[Size | Unusable, int]],
+    stamp: Callable[[MeasuredFactory, int], int],
     settings: str,
     processes: int,
 ) -> None:
     """Set the factory's sizes from the file of an earlier run, or by reading every sample once.
 
     Args:
-        size: returns a crude sample's size or flaw, and the stamp of its media.
+        size: returns the size or the flaw of the sample with a number, and the stamp of its media.
         stamp: returns the stamp alone.
         settings: what the sizes depend on besides the data.
         processes: number of processes that measure.
@@ -260,17 +246,12 @@ def measure(
             return None
         sizes = Sizes.load(file)
         compared, title = sizes.doubtful(), f"comparing the media of {data} with their measurement"
-        now = _map_in_children(
-            partial(_stamp_one, factory, stamp), data, compared, processes, title
-        )
+        now = _map_in_children(partial(stamp, factory), data, compared, processes, title)
         return sizes if now == sizes.stamps[compared].tolist() else None
 
     def measure_all() -> Sizes:
-        work, title = (
-            partial(_measure_one, factory, size),
-            f"measuring {data}, once, to balance work",
-        )
-        return Sizes(_map_in_children(work, data, range(factory.count()), processes, title))
+        work, title = partial(size, factory), f"measuring {data}, once, to balance work"
+        return Sizes(_map_in_children(work, data, range(factory.count), processes, title))
 
     try:
         if (sizes := read_sizes()) is None:
@@ -324,25 +305,6 @@ def _begin(work: Callable[[int], Any]) -> None:
 
 def _each(indices: Sequence[int]) -> list[Any]:
     return [_work(index) for index in indices]
-
-
-def _measure_one(
-    factory: MeasuredFactory, size: Callable[[Any], tuple[Size | Unusable, int]], index: int
-) -> tuple[Size | Unusable, int]:
-    try:
-        sample = factory.read_sample(index)
-    except Exception as error:  # such as a broken line: any exception makes the sample bad
-        reason = f"{type(error).__name__}: {error}"
-        return Unusable(BAD, reason, factory.path.name, index), 0
-    return (NOTHING, 0) if sample is None else size(sample)
-
-
-def _stamp_one(factory: MeasuredFactory, stamp: Callable[[Any], int], index: int) -> int:
-    try:
-        sample = factory.read_sample(index)
-    except Exception:  # as above
-        return 0
-    return 0 if sample is None else stamp(sample)
 
 
 @edataclass
@@ -511,20 +473,25 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             dataset.dataset = factory
         return list(datasets)
 
-    def _measure(self, sample: CrudeSample) -> tuple[Size | Unusable, int]:
-        stamp = 0
+    def _measure(self, factory: MeasuredFactory, index: int) -> tuple[Size | Unusable, int]:
+        shard, number, stamp = factory.path.name, index, 0
         try:
+            if (sample := factory.read_sample(index)) is None:
+                return NOTHING, 0
+            (source,) = sample["__sources__"]
+            shard, number = source.shard_name, int(source.index)
             raw = self.preparation.raw(sample)
             parsed = self.preparation.parse(raw)
             stamp = stamp_of(parsed.media)
             return size_of(self.preparation.plan(raw, parsed)), stamp
         except Exception as error:  # as in the loader, any exception makes the sample bad
-            (source,) = sample["__sources__"]
             kind = OVERLONG if isinstance(error, OverlongSample) else BAD
-            return Unusable(kind, reason_of(error), source.shard_name, int(source.index)), stamp
+            return Unusable(kind, reason_of(error), shard, number), stamp
 
-    def _stamp(self, sample: CrudeSample) -> int:
+    def _stamp(self, factory: MeasuredFactory, index: int) -> int:
         try:
+            if (sample := factory.read_sample(index)) is None:
+                return 0
             return stamp_of(self.preparation.parse(self.preparation.raw(sample)).media)
         except Exception:  # as above
             return 0

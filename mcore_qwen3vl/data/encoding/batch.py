@@ -217,17 +217,13 @@ class Batcher:
         pad_id: int,
         pixel_scale: PixelScale | None,
     ) -> None:
-        self._architecture = architecture
-        self._config = config
-        self._pad_id = pad_id
-        self._pixel_scale = pixel_scale
+        self._architecture, self._config = architecture, config
+        self._pad_id, self._pixel_scale = pad_id, pixel_scale
 
     def pack(self, plans: Sequence[Plan], names: Sequence[str]) -> Batch:
         """Make one sequence of `seq_length`: each plan is a sub-sequence, the rest padding.
 
-        Args:
-            plans: sequences whose media are decoded.
-            names: of their samples, for messages.
+        The media of `plans` are decoded; `names` are those of their samples, for messages.
         """
         lengths = [self._config.padded(len(plan.input_ids)) for plan in plans]
         bounds = [0, *accumulate(lengths)]
@@ -242,12 +238,12 @@ class Batcher:
     def pad(self, plans: Sequence[Plan], names: Sequence[str]) -> Batch:
         """Make a batch with one plan a row, padded on the right; see :meth:`pack`."""
         width = self._config.seq_length
+        rows = len(plans)
         if self._config.pad_to_longest:
             width = self._config.padded(max(len(plan.input_ids) for plan in plans))
-        places = [(row, 0) for row in range(len(plans))]
-        rows = len(plans)
-        if not self._config.pad_to_longest:  # stages may transfer batches of one shape only
+        else:  # stages may transfer batches of one shape only
             rows = max(rows, self._config.micro_batch_size)
+        places = [(row, 0) for row in range(len(plans))]
         return self._assemble(plans, names, places, (rows, width), None)
 
     def _assemble(
@@ -377,10 +373,8 @@ def mrope_position_ids(
         )
     tokens = input_ids.numpy().ravel()
     sample = np.repeat(np.arange(len(lengths)), lengths)
-    if attention_mask is None:
-        valid = np.arange(len(tokens))
-    else:
-        valid = np.flatnonzero(attention_mask.numpy())
+    mask = np.ones_like(tokens) if attention_mask is None else attention_mask.numpy()
+    valid = np.flatnonzero(mask)
     tokens, sample = tokens[valid], sample[valid]  # (T,)
 
     merge = architecture.vision.spatial_merge_size

@@ -77,14 +77,10 @@ class BadSampleGuard:
 
     def __init__(self, max_fraction: float, floor: int) -> None:
         """Start counting; `floor` is ``bad_fraction_floor`` of the config."""
-        self._max_fraction = max_fraction
-        self._floor = floor
-        self._records = floor
+        self._max_fraction, self._floor, self._records = max_fraction, floor, floor
         self._bad: set[str] = set()
         self._named: set[Unused] = set()
-        self._skipped = 0
-        self._dropped = 0
-        self._overlong_in_a_row = 0
+        self._skipped = self._dropped = self._overlong_in_a_row = 0
 
     def expect(self, data_set: int, worker: int) -> None:
         """Set about how many records the data set has, and how many of them a worker gets."""
@@ -140,8 +136,7 @@ class BadSampleGuard:
     def on_error(self, error: Exception, sample: Any, _: list[SourceInfo] | None) -> None:
         """Handle energon's own errors, such as a broken JSON line, before :meth:`skip_bad_samples`.
 
-        Raises:
-            BadInput: too many samples were bad.
+        BadInput is raised if too many samples were bad.
         """
         if isinstance(error, BadInput):  # raised by this guard, and passing through energon
             raise error
@@ -193,10 +188,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         self.guard = BadSampleGuard(config.max_bad_fraction, config.bad_fraction_floor)
         self.preparation = Preparation(processor, config, sources)
         self._teachers = teachers_of(
-            sources,
-            config.teacher_temperature,
-            tokenizer=processor.tokenizer,
-            vocab_size=architecture.vocab_size,
+            sources, config.teacher_temperature, processor.tokenizer, architecture.vocab_size
         )
         self._references = [References(source.path) for source in sources if config.references]
         self._source_names = source_names(sources)
@@ -221,10 +213,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
             left = (item for plan in planned["plans"] for item in plan.unused)
             self.guard.name_unused(sample_id(sample), left)
             if self._references:
+                tokens = [plan.input_ids for plan in planned["plans"]]
                 references = self._references[sample.source]
-                planned["reference"] = references.log_probs_of(
-                    number_of(sample), [plan.input_ids for plan in planned["plans"]]
-                )
+                planned["reference"] = references.log_probs_of(number_of(sample), tokens)
         return Record.derive_from(sample, **planned, source=sample.source, name=sample_id(sample))
 
     def _plan_fields(self, sample: RawSample) -> dict[str, Any]:
@@ -337,11 +328,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         owners = [record for record in records for _ in record.plans]
         plans = [plan for record in records for plan in record.plans]
         batch = assemble(plans, [record.name for record in owners])
-        batch = replace(batch, task=self._task_inputs(assemble, records))
-        if not self._source_names:
-            return batch
-        names = tuple(self._source_names[record.source] for record in owners)
-        return replace(batch, data_sets=names)
+        named = owners if self._source_names else []
+        data_sets = tuple(self._source_names[record.source] for record in named)
+        return replace(batch, task=self._task_inputs(assemble, records), data_sets=data_sets)
 
     def _task_inputs(
         self, assemble: Callable[..., Batch], records: list[Record]

@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, batched
 from typing import Any
 
 import numpy as np
@@ -165,14 +165,11 @@ def uneven_work(architecture: Architecture, size: Size, trained: Trained = ALL) 
 def pack_by_length(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) -> Iterator[Row]:
     """Pack without ``--balance``: each rank packs its own part, buffer by buffer."""
     share = len(lengths) // ranks
-    columns = []
-    for rank in range(ranks):
-        packs: list[list[int]] = []
-        for start in range(rank * share, (rank + 1) * share, buffer):
-            end = min(start + buffer, (rank + 1) * share)
-            fit = best_fit(lengths[start:end], capacity)
-            packs += [[start + item for item in pack] for pack in fit]
-        columns.append(packs)
+    columns: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for rank, packs in enumerate(columns):
+        for items in batched(range(rank * share, (rank + 1) * share), buffer):
+            fit = best_fit([lengths[item] for item in items], capacity)
+            packs += [[items[place] for place in pack] for pack in fit]
     for row in zip(*columns, strict=False):
         yield list(row)
 
@@ -182,22 +179,16 @@ def pack_by_work(
 ) -> Iterator[Row]:
     """Pack with ``--balance``, `buffer` samples a rank at a time; omit a last, partial buffer."""
     waiting: list[int] = []
-    place = carried = 0
-    while place + ranks * buffer - len(waiting) <= len(measures):
-        fresh = ranks * buffer - len(waiting)
-        waiting += range(place, place + fresh)
-        place += fresh
-        division = divide(
-            [measures[item] for item in waiting],
-            capacity,
-            ranks,
-            carried=carried,
-            rows_per_step=rows_per_step,
-        )
+    place = 0
+    while (end := place + ranks * buffer - len(waiting)) <= len(measures):
+        carried = len(waiting)
+        waiting += range(place, end)
+        place = end
+        chosen = [measures[item] for item in waiting]
+        division = divide(chosen, capacity, ranks, carried=carried, rows_per_step=rows_per_step)
         for row in division.rows:
             yield [[waiting[item] for item in pack] for pack in row]
         waiting = [waiting[item] for item in division.left]
-        carried = len(waiting)
 
 
 @dataclass(frozen=True)

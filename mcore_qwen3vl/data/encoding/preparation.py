@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -197,21 +198,15 @@ class Planner:
             )
 
     def _tokenise(self, rendered: Rendered, measured: list[PlannedMedia]) -> Plan:
-        texts, replaced = self._processor.get_text_with_replacements(
+        (text,), (replaced,) = self._processor.get_text_with_replacements(
             [rendered.text],
             [m.replacement for m in measured if m.media.kind == "image"],
             [m.replacement for m in measured if m.media.kind == "video"],
         )
-        moved = [
-            replace(
-                span,
-                start=_place_after(span.start, replaced[0]),
-                end=_place_after(span.end, replaced[0]),
-            )
-            for span in rendered.spans
-        ]
+        after = partial(_place_after, replacements=replaced)
+        moved = [replace(s, start=after(s.start), end=after(s.end)) for s in rendered.spans]
         # (t,) each, before placeholders are repeated
-        ids, begins, ends = self._encode(texts[0], [s for s in moved if s.message is not None])
+        ids, begins, ends = self._encode(text, [s for s in moved if s.message is not None])
 
         weights = np.zeros(len(ids), np.float32)
         for span in moved:
@@ -221,8 +216,8 @@ class Planner:
         repeats = self._repeats(ids, measured)
         bounds = np.concatenate([[0], np.cumsum(repeats)])  # (t + 1,) bounds of a token's repeats
         planned = []
-        for item, place in zip(measured, replaced[0], strict=True):
-            inside = self._with_brackets(texts[0], *place["new_span"])
+        for item, place in zip(measured, replaced, strict=True):
+            inside = self._with_brackets(text, *place["new_span"])
             within = np.flatnonzero((begins < inside[1]) & (ends > inside[0]))
             weights[within] = 0
             start, end = bounds[within[0]], bounds[within[-1] + 1]
@@ -290,8 +285,7 @@ class Planner:
 
     def _with_brackets(self, text: str, start: int, end: int) -> tuple[int, int]:
         """Return the characters of one placeholder with the vision tokens around it."""
-        opening = self._processor.vision_start_token
-        closing = self._processor.vision_end_token
+        opening, closing = self._processor.vision_start_token, self._processor.vision_end_token
         if text[:start].endswith(opening) and text[end:].startswith(closing):
             return start - len(opening), end + len(closing)
         return start, end
@@ -341,9 +335,8 @@ def _place_after(position: int, replacements: list[dict[str, Any]]) -> int:
 class PixelLoader:
     """A loader that decodes and resizes images and videos and cuts them into patches.
 
-    Attributes:
-        scale: the scale that patches are normalised with later; None if HF's processors normalise
-            them, because images and videos do not have the same scale.
+    They are normalised with its `scale` later; it is None if HF's processors normalise them,
+    because images and videos do not have the same scale.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -468,11 +461,7 @@ class Preparation:
     """The steps that every worker applies to a sample of any of the data sets."""
 
     def __init__(self, processor: Any, config: DataConfig, sources: Sequence[Source]) -> None:
-        """Set the budgets on `processor`, prepare one for each data set, and import the hooks.
-
-        Raises:
-            BadInput: a hook cannot be imported, or a budget is empty.
-        """
+        """Set the budgets on `processor`, and import the hooks; raise BadInput if either fails."""
         config.media.apply(processor)
         self._max_seconds, self._labels = config.max_sample_seconds, config.labels
         self._sources = list(sources)
@@ -529,10 +518,11 @@ class Preparation:
         with time_limit(self._max_seconds):
             record = preprocess_record(self._record(sample), reading)
         reading = replace(reading, preprocess=None)
+        pair = is_pair(record)
         if task == "any":
-            task = "classify" if is_classification(record) and not is_pair(record) else None
+            task = "classify" if is_classification(record) and not pair else None
             task = "embedding" if is_retrieval(record) else task
-        others = task is not None or is_pair(record) or is_labelled(record)
+        others = task is not None or pair or is_labelled(record)
         if others and reading.train_on not in (None, "all"):
             raise BadSample(
                 f"train_on {reading.train_on!r} chooses turns of conversations to train on, and "
@@ -546,11 +536,10 @@ class Preparation:
         if task in ("pairs", "reward"):
             loss = "--loss dpo, simpo and orpo need"
             require_pair(record, "--task reward needs" if task == "reward" else loss)
-        if is_labelled(record) and not is_pair(record):
-            return {"": parse_labelled(record, sample.folder, reading)}
-        if not is_pair(record):
-            return {"": parse_record(record, sample.folder, reading)}
-        return dict(parse_pair(record, sample.folder, reading))
+        if pair:
+            return dict(parse_pair(record, sample.folder, reading))
+        parse = parse_labelled if is_labelled(record) else parse_record
+        return {"": parse(record, sample.folder, reading)}
 
     def _record(self, sample: RawSample) -> Any:
         """Return the record in JSON's types, with the parts of a WebDataset sample filled in."""

@@ -9,7 +9,7 @@ buffer that never ends, from which a record may come twice before another comes 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +64,8 @@ def load_sources(
 ) -> tuple[list[LoadedDataset], DatasetBlendMode]:
     """Make energon's data sets of all sources; return them and how they are blended.
 
-    In `training` they repeat without end.
-
-    Raises:
-        BadInput: a data set is missing, empty or malformed, or names code without `trust`.
+    In `training` they repeat without end. BadInput is raised if one is missing, empty or malformed,
+    or names code without `trust`.
     """
     with refuse_code(unless=trust):
         loaded = [
@@ -103,12 +101,10 @@ def _load(
     path = source.path.absolute()
     place = ensure_index(path)
     is_metadataset = place.suffix in (".yaml", ".yml")
-    limited = source.max_samples is not None and not is_metadataset
     options: dict[str, Any] = {
         "training": training,
         "worker_config": workers,
         "subflavors": {SOURCE: number},
-        "subset": DatasetSubset(absolute_range=(0, source.max_samples)) if limited else None,
     }
     if shuffle:
         options["max_samples_per_sequence"] = _RUN_LENGTH
@@ -135,22 +131,16 @@ def _load(
             **options,
         )
         datasets, mode = loaded.datasets, loaded.blend_mode
-    for dataset in datasets:
-        _drop_long_subset(dataset.dataset, source.max_samples)
+    if source.max_samples is not None and not is_metadataset:
+        whole: Any = datasets[0].dataset
+        if source.max_samples < len(whole):  # energon refuses a subset that is longer
+            whole.subset = DatasetSubset(absolute_range=(0, source.max_samples))
     return datasets, mode
 
 
 def are_numbered(datasets: Sequence[LoadedDataset]) -> bool:
     """Return whether any record can be read alone: those of tars are read shard by shard."""
     return not any(isinstance(dataset.dataset, BaseWebdatasetFactory) for dataset in datasets)
-
-
-def _drop_long_subset(factory: Any, max_samples: int | None) -> None:
-    """Drop a subset that is longer than the data set, which energon refuses."""
-    subset, factory.subset = factory.subset, None
-    longer = max_samples is not None and max_samples >= len(factory)
-    if not (longer and subset is not None and subset.absolute_range == (0, max_samples)):
-        factory.subset = subset
 
 
 def _check_leaves(path: Path) -> None:
@@ -190,7 +180,9 @@ class Part(Dataset[Any]):
         with redirect_stdout(io.StringIO()):  # energon prints how it divides the data
             built = factory.build()
         samples = built.dataset
-        self._readers, self._load = samples.join_readers, built.map_fn
+        self._readers = samples.join_readers
+        self.crude: Callable[[RawSampleData], Any] = built.map_fn
+        """Makes energon's crude sample of a raw one; any exception means that the record is bad."""
         offsets = samples.workers_slice_offsets[0]
         self.first = offsets[0]
         """The number of the first sample in the files."""
@@ -209,11 +201,7 @@ class Part(Dataset[Any]):
         return {**self.raw(place).data[0], "__subflavors__": self._subflavors}
 
     def raw(self, place: int) -> RawSampleData:
-        """Read a sample whose JSON is not parsed yet; :meth:`crude` makes energon's sample of it.
-
-        Raises:
-            BadInput: its file is damaged.
-        """
+        """Read a sample, for :attr:`crude` to parse; raise BadInput if its file is damaged."""
         number = self._numbers[place]
         try:
             data = tuple(reader[number] for reader in self._readers)
@@ -223,10 +211,6 @@ class Part(Dataset[Any]):
                 "damaged: write it again."
             ) from error
         return RawSampleData(__restore_key__=("Webdataset", number), data=data)
-
-    def crude(self, raw: RawSampleData) -> Any:
-        """Return energon's crude sample; any exception means that the record is bad."""
-        return self._load(raw)
 
 
 class CrudeSamples(ConcatDataset[Any]):
@@ -253,10 +237,7 @@ class CrudeSamples(ConcatDataset[Any]):
 def collect_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
     """Return the labels of all records: names in alphabetical order, or numbers up to the largest.
 
-    Records that cannot be used are left out, as in training.
-
-    Raises:
-        BadInput: there are none, or both names and numbers.
+    Records that cannot be used are left out, as in training. BadInput: there are none, or both.
     """
     labels: set[int | str] = set()
     for crude in CrudeSamples(sources, split="train", trust=trust):
@@ -421,16 +402,13 @@ class Order:
 
     def _permutation(self, part: int, epoch: int) -> Sequence[int]:
         if self._seed is None:
-            epoch = 0
+            return range(len(self._parts[part]))
         if self._permutations.get(part, (-1,))[0] != epoch:
-            self._permutations[part] = epoch, self._permutation_of(part, epoch)
+            self._permutations[part] = epoch, self._permute(part, epoch)
         return self._permutations[part][1]
 
-    def _permutation_of(self, part: int, epoch: int) -> Any:
-        source = self._parts[part]
-        if self._seed is None:
-            return range(len(source))
-        random = self._random(part, epoch)
+    def _permute(self, part: int, epoch: int) -> Any:
+        source, random = self._parts[part], self._random(part, epoch)
         if source.runs is None:  # kept in half the bytes, by each data worker of each rank
             return random.permutation(len(source)).astype(np.int32)
         # Rows of a table are decoded together, so some groups are read side by side, each from its
@@ -493,9 +471,6 @@ class _Ordered(SavableDataset[Any]):
 
     def can_restore_sample(self) -> bool:
         return True
-
-    def assert_can_restore(self) -> None:
-        pass
 
     def config(self) -> dict[str, Any]:
         return {"type": type(self).__qualname__}
@@ -608,9 +583,8 @@ class Stream(_Ordered):
 def position_after(worker_states: Sequence[Mapping[str, Any]], start: int, rows: int) -> int:
     """Return the position after what one rank's workers have taken, for another number of them.
 
-    Args:
-        worker_states: a loader's state as plain data; all ranks have taken as much.
-        rows: records that all ranks together have in a micro-batch.
+    All ranks, whose micro-batches together have `rows` records, have taken as much as these
+    workers, whose states are those of a loader's as plain data.
     """
     blocks = 0
     for worker in worker_states:

@@ -200,11 +200,7 @@ def line_of(path: Path, record: int) -> int:
 
 
 def record_of(path: Path, line: int) -> int:
-    """Return the record, from 0, on a line, from 1, of an indexed JSONL file.
-
-    Raises:
-        BadInput: the line is blank.
-    """
+    """Return the record, from 0, on a JSONL file's line, from 1; raise BadInput if it is blank."""
     blanks = _blanks(path)
     # The n-th blank line, from 0, is line blanks[n] + n + 1.
     before = int(np.searchsorted(blanks + np.arange(len(blanks)) + 1, line))
@@ -314,9 +310,8 @@ def cache_of(path: Path) -> Path:
 def _make_stand_in(path: Path, made: Path) -> None:
     """Make links in the cache to a file, or to all tars of a folder."""
     made.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(
-        made.parent / _ORIGIN, remedy=None
-    ) as partial:  # other ranks may read it meanwhile
+    # Other ranks may read it meanwhile.
+    with atomic_write(made.parent / _ORIGIN, remedy=None) as partial:
         partial.write_text(str(path), encoding="utf-8")
     if not path.is_dir():
         _link(made, path)

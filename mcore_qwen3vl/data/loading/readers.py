@@ -153,13 +153,9 @@ def write_index(path: Path, data: Path) -> None:
     with path.open("rb") as file:
         first = _first_byte(file)
         file.seek(0)
-        if first not in (b"[", b"{"):
-            raise BadInput(
-                f"The data set {data} is empty."
-                if not first
-                else f"{data} is neither a JSON array nor one JSON object a line."
-            )
-        rows = list(_lines(file) if first == b"{" else _elements(file, data))
+        if first not in (b"", b"[", b"{"):
+            raise BadInput(f"{data} is neither a JSON array nor one JSON object a line.")
+        rows = list(_elements(file, data) if first == b"[" else _lines(file))
     if not rows:
         raise BadInput(f"The data set {data} is empty.")
     size = path.stat().st_size

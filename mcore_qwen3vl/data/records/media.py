@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
@@ -152,11 +151,7 @@ def unused_of(kind: Kind, reference: Any) -> list[Unused]:
 
 
 def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
-    """Read the options of an image or video.
-
-    Args:
-        fields: the keys of its part or reference; other keys are left alone.
-    """
+    """Read the options of an image or video among the keys of its part or reference."""
     options: dict[str, Any] = {}
     for option, keys in _OPTION_KEYS[kind].items():
         key = next((key for key in keys if fields.get(key) is not None), None)
@@ -305,11 +300,9 @@ class RecordMedia:
     def take(
         self, kind: Kind, reference: Any = None, fields: Mapping[str, Any] | None = None
     ) -> None:
-        """Add an image or video to the sample.
+        """Add an image or video; without a reference, the next unused entry of the record's list.
 
-        Args:
-            reference: its location; None: the next unused entry of the record's list.
-            fields: keys of its part of the message, such as ``fps``; they override the record's.
+        `fields` are keys of its part of the message, such as ``fps``; they override the record's.
         """
         if reference is None:
             if not self._left[kind]:
@@ -318,9 +311,8 @@ class RecordMedia:
                     f"{kind}s."
                 )
             reference = self._left[kind].pop(0)
-        self.media.append(
-            self._folder.resolve(kind, reference, {**self._options, **(fields or {})})
-        )
+        fields = {**self._options, **(fields or {})}
+        self.media.append(self._folder.resolve(kind, reference, fields))
 
     def split_tags(self, text: str) -> Iterator[dict[str, Any]]:
         """Yield parts for the template: ``<image>`` and ``<video>`` tags, and the text between."""
@@ -332,7 +324,7 @@ class RecordMedia:
             elif piece:
                 yield {"type": "text", "text": piece}
 
-    def check_empty(self, texts: Mapping[str, str] = MappingProxyType({})) -> None:
+    def check_empty(self, texts: Mapping[str, str]) -> None:
         """Raise if media are left over; `texts`: tags that were read as text, and where."""
         for kind, left in self._left.items():
             if left:
@@ -371,17 +363,12 @@ def _image(media: Media) -> Iterator[Image.Image]:
             yield image
     except (UnidentifiedImageError, struct.error):  # the latter for a few bytes
         kind, read = _kind_of(media), _formats()
-        what = (
-            f"it is a damaged {kind}."
-            if kind in read
-            else f"it is {kind}; {', '.join(read)} are read."
-        )
-        raise BadSample(f"image {media.name} cannot be decoded: {what}") from None
+        what = f"a damaged {kind}" if kind in read else f"{kind}; {', '.join(read)} are read"
+        raise BadSample(f"image {media.name} cannot be decoded: it is {what}.") from None
     # PIL raises the first three, `to_rgb` the last.
     except (OSError, SyntaxError, Image.DecompressionBombError, ValueError) as error:
-        raise BadSample(
-            f"image {media.name} cannot be decoded: {str(error).rstrip('.')}."
-        ) from error
+        reason = str(error).rstrip(".")
+        raise BadSample(f"image {media.name} cannot be decoded: {reason}.") from error
 
 
 @cache

@@ -192,10 +192,7 @@ def each_turn(record: Any) -> list[Any]:
     """Return one record for each trained turn of a conversation, which ends with that turn.
 
     Earlier turns have the weight 0, so that a template may leave their reasoning out, as it does
-    when it generates. Records of other kinds stay as they are.
-
-    Raises:
-        BadSample: a message is malformed.
+    when it generates. Records of other kinds stay as they are; a malformed message is a BadSample.
     """
     key = next((key for key in _ROLES if isinstance(record, Mapping) and record.get(key)), None)
     if key is None or _OTHER_TASKS & record.keys():
@@ -389,20 +386,16 @@ def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[dict[str, Any]]:
     """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
     said = parse_nested(turn.get("content"), f"message {index}, a tool call,")
-    calls = said if isinstance(said, list) else [said]
-    for call in calls:
+    calls = []
+    for call in said if isinstance(said, list) else [said]:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise BadSample(f"message {index}, a tool call, has no name.")
         unused += unused_keys(_CALLED, call)
+        function = {"name": call["name"], "arguments": call.get("arguments", {})}
+        calls.append({"type": "function", "function": function})
     if not calls:
         raise BadSample(f"message {index}, a tool call, is empty.")
-    return [
-        {
-            "type": "function",
-            "function": {"name": call["name"], "arguments": call.get("arguments", {})},
-        }
-        for call in calls
-    ]
+    return calls
 
 
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:

@@ -107,7 +107,7 @@ def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
         media = RecordMedia(record, folder)
         for piece in media.split_tags(text):
             parts.append(piece["text"] if piece["type"] == "text" else media.media[-1])
-        media.check_empty()
+        media.check_empty({})
         return _document(parts, record)
     options = options_of_all(record)
     for kind in KINDS:
@@ -171,14 +171,14 @@ RETRIEVED = ("positive", "positive_messages")
 """Keys of retrieval records."""
 
 
-def is_retrieval(record: Any) -> bool:
+def is_retrieval(record: Mapping[str, Any]) -> bool:
     """Return whether a JSON record is a retrieval record."""
-    return isinstance(record, Mapping) and any(key in record for key in RETRIEVED)
+    return any(key in record for key in RETRIEVED)
 
 
 def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
     """Return the format of a JSON record."""
-    if {"chosen", "rejected"} & record.keys():
+    if is_pair(record):
         raise BadSample(
             "it is a preference record: --loss dpo, simpo or orpo trains on these, and --task "
             "reward."
@@ -269,18 +269,17 @@ SIDES = ("chosen", "rejected")
 _LABEL, _PROMPT, _ANSWER = "label", "prompt", "completion"
 
 
-def is_pair(record: Any) -> bool:
+def is_pair(record: Mapping[str, Any]) -> bool:
     """Return whether a JSON record is a preference record."""
-    return isinstance(record, Mapping) and any(side in record for side in SIDES)
+    return any(side in record for side in SIDES)
 
 
-def require_pair(record: Any, owner: str) -> None:
+def require_pair(record: Mapping[str, Any], owner: str) -> None:
     """Raise BadSample unless it is a preference record; `owner` is who needs one, with the verb."""
     if is_pair(record):
         return
     needs = f"{owner} chosen and rejected"
-    other = isinstance(record, Mapping) and next(filter(record.get, PAIRED_ELSEWHERE), None)
-    if other:
+    if other := next(filter(record.get, PAIRED_ELSEWHERE), None):
         raise BadSample(
             f"{other} is another program's key of preference records, and {needs}, which "
             "--preprocess MODULE:FUNCTION can write."
@@ -288,9 +287,9 @@ def require_pair(record: Any, owner: str) -> None:
     raise BadSample(f"it is not a preference record: {needs}.")
 
 
-def is_labelled(record: Any) -> bool:
+def is_labelled(record: Mapping[str, Any]) -> bool:
     """Return whether a JSON record is a labelled record."""
-    return isinstance(record, Mapping) and isinstance(record.get(_LABEL), bool)
+    return isinstance(record.get(_LABEL), bool)
 
 
 def parse_pair(
@@ -561,9 +560,9 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def is_classification(record: Any) -> bool:
+def is_classification(record: Mapping[str, Any]) -> bool:
     """Return whether a record can only be a classifier's: it has a label, and no answer."""
-    if not isinstance(record, Mapping) or isinstance(record.get(_LABEL, True), bool):
+    if isinstance(record.get(_LABEL, True), bool):
         return False
     messages = record.get("messages")
     if isinstance(messages, list):

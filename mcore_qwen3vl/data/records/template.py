@@ -156,11 +156,7 @@ class Renderer:
     def __init__(
         self, processor: Any, document_end: str | None = None, *, allow_dropped: bool = False
     ) -> None:
-        """Check the template and the token that ends documents.
-
-        Raises:
-            BadInput: the processor has no chat template, or `document_end` is not a single token.
-        """
+        """Raise BadInput if there is no chat template, or `document_end` is not a single token."""
         tokenizer = processor.tokenizer
         if not processor.chat_template:
             raise BadInput(
@@ -229,7 +225,6 @@ class Renderer:
             BadSample: the template leaves out what the user did not allow it to, or a trained turn
                 spells a token that the template itself writes.
         """
-        calls = [call for m in record.messages for call in m.get("tool_calls") or []]
         marks = self._marks(record)
         unused = [
             item
@@ -240,15 +235,16 @@ class Renderer:
         # Templates write tools, and some write calls, as JSON with whatever keys they have.
         for fields, holder in [
             *((_TOOL, tool) for tool in record.tools or []),
-            *((_CALL, call) for call in calls),
+            *((_CALL, call) for m in record.messages for call in m.get("tool_calls") or []),
         ]:
             for level in (holder, isinstance(holder, Mapping) and holder.get("function")):
                 if isinstance(level, Mapping):
                     unused += [u for u in fields.unused(level) if f'"{u.name}"' not in text]
+        untrained = {_place(index) for index, weight in enumerate(record.weights) if weight == 0}
         for key, place, dropped in marks.left_out:
             if key in named:
                 continue
-            earlier = key == "reasoning_content" and place in self._places_without_weight(record)
+            earlier = key == "reasoning_content" and place in untrained
             of_tool = place == "a tool"
             if earlier or (key == "name" and not of_tool) or self._allow_dropped:
                 why = "the chat template leaves it out" + (" of earlier turns" if earlier else "")
@@ -286,9 +282,6 @@ class Renderer:
                     "an answer. Take it out, or give the turn weight 0."
                 )
         return marks
-
-    def _places_without_weight(self, record: Conversation) -> set[str]:
-        return {_place(index) for index, weight in enumerate(record.weights) if weight == 0}
 
     def _turn(self, record: Conversation, index: int, text: str) -> tuple[int, int]:
         """Return the characters [start, end) that the model generates as message `index`."""
