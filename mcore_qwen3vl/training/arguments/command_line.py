@@ -169,18 +169,16 @@ class CommandLine:
 
     def unused(self) -> list[Unused]:
         """Return the flags that change nothing in the run."""
-        sorting = Sorting.for_installed()
-        reasons = dict(sorting.no_effect)
-        ours = _parser()._option_string_actions.keys()
-        reasons |= {
+        sorting, flags = Sorting.for_installed(), self._flags()
+        alone = {
             flag: why
             for flag, (name, why) in _ACTS_WITH.items()
             if not attrgetter(name)(self.settings)
         }
-        used = {*ours, *(sorting.known if sorting.complete else self._flags())} - reasons.keys()
-        return Fields(COMMAND_LINE, used, reasons=reasons).unused(
-            dict.fromkeys(self._flags(), True)
-        )
+        reasons = {**sorting.no_effect, **alone}
+        known = {*_parser()._option_string_actions, *(sorting.known if sorting.complete else flags)}
+        owner = Fields(COMMAND_LINE, known - reasons.keys(), reasons=reasons)
+        return owner.unused(dict.fromkeys(flags, True))
 
     def _flags(self) -> list[str]:
         """Return the flags of the command line, without their values, in their order."""
@@ -267,10 +265,9 @@ def take_back(argv: Sequence[str]) -> list[str]:
     """
     kept: list[str] = []
     for word in argv:
-        if word == NONE and kept and kept[-1] in RESETTABLE:
-            kept = without_flags(kept, frozenset({kept[-1]}))
-        elif word.endswith(f"={NONE}") and word.partition("=")[0] in RESETTABLE:
-            kept = without_flags(kept, frozenset({word.partition("=")[0]}))
+        flag, _, value = (f"{kept[-1]}={NONE}" if word == NONE and kept else word).partition("=")
+        if value == NONE and flag in RESETTABLE:
+            kept = without_flags(kept, frozenset({flag}))
         else:
             kept.append(word)
     return kept
@@ -376,8 +373,7 @@ def print_help(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> No
     parser._action_groups = [group for group in parser._action_groups if group._group_actions]
     if not parser._action_groups:
         raise BadInput(f"No flag is about {' '.join(words)!r}: try another word, or a part of it.")
-    if parser.usage is None:
-        parser.usage = "%(prog)s --hf-model DIR --data-path PATH [FLAG...]"
+    parser.usage = "%(prog)s --hf-model DIR --data-path PATH [FLAG...]"
     parser.print_help()
 
 
