@@ -166,7 +166,9 @@ class DataProvider:
         if config.balance or loop.valid_data_path:
             wait_for_measuring()
         if loop.valid_data_path:
-            self._agree_on_length()
+            batches = [self._validation_batches]  # which some ranks do not read
+            dist.broadcast_object_list(batches, src=0)
+            (args.eval_iters,) = batches
         return self._share(self.train_loader, shared_host_group, feed, self._on_batch), valid
 
     def _training_loader(self, config: DataConfig) -> Loader | None:
@@ -220,14 +222,6 @@ class DataProvider:
         )
         batches = max(1, self._validation_batches * micro_batches)
         return self._loader(sources, "val", validation_config(settings), batches=batches)
-
-    def _agree_on_length(self) -> None:
-        """Tell Megatron on all ranks how many batches a validation has, which some do not read."""
-        from megatron.training import get_args
-
-        shared = [self._validation_batches]
-        dist.broadcast_object_list(shared, src=0)
-        (get_args().eval_iters,) = shared
 
     def _share(
         self, loader: Loader | None, host_group: Any, feed: StageFeed | None, *on_batch: Any
@@ -327,13 +321,10 @@ class StageFeed:
     """Messages from the first stage to all later ones, sent without blocking the first.
 
     A thread sends them: a blocking send would wait for stages that wait for its activations.
+    Nothing else uses `group`, a gloo group of one rank of each pipeline stage, in order.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """
-        Args:
-            group: a gloo group of one rank of each pipeline stage, in order; nothing else uses it.
-        """
         self._group = group
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._sender: Thread | None = None
@@ -342,15 +333,12 @@ class StageFeed:
     def between_stages(cls) -> StageFeed | None:
         """Connect the first ranks of all stages; all ranks call this.
 
-        Even a pipeline group that uses gloo is not reused, because it carries activations, with
-        which batches must not mix.
-
-        Returns:
-            The feed; None if there is one stage only, or this rank is not the first of its stage.
+        It returns None if there is one stage only, or this rank is not the first of its stage.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             return None
+        # Another group than the pipeline's, which carries activations, even if that uses gloo.
         mine = _over_gloo(dist.get_process_group_ranks(group) if _is_first_of_stage() else [])
         return cls(mine) if mine else None
 

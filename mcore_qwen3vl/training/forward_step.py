@@ -406,13 +406,11 @@ def _weights_of_data_sets(batch: Batch, positions: Tensor, weights: Tensor) -> d
 
 
 def _check_result(loss: Loss, result: Any) -> tuple[Tensor, Tensor]:
+    returned = _describe(result)
     if isinstance(result, tuple) and len(result) == 2:
         if all(isinstance(value, Tensor) and value.ndim == 0 for value in result):
             return result
-        shown = ", ".join(map(_describe, result))
-        returned = f"({shown})"
-    else:
-        returned = _describe(result)
+        returned = f"({', '.join(map(_describe, result))})"
     name = getattr(loss, "__qualname__", repr(loss))
     raise BadInput(
         f"The loss function {name} returned {returned}. It must return a pair of scalar tensors: "
@@ -462,8 +460,14 @@ def find_loss(name: str) -> Loss:
     """Return the loss called `name`, or raise BadInput, which lists those that exist."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if ":" in name:
-        return _import(name)
+    module, colon, function = name.partition(":")
+    if colon:
+        try:
+            return cast(Loss, getattr(importlib.import_module(module), function))
+        except (ImportError, AttributeError) as error:
+            raise BadInput(
+                f"--loss {name} cannot be imported: {error}. The module must be on PYTHONPATH."
+            ) from None
     entries = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in entries:
         known = ", ".join([*BUILT_IN, *PREFERENCE_LOSSES, KTO, DISTILL, *entries])
@@ -471,16 +475,6 @@ def find_loss(name: str) -> Loss:
             f"--loss {name} is not known. There are {known}; or name a function as module:function."
         )
     return cast(Loss, entries[name].load())
-
-
-def _import(path: str) -> Loss:
-    module, _, function = path.partition(":")
-    try:
-        return cast(Loss, getattr(importlib.import_module(module), function))
-    except (ImportError, AttributeError) as error:
-        raise BadInput(
-            f"--loss {path} cannot be imported: {error}. The module must be on PYTHONPATH."
-        ) from None
 
 
 def _masked_sum(losses: Tensor, weights: Tensor) -> Tensor:

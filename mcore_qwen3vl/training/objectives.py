@@ -170,26 +170,19 @@ def replay(of_chunks: list[list[Batch]]) -> Any:
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[Any]:
     """Give the chunks in evaluation mode and without gradients."""
-    chunks: Sequence[Any] = unwrap_model(model if isinstance(model, list) else [model])
-    training = [chunk.training for chunk in chunks]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        for chunk, mode in zip(chunks, training, strict=True):
-            stack.callback(chunk.train, mode)
+        for chunk in unwrap_model(model if isinstance(model, list) else [model]):
+            stack.callback(chunk.train, chunk.training)
             chunk.eval()
         yield model
 
 
-def divergence_runner(settings: Distillation) -> RunBatch:
-    """Return what runs a micro-batch through a pipeline chunk and compares it with the teacher.
-
-    On the last stage it returns (2, B, s) float32: divergences, and cross entropies.
-    """
-    return processor_runner(partial(_compare, settings))
-
-
 def distillation_objective(settings: Distillation) -> Objective:
-    """Return the objective of distillation: a mean over the trained tokens of the global batch."""
+    """Return the objective of distillation: a mean over the trained tokens of the global batch.
+
+    It takes what :func:`_compare` gives.
+    """
     mean = token_objective(cross_entropy)
 
     def objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
@@ -217,6 +210,7 @@ def _compare(
     packed_seq_params: PackedSequence | None,
     **_: Any,
 ) -> Tensor:
+    """Compare with the teacher: (2, B, s) float32 divergences, and cross entropies."""
     local = chunk.local_tokens(batch.input_ids.shape[1], packed_seq_params)
     ids, teacher = _teacher_at(batch, to_device(local, labels.device))
     student, of_labels = output_layer(
@@ -237,14 +231,6 @@ def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
     number = trained.flatten().cumsum(0).view_as(trained) - 1
     row = number.where(trained, len(teacher.ids) - 1).index_select(1, positions)
     return teacher.ids[row], teacher.log_probs[row]
-
-
-def teacher_step(k: int, temperature: float) -> Callable[..., Any]:
-    """Return the forward step of a first pass, which finds the teacher's `k` likeliest tokens."""
-    run = processor_runner(partial(_likeliest, k=k, temperature=temperature))
-    return first_pass_step(
-        run, lambda batch, local, values: Top(values[..., :k].int(), values[..., k:])
-    )
 
 
 def _likeliest(
@@ -472,20 +458,6 @@ SCORES = last_token_runner(lambda states, head, weight: head(states))
 """Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
 
 
-def task_objective(settings: Settings) -> tuple[Objective, RunBatch]:
-    """Return the objective of ``--task``, and what runs a micro-batch for it."""
-    task = settings.task
-    if task.task == "embedding":
-        return embedding_objective(task.contrastive), EMBED
-    if task.task == "reward":
-        return reward_objective, SCORES
-    if labels := settings.labels:
-        return partial(classification_objective, labels), SCORES
-    return partial(ranking_objective, task.ranking), answer_word_runner(
-        settings.model.folder, task.words
-    )
-
-
 def reward_objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
     """Compute the mean loss of reward models over the pairs."""
     rewards = values.view(-1, 2)
@@ -637,15 +609,24 @@ def forward_step_of(settings: Settings) -> ForwardStep:
             parse_sources(loop.valid_data_path) if loop.valid_data_path else ()
         ),
     )
-    if settings.task.task:
-        return step(*task_objective(settings))
+    task = settings.task
+    if task.task == "embedding":
+        return step(embedding_objective(task.contrastive), EMBED)
+    if task.task == "reward":
+        return step(reward_objective, SCORES)
+    if task.task == "reranker":
+        run = answer_word_runner(settings.model.folder, task.words)
+        return step(partial(ranking_objective, task.ranking), run)
+    if labels := settings.labels:
+        return step(partial(classification_objective, labels), SCORES)
     if loss in LOSSES:
         return step(preference_objective(settings.preference.pair_settings(loss)))
     if loss == KTO:
         return step(kto_objective(settings.preference.kto))
     if loss == DISTILL:
         distillation = settings.distillation.loss
-        return step(distillation_objective(distillation), run=divergence_runner(distillation))
+        compare = processor_runner(partial(_compare, distillation))
+        return step(distillation_objective(distillation), compare)
     if loop.mtp_num_layers:
         return step(further_token_objective(find_loss(loss), loop.mtp_loss_scaling_factor))
     return step(token_objective(find_loss(loss)))
@@ -659,8 +640,13 @@ def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
     if settings.task.task == "embedding":
         passes = partial(with_contrasts, settings.task.contrastive)
     elif loss == DISTILL and second:
-        assert distillation.teacher_top_k is not None
-        first = teacher_step(distillation.teacher_top_k, distillation.loss.temperature)
+        k = distillation.teacher_top_k
+        assert k is not None
+        find = partial(_likeliest, k=k, temperature=distillation.loss.temperature)
+        first = first_pass_step(
+            processor_runner(find),
+            lambda batch, local, values: Top(values[..., :k].int(), values[..., k:]),
+        )
         passes = partial(run_two_passes, first=first, within=second.in_place)
     elif loss in LOSSES and settings.reference in ("adapter", "model"):
         passes = partial(

@@ -41,6 +41,8 @@ from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
 from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.flags import fill
+from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings, TrainingSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state
@@ -161,18 +163,16 @@ def choose_iteration(
     """
     if checkpoints.load is None:
         return None
-    iteration: int | None = None
-    flaw: BadInput | None = None
+    answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            iteration = iteration_to_load(checkpoints, args, fallback=fallback)
-        except BadInput as error:
-            flaw = error
-    answer: list[Any] = [iteration, flaw]
+            answer = [iteration_to_load(checkpoints, args, fallback=fallback)]
+        except BadInput as flaw:
+            answer = [flaw]
     dist.broadcast_object_list(answer, src=0)
-    iteration, flaw = answer
-    if flaw is not None:
-        raise flaw
+    iteration: int | BadInput | None = answer[0]
+    if isinstance(iteration, BadInput):
+        raise iteration
     if iteration is None or iteration == latest_iteration(checkpoints.load):
         return None
     if dist.get_rank() == 0:
@@ -312,32 +312,25 @@ def _explain_missing_parameter(directory: str, error: BaseException) -> BadInput
     )
 
 
-def other_parts(
-    before: TrainingSettings, now: TrainingSettings, *, starts_anew: bool
-) -> str | None:
-    """Say that a resumed run trains other parameters than its checkpoint's run; None if not.
+def differences(saved: argparse.Namespace, settings: Settings) -> Iterator[str]:
+    """Say what a resumed run trains, and refers to, otherwise than the run with arguments `saved`.
 
-    Megatron loads the optimizer's state of the parameters that still train, unless it
-    `starts_anew`.
+    Megatron loads the optimizer's state of the parameters that still train.
     """
-    was, trains = _trained_in_words(before), _trained_in_words(now)
-    if was == trains:
-        return None
-    state = (
-        "the optimizer starts anew (--no-load-optim)"
-        if starts_anew
-        else "the optimizer's state of parameters that no longer train is dropped"
-    )
-    return f"the checkpoint's run trained {was}, and this run trains {trains}: {state}"
-
-
-def other_reference(before: str | None, now: str | None) -> str | None:
-    """Say that a run has another reference model, `now`, than its checkpoint's; None if not."""
-    if before in (None, now):
-        return None
-    return (
-        f"the checkpoint's run had the reference model {before}, and this run has {now or 'none'}"
-    )
+    was = _trained_in_words(fill(TrainingSettings, saved))
+    trains = _trained_in_words(settings.training)
+    if was != trains:
+        state = (
+            "the optimizer starts anew (--no-load-optim)"
+            if settings.checkpoints.no_load_optim
+            else "the optimizer's state of parameters that no longer train is dropped"
+        )
+        yield f"the checkpoint's run trained {was}, and this run trains {trains}: {state}"
+    before = fill(PreferenceSettings, saved).reference_model
+    now = settings.preference.reference_model
+    if before not in (None, now):
+        has = f"this run has {now or 'none'}"
+        yield f"the checkpoint's run had the reference model {before}, and {has}"
 
 
 def _trained_in_words(training: TrainingSettings) -> str:
@@ -353,8 +346,7 @@ def _explain_schedules(
     error: AssertionError, checkpoints: CheckpointSettings, batch: int | None
 ) -> str:
     """Say Megatron's complaint in other words: what it calls iterations are samples."""
-    match = _OTHER_SCHEDULE.search(str(error))
-    if match is None:
+    if (match := _OTHER_SCHEDULE.search(str(error))) is None:
         return str(error)
     ours, theirs = match["ours"], match["theirs"]
     named = {
