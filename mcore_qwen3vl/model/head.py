@@ -20,10 +20,8 @@ Log-probabilities of a few tokens, and of all others together
 -------------------------------------------------------------
 
 A teacher's distribution is written as its k likeliest tokens and the rest. The student's
-log-probabilities of the same tokens, and of its own rest, are computed from one chunk of logits at
-a time, as above: the forward pass reduces each chunk to
-k + 3 numbers per token, and the backward pass recomputes it. Ranks of a TP group hold different
-columns; they combine their numbers in two all-reduces after the loop.
+log-probabilities of the same tokens, and of its own rest, are computed as above: the forward pass
+reduces each chunk to k + 3 numbers per token, which two all-reduces combine after the loop.
 
 Formulae, with logits l, q = softmax(l / T) and R the rest: d log q[i] / dl = (onehot(i) - q) / T,
 and d log q[R] / dl = (r - q) / T, where r is q / sum(q[R]) in the rest, and 0 elsewhere.
@@ -437,12 +435,7 @@ class _LogProbsOf(torch.autograd.Function):
             for term in gradients:
                 term.add(narrow, rows)
             del narrow
-        return (
-            None,
-            None,
-            None,
-            *(side for term in gradients for side in term.result()),
-        )
+        return None, None, None, *(side for term in gradients for side in term.result())
 
 
 def _rest(weights: Tensor, local: Tensor, ours: Tensor) -> Tensor:

@@ -56,11 +56,7 @@ NCCL_ALL_TO_ALL_GIB = 3.1
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the only GPU whose name begins with `name`.
-
-    Raises:
-        BadInput: no such GPU, or several.
-    """
+    """Return the only GPU whose name begins with `name`; BadInput if there is none, or several."""
     matches = [gpu for key, gpu in GPUS.items() if key.startswith(name.lower())]
     if len(matches) != 1:
         raise BadInput(

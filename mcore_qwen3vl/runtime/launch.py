@@ -71,12 +71,9 @@ def _gpus(world_size: int) -> int:
 
 
 def check_gpus() -> None:
-    """Check, before anything slow begins, that there is a GPU.
+    """Raise BadInput, before anything slow begins, if there is no GPU.
 
     Call it only if the ranks will run on CUDA: counting GPUs may start CUDA in this process.
-
-    Raises:
-        BadInput: there is none.
     """
     if not _gpus(1):
         raise BadInput(
@@ -159,10 +156,7 @@ def run_layout(
 def initialize(layout: Layout, *, seed: int = 1234) -> None:
     """Set up Megatron's process groups and random states for this rank.
 
-    ``torch.distributed`` must be initialised with ``layout.world_size`` ranks.
-
-    Raises:
-        BadInput: the number of ranks is not ``layout.world_size``.
+    ``torch.distributed`` must be initialised with ``layout.world_size`` ranks, else BadInput.
     """
     # Imported here, because megatron must not be imported before the CPU backend is installed.
     from megatron.core import parallel_state, tensor_parallel

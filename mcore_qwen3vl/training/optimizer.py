@@ -129,10 +129,8 @@ def make_resumable(optimizer: Any) -> bool:
 
     mcore supports this for Transformer Engine's and Apex's Adam. With torch's Adam it reads the
     state before it exists, gives all parameters the same ``step`` tensor, which each of them then
-    advances, and looks for ``step`` in formats that store it elsewhere.
-
-    Returns:
-        Whether the optimizer was torch's Adam, and was changed.
+    advances, and looks for ``step`` in formats that store it elsewhere. The result says whether the
+    optimizer was torch's Adam, and was changed.
     """
     changed = False
     for part, adam in _with_adam(optimizer):
@@ -430,11 +428,7 @@ def _boxes(
 
 
 def _pieces(entry: ShardedTensor | ShardedTensorFactory, base: Tensor) -> list[ShardedTensor]:
-    """Return the stored tensors that a parameter is divided into, with views of `base` as data.
-
-    Raises:
-        ValueError: the stored tensors are not boxes that together make up the parameter.
-    """
+    """Return the stored tensors that a parameter is divided into, with views of `base` as data."""
     if not isinstance(entry, ShardedTensorFactory):
         return [replace(entry, data=base, dtype=base.dtype)]
     pieces = list(nested_values(entry.build_fn(entry.key, base, entry.replica_id, None)))

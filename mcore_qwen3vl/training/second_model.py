@@ -84,9 +84,7 @@ def layout_for(layout: Layout, trained: Architecture, second: Architecture) -> L
 class SecondModel:
     """A frozen model beside the one that trains: on the same ranks, and never saved.
 
-    Raises:
-        BadInput: the two models cannot read the same batches, or the layout does not divide the
-            second one.
+    BadInput: the two cannot read the same batches, or the layout does not divide the second one.
     """
 
     def __init__(

@@ -82,8 +82,7 @@ def _give_verl_a_class() -> None:
 class Qwen3VLEngine(MegatronEngineWithLMHead):
     """The engine of a policy or a reference; models that are not of `ARCHITECTURES` get VERL's own.
 
-    Raises:
-        BadInput: options are not supported; the message names each of them.
+    BadInput names each option that is not supported.
     """
 
     theirs: type[Any] = MegatronEngineWithLMHead
@@ -201,11 +200,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         return super().forward_step(iter([batch]), model, *args, **kwargs)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Switch the adapter off: the base model is the reference (VERL's ``no_lora_adapter``).
-
-        Raises:
-            BadInput: there is no adapter.
-        """
+        """Switch the adapter off (``no_lora_adapter``); BadInput if the model has none."""
         adapters = [chunk.adapter for chunk in unwrap(self.module)]
         if None in adapters:
             raise BadInput(

@@ -42,11 +42,7 @@ class ModelOptions:
 
     @classmethod
     def from_config(cls, settings: Mapping[str, Any]) -> ModelOptions:
-        """Read the options, and VERL's own ``moe_config.freeze_moe_router``.
-
-        Raises:
-            BadInput: a key or the spec is not known.
-        """
+        """Read the options and ``moe_config.freeze_moe_router``; BadInput for one not known."""
         options = plain(settings)
         moe = plain(options.pop("moe_config", None) or {})
         frozen = _names(options.pop("freeze", ()))
@@ -112,10 +108,6 @@ class Refusal:
         theirs = {"engine": "megatron", "optimizer": "optim"}
         return f"{theirs.get(first, first)}.{rest}"
 
-    def asked(self, configs: Configs) -> bool:
-        """Return whether a configuration asks for it."""
-        return bool(self.wrong(configs.find(self.path), configs))
-
 
 _FSDP = "it is an option of other engines, which VERL's Megatron engine would ignore: drop it."
 _VALIDATED = "it was never run with this model: drop it."
@@ -157,16 +149,13 @@ REFUSALS = (
 
 
 def check(configs: Configs) -> None:
-    """Raise if the configuration asks for options that are not supported.
-
-    Raises:
-        BadInput: options are not supported; the message names each of them and what to do.
-    """
-    _refuse([f"{each.option}: {each.remedy}" for each in REFUSALS if each.asked(configs)])
+    """Raise BadInput, which names each option that is not supported and what to do."""
+    asked = (r for r in REFUSALS if r.wrong(configs.find(r.path), configs))
+    _refuse([f"{refusal.option}: {refusal.remedy}" for refusal in asked])
 
 
 def _refuse(wrong: list[str]) -> None:
-    """Raise if there are sentences about options that are not supported."""
+    """Raise BadInput if there are sentences about options that are not supported."""
     if wrong:
         raise BadInput(
             "VERL's configuration asks for options that this engine does not support. "

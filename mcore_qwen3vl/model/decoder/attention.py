@@ -3,21 +3,14 @@
 Rotary positions
 ----------------
 
-Interleaved multimodal rotary embedding: from 3-D position ids to rotated queries and keys.
-
 Position ids are reduced to the rank's tokens before they come here, and
 :class:`RotarySelfAttention` rotates queries and keys token by token as soon as they are projected.
 Nothing later needs to know which positions a rank holds, so the same few lines serve CP, packing
 and both layer specs. mcore's own packed path looks positions up again from cu_seqlens, with a host
 sync in every layer. Transformer Engine's fused path counts from 0 in each sample, which is wrong
 for 3-D positions.
-
-A rotation is one kernel of Transformer Engine's, or three or four of torch's.
-
 Core attention
 --------------
-
-Core attention of the ``torch`` layer spec: causal, grouped queries, CP and packed sequences.
 
 Everything is one operation: causal attention of a run of queries over the run of keys that ends
 with the last query. A sample is one such segment. Under CP it is two, one for each chunk that the
@@ -58,9 +51,8 @@ def rope_frequencies(
 ) -> tuple[Tensor, float]:
     """Compute a model's rotary frequencies with HF's own class, or those of another base.
 
-    Returns:
-        The inverse frequencies, (R / 2,) float32 on the CPU, and the factor by which a scaled rope
-        such as YaRN multiplies cosines and sines.
+    They are (R / 2,) float32 on the CPU, inverse. With them comes the factor by which a scaled rope
+    such as YaRN multiplies cosines and sines.
     """
     config = Qwen3VLTextConfig(
         head_dim=architecture.rotary_dim,
@@ -192,8 +184,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 class RotarySelfAttention(SelfAttention):
     """mcore's attention, which here rotates queries and keys as soon as they are projected.
 
-    Args:
-        factor: see :func:`rotary_factor`.
+    For `factor` see :func:`rotary_factor`.
     """
 
     def __init__(self, *args: Any, factor: float = 1.0, **kwargs: Any) -> None:

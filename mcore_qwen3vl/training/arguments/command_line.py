@@ -360,11 +360,7 @@ def asked_words(argv: Sequence[str]) -> list[str] | None:
 
 
 def print_help(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
-    """Print the help for flags whose name, text or group has all `words`.
-
-    Raises:
-        BadInput: there is no such flag.
-    """
+    """Print the help for flags whose name, text or group has all `words`; BadInput if none has."""
     for group in parser._action_groups:
         kept = [a for a in group._group_actions if _is_about(a, group.title or "", words)]
         group._group_actions = kept

@@ -70,8 +70,7 @@ def latest_iteration(directory: str | Path) -> int | None:
 def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
     """Return the newest complete iteration, not beyond the tracker's; None if that names none.
 
-    Raises:
-        BadInput: the latest is damaged and `fallback` to older ones is off, or all are damaged.
+    It raises BadInput if all are damaged, or the latest is and `fallback` to older ones is off.
     """
     latest = latest_iteration(directory)
     if latest is None:
@@ -155,11 +154,8 @@ def choose_iteration(
 ) -> int | None:
     """Return the step to load in place of the latest of ``--load``, if that cannot be read.
 
-    All ranks call this. `args` are Megatron's, for formats that load only into an equal run.
-
-    Raises:
-        BadInput: see :func:`readable_iteration` and
-            :class:`mcore_qwen3vl.converters.megatron_checkpoint.Format`.
+    All ranks call this. `args` are Megatron's, for formats that load only into an equal run. For
+    BadInput see :func:`readable_iteration` and `converters.megatron_checkpoint.Format`.
     """
     if checkpoints.load is None:
         return None

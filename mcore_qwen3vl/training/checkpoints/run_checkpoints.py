@@ -97,8 +97,7 @@ class RunCheckpoints:
     def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
         """Say so if the checkpoint's run trained other parts, or had another reference.
 
-        Raises:
-            BadInput: it trained the layer that predicts a further token, and this run does not.
+        BadInput: it trained the layer that predicts a further token, and this run does not.
         """
         original(saved, **kwargs)
         settings = self._settings
@@ -203,8 +202,7 @@ class RunCheckpoints:
 
     @cached_property
     def _changed_files(self) -> Mapping[str, bytes]:
-        """What :func:`.resume.changed_files` returns: the processor is loaded for it, which takes
-        seconds, and all ranks wait for an export."""
+        # The processor is loaded for it, which takes seconds, and all ranks wait for an export.
         return resume.changed_files(self._settings)
 
     def _export(self, model: list[Any], optimizer: Any, iteration: int, folder: Path) -> None:
@@ -235,12 +233,10 @@ class RunCheckpoints:
 
 @contextmanager
 def explain_save_errors(directory: str, iteration: int) -> Iterator[None]:
-    """Explain a disk's failure while a checkpoint is saved; every rank saves inside this.
+    """Raise BadInput for a disk's failure while a checkpoint is saved; other errors pass through.
 
-    The partial checkpoint is removed, as far as possible, to free its space.
-
-    Raises:
-        BadInput: the disk made the save fail. Other errors pass through.
+    Every rank saves inside this. The partial checkpoint is removed, as far as possible, to free its
+    space.
     """
     try:
         yield

@@ -103,10 +103,8 @@ class Metrics:
     def report(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return the numbers since the last report, over all ranks.
 
-        At least one batch must have been counted since the start.
-
-        Args:
-            group: the data-parallel ranks, context parallelism not included.
+        At least one batch must have been counted since the start. The `group` has the data-parallel
+        ranks, context parallelism not included.
         """
         device = torch.cuda.current_device()
         total = torch.tensor(self._work.vector(), dtype=torch.float64, device=device)
@@ -155,13 +153,10 @@ def write(report: Mapping[str, float], iteration: int, tensorboard: Any, wandb: 
 
 @contextmanager
 def explain_tensorboard_errors(folder: str | None) -> Iterator[None]:
-    """Explain that TensorBoard's files cannot be written.
+    """Raise BadInput if the disk refuses a write of TensorBoard; other errors pass through.
 
-    Its thread writes them, and passes the error on at the next number. So the thread's own
+    Its thread writes the files, and passes the error on at the next number. So the thread's own
     traceback is not shown.
-
-    Raises:
-        BadInput: the disk refused a write of TensorBoard. Other errors pass through.
     """
     show = threading.excepthook
 

@@ -49,11 +49,7 @@ _OF_NO_USE = (
 
 @contextmanager
 def quiet(command: CommandLine) -> Iterator[Console | None]:
-    """Redirect standard output to a log file.
-
-    Yields:
-        The terminal, or wherever standard output went before; None with ``--verbose``.
-    """
+    """Redirect standard output to a log file, and yield where it went; None with ``--verbose``."""
     if command.settings.training.verbose:
         yield None
         return
