@@ -534,19 +534,18 @@ class Head(ColumnParallelLinear):
             if self.adapter is not None:
                 logits = self.adapter.add(input_, logits)
             gathered = logits.shape[-1] == self.output_size
-            column_count = self.vocab_size if gathered else self._columns().count
-            return mask_columns(logits, column_count), bias
+            return mask_columns(logits, self.vocab_size if gathered else self.columns.count), bias
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         adapter = self.adapter if self.adapter and self.adapter.is_active else None
         more = [adapter.scaled_factors(input_)] if adapter else []
-        return reduce(hidden, weight, columns=self._columns(), more=more)
+        return reduce(hidden, weight, columns=self.columns, more=more)
 
     def _logits_of(self, tokens: Sequence[int], hidden: Tensor, weight: Tensor) -> Tensor:
         """Each logit is computed by the TP rank that holds its row; the others add zero."""
-        columns = self._columns()
+        columns = self.columns
         rows = torch.tensor(tokens) - columns.first
         is_here = to_device((rows >= 0) & (rows < columns.count), weight.device)
         rows = to_device(rows.clamp(0, len(weight) - 1), weight.device)
@@ -554,7 +553,9 @@ class Head(ColumnParallelLinear):
         logits = hidden @ (weight.index_select(0, rows).float() * is_here[:, None]).T
         return reduce_from_tensor_model_parallel_region(logits, group=self.tp_group)
 
-    def _columns(self) -> Columns:
+    @property
+    def columns(self) -> Columns:
+        """This rank's columns of the vocabulary."""
         first = self.tp_group.rank() * self.output_size_per_partition
         count = min(max(self.vocab_size - first, 0), self.output_size_per_partition)
         return Columns(first, count, self.chunk, self.tp_group)

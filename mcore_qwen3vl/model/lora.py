@@ -42,8 +42,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Target = Factors | Slot
 """The adapter wanted for one Hugging Face tensor, of which rank and scaling are read."""
-Targets = Mapping[str, Target]
-"""Targets by Hugging Face parameter name."""
+Targets = Mapping[str, Target]  # by Hugging Face parameter name
 
 
 def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> AdapterModule:
@@ -164,8 +163,7 @@ def _adapt_module(
     sites, kind = [], None
     for (parameter, _), matrix_parts in groupby(parts, key=_matrix_key):
         parts_of_matrix = list(matrix_parts)
-        names = _targets_of(parts_of_matrix, targets)
-        if not names:
+        if not (names := _targets_of(parts_of_matrix, targets)):
             continue
         kind = kind_of(chunk, parameter)
         if kind is None:
@@ -243,8 +241,7 @@ def _join_rows(rows: Sequence[slice]) -> tuple[range, ...]:
     """Join rows into runs that are consecutive in the whole tensor; B holds them in this order."""
     runs: list[range] = []
     for run in rows:
-        joins = bool(runs) and runs[-1].stop == run.start
-        start = runs.pop().start if joins else run.start
+        start = runs.pop().start if runs and runs[-1].stop == run.start else run.start
         runs.append(range(start, run.stop))
     return tuple(runs)
 
@@ -275,19 +272,16 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     head, vocabulary = chunk.output_layer, chunk.architecture.vocab_size
     kind = kind_of(chunk, "output_layer.weight")
     assert kind is not None
-    rows = head.output_size_per_partition
-    first = kind.group.rank() * rows
-    count = min(max(vocabulary - first, 0), rows)
+    rows, columns = head.output_size_per_partition, head.columns
     weight = chunk.shared_embedding_or_output_weight()
     hidden = chunk.architecture.hidden_size
     a, b = Place((target.r, hidden), None), Place((vocabulary, target.r), None)
     if kind.partition_dim == 0:
-        b = Place(
-            b.shape, 0, (range(first, first + count),) if count else (), gcd(rows, vocabulary)
-        )
+        run = range(columns.first, columns.first + columns.count)
+        b = Place(b.shape, 0, (run,) if run else (), gcd(rows, vocabulary))
     pair = Pair(LM_HEAD, a, b, scaling=target.scaling, like=weight)
     kind.mark(pair, weight)
     places = torch.arange(rows, device="cpu")
-    places[count:] = -1
+    places[columns.count :] = -1
     head.adapter = Site([pair], places, kind, head, dropout)
     return pair

@@ -136,10 +136,9 @@ def _add_features(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor)
     """Add the layer's features to its output, and append those of later stages to the chunk's."""
     state = node.chunk_state
     hidden = layer.add_features(part(node, *inputs), state.features, state.destination)
-    if layer is not state.model.decoder.layers[-1]:
-        return hidden
-    packed: Tensor = state.model.pack(hidden, state.features)
-    return packed
+    if layer is state.model.decoder.layers[-1]:
+        hidden = state.model.pack(hidden, state.features)
+    return hidden
 
 
 class SchedulePlan(TransformerModelChunkSchedulePlan):

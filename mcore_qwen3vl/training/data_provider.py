@@ -439,13 +439,10 @@ class SharedBatches:
 
     def _next(self) -> Batch:
         """Return the next batch on the device, and begin to read the one that follows it."""
-        if self._ahead is None:
-            prepared = self._prepare()
+        if self._upcoming is not None:
+            prepared, self._upcoming = self._upcoming.result(), None
         else:
-            prepared = (
-                self._upcoming.result() if self._upcoming else self._prepare_first(self._ahead)
-            )
-            self._upcoming = None
+            prepared = self._prepare_first(self._ahead) if self._ahead else self._prepare()
         light = prepared.light
         if isinstance(light, BadInput):
             raise light
@@ -471,7 +468,15 @@ class SharedBatches:
         """Do the host's work for a batch; on every rank in the same order."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has its own
-        read, visual = self._read_batch(), None
+        read: Batch | BadInput | None = None
+        visual = None
+        if self._loader is not None:
+            try:
+                read = next(self._loader)
+            except BadInput as error:  # stops the run, and so the other ranks need it too
+                read = error
+        elif self._feed is not None:
+            read = self._feed.receive()
         if isinstance(read, Batch) and read.visual is not None and self._loader is not None:
             visual, read = read.visual, replace(read, visual=without_pixels(read.visual))
             if self._device.type == "cuda":
@@ -516,15 +521,6 @@ class SharedBatches:
                 if tensor.is_cuda:  # later stages have shapes in place of patches
                     tensor.record_stream(current)
         return batch
-
-    def _read_batch(self) -> Batch | BadInput | None:
-        """Return the next batch, or the error that stops the run, which other ranks need too."""
-        if self._loader is not None:
-            try:
-                return next(self._loader)
-            except BadInput as error:
-                return error
-        return self._feed.receive() if self._feed else None
 
     def _broadcast_patches(self, full: Tensor | None, shape: Tensor) -> Tensor:
         """Broadcast the first rank's `full` to all ranks, which know only its `shape`."""

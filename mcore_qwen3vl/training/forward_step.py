@@ -48,13 +48,20 @@ RunBatch = Callable[..., tuple[Tensor, Tensor]]
 
 
 def forward(
-    batch: Batch, model: torch.nn.Module, *, plan: bool = False, **options: Any
+    batch: Batch,
+    model: torch.nn.Module,
+    *,
+    plan: bool = False,
+    processor: Callable[..., Tensor] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run one micro-batch through one pipeline chunk, wrapped or not.
 
     Args:
         plan: only build the plan of :meth:`Qwen3VLModel.build_schedule_plan`, and return it in
             place of the output.
+        processor: computes what the last stage returns: Megatron's ``output_processor``, with the
+            batch and the chunk before its own arguments.
         options: passed to :class:`~mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
 
     Returns:
@@ -64,6 +71,8 @@ def forward(
     chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
     has_logits = chunk.post_process and chunk.head_labels is None
     packing = _packing(batch)
+    if processor is not None:
+        options["output_processor"] = partial(processor, batch, chunk)
     output = (chunk.build_schedule_plan if plan else model)(
         batch.input_ids,
         batch.position_ids,
@@ -74,19 +83,6 @@ def forward(
         **options,
     )
     return output, chunk.local_tokens(batch.input_ids.shape[1], packing)
-
-
-def processor_runner(processor: Callable[..., Tensor]) -> RunBatch:
-    """Return what runs a micro-batch, of which the last stage returns what `processor` computes.
-
-    It is Megatron's ``output_processor``, with the batch and the chunk before its own arguments.
-    """
-
-    def run(batch: Batch, model: torch.nn.Module, *, plan: bool = False) -> tuple[Tensor, Tensor]:
-        chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
-        return forward(batch, model, plan=plan, output_processor=partial(processor, batch, chunk))
-
-    return run
 
 
 class StepRecords:

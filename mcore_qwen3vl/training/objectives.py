@@ -78,7 +78,6 @@ from mcore_qwen3vl.training.forward_step import (
     find_loss,
     forward,
     further_token_objective,
-    processor_runner,
     reduce_units,
     token_objective,
 )
@@ -258,9 +257,7 @@ def preference_objective(preference: Preference) -> Objective:
         reference = None
         if preference.has_reference:
             reference = batch.inputs_of(PairReferences).log_probs.view(-1, 2)
-        log_probs, lengths = (
-            values.view(-1, 2) for values in answer_log_probs(batch, local, losses)
-        )
+        log_probs, lengths = (x.view(-1, 2) for x in answer_log_probs(batch, local, losses))
         pairs = pair_losses(log_probs, reference, lengths, preference)
         detached = log_probs.detach()
         numbers = {
@@ -316,11 +313,10 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
         (N,) float32 log-probabilities, with a gradient for `losses`; (N,) float32 numbers of
         tokens. Those of pairs are in the order chosen, rejected, chosen, rejected and so on.
     """
-    count = len(batch.lengths)
     positions = to_device(local, losses.device)
     trained = batch.loss_weights.index_select(1, positions) > 0
     sequence = to_device(batch.sequences(), losses.device).index_select(1, positions)  # (B, s)
-    numbers = torch.arange(count, device=losses.device)[:, None, None]
+    numbers = torch.arange(len(batch.lengths), device=losses.device)[:, None, None]
     member = (sequence == numbers) & trained  # (N, B, s)
     # A sum has a fixed order, unlike a scatter-add. Padding is masked: its loss may be infinite.
     of_tokens = torch.where(member, -losses, 0.0).sum((1, 2))
@@ -399,15 +395,6 @@ Returns:
 """
 
 
-def _last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the rows and the columns of the samples' last tokens, (N,) int64 each, on the host."""
-    lengths = torch.tensor(batch.lengths)
-    if batch.cu_seqlens is None:
-        return torch.arange(len(lengths)), lengths - 1
-    starts = batch.cu_seqlens[: len(lengths)].long()
-    return torch.zeros_like(lengths), starts + lengths - 1
-
-
 def _pool(
     read: Read,
     batch: Batch,
@@ -430,8 +417,11 @@ def _pool(
     local = chunk.local_tokens(length, packed_seq_params, sequence_parallel=sharded)
     places = torch.full((length,), -1)
     places[local] = torch.arange(len(local))
-    rows, columns = _last_tokens(batch)
-    at = places[columns]
+    lengths = torch.tensor(batch.lengths)
+    rows, starts = torch.arange(len(lengths)), torch.zeros_like(lengths)
+    if batch.cu_seqlens is not None:
+        rows, starts = starts, batch.cu_seqlens[: len(lengths)].long()
+    at = places[starts + lengths - 1]  # of the last tokens
     device = hidden_states.device
     is_here = to_device(at >= 0, device)[:, None]
     states = hidden_states[to_device(at.clamp(min=0), device), to_device(rows, device)].float()
@@ -449,7 +439,7 @@ def last_token_runner(read: Read) -> RunBatch:
 
     On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
     """
-    return processor_runner(partial(_pool, read))
+    return partial(forward, processor=partial(_pool, read))
 
 
 EMBED = last_token_runner(lambda states, head, weight: states)
@@ -591,12 +581,8 @@ def _gather(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     padded[: len(rows)] = rows
     everyone = rows.new_empty(len(sizes) * len(padded), rows.shape[1])
     dist.all_gather_into_tensor(everyone, padded, group=parallel_state.get_data_parallel_group())
-    return torch.cat(
-        [
-            rows_of_rank[:n]
-            for rows_of_rank, n in zip(everyone.chunk(len(sizes)), sizes, strict=True)
-        ]
-    )
+    of_ranks = zip(everyone.chunk(len(sizes)), sizes, strict=True)
+    return torch.cat([rows[:count] for rows, count in of_ranks])
 
 
 def forward_step_of(settings: Settings) -> ForwardStep:
@@ -625,7 +611,7 @@ def forward_step_of(settings: Settings) -> ForwardStep:
         return step(kto_objective(settings.preference.kto))
     if loss == DISTILL:
         distillation = settings.distillation.loss
-        compare = processor_runner(partial(_compare, distillation))
+        compare = partial(forward, processor=partial(_compare, distillation))
         return step(distillation_objective(distillation), compare)
     if loop.mtp_num_layers:
         return step(further_token_objective(find_loss(loss), loop.mtp_loss_scaling_factor))
@@ -644,7 +630,7 @@ def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
         assert k is not None
         find = partial(_likeliest, k=k, temperature=distillation.loss.temperature)
         first = first_pass_step(
-            processor_runner(find),
+            partial(forward, processor=find),
             lambda batch, local, values: Top(values[..., :k].int(), values[..., k:]),
         )
         passes = partial(run_two_passes, first=first, within=second.in_place)

@@ -134,7 +134,14 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
     def _build_megatron_module(self) -> Any:
         # VERL seeds the model-parallel random states only if it sees a device.
         tensor_parallel.model_parallel_cuda_manual_seed(self.engine_config.seed)
-        freezing = self._read_freezing()
+        freezing = Freezing(self.options.freeze, self.options.trainable)
+        if self.lora is not None:
+            if self.options.freeze or self.options.trainable:
+                raise BadInput(
+                    f"megatron.{OWN} freezes parts of the model, and model.lora freezes all of it: "
+                    "leave one of them out."
+                )
+            freezing = adapter_freezing()
         modules = get_model(
             lambda **stage: self._build_chunk(freezing, **stage),
             wrap_with_ddp=not self.engine_config.forward_only,
@@ -144,16 +151,6 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         )
         freezing.check()
         return modules
-
-    def _read_freezing(self) -> Freezing:
-        if self.lora is None:
-            return Freezing(self.options.freeze, self.options.trainable)
-        if self.options.freeze or self.options.trainable:
-            raise BadInput(
-                f"megatron.{OWN} freezes parts of the model, and model.lora freezes all of it: "
-                "leave one of them out."
-            )
-        return adapter_freezing()
 
     def _build_chunk(
         self,

@@ -48,10 +48,7 @@ class ModelOptions:
         frozen = _names(options.pop("freeze", ()))
         if moe.pop("freeze_moe_router", False):
             frozen = (*frozen, ROUTERS)
-        unknown = [
-            *(set(options) - set(cls.__dataclass_fields__)),
-            *(f"moe_config.{k}" for k in moe),
-        ]
+        unknown = {*options} - {*cls.__dataclass_fields__} | {f"moe_config.{k}" for k in moe}
         if unknown:
             raise BadInput(
                 f"megatron.{OWN} holds {', '.join(sorted(unknown))}, which this model does not "
@@ -197,21 +194,6 @@ def lora_run(
     start = settings.get("adapter_path")
     if not settings.get("rank") and not start:
         return None
-    _check_lora(settings)
-    names = [*settings.get("target_modules", LORA_LINEARS)]
-    lora = LoraSettings(lora_init=start)
-    if not start:
-        lora = LoraSettings(
-            lora_rank=settings["rank"],
-            lora_target=tuple(_targets(names, architecture)),
-            lora_alpha=settings.get("alpha", 32),
-            lora_dropout=settings.get("dropout", 0.0),
-        )
-    base = str(source)
-    return LoraRun(lora, architecture, base, base=base, task=None, seed=seed)
-
-
-def _check_lora(settings: Mapping[str, Any]) -> None:
     wrong = [
         f"model.lora.{name}: an option of Megatron-Bridge, which is not used here; leave it at "
         f"{LORA_DEFAULTS.get(name)!r}."
@@ -226,6 +208,17 @@ def _check_lora(settings: Mapping[str, Any]) -> None:
             "True, which sends merged weights and does not change the weights that train."
         )
     _refuse(wrong)
+    lora = LoraSettings(lora_init=start)
+    if not start:
+        names = settings.get("target_modules", LORA_LINEARS)
+        lora = LoraSettings(
+            lora_rank=settings["rank"],
+            lora_target=tuple(_targets(names, architecture)),
+            lora_alpha=settings.get("alpha", 32),
+            lora_dropout=settings.get("dropout", 0.0),
+        )
+    base = str(source)
+    return LoraRun(lora, architecture, base, base=base, task=None, seed=seed)
 
 
 def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:

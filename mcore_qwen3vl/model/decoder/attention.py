@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -240,16 +239,13 @@ class PackedSequence(PackedSeqParams):
         # reads log-sum-exps that its kernels do not write, and some releases mistake tokens for
         # padding (issues 1930 and 3331 of its repository).
         fields = {
+            **vars(params),
             "qkv_format": "thd",
-            "cu_seqlens_q": cu_seqlens,
-            "cu_seqlens_kv": cu_seqlens,
-            "cu_seqlens_q_padded": None,
-            "cu_seqlens_kv_padded": None,
-            "max_seqlen_q": longest,
-            "max_seqlen_kv": longest,
-            "pad_between_seqs": None,
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens),
+            **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "pad_between_seqs")),
+            **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
         }
-        return cls(**{**vars(params), **fields}, bounds=tuple(bounds.tolist()))
+        return cls(**fields, bounds=tuple(bounds.tolist()))
 
 
 @dataclass(frozen=True)
@@ -313,13 +309,12 @@ class TorchAttention(MegatronModule):
         self,
         config: TransformerConfig,
         softmax_scale: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.softmax_scale = softmax_scale
-        groups = pg_collection
-        self.cp_group = groups.cp if groups else parallel_state.get_context_parallel_group()
+        self.softmax_scale, self.cp_group = softmax_scale, pg_collection.cp
 
     def forward(
         self,
@@ -343,11 +338,10 @@ class TorchAttention(MegatronModule):
             (s, B, heads * D), or (t, heads * D) packed.
         """
         packed = packed_seq_params is not None
-        if packed:
-            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         size, rank = self.cp_group.size(), self.cp_group.rank()
         bounds: tuple[int, ...] = (0, len(key) * size)
         if packed_seq_params is not None:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             bounds = PackedSequence.from_params(packed_seq_params, query.device).bounds
         segments = causal_segments(bounds, size, rank, query.device)
         if size > 1:
