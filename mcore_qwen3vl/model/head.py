@@ -534,7 +534,8 @@ class Head(ColumnParallelLinear):
             if self.adapter is not None:
                 logits = self.adapter.add(input_, logits)
             gathered = logits.shape[-1] == self.output_size
-            return mask_columns(logits, self.vocab_size if gathered else self.columns.count), bias
+            count = self.vocab_size if gathered else self.columns.count
+            return _Mask.apply(logits, count) if count < logits.shape[-1] else logits, bias
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
@@ -561,18 +562,14 @@ class Head(ColumnParallelLinear):
         return Columns(first, count, self.chunk, self.tp_group)
 
 
-def mask_columns(logits: Tensor, columns: int) -> Tensor:
-    """Give the columns after the first `columns` the logit -inf and no gradient, in place.
+class _Mask(torch.autograd.Function):
+    """Gives the columns after the first `columns` the logit -inf and no gradient.
 
     They only pad the vocabulary to a divisible size. Megatron's cross entropy normalises over them
     too, so that its value and gradients would depend on ``--make-vocab-size-divisible-by``. Losses,
-    samples and gradients are now those of the unpadded head, exactly.
+    samples and gradients are now those of the unpadded head, exactly. It works in place, because
+    the logits are the largest tensor of all.
     """
-    return logits if columns >= logits.shape[-1] else _Mask.apply(logits, columns)
-
-
-class _Mask(torch.autograd.Function):
-    """Masks in place, forward and backward, because the logits are the largest tensor of all."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: int) -> Tensor:

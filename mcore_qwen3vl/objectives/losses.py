@@ -5,9 +5,7 @@ Other losses of single tokens, such as cross entropy, are in `mcore_qwen3vl.trai
 Preferences
 -----------
 
-There are losses of pairs of answers, of labelled answers (KTO), and of reward models.
-
-Those over pairs of a chosen and a rejected answer are DPO and its relatives, SimPO and ORPO.
+The losses over pairs of a chosen and a rejected answer are DPO and its relatives, SimPO and ORPO.
 Source: Rafailov et al., "Direct Preference Optimization", 2023. With the policy p, the reference p0
 and s = (log p(chosen) - log p0(chosen)) - (log p(rejected) - log p0(rejected)), the losses are:
 
@@ -40,8 +38,6 @@ the batch with each prompt followed by another's answer, and at least 0. It has 
 
 Embeddings
 ----------
-
-The losses of embedding models: InfoNCE with in-batch and hard negatives, and two of pairs.
 
 ``infonce``: van den Oord et al., "Representation Learning with Contrastive Predictive Coding",
 2018, as sentence-transformers' ``MultipleNegativesRankingLoss`` computes it, whose scale is

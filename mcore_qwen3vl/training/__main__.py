@@ -51,10 +51,8 @@ def _first_on_this_node() -> bool:
         return True
     try:
         (Path(file).parents[1] / "reported").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # better reported twice than not at all
-        return True
+    except OSError as error:  # better reported twice than not at all
+        return not isinstance(error, FileExistsError)
     return True
 
 

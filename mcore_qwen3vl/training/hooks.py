@@ -69,8 +69,7 @@ HOOKS = {
 }
 """Every function that a run wraps, with the module that looks it up when it calls it.
 
-They are in the order in which a run calls them; docs/design.md says what each costs and saves. The
-only Megatron that is supported, 0.19, has them all.
+They are in the order in which a run calls them; docs/design.md says what each costs and saves.
 """
 
 

@@ -57,15 +57,7 @@ from mcore_qwen3vl.model.head import Head, likeliest, log_probs_of
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.lora_modules import without_factors
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.objectives.losses import (
-    classification_losses,
-    contrastive_losses,
-    divergences,
-    labelled_losses,
-    pair_losses,
-    ranking_losses,
-    reward_losses,
-)
+from mcore_qwen3vl.objectives import losses as formulas
 from mcore_qwen3vl.objectives.settings import Contrastive, Distillation, Kto, Preference, Ranking
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
 from mcore_qwen3vl.training.arguments.settings import Settings
@@ -217,7 +209,7 @@ def _compare(
         output_weight,
         reduce=partial(log_probs_of, ids=ids, targets=labels, temperature=settings.temperature),
     )
-    return torch.stack([divergences(student, teacher, settings), -of_labels])
+    return torch.stack([formulas.divergences(student, teacher, settings), -of_labels])
 
 
 def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,7 +250,7 @@ def preference_objective(preference: Preference) -> Objective:
         if preference.has_reference:
             reference = batch.inputs_of(PairReferences).log_probs.view(-1, 2)
         log_probs, lengths = (x.view(-1, 2) for x in answer_log_probs(batch, local, losses))
-        pairs = pair_losses(log_probs, reference, lengths, preference)
+        pairs = formulas.pair_losses(log_probs, reference, lengths, preference)
         detached = log_probs.detach()
         numbers = {
             f"{preference.loss} loss": pairs.losses,
@@ -282,8 +274,8 @@ def kto_objective(kto: Kto) -> Objective:
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
         inputs = batch.inputs_of(LabelledReferences)
         log_probs, _ = answer_log_probs(batch, local, losses)
-        wanted, baseline = inputs.desirable, inputs.baseline
-        of_answers, rewards = labelled_losses(log_probs, inputs.log_probs, wanted, baseline, kto)
+        wanted, baseline, before = inputs.desirable, inputs.baseline, inputs.log_probs
+        of_answers, rewards = formulas.labelled_losses(log_probs, before, wanted, baseline, kto)
         detached = log_probs.detach()
         numbers = {
             "kto loss": of_answers,
@@ -451,7 +443,7 @@ SCORES = last_token_runner(lambda states, head, weight: head(states))
 def reward_objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
     """Compute the mean loss of reward models over the pairs."""
     rewards = values.view(-1, 2)
-    losses = reward_losses(rewards, batch.inputs_of(Margins).margins)
+    losses = formulas.reward_losses(rewards, batch.inputs_of(Margins).margins)
     gaps = rewards[:, 0] - rewards[:, 1]
     numbers = {
         "reward loss": losses,
@@ -468,7 +460,7 @@ def classification_objective(
 ) -> Reduced:
     """Compute the mean loss of classifiers over the records."""
     inputs = batch.inputs_of(RightLabels)
-    losses, right = classification_losses(logits, inputs.right, is_single=labels.is_single)
+    losses, right = formulas.classification_losses(logits, inputs.right, is_single=labels.is_single)
     return reduce_units(losses.sum(), batch, {"classification loss": losses, "accuracy": right})
 
 
@@ -477,7 +469,7 @@ def ranking_objective(ranking: Ranking, batch: Batch, local: Tensor, logits: Ten
 
     Its values are the logits of ``yes`` and ``no`` after a query and a document.
     """
-    losses, right = ranking_losses(relevance(logits), batch.groups, ranking)
+    losses, right = formulas.ranking_losses(relevance(logits), batch.groups, ranking)
     return reduce_units(losses.sum(), batch, {"reranker loss": losses, "accuracy": right})
 
 
@@ -561,7 +553,7 @@ def contrasts(
         scores = _gather(torch.cat(own)[:, None], queries)[:, 0]
     texts = [size for of_rank in groups for rows in of_rank for size in rows]
     with torch.enable_grad():
-        losses = contrastive_losses(everyone, texts, contrastive, scores)
+        losses = formulas.contrastive_losses(everyone, texts, contrastive, scores)
         (gradients,) = torch.autograd.grad(losses.sum(), everyone)
     rank = parallel_state.get_data_parallel_rank()
     mine = losses.detach().split(queries)[rank].split([len(rows) for rows in groups_of_batches])

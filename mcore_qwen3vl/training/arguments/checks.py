@@ -24,7 +24,6 @@ from mcore_qwen3vl.converters.place import (
     SMALL,
     TRACKER,
     Kind,
-    Place,
     folder_name,
     identify,
     numbered_iterations,
@@ -370,20 +369,15 @@ def _check_kinds(settings: Settings) -> None:
     if from_other_maker(settings.checkpoints) is not None:
         return
     for flag, place in places.items():
-        if starts[flag] != checkpoints.save:
-            _check_tracked(place, flag)
-
-
-def _check_tracked(place: Place, flag: str) -> None:
-    """Refuse one iteration of a run, which has no tracker: Megatron would start at random."""
-    folder, step = place.path, place.iteration
-    if read_tracker(folder) is not None:
-        return
-    chosen = f" --ckpt-step {step}" if flag == "--load" and isinstance(step, int) else ""
-    raise BadInput(
-        f"{folder} is one iteration, and Megatron begins from a run's folder with a {TRACKER}: "
-        f"use {flag} {folder.absolute().parent}{chosen}."
-    )
+        if starts[flag] == checkpoints.save or read_tracker(place.path) is not None:
+            continue
+        # Without a tracker, Megatron would start from random weights.
+        step, folder = place.iteration, place.path
+        chosen = f" --ckpt-step {step}" if flag == "--load" and isinstance(step, int) else ""
+        raise BadInput(
+            f"{folder} is one iteration, and Megatron begins from a run's folder with a {TRACKER}: "
+            f"use {flag} {folder.absolute().parent}{chosen}."
+        )
 
 
 def _check_async(checkpoints: CheckpointSettings, *, cpu: bool) -> None:

@@ -63,7 +63,11 @@ def _lengths(batch: Batch) -> Tensor:
 
 
 class Metrics:
-    """Collects work and reports it at intervals; every rank makes the same calls."""
+    """Collects work and reports it at intervals; every rank makes the same calls.
+
+    The peak of one device is that in the training dtype; None looks it up, and there is no MFU for
+    an unknown device. With `mtp` a further token is predicted.
+    """
 
     def __init__(
         self,
@@ -73,12 +77,6 @@ class Metrics:
         mtp: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """
-        Args:
-            peak_tflops: peak of one device in the training dtype; if None it is looked up, and
-                there is no MFU for an unknown device.
-            mtp: whether a further token is predicted.
-        """
         self._architecture, self._mtp = architecture, mtp
         self.trained = flops.ALL
         self._peak = peak_tflops or device_peak_tflops()
