@@ -250,20 +250,17 @@ def preference_objective(preference: Preference) -> Objective:
         if preference.has_reference:
             reference = batch.inputs_of(PairReferences).log_probs.view(-1, 2)
         log_probs, lengths = (x.view(-1, 2) for x in answer_log_probs(batch, local, losses))
-        pairs = formulas.pair_losses(log_probs, reference, lengths, preference)
+        pairs, rewards = formulas.pair_losses(log_probs, reference, lengths, preference)
         detached = log_probs.detach()
         numbers = {
-            f"{preference.loss} loss": pairs.losses,
-            "rewards chosen": pairs.chosen_rewards,
-            "rewards rejected": pairs.rejected_rewards,
-            "rewards margin": pairs.margins,
-            "rewards accuracy": pairs.accuracies,
+            f"{preference.loss} loss": pairs,
+            **formulas.numbers_of_rewards(rewards),
             "log-prob chosen": detached[:, 0],
             "log-prob rejected": detached[:, 1],
         }
         if preference.rpo_alpha:
             numbers["nll loss"] = -detached[:, 0] / lengths[:, 0]
-        return reduce_units(pairs.losses.sum(), batch, numbers)
+        return reduce_units(pairs.sum(), batch, numbers)
 
     return objective
 
@@ -444,14 +441,7 @@ def reward_objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
     """Compute the mean loss of reward models over the pairs."""
     rewards = values.view(-1, 2)
     losses = formulas.reward_losses(rewards, batch.inputs_of(Margins).margins)
-    gaps = rewards[:, 0] - rewards[:, 1]
-    numbers = {
-        "reward loss": losses,
-        "rewards chosen": rewards[:, 0],
-        "rewards rejected": rewards[:, 1],
-        "rewards margin": gaps,
-        "rewards accuracy": (gaps > 0).float(),
-    }
+    numbers = {"reward loss": losses, **formulas.numbers_of_rewards(rewards)}
     return reduce_units(losses.sum(), batch, numbers)
 
 
