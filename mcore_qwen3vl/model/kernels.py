@@ -87,10 +87,7 @@ def stand_in_gradient(weight: Tensor) -> Tensor | None:
 
 
 def accumulate_in_products() -> None:
-    """Let ``gradient_accumulation_fusion`` work in Megatron's linear layers.
-
-    It needs Apex there, and fails under :mod:`mcore_qwen3vl.model.recompute`.
-    """
+    """Let ``gradient_accumulation_fusion`` work without Apex, and where outputs are recomputed."""
     layers.LinearWithGradAccumulationAndAsyncCommunication = _Linear
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(

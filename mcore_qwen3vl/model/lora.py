@@ -91,10 +91,8 @@ def adapt(chunks: Sequence[Qwen3VLModel], adapter: Adapter) -> Freezing:
 
 
 def whole_tensors(adapter: Adapter) -> dict[str, Tensor]:
-    """Return the tensors that `adapter` trains whole.
-
-    The head's base weight, which PEFT stores beside its factors, is not one of them.
-    """
+    """Return the tensors that `adapter` trains whole."""
+    # PEFT stores the base weight of an adapted head beside its factors.
     return {name: value for name, value in adapter.saved.items() if name not in adapter.factors}
 
 
@@ -247,10 +245,7 @@ def _join_rows(rows: Sequence[slice]) -> tuple[range, ...]:
 
 
 def _row_places(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) -> Tensor:
-    """Return each of the weight's rows' place in the B factors below one another; -1: none.
-
-    A B that is `divided` has its rows in the weight's order, and a whole one in Hugging Face's.
-    """
+    """Return each of the weight's rows' place in the B factors below one another; -1: none."""
     starts = accumulate((len(pair.lora_B) for pair in pairs), initial=0)
     following = dict(zip((pair.name for pair in pairs), starts, strict=False))
     starts_of = dict(following)
@@ -261,6 +256,7 @@ def _row_places(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) 
             rows.append(torch.full((count,), -1, device="cpu"))
             continue
         following[part.name] = first + count
+        # A divided B has its rows in the weight's order, and a whole one in Hugging Face's.
         if not divided:
             first = starts_of[part.name] + part.rows_and_columns[0].start
         rows.append(torch.arange(first, first + count, device="cpu"))

@@ -100,10 +100,8 @@ def order_transfers(*, several_queues: bool = False) -> None:
 
 
 def _compute_capability() -> int | None:
-    """Return the first GPU's major compute capability; None: not known.
-
-    NVML is asked, because a question to the CUDA runtime would start CUDA.
-    """
+    """Return the first GPU's major compute capability; None: not known."""
+    # NVML is asked, because a question to the CUDA runtime would start CUDA.
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -80,13 +80,11 @@ def data_config(settings: Settings) -> DataConfig:
 
 
 def validation_config(settings: Settings) -> DataConfig:
-    """Derive from the flags how the samples of a validation become batches.
-
-    They are not packed, so that the first batches hold the same ones under every layout.
-    """
+    """Derive from the flags how the samples of a validation become batches."""
     config = data_config(settings)
     return replace(
         config,
+        # So that the first batches hold the same samples under every layout.
         packing=False,
         balance=False,
         micro_batch_size=settings.loop.eval_micro_batch_size,
@@ -190,16 +188,14 @@ class DataProvider:
         return self._steps
 
     def _steps_of_resumed_run(self) -> int | None:
-        """Return the steps of the run that is resumed, if it has the same number of epochs.
-
-        The saved number stays, because another number of ranks would pack the samples differently.
-        """
+        """Return the steps of the run that is resumed, if it has the same number of epochs."""
         checkpoints, load = self._settings.checkpoints, self._settings.checkpoints.load
         iteration = checkpoints.ckpt_step or (load and read_tracker(Path(load)))
         if checkpoints.finetune or not load or not isinstance(iteration, int):
             return None
         saved = data_state.first_of(load, iteration)
         epochs, steps = (saved or {}).get(data_state.EPOCHS) or (None, None)
+        # They stay, because another number of ranks would pack the samples differently.
         return steps if epochs == self._settings.training.num_epochs else None
 
     def _open_validation(self) -> Loader | None:

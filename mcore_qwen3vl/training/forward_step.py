@@ -306,10 +306,7 @@ class DataSetLosses:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, loss: str, parts: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add a micro-batch, without a host sync.
-
-        `parts` are, by the name of each data set, the sum of its losses and its normaliser.
-        """
+        """Add sum and normaliser of each data set of a micro-batch, without a host sync."""
         self._loss = loss
         for name, part in parts.items():
             pair = torch.stack([value.detach().double() for value in part])

@@ -184,10 +184,8 @@ def _largest(stat: float | bool | Tensor, group: Any) -> Tensor:
 
 
 def success_of_all(original: Any, success: bool, group: Any = None, *, fp16: bool) -> bool:
-    """Replace ``logical_and_across_model_parallel_group``, which only fp16 needs.
-
-    A rank's step fails only if fp16's loss scaler skips it.
-    """
+    """Replace ``logical_and_across_model_parallel_group``, which only fp16 needs."""
+    # A rank's step fails only if fp16's loss scaler skips it.
     return original(success, group=group) if fp16 else success
 
 

@@ -170,10 +170,7 @@ def evaluation_mode(model: Any) -> Iterator[Any]:
 
 
 def distillation_objective(settings: Distillation) -> Objective:
-    """Return the objective of distillation: a mean over the trained tokens of the global batch.
-
-    It takes what :func:`_compare` gives.
-    """
+    """Return the objective of what `_compare` gives: a mean over all trained tokens."""
     mean = token_objective(cross_entropy)
 
     def objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
@@ -350,11 +347,8 @@ def with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any
 
 
 def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
-    """Return the mean difference of log-probabilities over all data-parallel ranks, a scalar.
-
-    A record that is alone in its micro-batch has kept its own answer, and is left out. If all are
-    alone, the baseline is 0.
-    """
+    """Return the mean difference of log-probabilities over all data-parallel ranks, a scalar."""
+    # A record alone in its micro-batch has kept its own answer. If all are alone, this is 0.
     changes = [p - r for p, r in zip(policy, reference, strict=True) if len(p) > 1]
     differences = torch.cat([policy[0].new_zeros(0), *changes])
     sums = torch.stack([differences.sum(), torch.full_like(differences.sum(), len(differences))])
@@ -464,10 +458,7 @@ def ranking_objective(ranking: Ranking, batch: Batch, local: Tensor, logits: Ten
 
 
 def answer_word_runner(folder: str | Path, words: tuple[str, str]) -> RunBatch:
-    """Return what runs a micro-batch, whose values are the logits (N, 2) of two words.
-
-    It raises BadInput if a word is not a single token.
-    """
+    """Return what gives the logits (N, 2) of two words; BadInput if one is no single token."""
     tokenizer = load_processor(folder).tokenizer
     tokens = []
     for word in words:

@@ -82,10 +82,7 @@ def _part_key(part: str) -> ParamKey:
 
 
 def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
-    """Return the 2-norm of each part's gradient over all ranks.
-
-    All ranks call this, after the gradients are reduced.
-    """
+    """Return the 2-norm of each part's reduced gradient over all ranks, which all call this."""
     squares = torch.zeros(len(PARTS), device=torch.cuda.current_device())
     for chunk in model:
         parts = {parameter: part_of(name) for name, parameter in chunk.named_parameters()}

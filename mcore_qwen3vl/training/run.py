@@ -321,12 +321,10 @@ class Run:
     def _finalize_gradients(
         self, model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Finalize gradients as Megatron does, divide them by our normaliser, and report norms.
-
-        Megatron's own `num_tokens` must be an integer, which a sum of weights is not.
-        """
+        """Finalize gradients as Megatron does, divide them by our normaliser, and report norms."""
         from megatron.core.distributed import finalize_model_grads
 
+        # Megatron's own number of tokens must be an integer, which a sum of weights is not.
         finalize_model_grads(model, None, *args, **kwargs)
         self.forward_step.normalise(model)
         iteration = self.args.curr_iteration + 1

@@ -48,14 +48,11 @@ def source_of(settings: Settings) -> Source | None:
 
 
 def architecture_of(settings: Settings, trained: Architecture) -> Architecture | None:
-    """Return the second model's shape; None if the run has no such model.
-
-    The weights that training starts from have the shape `trained`, so no config is read beside
-    them.
-    """
+    """Return the second model's shape; None if the run has no such model."""
     if source_of(settings) is None:
         return None
     folder = folder_of(settings)
+    # What training starts from has the shape `trained`: no config is read beside it.
     return trained if folder is None else Architecture.from_hf(folder)
 
 

@@ -195,10 +195,7 @@ def block_spec(
 def mtp_spec(
     config: TransformerConfig, spec: Spec, *, rotary_factor: float, keep_activations: bool
 ) -> MultiTokenPredictionBlockSubmodules:
-    """Return the layer that predicts a further token, which has attention.
-
-    :func:`block_spec`, whose arguments these are, has been called before.
-    """
+    """Return the layer that predicts a further token, which has attention, after `block_spec`."""
     if spec == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as Linear
         from megatron.core.extensions.transformer_engine import TENorm as Norm

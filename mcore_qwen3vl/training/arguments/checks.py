@@ -448,12 +448,10 @@ def _check_packages(settings: Settings) -> None:
 
 
 def check_deep_ep(backend: str | None) -> None:
-    """Check that Megatron will find this backend of the flex dispatcher in the package deep_ep.
-
-    The package is not imported, which would need a GPU.
-    """
+    """Check that Megatron will find this backend of the flex dispatcher in the package deep_ep."""
     if backend == "ncclep":
         return
+    # An import would need a GPU.
     package = find_spec("deep_ep")
     if package is None or package.origin is None:
         raise BadInput(

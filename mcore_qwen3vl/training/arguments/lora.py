@@ -103,10 +103,8 @@ class LoraSettings:
             )
 
     def check_targets(self, architecture: Architecture) -> None:
-        """Raise BadInput for a name in ``--lora-target`` that no module has, or that stands alone.
-
-        This goes as far as possible without PEFT, which takes seconds to import.
-        """
+        """Raise BadInput for a name in ``--lora-target`` of no module, or that stands alone."""
+        # As far as possible without PEFT, which takes seconds to import.
         modules, _ = _targets(self.lora_target or ("language",), architecture)
         known = {name.rpartition(".")[2] for name in _NAMES}
         for name in () if isinstance(modules, str) else modules or ():

@@ -86,24 +86,17 @@ class PreferenceSettings:
         return Preference(**DEFAULTS.get(kind or "", {}) | _given(values))
 
     def reference_of(self, loss: str, lora: LoraSettings) -> Reference | None:
-        """Return where the log-probabilities of `loss`'s reference come from; None: it has none.
-
-        An adapter that training starts from (``--lora-init``) is part of the reference. Switching
-        it off would lose that, so the default is then ``file``, or ``model`` for KTO, which has no
-        file.
-        """
+        """Return where the log-probabilities of `loss`'s reference come from; None: it has none."""
         if loss != KTO and not (loss in LOSSES and self.pair_settings(loss).has_reference):
             return None
         if self.reference is not None:
             return self.reference
+        # An adapter of --lora-init is part of the reference, and switching it off would lose that.
         from_scratch = lora.trains_adapter and not (lora.lora_init or lora.lora_modules_to_save)
         return "adapter" if from_scratch else "model" if loss == KTO else "file"
 
     def complete(self, run: RunSettings, lora: LoraSettings) -> Self:
-        """Return these settings with the reference model named, if the loss has one.
-
-        It raises BadInput if the flags do not fit one another or the others.
-        """
+        """Return these settings with the reference model named; BadInput for flags that misfit."""
         loss = run.training.loss
         if self.reference and loss in LOSSES and loss not in _LOSSES_OF["reference"]:
             raise BadInput(
@@ -134,14 +127,11 @@ class PreferenceSettings:
         return self
 
     def _model_of_reference(self, run: RunSettings, lora: LoraSettings) -> str:
-        """Return the checkpoint of the reference model; by default what training starts from.
-
-        A resumed run loads its own checkpoint, so only the flags of a run's start can name it.
-        If these do not, it raises BadInput.
-        """
+        """Return the checkpoint of the reference model; by default what training starts from."""
         if self.reference_model:
             return self.reference_model
         load, save = run.checkpoints.load, run.checkpoints.save
+        # A resumed run loads its own checkpoint, so only the flags of a run's start can name it.
         resumes = load is None or (save and Path(load) == Path(save))
         other = "--lora-init" if lora.lora_init else "" if resumes else "--load"
         if other or run.start is None:
@@ -195,10 +185,7 @@ class DistillationSettings:
         return Distillation(**_given(values))
 
     def complete(self, run: RunSettings, vocab_size: int) -> Self:
-        """Return these settings with the number of a live teacher's tokens, if there is one.
-
-        It raises BadInput if the flags do not fit one another or the others.
-        """
+        """Return these settings with a teacher's number of tokens; BadInput for misfits."""
         if run.training.loss != DISTILL:
             names = [*_DISTILLATION, "teacher", "teacher_top_k"]
             refuse_without(f"--loss {DISTILL}", self, names)
@@ -231,12 +218,9 @@ _DISTILLATION = {f"distill_{field.name}": field.name for field in fields(Distill
 
 
 def defaults_of_sample_losses(explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of Megatron's arguments for losses that are no mean over tokens.
-
-    They are those of pairs, KTO's, and those of tasks. A router's balancing loss is a mean over
-    tokens, and cannot be added to them.
-    """
+    """Return the defaults of Megatron's arguments for losses that are no mean over tokens."""
     of_samples = explicit.get("loss") in (*LOSSES, KTO) or explicit.get("task") is not None
+    # A router's balancing loss is a mean over tokens, and cannot be added to them.
     return {"moe_aux_loss_coeff": 0.0} if of_samples else {}
 
 

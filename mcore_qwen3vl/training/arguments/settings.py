@@ -140,10 +140,7 @@ def kernel_defaults(spec: str, *, cpu: bool) -> dict[str, Any]:
 def run_defaults(
     architecture: Architecture, explicit: Collection[str], *, cpu: bool
 ) -> dict[str, Any]:
-    """Return the default of each argument not in `explicit`, by ``dest`` name.
-
-    :func:`statement` reports them to the user.
-    """
+    """Return the default of each argument not in `explicit`, by ``dest`` name."""
     defaults: dict[str, Any] = {
         "micro_batch_size": 1,
         "seq_length": min(SEQ_LENGTH, architecture.max_position_embeddings),

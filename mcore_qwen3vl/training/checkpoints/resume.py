@@ -140,10 +140,8 @@ def from_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | None:
 
 
 def _may_be_other_makers(folder: Path) -> bool:
-    """Return whether the metadata names a tensor as other makers do, without parsing it.
-
-    The metadata of a large run takes seconds to parse, and every rank asks.
-    """
+    """Return whether the metadata names a tensor as other makers do, without parsing it."""
+    # The metadata of a large run takes seconds to parse, and every rank asks.
     file = folder / METADATA
     content = file.read_bytes() if file.is_file() else b""
     return any(key.encode() in content for key in (LANGUAGE + EMBEDDING, HYBRID_NORM))
