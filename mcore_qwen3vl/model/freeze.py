@@ -101,11 +101,8 @@ class Freezing:
 
 
 def part_of(name: str) -> str:
-    """Return which of :data:`PARTS` a parameter belongs to, by its name in ``named_parameters()``.
-
-    The ``module.`` of Megatron's wrappers may be in front of it.
-    """
-    while name.startswith("module."):
+    """Return which of :data:`PARTS` a parameter is in, by its name in ``named_parameters()``."""
+    while name.startswith("module."):  # of Megatron's wrappers
         name = name.removeprefix("module.")
     return next(part for part, pattern in PARTS.items() if re.match(pattern, name))
 

@@ -185,13 +185,11 @@ def _matrix_key(part: Part) -> tuple[str, int | None]:
 
 
 def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
-    """Return the targets in one weight, in the same order on all TP ranks.
-
-    If TP divides the query heads of one KV head, a rank may hold no row of its key or value. It
-    still needs all of their A factors, whose product with the input is summed over TP.
-    """
+    """Return the targets in one weight, in the same order on all TP ranks."""
     names = dict.fromkeys(part.name for part in parts if part.name != LM_HEAD)
     if parts[0].parameter.endswith("linear_qkv.weight"):
+        # If TP divides the query heads of one KV head, a rank may hold no row of its key or value.
+        # It needs all of their A factors, whose product with the input is summed over TP.
         layer = parts[0].name.rpartition(".self_attn.")[0]
         names = dict.fromkeys(f"{layer}.self_attn.{x}_proj.weight" for x in "qkv")
     return [name for name in names if name in targets]

@@ -505,14 +505,12 @@ class GroupedSite:
         self._sites = list(sites)
 
     def hook(self, module: Any, inputs: Any, outputs: Any) -> Any:
-        """Add the adapters' part: a forward hook of a linear called with tokens (T, in) and groups.
-
-        Transformer Engine's linear is called with numbers of tokens on the host instead of groups.
-        """
+        """Add the adapters' part: a hook of a linear that gets tokens (T, in) and groups."""
         if not self._sites[0].is_active:
             return outputs
         tokens, groups, *_ = inputs
         output, *rest = outputs
+        # Transformer Engine's linear is called with numbers of tokens on the host.
         if not isinstance(groups, Groups):
             groups = Groups.from_counts(groups, tokens.device)
         return (self._add(tokens, output, groups), *rest)

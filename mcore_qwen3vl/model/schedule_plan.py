@@ -173,10 +173,8 @@ class SchedulePlan(TransformerModelChunkSchedulePlan):
         post_backward: Callable[..., Any] | None = None,
         **others: Any,
     ) -> Tensor | None:
-        """Run one micro-batch's forward beside another's backward pass; see Megatron's.
-
-        Megatron's hands `post_backward` the gradient of the first layer's input, to be sent.
-        """
+        """Run one micro-batch's forward beside another's backward pass; see Megatron's."""
+        # Megatron's hands it the gradient of the first layer's input, to be sent.
         if b_schedule_plan is not None and post_backward is not None:
             first, send = b_schedule_plan.pre_process, post_backward
 

@@ -163,10 +163,7 @@ class ForwardStep:
     def _reduce(
         self, batch: Batch, local: Tensor, losses: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the loss's sum for Megatron's schedule, a zero token count, and sums for the log.
-
-        The schedule would add normalisers up as int32, so :meth:`normalise` divides instead.
-        """
+        """Return the loss's sum for Megatron's schedule, a token count of 0, and sums to log."""
         reduced = self._objective(batch, local, losses.float())
         if batch.is_spare:
             # Not a product with 0, which keeps what is no number.
@@ -185,6 +182,7 @@ class ForwardStep:
             name: value if value.ndim else torch.stack([value, normaliser.to(value.dtype)])
             for name, value in reduced.sums.items()
         }
+        # The schedule would add normalisers up as int32, so :meth:`normalise` divides instead.
         return reduced.total, torch.zeros_like(normaliser, dtype=torch.int), reports
 
     def normalise(self, model: list[Any]) -> None:

@@ -74,10 +74,8 @@ They are in the order in which a run calls them; docs/design.md says what each c
 
 
 def wrap_all(wrappers: Mapping[str, Wrapper]) -> None:
-    """Wrap the functions of :data:`HOOKS`, each of which `wrappers` has by its name.
-
-    A run wraps all of them, because an earlier run in this process may have done so.
-    """
+    """Wrap the functions of :data:`HOOKS`, each of which `wrappers` has by its name."""
+    # All of them, because an earlier run in this process may have wrapped some.
     for name, module in HOOKS.items():
         wrap(import_module(module), name, wrappers[name])
 
@@ -135,11 +133,8 @@ class Signals:
     def gather(
         self, original: Any, item: Any, dtype: torch.dtype, group: Any = None, *_: Any, **__: Any
     ) -> list[Any]:
-        """Return every rank's item of the call before; zeros in the first call.
-
-        This replaces ``dist_signal_handler.all_gather_item``, which takes one host sync per rank of
-        the world in every iteration.
-        """
+        """Return every rank's item of the call before; zeros in the first call."""
+        # In place of `all_gather_item`, which takes a host sync per rank of the world each time.
         mine = torch.full((1,), item, dtype=dtype, device=torch.cuda.current_device())
         everyone = mine.new_empty(dist.get_world_size(group))
         dist.all_gather_into_tensor(everyone, mine, group=group)

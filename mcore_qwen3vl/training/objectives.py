@@ -473,10 +473,8 @@ def answer_word_runner(folder: str | Path, words: tuple[str, str]) -> RunBatch:
 
 
 def relevance(logits: Tensor) -> Tensor:
-    """Return each document's logit of relevance (N,), from the logits (N, 2) of the answers.
-
-    The sigmoid of it is the score of Qwen3-VL-Reranker.
-    """
+    """Return each document's logit of relevance (N,), from the logits (N, 2) of the answers."""
+    # The sigmoid of it is the score of Qwen3-VL-Reranker.
     return logits[:, 0] - logits[:, 1]
 
 

@@ -210,11 +210,8 @@ def multi_tensor_scale(
 
 
 def use_fused_adam(optimizer: Any) -> None:
-    """Let torch's Adam update parameters without temporaries.
-
-    On a GPU one kernel updates many parameters; on the CPU it takes one pass over the memory
-    instead of a dozen.
-    """
+    """Let torch's Adam update parameters without temporaries."""
+    # On a GPU a kernel updates many parameters; on the CPU it takes one pass, not a dozen.
     for _, adam in _with_adam(optimizer):
         _set_fused(adam)
         # A loaded checkpoint's groups bring the setting of the run that wrote it.

@@ -250,10 +250,8 @@ class Bridge:
             self.optimizer.reload_model_params()
 
     def export_weights(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors for a rollout; every rank must exhaust it. See :func:`export_hf`.
-
-        Experts are always in the ``published`` layout, which vLLM reads.
-        """
+        """Yield names and tensors for a rollout, as :func:`export_hf`; every rank exhausts it."""
+        # Experts are always in the layout that vLLM reads.
         if self._lora is None:
             return export_hf(models, expert_layout="published")
         return export_merged(models, self._lora.targets, expert_layout="published")

@@ -68,11 +68,8 @@ def rope_frequencies(
 
 
 def rotary_factor(architecture: Architecture) -> float:
-    """Return what cosines and sines are multiplied by.
-
-    A scaled rope's factor is part of the softmax scale where whole heads turn, see
-    :func:`.transformer_config`.
-    """
+    """Return what cosines and sines are multiplied by."""
+    # Where whole heads turn it is part of the softmax scale: see `transformer_config`.
     partial = architecture.rotary_dim < architecture.head_dim
     return rope_frequencies(architecture)[1] if partial else 1.0
 

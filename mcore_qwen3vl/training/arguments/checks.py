@@ -372,8 +372,9 @@ def _check_kinds(settings: Settings) -> None:
         if starts[flag] == checkpoints.save or read_tracker(place.path) is not None:
             continue
         # Without a tracker, Megatron would start from random weights.
-        step, folder = place.iteration, place.path
-        chosen = f" --ckpt-step {step}" if flag == "--load" and isinstance(step, int) else ""
+        number, folder = place.iteration, place.path
+        numbered = flag == "--load" and isinstance(number, int)
+        chosen = f" --ckpt-step {number}" if numbered else ""
         raise BadInput(
             f"{folder} is one iteration, and Megatron begins from a run's folder with a {TRACKER}: "
             f"use {flag} {folder.absolute().parent}{chosen}."

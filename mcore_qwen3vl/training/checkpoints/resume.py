@@ -224,14 +224,12 @@ def save_companions(settings: Settings) -> None:
 
 
 def changed_files(settings: Settings) -> dict[str, bytes]:
-    """Return what a run writes otherwise than ``--hf-model`` has it, by file name.
-
-    The processor has the run's budgets, and a model that is trained on turns stops at their end.
-    """
+    """Return what a run writes otherwise than ``--hf-model`` has it, by file name."""
     # Imports megatron, and this module is imported before the CPU's backend is there.
     from mcore_qwen3vl.generation import with_turn_end
 
     source = settings.model.folder
+    # A model that is trained on turns stops at their end.
     stopping = {} if settings.task.task else with_turn_end(source)
     return {**with_budgets(source, settings.data.media), **stopping}
 
@@ -307,13 +305,11 @@ def _explain_missing_parameter(directory: str, error: BaseException) -> BadInput
 
 
 def differences(saved: argparse.Namespace, settings: Settings) -> Iterator[str]:
-    """Say what a resumed run trains, and refers to, otherwise than the run with arguments `saved`.
-
-    Megatron loads the optimizer's state of the parameters that still train.
-    """
+    """Say what a resumed run trains, or refers to, otherwise than that with arguments `saved`."""
     was = _trained_in_words(fill(TrainingSettings, saved))
     trains = _trained_in_words(settings.training)
     if was != trains:
+        # Megatron loads the state of the parameters that still train.
         state = (
             "the optimizer starts anew (--no-load-optim)"
             if settings.checkpoints.no_load_optim

@@ -324,10 +324,7 @@ class Validations:
                 self._kept, self.exported = saved["kept"], saved.get("exported")
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
-        """Record the loss of the validation after `iteration`; a collective.
-
-        Only the last rank needs `losses`, the result of Megatron's ``evaluate``.
-        """
+        """Record the loss of the validation after `iteration`; a collective."""
         known = self._losses and self._losses[-1][0] == iteration  # Megatron validates twice there
         if known or not self._wanted:
             return
