@@ -81,7 +81,7 @@ def layout_for(layout: Layout, trained: Architecture, second: Architecture) -> L
 class SecondModel:
     """A frozen model beside the one that trains: on the same ranks, and never saved.
 
-    BadInput: the two cannot read the same batches, or the layout does not divide the second one.
+    It raises BadInput if the two cannot read the same batches, or the layout does not divide it.
     """
 
     def __init__(

@@ -258,7 +258,9 @@ def take_back(argv: Sequence[str]) -> list[str]:
     """Remove each ``--FLAG none`` and the earlier uses of that flag from `argv`."""
     kept: list[str] = []
     for word in argv:
-        flag, _, value = (f"{kept[-1]}={NONE}" if word == NONE and kept else word).partition("=")
+        flag, _, value = word.partition("=")
+        if word == NONE and kept:
+            flag, value = kept[-1], NONE
         if value == NONE and flag in RESETTABLE:
             kept = without_flags(kept, frozenset({flag}))
         else:

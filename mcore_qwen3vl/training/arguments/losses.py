@@ -185,7 +185,7 @@ class DistillationSettings:
         return Distillation(**_given(values))
 
     def complete(self, run: RunSettings, vocab_size: int) -> Self:
-        """Return these settings with a teacher's number of tokens; BadInput for misfits."""
+        """Return these settings with a teacher's number of tokens; BadInput if flags misfit."""
         if run.training.loss != DISTILL:
             names = [*_DISTILLATION, "teacher", "teacher_top_k"]
             refuse_without(f"--loss {DISTILL}", self, names)

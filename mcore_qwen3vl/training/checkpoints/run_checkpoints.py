@@ -97,7 +97,7 @@ class RunCheckpoints:
     def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
         """Say so if the checkpoint's run trained other parts, or had another reference.
 
-        BadInput: it trained the layer that predicts a further token, and this run does not.
+        It raises BadInput if only that run trained the layer that predicts a further token.
         """
         original(saved, **kwargs)
         settings = self._settings
