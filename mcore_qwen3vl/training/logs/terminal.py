@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from functools import partialmethod
 from pathlib import Path
@@ -116,9 +116,11 @@ class LogFile(io.TextIOBase):
         return len(text)
 
     def close(self) -> None:
-        with suppress(OSError):
-            if self._stream is not None:
+        if self._stream is not None:
+            try:
                 self._stream.close()
+            except OSError:
+                self._stream = None
         super().close()
 
 
