@@ -50,8 +50,9 @@ def rope_frequencies(
 ) -> tuple[Tensor, float]:
     """Compute a model's rotary frequencies with HF's own class, or those of another base.
 
-    They are (R / 2,) float32 on the CPU, inverse. With them comes the factor by which a scaled rope
-    such as YaRN multiplies cosines and sines.
+    Returns:
+        The inverse frequencies, (R / 2,) float32 on the CPU, and the factor by which a scaled rope
+        such as YaRN multiplies cosines and sines.
     """
     config = Qwen3VLTextConfig(
         head_dim=architecture.rotary_dim,

@@ -258,7 +258,7 @@ def _layer(
     attention = layer.submodules.self_attention
     attention.module = RotarySelfAttention
     attention.params = {**attention.params, "factor": rotary_factor}
-    if kind.delta_net:  # of the same linear layers and norm
+    if kind.delta_net:  # made of the same linear layers and norm
         parts = attention.submodules
         layer.submodules.self_attention = ModuleSpec(
             module=DeltaNet,
