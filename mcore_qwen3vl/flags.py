@@ -55,6 +55,11 @@ File = Annotated[str, Flag("FILE")]
 Name = Annotated[str, Flag("NAME")]
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of the field or ``dest`` `name`."""
+    return f"--{name.replace('_', '-')}"
+
+
 def add_flags(
     group: argparse._ArgumentGroup,
     owner: type,
@@ -109,7 +114,7 @@ def _add_flag(
     group: argparse._ArgumentGroup, dest: str, kind: Any, default: Any, text: str
 ) -> None:
     kind, extra = _unwrap(kind)
-    flag = extra.name or f"--{dest.replace('_', '-')}"
+    flag = extra.name or flag_of(dest)
     names = (flag, *extra.aliases)
     if kind is bool and default is None:
         action = argparse.BooleanOptionalAction

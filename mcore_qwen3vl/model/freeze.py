@@ -58,13 +58,8 @@ class Freezing:
         """Add patterns of parameters to train, like the class's, for the next :meth:`apply`."""
         self._trainable |= _compile(patterns)
 
-    def apply(self, chunk: Qwen3VLModel) -> list[str]:
-        """Set ``requires_grad`` of every parameter of one pipeline chunk.
-
-        Returns:
-            The :func:`global_name` of each frozen parameter; may be empty.
-        """
-        frozen = []
+    def apply(self, chunk: Qwen3VLModel) -> None:
+        """Set ``requires_grad`` of every parameter of one pipeline chunk."""
         for local_name, parameter in chunk.named_parameters():
             name = global_name(chunk, local_name)
             stop = {pattern for pattern, regex in self._frozen.items() if regex.match(name)}
@@ -77,15 +72,11 @@ class Freezing:
                 self._layers.add((_LAYER.sub("decoder.layers.*.", name), trains))
             self._values[part_of(name)] += parameter.numel()
             self._trained[part_of(name)] += parameter.numel() * trains
-            if not trains:
-                frozen.append(name)
-        return frozen
 
     def check(self) -> Trained:
         """Return how much trains over all ranks, which all call this.
 
-        Raises:
-            BadInput: a pattern selects no parameter on any rank, or nothing trains.
+        It raises BadInput if a pattern selects no parameter on any rank, or nothing trains.
         """
         everywhere: list[Any] = [None] * dist.get_world_size()
         mine = (self._used, self._trained, self._values, self._layers)
@@ -110,11 +101,8 @@ class Freezing:
 
 
 def part_of(name: str) -> str:
-    """Return which of :data:`PARTS` a parameter belongs to, by its name in ``named_parameters()``.
-
-    The ``module.`` of Megatron's wrappers may be in front of it.
-    """
-    while name.startswith("module."):
+    """Return which of :data:`PARTS` a parameter is in, by its name in ``named_parameters()``."""
+    while name.startswith("module."):  # of Megatron's wrappers
         name = name.removeprefix("module.")
     return next(part for part, pattern in PARTS.items() if re.match(pattern, name))
 

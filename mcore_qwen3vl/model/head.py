@@ -20,10 +20,8 @@ Log-probabilities of a few tokens, and of all others together
 -------------------------------------------------------------
 
 A teacher's distribution is written as its k likeliest tokens and the rest. The student's
-log-probabilities of the same tokens, and of its own rest, are computed from one chunk of logits at
-a time, as above: the forward pass reduces each chunk to
-k + 3 numbers per token, and the backward pass recomputes it. Ranks of a TP group hold different
-columns; they combine their numbers in two all-reduces after the loop.
+log-probabilities of the same tokens, and of its own rest, are computed as above: the forward pass
+reduces each chunk to k + 3 numbers per token, which two all-reduces combine after the loop.
 
 Formulae, with logits l, q = softmax(l / T) and R the rest: d log q[i] / dl = (onehot(i) - q) / T,
 and d log q[R] / dl = (r - q) / T, where r is q / sum(q[R]) in the rest, and 0 elsewhere.
@@ -437,12 +435,7 @@ class _LogProbsOf(torch.autograd.Function):
             for term in gradients:
                 term.add(narrow, rows)
             del narrow
-        return (
-            None,
-            None,
-            None,
-            *(side for term in gradients for side in term.result()),
-        )
+        return None, None, None, *(side for term in gradients for side in term.result())
 
 
 def _rest(weights: Tensor, local: Tensor, ours: Tensor) -> Tensor:
@@ -541,19 +534,19 @@ class Head(ColumnParallelLinear):
             if self.adapter is not None:
                 logits = self.adapter.add(input_, logits)
             gathered = logits.shape[-1] == self.output_size
-            column_count = self.vocab_size if gathered else self._columns().count
-            return mask_columns(logits, column_count), bias
+            count = self.vocab_size if gathered else self.columns.count
+            return _Mask.apply(logits, count) if count < logits.shape[-1] else logits, bias
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         adapter = self.adapter if self.adapter and self.adapter.is_active else None
         more = [adapter.scaled_factors(input_)] if adapter else []
-        return reduce(hidden, weight, columns=self._columns(), more=more)
+        return reduce(hidden, weight, columns=self.columns, more=more)
 
     def _logits_of(self, tokens: Sequence[int], hidden: Tensor, weight: Tensor) -> Tensor:
         """Each logit is computed by the TP rank that holds its row; the others add zero."""
-        columns = self._columns()
+        columns = self.columns
         rows = torch.tensor(tokens) - columns.first
         is_here = to_device((rows >= 0) & (rows < columns.count), weight.device)
         rows = to_device(rows.clamp(0, len(weight) - 1), weight.device)
@@ -561,24 +554,22 @@ class Head(ColumnParallelLinear):
         logits = hidden @ (weight.index_select(0, rows).float() * is_here[:, None]).T
         return reduce_from_tensor_model_parallel_region(logits, group=self.tp_group)
 
-    def _columns(self) -> Columns:
+    @property
+    def columns(self) -> Columns:
+        """This rank's columns of the vocabulary."""
         first = self.tp_group.rank() * self.output_size_per_partition
         count = min(max(self.vocab_size - first, 0), self.output_size_per_partition)
         return Columns(first, count, self.chunk, self.tp_group)
 
 
-def mask_columns(logits: Tensor, columns: int) -> Tensor:
-    """Give the columns after the first `columns` the logit -inf and no gradient, in place.
+class _Mask(torch.autograd.Function):
+    """Gives the columns after the first `columns` the logit -inf and no gradient.
 
     They only pad the vocabulary to a divisible size. Megatron's cross entropy normalises over them
     too, so that its value and gradients would depend on ``--make-vocab-size-divisible-by``. Losses,
-    samples and gradients are now those of the unpadded head, exactly.
+    samples and gradients are now those of the unpadded head, exactly. It works in place, because
+    the logits are the largest tensor of all.
     """
-    return logits if columns >= logits.shape[-1] else _Mask.apply(logits, columns)
-
-
-class _Mask(torch.autograd.Function):
-    """Masks in place, forward and backward, because the logits are the largest tensor of all."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: int) -> Tensor:

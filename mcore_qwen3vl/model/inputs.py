@@ -55,8 +55,9 @@ class VisualInputs:
     processor orders them. The tensors with a patch axis move to the device; `grid_thw` and
     `token_index` stay on the host, where the forward pass reads them without a host sync.
 
-    Pixels are either normalised, or bytes with a `pixel_scale`. Bytes take a quarter of the memory
-    to move between processes, ranks and devices; the tower then normalises those that it encodes.
+    Pixels are either normalised, or bytes with a `pixel_scale`; anything else is BadInput. Bytes
+    take a quarter of the memory to move between processes, ranks and devices; the tower then
+    normalises those that it encodes.
     """
 
     pixel_values: Tensor  # (P, patch_dim) floating point, or uint8 with `pixel_scale`
@@ -193,8 +194,7 @@ def interpolation_arguments(indices: Tensor, weights: Tensor) -> dict[str, Tenso
 def check_one_frame(image_grid_thw: Tensor) -> None:
     """Check that every image has one frame: (images, 3) frames, rows and columns in patches.
 
-    Raises:
-        BadInput: an image has several frames, for which its prompt has no timestamps.
+    It raises BadInput if one has several, for which its prompt has no timestamps.
     """
     for index, (frames, *_) in enumerate(image_grid_thw.tolist()):
         if frames != 1:
@@ -312,11 +312,7 @@ def length_multiple(
 
 
 def check_shapes(input_ids: Tensor, position_ids: Tensor, *, packed: bool) -> None:
-    """Check the shapes of a micro-batch.
-
-    Raises:
-        BadInput: shapes do not agree.
-    """
+    """Raise BadInput if the shapes of a micro-batch do not agree."""
     batch, seq_len = input_ids.shape
     if position_ids.shape != (3, batch, seq_len):
         raise BadInput(

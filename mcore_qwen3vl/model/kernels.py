@@ -64,12 +64,10 @@ def compile_pointwise() -> None:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product of `a` (m, k) and `b` (k, n), of one dtype, to `total` (m, n), in place.
-
-    If `total` has another dtype, a GPU adds before it rounds; the CPU has no such kernel.
-    """
+    """Add the product of `a` (m, k) and `b` (k, n), of one dtype, to `total` (m, n), in place."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
+    # Of another dtype a GPU adds before it rounds; the CPU has no such kernel.
     elif total.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -87,10 +85,7 @@ def stand_in_gradient(weight: Tensor) -> Tensor | None:
 
 
 def accumulate_in_products() -> None:
-    """Let ``gradient_accumulation_fusion`` work in Megatron's linear layers.
-
-    It needs Apex there, and fails under :mod:`mcore_qwen3vl.model.recompute`.
-    """
+    """Let ``gradient_accumulation_fusion`` work without Apex, and where outputs are recomputed."""
     layers.LinearWithGradAccumulationAndAsyncCommunication = _Linear
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(

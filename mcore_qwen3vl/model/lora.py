@@ -42,8 +42,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Target = Factors | Slot
 """The adapter wanted for one Hugging Face tensor, of which rank and scaling are read."""
-Targets = Mapping[str, Target]
-"""Targets by Hugging Face parameter name."""
+Targets = Mapping[str, Target]  # by Hugging Face parameter name
 
 
 def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> AdapterModule:
@@ -92,10 +91,8 @@ def adapt(chunks: Sequence[Qwen3VLModel], adapter: Adapter) -> Freezing:
 
 
 def whole_tensors(adapter: Adapter) -> dict[str, Tensor]:
-    """Return the tensors that `adapter` trains whole.
-
-    The head's base weight, which PEFT stores beside its factors, is not one of them.
-    """
+    """Return the tensors that `adapter` trains whole."""
+    # PEFT stores the base weight of an adapted head beside its factors.
     return {name: value for name, value in adapter.saved.items() if name not in adapter.factors}
 
 
@@ -164,8 +161,7 @@ def _adapt_module(
     sites, kind = [], None
     for (parameter, _), matrix_parts in groupby(parts, key=_matrix_key):
         parts_of_matrix = list(matrix_parts)
-        names = _targets_of(parts_of_matrix, targets)
-        if not names:
+        if not (names := _targets_of(parts_of_matrix, targets)):
             continue
         kind = kind_of(chunk, parameter)
         if kind is None:
@@ -189,13 +185,11 @@ def _matrix_key(part: Part) -> tuple[str, int | None]:
 
 
 def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
-    """Return the targets in one weight, in the same order on all TP ranks.
-
-    If TP divides the query heads of one KV head, a rank may hold no row of its key or value. It
-    still needs all of their A factors, whose product with the input is summed over TP.
-    """
+    """Return the targets in one weight, in the same order on all TP ranks."""
     names = dict.fromkeys(part.name for part in parts if part.name != LM_HEAD)
     if parts[0].parameter.endswith("linear_qkv.weight"):
+        # If TP divides the query heads of one KV head, a rank may hold no row of its key or value.
+        # It needs all of their A factors, whose product with the input is summed over TP.
         layer = parts[0].name.rpartition(".self_attn.")[0]
         names = dict.fromkeys(f"{layer}.self_attn.{x}_proj.weight" for x in "qkv")
     return [name for name in names if name in targets]
@@ -243,17 +237,13 @@ def _join_rows(rows: Sequence[slice]) -> tuple[range, ...]:
     """Join rows into runs that are consecutive in the whole tensor; B holds them in this order."""
     runs: list[range] = []
     for run in rows:
-        joins = bool(runs) and runs[-1].stop == run.start
-        start = runs.pop().start if joins else run.start
+        start = runs.pop().start if runs and runs[-1].stop == run.start else run.start
         runs.append(range(start, run.stop))
     return tuple(runs)
 
 
 def _row_places(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) -> Tensor:
-    """Return each of the weight's rows' place in the B factors below one another; -1: none.
-
-    A B that is `divided` has its rows in the weight's order, and a whole one in Hugging Face's.
-    """
+    """Return each of the weight's rows' place in the B factors below one another; -1: none."""
     starts = accumulate((len(pair.lora_B) for pair in pairs), initial=0)
     following = dict(zip((pair.name for pair in pairs), starts, strict=False))
     starts_of = dict(following)
@@ -264,6 +254,7 @@ def _row_places(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) 
             rows.append(torch.full((count,), -1, device="cpu"))
             continue
         following[part.name] = first + count
+        # A divided B has its rows in the weight's order, and a whole one in Hugging Face's.
         if not divided:
             first = starts_of[part.name] + part.rows_and_columns[0].start
         rows.append(torch.arange(first, first + count, device="cpu"))
@@ -275,19 +266,16 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     head, vocabulary = chunk.output_layer, chunk.architecture.vocab_size
     kind = kind_of(chunk, "output_layer.weight")
     assert kind is not None
-    rows = head.output_size_per_partition
-    first = kind.group.rank() * rows
-    count = min(max(vocabulary - first, 0), rows)
+    rows, columns = head.output_size_per_partition, head.columns
     weight = chunk.shared_embedding_or_output_weight()
     hidden = chunk.architecture.hidden_size
     a, b = Place((target.r, hidden), None), Place((vocabulary, target.r), None)
     if kind.partition_dim == 0:
-        b = Place(
-            b.shape, 0, (range(first, first + count),) if count else (), gcd(rows, vocabulary)
-        )
+        run = range(columns.first, columns.first + columns.count)
+        b = Place(b.shape, 0, (run,) if run else (), gcd(rows, vocabulary))
     pair = Pair(LM_HEAD, a, b, scaling=target.scaling, like=weight)
     kind.mark(pair, weight)
     places = torch.arange(rows, device="cpu")
-    places[count:] = -1
+    places[columns.count :] = -1
     head.adapter = Site([pair], places, kind, head, dropout)
     return pair

@@ -22,7 +22,7 @@ its gradient over TP, as it does for norms.
 
 Under ETP the token dispatcher gathers the experts' inputs and sums their outputs, and does the same
 for gradients, so activations need nothing here. But every rank computes the gradient of a whole
-factor from its part of the other factor: :func:`gradient_sum` adds these gradients up.
+factor from its part of the other factor: `Kind.undivided_region` adds these gradients up.
 """
 
 from __future__ import annotations
@@ -276,33 +276,25 @@ _VISION = (
 )
 
 
+_REGIONS: dict[int, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    0: (
+        tensor_parallel.gather_from_sequence_parallel_region,
+        tensor_parallel.copy_to_tensor_model_parallel_region,
+    ),
+    1: (
+        tensor_parallel.reduce_scatter_to_sequence_parallel_region,
+        tensor_parallel.reduce_from_tensor_model_parallel_region,
+    ),
+}
+"""The regions after A under SP and without it, by the divided axis of the weight.
+
+They make (s, B, r) of (s_local, B, r) for a column-parallel weight, and the reverse for the other.
+"""
+
+
 def same_region(activation: Tensor) -> Tensor:
     """Do nothing: no tensor parallelism, or inputs and weights are whole on every rank."""
     return activation
-
-
-def column_parallel_region(group: Any, linear: Any) -> Region:
-    """Return the region after A for a column-parallel weight: (s_local, B, r) -> (s, B, r).
-
-    ``linear.sequence_parallel`` is read at each call, because generation turns it off and on.
-    """
-    gathered = tensor_parallel.gather_from_sequence_parallel_region
-    copied = tensor_parallel.copy_to_tensor_model_parallel_region
-    return lambda x: (gathered if linear.sequence_parallel else copied)(x, group=group)
-
-
-def row_parallel_region(group: Any, linear: Any) -> Region:
-    """Return the region after A for a row-parallel weight: (s, B, r) -> (s_local, B, r)."""
-    scattered = tensor_parallel.reduce_scatter_to_sequence_parallel_region
-    reduced = tensor_parallel.reduce_from_tensor_model_parallel_region
-    return lambda x: (scattered if linear.sequence_parallel else reduced)(x, group=group)
-
-
-def gradient_sum(group: Any) -> Region:
-    """Return a region that keeps a whole factor, and sums its gradient over `group`."""
-    if group.size() == 1:
-        return same_region
-    return lambda factor: tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=group)
 
 
 @dataclass(frozen=True)
@@ -323,13 +315,16 @@ class Kind:
         """Return the region between A and B for `linear`."""
         if self.expert or self.partition_dim is None:
             return same_region
-        region = column_parallel_region if self.partition_dim == 0 else row_parallel_region
-        return region(self.group, linear)
+        under_sp, without = _REGIONS[self.partition_dim]
+        # The attribute is read at each call, because generation turns it off and on.
+        return lambda x: (under_sp if linear.sequence_parallel else without)(x, group=self.group)
 
     @property
     def undivided_region(self) -> Region:
-        """The region for the factor that is not divided."""
-        return gradient_sum(self.group) if self.expert else same_region
+        """The region for a factor that is not divided: an expert's gradient is summed over ETP."""
+        if not self.expert or self.group.size() == 1:
+            return same_region
+        return partial(tensor_parallel.copy_to_tensor_model_parallel_region, group=self.group)
 
     @property
     def inputs_differ(self) -> bool:
@@ -510,14 +505,12 @@ class GroupedSite:
         self._sites = list(sites)
 
     def hook(self, module: Any, inputs: Any, outputs: Any) -> Any:
-        """Add the adapters' part: a forward hook of a linear called with tokens (T, in) and groups.
-
-        Transformer Engine's linear is called with numbers of tokens on the host instead of groups.
-        """
+        """Add the adapters' part: a hook of a linear that gets tokens (T, in) and groups."""
         if not self._sites[0].is_active:
             return outputs
         tokens, groups, *_ = inputs
         output, *rest = outputs
+        # Transformer Engine's linear is called with numbers of tokens on the host.
         if not isinstance(groups, Groups):
             groups = Groups.from_counts(groups, tokens.device)
         return (self._add(tokens, output, groups), *rest)

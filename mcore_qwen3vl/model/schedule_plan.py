@@ -136,10 +136,9 @@ def _add_features(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor)
     """Add the layer's features to its output, and append those of later stages to the chunk's."""
     state = node.chunk_state
     hidden = layer.add_features(part(node, *inputs), state.features, state.destination)
-    if layer is not state.model.decoder.layers[-1]:
-        return hidden
-    packed: Tensor = state.model.pack(hidden, state.features)
-    return packed
+    if layer is state.model.decoder.layers[-1]:
+        hidden = state.model.pack(hidden, state.features)
+    return hidden
 
 
 class SchedulePlan(TransformerModelChunkSchedulePlan):
@@ -174,10 +173,8 @@ class SchedulePlan(TransformerModelChunkSchedulePlan):
         post_backward: Callable[..., Any] | None = None,
         **others: Any,
     ) -> Tensor | None:
-        """Run one micro-batch's forward beside another's backward pass; see Megatron's.
-
-        Megatron's hands `post_backward` the gradient of the first layer's input, to be sent.
-        """
+        """Run one micro-batch's forward beside another's backward pass; see Megatron's."""
+        # Megatron's hands it the gradient of the first layer's input, to be sent.
         if b_schedule_plan is not None and post_backward is not None:
             first, send = b_schedule_plan.pre_process, post_backward
 

@@ -68,8 +68,13 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "use_cpu_initialization": not torch.cuda.is_available(),
-        **_interleaving(overrides),
     }
+    if (overrides.get("virtual_pipeline_model_parallel_size") or 1) > 1:
+        fields |= {
+            "microbatch_group_size_per_vp_stage": overrides["pipeline_model_parallel_size"],
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
     if any(architecture.moe_layers):
         fields |= {"moe_grouped_gemm": True, "expert_tensor_parallel_size": 1}  # mcore's is TP
     fields |= overrides
@@ -206,16 +211,6 @@ def _check_graphs(overrides: dict[str, Any]) -> None:
                 "in every batch, which differs here, and Megatron's per-layer graphs leave "
                 f"DeepStack out. Drop {name}."
             )
-
-
-def _interleaving(overrides: dict[str, Any]) -> dict[str, Any]:
-    if (overrides.get("virtual_pipeline_model_parallel_size") or 1) == 1:
-        return {}
-    return {
-        "microbatch_group_size_per_vp_stage": overrides["pipeline_model_parallel_size"],
-        "overlap_p2p_comm": True,
-        "batch_p2p_comm": False,
-    }
 
 
 def _check_interleaving(fields: dict[str, Any]) -> None:

@@ -5,9 +5,7 @@ Other losses of single tokens, such as cross entropy, are in `mcore_qwen3vl.trai
 Preferences
 -----------
 
-There are losses of pairs of answers, of labelled answers (KTO), and of reward models.
-
-Those over pairs of a chosen and a rejected answer are DPO and its relatives, SimPO and ORPO.
+The losses over pairs of a chosen and a rejected answer are DPO and its relatives, SimPO and ORPO.
 Source: Rafailov et al., "Direct Preference Optimization", 2023. With the policy p, the reference p0
 and s = (log p(chosen) - log p0(chosen)) - (log p(rejected) - log p0(rejected)), the losses are:
 
@@ -40,8 +38,6 @@ the batch with each prompt followed by another's answer, and at least 0. It has 
 
 Embeddings
 ----------
-
-The losses of embedding models: InfoNCE with in-batch and hard negatives, and two of pairs.
 
 ``infonce``: van den Oord et al., "Representation Learning with Contrastive Predictive Coding",
 2018, as sentence-transformers' ``MultipleNegativesRankingLoss`` computes it, whose scale is
@@ -88,7 +84,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -99,27 +94,9 @@ from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.objectives.settings import Contrastive, Distillation, Kto, Preference, Ranking
 
 
-@dataclass(frozen=True)
-class PairLosses:
-    """Losses and rewards of P pairs, each (P,) float32; only `losses` has a gradient."""
-
-    losses: Tensor
-    chosen_rewards: Tensor  # beta (log p - log p0); without a reference beta m
-    rejected_rewards: Tensor
-
-    @property
-    def margins(self) -> Tensor:
-        return self.chosen_rewards - self.rejected_rewards
-
-    @property
-    def accuracies(self) -> Tensor:
-        """1.0 if the chosen answer's reward is higher than the rejected one's, else 0.0."""
-        return (self.margins > 0).float()
-
-
 def pair_losses(
     log_probs: Tensor, reference: Tensor | None, lengths: Tensor, preference: Preference
-) -> PairLosses:
+) -> tuple[Tensor, Tensor]:
     """Compute the loss of each pair.
 
     Args:
@@ -128,6 +105,10 @@ def pair_losses(
         reference: (P, 2), the reference's log-probabilities, without a gradient; None for a loss
             without a reference.
         lengths: (P, 2), the answers' numbers of tokens.
+
+    Returns:
+        The losses (P,), and the rewards (P, 2) without a gradient, float32: beta (log p - log p0),
+        or without a reference beta m.
     """
     change = log_probs / lengths if reference is None else log_probs - reference
     rewards = (preference.beta * change).detach()
@@ -149,7 +130,21 @@ def pair_losses(
         losses = (gap - 1 / (2 * preference.beta)).square()
     if preference.rpo_alpha:
         losses = losses - preference.rpo_alpha * log_probs[:, 0] / lengths[:, 0]
-    return PairLosses(losses, rewards[:, 0], rewards[:, 1])
+    return losses, rewards
+
+
+def numbers_of_rewards(rewards: Tensor) -> dict[str, Tensor]:
+    """Return the log's numbers (P,), by name, of the rewards (P, 2) of pairs.
+
+    A pair is right, 1.0 and not 0.0, if the chosen answer's reward is the higher one.
+    """
+    chosen, rejected = rewards.unbind(1)
+    return {
+        "rewards chosen": chosen,
+        "rewards rejected": rejected,
+        "rewards margin": chosen - rejected,
+        "rewards accuracy": (chosen - rejected > 0).float(),
+    }
 
 
 def _log_odds(means: Tensor) -> Tensor:

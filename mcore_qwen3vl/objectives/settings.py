@@ -69,20 +69,16 @@ class Preference:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise BadInput(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}.")
-        _require_positive("beta", self.beta)
-        if not 0 <= self.label_smoothing < 0.5:
-            raise BadInput(
-                f"dpo_label_smoothing is {self.label_smoothing:g}; it must be a share from 0 to "
-                "below 0.5."
-            )
+        _require("beta", self.beta, self.beta > 0, "above 0")
+        small = 0 <= self.label_smoothing < 0.5
+        _require("dpo_label_smoothing", self.label_smoothing, small, "a share from 0 to below 0.5")
         if self.label_smoothing and self.kind != "sigmoid":
             raise BadInput(
                 f"dpo_label_smoothing belongs to the sigmoid loss, and the loss is {self.kind}: "
                 "drop one of them."
             )
         for name, value in (("rpo_alpha", self.rpo_alpha), ("simpo_gamma", self.gamma)):
-            if not value >= 0:
-                raise BadInput(f"{name} is {value:g}: it must not be below 0.")
+            _require(name, value, value >= 0, "0 or above")
         if self.gamma and self.kind != "simpo":
             raise BadInput(f"simpo_gamma belongs to simpo, and the loss is {self.kind}: drop it.")
 
@@ -106,7 +102,7 @@ class Kto:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            _require_positive(name, value)
+            _require(name, value, value > 0, "above 0")
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ class Contrastive:
         return "similarity loss" if self.takes_scores else "contrastive loss"
 
     def __post_init__(self) -> None:
-        _require_positive("temperature", self.temperature)
+        _require("temperature", self.temperature, self.temperature > 0, "above 0")
         if any(dimension < 1 for dimension in self.dimensions):
             raise BadInput(f"matryoshka_dims is {self.dimensions}: each must be at least 1.")
 
@@ -162,21 +158,17 @@ class Distillation:
     alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < 1:
-            raise BadInput(
-                f"distill_beta is {self.beta:g}: it must be above 0 and below 1. For GKD's 0 and "
-                "1, choose the divergences forward and reverse."
-            )
-        _require_positive("distill_temperature", self.temperature)
-        if not 0 <= self.alpha < 1:
-            raise BadInput(
-                f"distill_alpha is {self.alpha:g}: it must be a share from 0 to below 1."
-            )
+        inside = (
+            "above 0 and below 1. For GKD's 0 and 1, choose the divergences forward and reverse"
+        )
+        _require("distill_beta", self.beta, 0 < self.beta < 1, inside)
+        _require("distill_temperature", self.temperature, self.temperature > 0, "above 0")
+        _require("distill_alpha", self.alpha, 0 <= self.alpha < 1, "a share from 0 to below 1")
 
 
-def _require_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise BadInput(f"{name} is {value:g}: it must be above 0.")
+def _require(name: str, value: float, holds: bool, what: str) -> None:
+    if not holds:
+        raise BadInput(f"{name} is {value:g}: it must be {what}.")
 
 
 def check_top_k(flag: str, k: int, vocab_size: int) -> None:

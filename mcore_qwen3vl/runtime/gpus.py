@@ -56,11 +56,7 @@ NCCL_ALL_TO_ALL_GIB = 3.1
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the only GPU whose name begins with `name`.
-
-    Raises:
-        BadInput: no such GPU, or several.
-    """
+    """Return the only GPU whose name begins with `name`; BadInput if there is none, or several."""
     matches = [gpu for key, gpu in GPUS.items() if key.startswith(name.lower())]
     if len(matches) != 1:
         raise BadInput(
@@ -104,10 +100,8 @@ def order_transfers(*, several_queues: bool = False) -> None:
 
 
 def _compute_capability() -> int | None:
-    """Return the first GPU's major compute capability; None: not known.
-
-    NVML is asked, because a question to the CUDA runtime would start CUDA.
-    """
+    """Return the first GPU's major compute capability; None: not known."""
+    # NVML is asked, because a question to the CUDA runtime would start CUDA.
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -130,11 +124,8 @@ def c_compiler() -> str | None:
 
 
 def compile_where_possible() -> None:
-    """Disable ``torch.compile``, which Megatron uses for fusions, where there is no compiler.
-
-    Fused functions then run one kernel after another. Otherwise the warm-up before training would
-    fail.
-    """
+    """Disable ``torch.compile``, which Megatron uses for fusions, where there is no compiler."""
+    # The warm-up before training would fail. Fused functions run one kernel after another.
     if c_compiler() is None:
         import torch
 

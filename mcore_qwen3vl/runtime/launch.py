@@ -71,12 +71,9 @@ def _gpus(world_size: int) -> int:
 
 
 def check_gpus() -> None:
-    """Check, before anything slow begins, that there is a GPU.
+    """Raise BadInput, before anything slow begins, if there is no GPU.
 
     Call it only if the ranks will run on CUDA: counting GPUs may start CUDA in this process.
-
-    Raises:
-        BadInput: there is none.
     """
     if not _gpus(1):
         raise BadInput(
@@ -159,10 +156,7 @@ def run_layout(
 def initialize(layout: Layout, *, seed: int = 1234) -> None:
     """Set up Megatron's process groups and random states for this rank.
 
-    ``torch.distributed`` must be initialised with ``layout.world_size`` ranks.
-
-    Raises:
-        BadInput: the number of ranks is not ``layout.world_size``.
+    ``torch.distributed`` must be initialised with ``layout.world_size`` ranks, else BadInput.
     """
     # Imported here, because megatron must not be imported before the CPU backend is installed.
     from megatron.core import parallel_state, tensor_parallel
@@ -287,10 +281,7 @@ def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
         heard(value)
         return
     r.ended = time.monotonic()
-    if succeeded:
-        r.result = value
-    else:
-        r.error = value
+    r.result, r.error = (value, None) if succeeded else (None, value)
 
 
 def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
@@ -301,18 +292,16 @@ def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
     for r in failed:
         if isinstance(r.error, _PASSED_ON):
             raise r.error
-    hanging = [r for r in ranks if r.ended is None]
-    if not failed and not hanging:
-        return
     if failed:
         report = [f"rank {ranks.index(r)}: {r.error}" for r in failed]
         raise RanksFailed(
             f"rank {ranks.index(failed[0])}: {_last_words(failed[0])}", "\n".join(report)
         )
-    late = [f"rank {ranks.index(r)} did not finish within {timeout:g} s" for r in hanging]
-    stacks = [f"{line}:\n{_stack(r)}" for line, r in zip(late, hanging, strict=True)]
-    said = f"{late[0]}, so the result is unknown. Pass a larger --timeout."
-    raise RanksFailed(said, "\n".join(stacks))
+    if hanging := [r for r in ranks if r.ended is None]:
+        late = [f"rank {ranks.index(r)} did not finish within {timeout:g} s" for r in hanging]
+        stacks = [f"{line}:\n{_stack(r)}" for line, r in zip(late, hanging, strict=True)]
+        said = f"{late[0]}, so the result is unknown. Pass a larger --timeout."
+        raise RanksFailed(said, "\n".join(stacks))
 
 
 def _last_words(r: _Rank) -> str:

@@ -8,7 +8,7 @@ from mcore_qwen3vl import machine
 from mcore_qwen3vl.console import prepare_standard_streams, visible
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
-from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.command_line import CommandLine, asked_words
 from mcore_qwen3vl.training.logs.terminal import report_crash
 
 
@@ -26,7 +26,11 @@ def entry() -> None:
         machine.warn_of_versions()
     command = CommandLine(sys.argv[1:])
     try:
-        _require_torchrun(sys.argv[1:])
+        if "MASTER_ADDR" not in os.environ and asked_words(sys.argv[1:]) is None:
+            raise BadInput(
+                "This program is one rank of a run. Start it with torchrun, or train on this "
+                "machine with `mcore-qwen3vl train`, which takes the same flags."
+            )
         # Takes seconds, during which torchrun may be killed.
         from mcore_qwen3vl.training.run import main
 
@@ -40,15 +44,6 @@ def entry() -> None:
         sys.exit(1)
 
 
-def _require_torchrun(flags: list[str]) -> None:
-    """Refuse to start without torchrun's environment, which says where the other ranks are."""
-    if "MASTER_ADDR" not in os.environ and not {"-h", "--help"} & set(flags):
-        raise BadInput(
-            "This program is one rank of a run. Start it with torchrun, or train on this machine "
-            "with `mcore-qwen3vl train`, which takes the same flags."
-        )
-
-
 def _first_on_this_node() -> bool:
     """Return whether no other rank of this node has reported an error; theirs would be alike."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # ATTEMPT/LOCAL_RANK/error.json
@@ -56,10 +51,8 @@ def _first_on_this_node() -> bool:
         return True
     try:
         (Path(file).parents[1] / "reported").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # better reported twice than not at all
-        return True
+    except OSError as error:  # better reported twice than not at all
+        return not isinstance(error, FileExistsError)
     return True
 
 

@@ -80,13 +80,11 @@ def data_config(settings: Settings) -> DataConfig:
 
 
 def validation_config(settings: Settings) -> DataConfig:
-    """Derive from the flags how the samples of a validation become batches.
-
-    They are not packed, so that the first batches hold the same ones under every layout.
-    """
+    """Derive from the flags how the samples of a validation become batches."""
     config = data_config(settings)
     return replace(
         config,
+        # So that the first batches hold the same samples under every layout.
         packing=False,
         balance=False,
         micro_batch_size=settings.loop.eval_micro_batch_size,
@@ -166,7 +164,9 @@ class DataProvider:
         if config.balance or loop.valid_data_path:
             wait_for_measuring()
         if loop.valid_data_path:
-            self._agree_on_length()
+            batches = [self._validation_batches]  # which some ranks do not read
+            dist.broadcast_object_list(batches, src=0)
+            (args.eval_iters,) = batches
         return self._share(self.train_loader, shared_host_group, feed, self._on_batch), valid
 
     def _training_loader(self, config: DataConfig) -> Loader | None:
@@ -188,16 +188,14 @@ class DataProvider:
         return self._steps
 
     def _steps_of_resumed_run(self) -> int | None:
-        """Return the steps of the run that is resumed, if it has the same number of epochs.
-
-        The saved number stays, because another number of ranks would pack the samples differently.
-        """
+        """Return the steps of the run that is resumed, if it has the same number of epochs."""
         checkpoints, load = self._settings.checkpoints, self._settings.checkpoints.load
         iteration = checkpoints.ckpt_step or (load and read_tracker(Path(load)))
         if checkpoints.finetune or not load or not isinstance(iteration, int):
             return None
         saved = data_state.first_of(load, iteration)
         epochs, steps = (saved or {}).get(data_state.EPOCHS) or (None, None)
+        # They stay, because another number of ranks would pack the samples differently.
         return steps if epochs == self._settings.training.num_epochs else None
 
     def _open_validation(self) -> Loader | None:
@@ -220,14 +218,6 @@ class DataProvider:
         )
         batches = max(1, self._validation_batches * micro_batches)
         return self._loader(sources, "val", validation_config(settings), batches=batches)
-
-    def _agree_on_length(self) -> None:
-        """Tell Megatron on all ranks how many batches a validation has, which some do not read."""
-        from megatron.training import get_args
-
-        shared = [self._validation_batches]
-        dist.broadcast_object_list(shared, src=0)
-        (get_args().eval_iters,) = shared
 
     def _share(
         self, loader: Loader | None, host_group: Any, feed: StageFeed | None, *on_batch: Any
@@ -327,13 +317,10 @@ class StageFeed:
     """Messages from the first stage to all later ones, sent without blocking the first.
 
     A thread sends them: a blocking send would wait for stages that wait for its activations.
+    Nothing else uses `group`, a gloo group of one rank of each pipeline stage, in order.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """
-        Args:
-            group: a gloo group of one rank of each pipeline stage, in order; nothing else uses it.
-        """
         self._group = group
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._sender: Thread | None = None
@@ -342,15 +329,12 @@ class StageFeed:
     def between_stages(cls) -> StageFeed | None:
         """Connect the first ranks of all stages; all ranks call this.
 
-        Even a pipeline group that uses gloo is not reused, because it carries activations, with
-        which batches must not mix.
-
-        Returns:
-            The feed; None if there is one stage only, or this rank is not the first of its stage.
+        It returns None if there is one stage only, or this rank is not the first of its stage.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             return None
+        # Another group than the pipeline's, which carries activations, even if that uses gloo.
         mine = _over_gloo(dist.get_process_group_ranks(group) if _is_first_of_stage() else [])
         return cls(mine) if mine else None
 
@@ -451,13 +435,10 @@ class SharedBatches:
 
     def _next(self) -> Batch:
         """Return the next batch on the device, and begin to read the one that follows it."""
-        if self._ahead is None:
-            prepared = self._prepare()
+        if self._upcoming is not None:
+            prepared, self._upcoming = self._upcoming.result(), None
         else:
-            prepared = (
-                self._upcoming.result() if self._upcoming else self._prepare_first(self._ahead)
-            )
-            self._upcoming = None
+            prepared = self._prepare_first(self._ahead) if self._ahead else self._prepare()
         light = prepared.light
         if isinstance(light, BadInput):
             raise light
@@ -483,7 +464,15 @@ class SharedBatches:
         """Do the host's work for a batch; on every rank in the same order."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has its own
-        read, visual = self._read_batch(), None
+        read: Batch | BadInput | None = None
+        visual = None
+        if self._loader is not None:
+            try:
+                read = next(self._loader)
+            except BadInput as error:  # stops the run, and so the other ranks need it too
+                read = error
+        elif self._feed is not None:
+            read = self._feed.receive()
         if isinstance(read, Batch) and read.visual is not None and self._loader is not None:
             visual, read = read.visual, replace(read, visual=without_pixels(read.visual))
             if self._device.type == "cuda":
@@ -528,15 +517,6 @@ class SharedBatches:
                 if tensor.is_cuda:  # later stages have shapes in place of patches
                     tensor.record_stream(current)
         return batch
-
-    def _read_batch(self) -> Batch | BadInput | None:
-        """Return the next batch, or the error that stops the run, which other ranks need too."""
-        if self._loader is not None:
-            try:
-                return next(self._loader)
-            except BadInput as error:
-                return error
-        return self._feed.receive() if self._feed else None
 
     def _broadcast_patches(self, full: Tensor | None, shape: Tensor) -> Tensor:
         """Broadcast the first rank's `full` to all ranks, which know only its `shape`."""

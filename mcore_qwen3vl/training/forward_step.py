@@ -48,13 +48,20 @@ RunBatch = Callable[..., tuple[Tensor, Tensor]]
 
 
 def forward(
-    batch: Batch, model: torch.nn.Module, *, plan: bool = False, **options: Any
+    batch: Batch,
+    model: torch.nn.Module,
+    *,
+    plan: bool = False,
+    processor: Callable[..., Tensor] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run one micro-batch through one pipeline chunk, wrapped or not.
 
     Args:
         plan: only build the plan of :meth:`Qwen3VLModel.build_schedule_plan`, and return it in
             place of the output.
+        processor: computes what the last stage returns: Megatron's ``output_processor``, with the
+            batch and the chunk before its own arguments.
         options: passed to :class:`~mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
 
     Returns:
@@ -64,6 +71,8 @@ def forward(
     chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
     has_logits = chunk.post_process and chunk.head_labels is None
     packing = _packing(batch)
+    if processor is not None:
+        options["output_processor"] = partial(processor, batch, chunk)
     output = (chunk.build_schedule_plan if plan else model)(
         batch.input_ids,
         batch.position_ids,
@@ -74,19 +83,6 @@ def forward(
         **options,
     )
     return output, chunk.local_tokens(batch.input_ids.shape[1], packing)
-
-
-def processor_runner(processor: Callable[..., Tensor]) -> RunBatch:
-    """Return what runs a micro-batch, of which the last stage returns what `processor` computes.
-
-    It is Megatron's ``output_processor``, with the batch and the chunk before its own arguments.
-    """
-
-    def run(batch: Batch, model: torch.nn.Module, *, plan: bool = False) -> tuple[Tensor, Tensor]:
-        chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
-        return forward(batch, model, plan=plan, output_processor=partial(processor, batch, chunk))
-
-    return run
 
 
 class StepRecords:
@@ -167,10 +163,7 @@ class ForwardStep:
     def _reduce(
         self, batch: Batch, local: Tensor, losses: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the loss's sum for Megatron's schedule, a zero token count, and sums for the log.
-
-        The schedule would add normalisers up as int32, so :meth:`normalise` divides instead.
-        """
+        """Return the loss's sum for Megatron's schedule, a token count of 0, and sums to log."""
         reduced = self._objective(batch, local, losses.float())
         if batch.is_spare:
             # Not a product with 0, which keeps what is no number.
@@ -189,6 +182,7 @@ class ForwardStep:
             name: value if value.ndim else torch.stack([value, normaliser.to(value.dtype)])
             for name, value in reduced.sums.items()
         }
+        # The schedule would add normalisers up as int32, so :meth:`normalise` divides instead.
         return reduced.total, torch.zeros_like(normaliser, dtype=torch.int), reports
 
     def normalise(self, model: list[Any]) -> None:
@@ -310,10 +304,7 @@ class DataSetLosses:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, loss: str, parts: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add a micro-batch, without a host sync.
-
-        `parts` are, by the name of each data set, the sum of its losses and its normaliser.
-        """
+        """Add sum and normaliser of each data set of a micro-batch, without a host sync."""
         self._loss = loss
         for name, part in parts.items():
             pair = torch.stack([value.detach().double() for value in part])
@@ -406,13 +397,11 @@ def _weights_of_data_sets(batch: Batch, positions: Tensor, weights: Tensor) -> d
 
 
 def _check_result(loss: Loss, result: Any) -> tuple[Tensor, Tensor]:
+    returned = _describe(result)
     if isinstance(result, tuple) and len(result) == 2:
         if all(isinstance(value, Tensor) and value.ndim == 0 for value in result):
             return result
-        shown = ", ".join(map(_describe, result))
-        returned = f"({shown})"
-    else:
-        returned = _describe(result)
+        returned = f"({', '.join(map(_describe, result))})"
     name = getattr(loss, "__qualname__", repr(loss))
     raise BadInput(
         f"The loss function {name} returned {returned}. It must return a pair of scalar tensors: "
@@ -462,8 +451,14 @@ def find_loss(name: str) -> Loss:
     """Return the loss called `name`, or raise BadInput, which lists those that exist."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if ":" in name:
-        return _import(name)
+    module, colon, function = name.partition(":")
+    if colon:
+        try:
+            return cast(Loss, getattr(importlib.import_module(module), function))
+        except (ImportError, AttributeError) as error:
+            raise BadInput(
+                f"--loss {name} cannot be imported: {error}. The module must be on PYTHONPATH."
+            ) from None
     entries = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in entries:
         known = ", ".join([*BUILT_IN, *PREFERENCE_LOSSES, KTO, DISTILL, *entries])
@@ -471,16 +466,6 @@ def find_loss(name: str) -> Loss:
             f"--loss {name} is not known. There are {known}; or name a function as module:function."
         )
     return cast(Loss, entries[name].load())
-
-
-def _import(path: str) -> Loss:
-    module, _, function = path.partition(":")
-    try:
-        return cast(Loss, getattr(importlib.import_module(module), function))
-    except (ImportError, AttributeError) as error:
-        raise BadInput(
-            f"--loss {path} cannot be imported: {error}. The module must be on PYTHONPATH."
-        ) from None
 
 
 def _masked_sum(losses: Tensor, weights: Tensor) -> Tensor:

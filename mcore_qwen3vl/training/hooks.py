@@ -6,18 +6,17 @@ lacks one of them, the run refuses to start instead of training without the hook
 
 from __future__ import annotations
 
-import functools
 import math
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial, update_wrapper
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor, nn
 
 from mcore_qwen3vl.errors import BadInput
@@ -70,16 +69,13 @@ HOOKS = {
 }
 """Every function that a run wraps, with the module that looks it up when it calls it.
 
-They are in the order in which a run calls them; docs/design.md says what each costs and saves. The
-only Megatron that is supported, 0.19, has them all.
+They are in the order in which a run calls them; docs/design.md says what each costs and saves.
 """
 
 
 def wrap_all(wrappers: Mapping[str, Wrapper]) -> None:
-    """Wrap the functions of :data:`HOOKS`, each of which `wrappers` has by its name.
-
-    A run wraps all of them, because an earlier run in this process may have done so.
-    """
+    """Wrap the functions of :data:`HOOKS`, each of which `wrappers` has by its name."""
+    # All of them, because an earlier run in this process may have wrapped some.
     for name, module in HOOKS.items():
         wrap(import_module(module), name, wrappers[name])
 
@@ -98,8 +94,7 @@ def wrap(module: Any, name: str, wrapper: Wrapper) -> None:
             "would not do what its flags say. Install the pinned version."
         )
     original = getattr(original, "__wrapped__", original)  # not an earlier run's wrapper
-    wrapped = functools.partial(wrapper, original)
-    setattr(module, name, functools.update_wrapper(wrapped, original))
+    setattr(module, name, update_wrapper(partial(wrapper, original), original))
 
 
 def results_queue(original: Any, mp_mode: str = "spawn") -> queue.Queue[Any]:
@@ -109,13 +104,6 @@ def results_queue(original: Any, mp_mode: str = "spawn") -> queue.Queue[Any]:
     rank) and never ends if its rank is killed. Only a save in the background needs that.
     """
     return queue.Queue()
-
-
-def skip_step(batches: Any) -> None:
-    """In place of ``training.dummy_train_step``: take the batches of a step and leave them."""
-    for chunk in batches if isinstance(batches, list) else [batches]:
-        for _ in range(get_num_microbatches()):
-            next(chunk)
 
 
 class AsyncHostCopy:
@@ -145,11 +133,8 @@ class Signals:
     def gather(
         self, original: Any, item: Any, dtype: torch.dtype, group: Any = None, *_: Any, **__: Any
     ) -> list[Any]:
-        """Return every rank's item of the call before; zeros in the first call.
-
-        This replaces ``dist_signal_handler.all_gather_item``, which takes one host sync per rank of
-        the world in every iteration.
-        """
+        """Return every rank's item of the call before; zeros in the first call."""
+        # In place of `all_gather_item`, which takes a host sync per rank of the world each time.
         mine = torch.full((1,), item, dtype=dtype, device=torch.cuda.current_device())
         everyone = mine.new_empty(dist.get_world_size(group))
         dist.all_gather_into_tensor(everyone, mine, group=group)
@@ -194,10 +179,8 @@ def _largest(stat: float | bool | Tensor, group: Any) -> Tensor:
 
 
 def success_of_all(original: Any, success: bool, group: Any = None, *, fp16: bool) -> bool:
-    """Replace ``logical_and_across_model_parallel_group``, which only fp16 needs.
-
-    A rank's step fails only if fp16's loss scaler skips it.
-    """
+    """Replace ``logical_and_across_model_parallel_group``, which only fp16 needs."""
+    # A rank's step fails only if fp16's loss scaler skips it.
     return original(success, group=group) if fp16 else success
 
 
@@ -271,17 +254,6 @@ _MARKS = ("sequence_parallel", "average_gradients_across_tp_domain")  # of what 
 Named = tuple[str, nn.Parameter]
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Some parameters of a model chunk, with the attributes that mcore's function reads."""
-
-    ddp_config: Any
-    parameters: Sequence[Named]
-
-    def named_parameters(self) -> Sequence[Named]:
-        return self.parameters
-
-
 def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
     """Replace ``_allreduce_non_tensor_model_parallel_grads``; the sums are the same.
 
@@ -301,17 +273,17 @@ def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
     """
     for chunk in model:
         for parameters in _pieces(chunk.named_parameters()):
-            original([_Piece(chunk.ddp_config, parameters)], *args)
+            # What mcore's function reads of a model chunk.
+            read = {"ddp_config": chunk.ddp_config, "named_parameters": partial(iter, parameters)}
+            original([SimpleNamespace(**read)], *args)
 
 
 def _pieces(parameters: Iterator[Named]) -> Iterator[list[Named]]:
-    """Divide parameters, in order, into pieces by the size of those that have a mark.
-
-    Norms of queries and keys without SP are reduced too, and are too small to count.
-    """
+    """Divide parameters, in order, into pieces by the size of those that have a mark."""
     piece: list[Named] = []
     size = 0
     for name, parameter in parameters:
+        # Norms of queries and keys without SP are reduced too, and are too small to count.
         reduced = any(getattr(parameter, mark, False) for mark in _MARKS)
         counts = parameter.numel() if reduced else 0
         if size and size + counts > PIECE:

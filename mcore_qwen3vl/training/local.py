@@ -29,7 +29,6 @@ def show_help(words: Sequence[str]) -> None:
         main(CommandLine(["--help", *words]))
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        usage="%(prog)s --hf-model DIR --data-path PATH [FLAG...]",
         description="Train on this machine with Megatron's loop, one rank a GPU (--cpu: one).",
         epilog="Megatron's flags work too: --help WORD shows the flags about a word; "
         "launch/train.py --help lists them all.",

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
@@ -62,7 +63,15 @@ class Base:
         if self.path is None:
             return
         start_from([chunk], self.path)
-        self._add(chunk)
+        weights = next(chunk.parameters())
+        if self._sum is None:
+            self._sum = torch.zeros((), dtype=torch.int64, device=weights.device)
+            self._dtype = dtype_name(weights.dtype)
+        for part in hf_parts(chunk):
+            if part.main:
+                # Bits as integers, of whose sum the order does not matter.
+                bits = part.local.detach().view(_INTEGERS[part.local.element_size()])
+                self._sum += bits.sum(dtype=torch.int64)
 
     def identity(self) -> Identity | None:
         """Return what identifies these weights, or None if none were read; a collective."""
@@ -84,18 +93,6 @@ class Base:
                 f"{folder.parent} was trained with the base weights of {theirs['path']}, and "
                 f"{mine['path']} has others: give the same base, or choose another --save."
             )
-
-    @torch.no_grad()
-    def _add(self, chunk: Qwen3VLModel) -> None:
-        """Add up the bits of this rank's share as integers, so that the order does not matter."""
-        weights = next(chunk.parameters())
-        if self._sum is None:
-            self._sum = torch.zeros((), dtype=torch.int64, device=weights.device)
-            self._dtype = dtype_name(weights.dtype)
-        for part in hf_parts(chunk):
-            if part.main:
-                bits = part.local.view(_INTEGERS[part.local.element_size()])
-                self._sum += bits.sum(dtype=torch.int64)
 
 
 class LoraRun:
@@ -189,8 +186,6 @@ class LoraRun:
 
 def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
     """Replace ``generate_state_dict``: keep a chunk's trained entries, to save and load."""
-    from megatron.core.utils import unwrap_model
-
     state: dict[str, Any] = original(args, model, *rest, **kwargs)
     for number, chunk in enumerate(unwrap_model(model)):
         key = "model" if len(model) == 1 else f"model{number}"

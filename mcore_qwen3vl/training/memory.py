@@ -172,10 +172,7 @@ def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
 def rank_parameters(
     a: Architecture, layout: Layout, stage: int, counts: TrainedCounts | None = None
 ) -> tuple[float, float]:
-    """Count those of `counts`, or of the model's parameters, that a rank of a stage holds.
-
-    It returns the number outside the experts, and the number in them.
-    """
+    """Count those of `counts` (None: the model's) on a rank: outside the experts, and in them."""
     layers = stage_layers(a, layout)[stage]
     shared = experts = 0.0
     for group, count in (parameters.count(a) if counts is None else counts).items():
@@ -302,12 +299,9 @@ def _further_token_activations(
 def _attention_values(a: Architecture, cheap: bool) -> float:
     """Return what attention keeps of a token: q, k, v and its output; q and k rotated."""
     query, key = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    values = 2 * query + 2 * key
-    products = query + key
-    if a.attn_output_gate:
-        values += query  # the gate
-        products += query
-    return values if cheap else values + products
+    gate = query if a.attn_output_gate else 0
+    values = 2 * query + 2 * key + gate
+    return values if cheap else values + query + key + gate
 
 
 def _delta_net_values(a: Architecture, cheap: bool) -> float:

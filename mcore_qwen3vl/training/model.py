@@ -18,7 +18,7 @@ from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import adapter_freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
-from mcore_qwen3vl.training.arguments.run import LOSSES, CheckpointSettings
+from mcore_qwen3vl.training.arguments.run import LOSSES
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
 from mcore_qwen3vl.training.lora import LoraRun
@@ -110,24 +110,18 @@ def model_provider(
         stages = settings.parallel.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):
             on_trained(freezing.check())
-            if lora is None:
-                _check_saved(settings.checkpoints, freezing.divided)
+            saves = settings.checkpoints.save and not settings.checkpoints.no_save_optim
+            if lora is None and freezing.divided and saves:
+                # Megatron does not save a tensor of all layers that has gaps.
+                raise BadInput(
+                    f"{freezing.divided} trains in some layers and not in others, and Megatron "
+                    "stores the optimizer's state of all layers as one tensor: freeze alike in all "
+                    "layers, or add --no-save-optim, with which a resumed run needs "
+                    "--no-load-optim too."
+                )
         return model
 
     return provide
-
-
-def _check_saved(checkpoints: CheckpointSettings, divided: str | None) -> None:
-    """Refuse to save the optimizer's state where a parameter trains in some layers only.
-
-    Megatron stores the layers as one tensor, and does not save one that has gaps.
-    """
-    if divided and checkpoints.save and not checkpoints.no_save_optim:
-        raise BadInput(
-            f"{divided} trains in some layers and not in others, and Megatron stores the "
-            "optimizer's state of all layers as one tensor: freeze alike in all layers, or add "
-            "--no-save-optim, with which a resumed run needs --no-load-optim too."
-        )
 
 
 def resuming(load: str | None) -> bool:

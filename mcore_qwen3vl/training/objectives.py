@@ -57,15 +57,7 @@ from mcore_qwen3vl.model.head import Head, likeliest, log_probs_of
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.lora_modules import without_factors
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.objectives.losses import (
-    classification_losses,
-    contrastive_losses,
-    divergences,
-    labelled_losses,
-    pair_losses,
-    ranking_losses,
-    reward_losses,
-)
+from mcore_qwen3vl.objectives import losses as formulas
 from mcore_qwen3vl.objectives.settings import Contrastive, Distillation, Kto, Preference, Ranking
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
 from mcore_qwen3vl.training.arguments.settings import Settings
@@ -78,7 +70,6 @@ from mcore_qwen3vl.training.forward_step import (
     find_loss,
     forward,
     further_token_objective,
-    processor_runner,
     reduce_units,
     token_objective,
 )
@@ -170,26 +161,16 @@ def replay(of_chunks: list[list[Batch]]) -> Any:
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[Any]:
     """Give the chunks in evaluation mode and without gradients."""
-    chunks: Sequence[Any] = unwrap_model(model if isinstance(model, list) else [model])
-    training = [chunk.training for chunk in chunks]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        for chunk, mode in zip(chunks, training, strict=True):
-            stack.callback(chunk.train, mode)
+        for chunk in unwrap_model(model if isinstance(model, list) else [model]):
+            stack.callback(chunk.train, chunk.training)
             chunk.eval()
         yield model
 
 
-def divergence_runner(settings: Distillation) -> RunBatch:
-    """Return what runs a micro-batch through a pipeline chunk and compares it with the teacher.
-
-    On the last stage it returns (2, B, s) float32: divergences, and cross entropies.
-    """
-    return processor_runner(partial(_compare, settings))
-
-
 def distillation_objective(settings: Distillation) -> Objective:
-    """Return the objective of distillation: a mean over the trained tokens of the global batch."""
+    """Return the objective of what `_compare` gives: a mean over all trained tokens."""
     mean = token_objective(cross_entropy)
 
     def objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
@@ -217,6 +198,7 @@ def _compare(
     packed_seq_params: PackedSequence | None,
     **_: Any,
 ) -> Tensor:
+    """Compare with the teacher: (2, B, s) float32 divergences, and cross entropies."""
     local = chunk.local_tokens(batch.input_ids.shape[1], packed_seq_params)
     ids, teacher = _teacher_at(batch, to_device(local, labels.device))
     student, of_labels = output_layer(
@@ -224,7 +206,7 @@ def _compare(
         output_weight,
         reduce=partial(log_probs_of, ids=ids, targets=labels, temperature=settings.temperature),
     )
-    return torch.stack([divergences(student, teacher, settings), -of_labels])
+    return torch.stack([formulas.divergences(student, teacher, settings), -of_labels])
 
 
 def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,14 +219,6 @@ def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
     number = trained.flatten().cumsum(0).view_as(trained) - 1
     row = number.where(trained, len(teacher.ids) - 1).index_select(1, positions)
     return teacher.ids[row], teacher.log_probs[row]
-
-
-def teacher_step(k: int, temperature: float) -> Callable[..., Any]:
-    """Return the forward step of a first pass, which finds the teacher's `k` likeliest tokens."""
-    run = processor_runner(partial(_likeliest, k=k, temperature=temperature))
-    return first_pass_step(
-        run, lambda batch, local, values: Top(values[..., :k].int(), values[..., k:])
-    )
 
 
 def _likeliest(
@@ -272,23 +246,18 @@ def preference_objective(preference: Preference) -> Objective:
         reference = None
         if preference.has_reference:
             reference = batch.inputs_of(PairReferences).log_probs.view(-1, 2)
-        log_probs, lengths = (
-            values.view(-1, 2) for values in answer_log_probs(batch, local, losses)
-        )
-        pairs = pair_losses(log_probs, reference, lengths, preference)
+        log_probs, lengths = (x.view(-1, 2) for x in answer_log_probs(batch, local, losses))
+        pairs, rewards = formulas.pair_losses(log_probs, reference, lengths, preference)
         detached = log_probs.detach()
         numbers = {
-            f"{preference.loss} loss": pairs.losses,
-            "rewards chosen": pairs.chosen_rewards,
-            "rewards rejected": pairs.rejected_rewards,
-            "rewards margin": pairs.margins,
-            "rewards accuracy": pairs.accuracies,
+            f"{preference.loss} loss": pairs,
+            **formulas.numbers_of_rewards(rewards),
             "log-prob chosen": detached[:, 0],
             "log-prob rejected": detached[:, 1],
         }
         if preference.rpo_alpha:
             numbers["nll loss"] = -detached[:, 0] / lengths[:, 0]
-        return reduce_units(pairs.losses.sum(), batch, numbers)
+        return reduce_units(pairs.sum(), batch, numbers)
 
     return objective
 
@@ -299,8 +268,8 @@ def kto_objective(kto: Kto) -> Objective:
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
         inputs = batch.inputs_of(LabelledReferences)
         log_probs, _ = answer_log_probs(batch, local, losses)
-        wanted, baseline = inputs.desirable, inputs.baseline
-        of_answers, rewards = labelled_losses(log_probs, inputs.log_probs, wanted, baseline, kto)
+        wanted, baseline, before = inputs.desirable, inputs.baseline, inputs.log_probs
+        of_answers, rewards = formulas.labelled_losses(log_probs, before, wanted, baseline, kto)
         detached = log_probs.detach()
         numbers = {
             "kto loss": of_answers,
@@ -330,11 +299,10 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
         (N,) float32 log-probabilities, with a gradient for `losses`; (N,) float32 numbers of
         tokens. Those of pairs are in the order chosen, rejected, chosen, rejected and so on.
     """
-    count = len(batch.lengths)
     positions = to_device(local, losses.device)
     trained = batch.loss_weights.index_select(1, positions) > 0
     sequence = to_device(batch.sequences(), losses.device).index_select(1, positions)  # (B, s)
-    numbers = torch.arange(count, device=losses.device)[:, None, None]
+    numbers = torch.arange(len(batch.lengths), device=losses.device)[:, None, None]
     member = (sequence == numbers) & trained  # (N, B, s)
     # A sum has a fixed order, unlike a scatter-add. Padding is masked: its loss may be infinite.
     of_tokens = torch.where(member, -losses, 0.0).sum((1, 2))
@@ -379,11 +347,8 @@ def with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any
 
 
 def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
-    """Return the mean difference of log-probabilities over all data-parallel ranks, a scalar.
-
-    A record that is alone in its micro-batch has kept its own answer, and is left out. If all are
-    alone, the baseline is 0.
-    """
+    """Return the mean difference of log-probabilities over all data-parallel ranks, a scalar."""
+    # A record alone in its micro-batch has kept its own answer. If all are alone, this is 0.
     changes = [p - r for p, r in zip(policy, reference, strict=True) if len(p) > 1]
     differences = torch.cat([policy[0].new_zeros(0), *changes])
     sums = torch.stack([differences.sum(), torch.full_like(differences.sum(), len(differences))])
@@ -413,15 +378,6 @@ Returns:
 """
 
 
-def _last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the rows and the columns of the samples' last tokens, (N,) int64 each, on the host."""
-    lengths = torch.tensor(batch.lengths)
-    if batch.cu_seqlens is None:
-        return torch.arange(len(lengths)), lengths - 1
-    starts = batch.cu_seqlens[: len(lengths)].long()
-    return torch.zeros_like(lengths), starts + lengths - 1
-
-
 def _pool(
     read: Read,
     batch: Batch,
@@ -444,8 +400,11 @@ def _pool(
     local = chunk.local_tokens(length, packed_seq_params, sequence_parallel=sharded)
     places = torch.full((length,), -1)
     places[local] = torch.arange(len(local))
-    rows, columns = _last_tokens(batch)
-    at = places[columns]
+    lengths = torch.tensor(batch.lengths)
+    rows, starts = torch.arange(len(lengths)), torch.zeros_like(lengths)
+    if batch.cu_seqlens is not None:
+        rows, starts = starts, batch.cu_seqlens[: len(lengths)].long()
+    at = places[starts + lengths - 1]  # of the last tokens
     device = hidden_states.device
     is_here = to_device(at >= 0, device)[:, None]
     states = hidden_states[to_device(at.clamp(min=0), device), to_device(rows, device)].float()
@@ -463,7 +422,7 @@ def last_token_runner(read: Read) -> RunBatch:
 
     On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
     """
-    return processor_runner(partial(_pool, read))
+    return partial(forward, processor=partial(_pool, read))
 
 
 EMBED = last_token_runner(lambda states, head, weight: states)
@@ -472,32 +431,11 @@ SCORES = last_token_runner(lambda states, head, weight: head(states))
 """Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
 
 
-def task_objective(settings: Settings) -> tuple[Objective, RunBatch]:
-    """Return the objective of ``--task``, and what runs a micro-batch for it."""
-    task = settings.task
-    if task.task == "embedding":
-        return embedding_objective(task.contrastive), EMBED
-    if task.task == "reward":
-        return reward_objective, SCORES
-    if labels := settings.labels:
-        return partial(classification_objective, labels), SCORES
-    return partial(ranking_objective, task.ranking), answer_word_runner(
-        settings.model.folder, task.words
-    )
-
-
 def reward_objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
     """Compute the mean loss of reward models over the pairs."""
     rewards = values.view(-1, 2)
-    losses = reward_losses(rewards, batch.inputs_of(Margins).margins)
-    gaps = rewards[:, 0] - rewards[:, 1]
-    numbers = {
-        "reward loss": losses,
-        "rewards chosen": rewards[:, 0],
-        "rewards rejected": rewards[:, 1],
-        "rewards margin": gaps,
-        "rewards accuracy": (gaps > 0).float(),
-    }
+    losses = formulas.reward_losses(rewards, batch.inputs_of(Margins).margins)
+    numbers = {"reward loss": losses, **formulas.numbers_of_rewards(rewards)}
     return reduce_units(losses.sum(), batch, numbers)
 
 
@@ -506,7 +444,7 @@ def classification_objective(
 ) -> Reduced:
     """Compute the mean loss of classifiers over the records."""
     inputs = batch.inputs_of(RightLabels)
-    losses, right = classification_losses(logits, inputs.right, is_single=labels.is_single)
+    losses, right = formulas.classification_losses(logits, inputs.right, is_single=labels.is_single)
     return reduce_units(losses.sum(), batch, {"classification loss": losses, "accuracy": right})
 
 
@@ -515,15 +453,12 @@ def ranking_objective(ranking: Ranking, batch: Batch, local: Tensor, logits: Ten
 
     Its values are the logits of ``yes`` and ``no`` after a query and a document.
     """
-    losses, right = ranking_losses(relevance(logits), batch.groups, ranking)
+    losses, right = formulas.ranking_losses(relevance(logits), batch.groups, ranking)
     return reduce_units(losses.sum(), batch, {"reranker loss": losses, "accuracy": right})
 
 
 def answer_word_runner(folder: str | Path, words: tuple[str, str]) -> RunBatch:
-    """Return what runs a micro-batch, whose values are the logits (N, 2) of two words.
-
-    It raises BadInput if a word is not a single token.
-    """
+    """Return what gives the logits (N, 2) of two words; BadInput if one is no single token."""
     tokenizer = load_processor(folder).tokenizer
     tokens = []
     for word in words:
@@ -538,10 +473,8 @@ def answer_word_runner(folder: str | Path, words: tuple[str, str]) -> RunBatch:
 
 
 def relevance(logits: Tensor) -> Tensor:
-    """Return each document's logit of relevance (N,), from the logits (N, 2) of the answers.
-
-    The sigmoid of it is the score of Qwen3-VL-Reranker.
-    """
+    """Return each document's logit of relevance (N,), from the logits (N, 2) of the answers."""
+    # The sigmoid of it is the score of Qwen3-VL-Reranker.
     return logits[:, 0] - logits[:, 1]
 
 
@@ -599,7 +532,7 @@ def contrasts(
         scores = _gather(torch.cat(own)[:, None], queries)[:, 0]
     texts = [size for of_rank in groups for rows in of_rank for size in rows]
     with torch.enable_grad():
-        losses = contrastive_losses(everyone, texts, contrastive, scores)
+        losses = formulas.contrastive_losses(everyone, texts, contrastive, scores)
         (gradients,) = torch.autograd.grad(losses.sum(), everyone)
     rank = parallel_state.get_data_parallel_rank()
     mine = losses.detach().split(queries)[rank].split([len(rows) for rows in groups_of_batches])
@@ -619,12 +552,8 @@ def _gather(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     padded[: len(rows)] = rows
     everyone = rows.new_empty(len(sizes) * len(padded), rows.shape[1])
     dist.all_gather_into_tensor(everyone, padded, group=parallel_state.get_data_parallel_group())
-    return torch.cat(
-        [
-            rows_of_rank[:n]
-            for rows_of_rank, n in zip(everyone.chunk(len(sizes)), sizes, strict=True)
-        ]
-    )
+    of_ranks = zip(everyone.chunk(len(sizes)), sizes, strict=True)
+    return torch.cat([rows[:count] for rows, count in of_ranks])
 
 
 def forward_step_of(settings: Settings) -> ForwardStep:
@@ -637,15 +566,24 @@ def forward_step_of(settings: Settings) -> ForwardStep:
             parse_sources(loop.valid_data_path) if loop.valid_data_path else ()
         ),
     )
-    if settings.task.task:
-        return step(*task_objective(settings))
+    task = settings.task
+    if task.task == "embedding":
+        return step(embedding_objective(task.contrastive), EMBED)
+    if task.task == "reward":
+        return step(reward_objective, SCORES)
+    if task.task == "reranker":
+        run = answer_word_runner(settings.model.folder, task.words)
+        return step(partial(ranking_objective, task.ranking), run)
+    if labels := settings.labels:
+        return step(partial(classification_objective, labels), SCORES)
     if loss in LOSSES:
         return step(preference_objective(settings.preference.pair_settings(loss)))
     if loss == KTO:
         return step(kto_objective(settings.preference.kto))
     if loss == DISTILL:
         distillation = settings.distillation.loss
-        return step(distillation_objective(distillation), run=divergence_runner(distillation))
+        compare = partial(forward, processor=partial(_compare, distillation))
+        return step(distillation_objective(distillation), compare)
     if loop.mtp_num_layers:
         return step(further_token_objective(find_loss(loss), loop.mtp_loss_scaling_factor))
     return step(token_objective(find_loss(loss)))
@@ -659,8 +597,13 @@ def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
     if settings.task.task == "embedding":
         passes = partial(with_contrasts, settings.task.contrastive)
     elif loss == DISTILL and second:
-        assert distillation.teacher_top_k is not None
-        first = teacher_step(distillation.teacher_top_k, distillation.loss.temperature)
+        k = distillation.teacher_top_k
+        assert k is not None
+        find = partial(_likeliest, k=k, temperature=distillation.loss.temperature)
+        first = first_pass_step(
+            partial(forward, processor=find),
+            lambda batch, local, values: Top(values[..., :k].int(), values[..., k:]),
+        )
         passes = partial(run_two_passes, first=first, within=second.in_place)
     elif loss in LOSSES and settings.reference in ("adapter", "model"):
         passes = partial(

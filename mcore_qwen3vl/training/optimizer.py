@@ -82,10 +82,7 @@ def _part_key(part: str) -> ParamKey:
 
 
 def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
-    """Return the 2-norm of each part's gradient over all ranks.
-
-    All ranks call this, after the gradients are reduced.
-    """
+    """Return the 2-norm of each part's reduced gradient over all ranks, which all call this."""
     squares = torch.zeros(len(PARTS), device=torch.cuda.current_device())
     for chunk in model:
         parts = {parameter: part_of(name) for name, parameter in chunk.named_parameters()}
@@ -129,10 +126,8 @@ def make_resumable(optimizer: Any) -> bool:
 
     mcore supports this for Transformer Engine's and Apex's Adam. With torch's Adam it reads the
     state before it exists, gives all parameters the same ``step`` tensor, which each of them then
-    advances, and looks for ``step`` in formats that store it elsewhere.
-
-    Returns:
-        Whether the optimizer was torch's Adam, and was changed.
+    advances, and looks for ``step`` in formats that store it elsewhere. The result says whether the
+    optimizer was torch's Adam, and was changed.
     """
     changed = False
     for part, adam in _with_adam(optimizer):
@@ -215,11 +210,8 @@ def multi_tensor_scale(
 
 
 def use_fused_adam(optimizer: Any) -> None:
-    """Let torch's Adam update parameters without temporaries.
-
-    On a GPU one kernel updates many parameters; on the CPU it takes one pass over the memory
-    instead of a dozen.
-    """
+    """Let torch's Adam update parameters without temporaries."""
+    # On a GPU a kernel updates many parameters; on the CPU it takes one pass, not a dozen.
     for _, adam in _with_adam(optimizer):
         _set_fused(adam)
         # A loaded checkpoint's groups bring the setting of the run that wrote it.
@@ -430,11 +422,7 @@ def _boxes(
 
 
 def _pieces(entry: ShardedTensor | ShardedTensorFactory, base: Tensor) -> list[ShardedTensor]:
-    """Return the stored tensors that a parameter is divided into, with views of `base` as data.
-
-    Raises:
-        ValueError: the stored tensors are not boxes that together make up the parameter.
-    """
+    """Return the stored tensors that a parameter is divided into, with views of `base` as data."""
     if not isinstance(entry, ShardedTensorFactory):
         return [replace(entry, data=base, dtype=base.dtype)]
     pieces = list(nested_values(entry.build_fn(entry.key, base, entry.replica_id, None)))

@@ -117,7 +117,6 @@ class Run:
         self.last_report: dict[str, float] = {}
         self.skips = LossScaleSkips(settings.compute)
         self.norms = NormCheck(self.forward_step.records.explain)
-        self._fp16 = settings.compute.fp16
         self._steps = 0  # of this run so far, with those of --iterations-to-skip
         self._validated_at = -1
         self._interrupted = False
@@ -294,45 +293,38 @@ class Run:
         Megatron calls this once, after it has built the model and before it makes the schedule of
         learning rates.
         """
-        from mcore_qwen3vl.training.optimizer import (
-            keep_own_parts,
-            learning_rate_overrides,
-            make_resumable,
-            scale_on_host,
-            take_other_chains,
-            use_fused_adam,
-        )
+        from mcore_qwen3vl.training import optimizer as ours
 
         self._build_second()
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
-        rates = learning_rate_overrides(self.settings)
+        rates = ours.learning_rate_overrides(self.settings)
         bound["config_overrides"] = {**(bound.get("config_overrides") or {}), **rates}
         optimizer = original(**bound)
-        use_fused_adam(optimizer)
-        make_resumable(optimizer)
-        keep_own_parts(optimizer)
-        take_other_chains(optimizer)
-        scale_on_host(optimizer)
+        ours.use_fused_adam(optimizer)
+        ours.make_resumable(optimizer)
+        ours.keep_own_parts(optimizer)
+        ours.take_other_chains(optimizer)
+        ours.scale_on_host(optimizer)
         if self.settings.training.num_epochs:
             self.args.train_iters = self.data.count_steps()  # the end of Megatron's loop
         return optimizer
 
     def _skip_step(self, original: Any, batches: Any) -> None:
         """Take the batches of a step, and leave them."""
-        from mcore_qwen3vl.training.hooks import skip_step
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-        skip_step(batches)
+        for chunk in batches if isinstance(batches, list) else [batches]:
+            for _ in range(get_num_microbatches()):
+                next(chunk)
         self._steps += 1
 
     def _finalize_gradients(
         self, model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Finalize gradients as Megatron does, divide them by our normaliser, and report norms.
-
-        Megatron's own `num_tokens` must be an integer, which a sum of weights is not.
-        """
+        """Finalize gradients as Megatron does, divide them by our normaliser, and report norms."""
         from megatron.core.distributed import finalize_model_grads
 
+        # Megatron's own number of tokens must be an integer, which a sum of weights is not.
         finalize_model_grads(model, None, *args, **kwargs)
         self.forward_step.normalise(model)
         iteration = self.args.curr_iteration + 1
@@ -349,8 +341,7 @@ class Run:
         from mcore_qwen3vl.training.optimizer import part_grad_norms
 
         report = self.metrics.report(parallel_state.get_data_parallel_group())
-        norms = part_grad_norms(model)
-        report |= {f"grad norm {part}": float(norm) for part, norm in norms.items()}
+        report |= {f"grad norm {part}": float(n) for part, n in part_grad_norms(model).items()}
         report |= self.forward_step.data_sets.report()
         self.last_report = report
         metrics.write(report, iteration, get_tensorboard_writer(), get_wandb_writer())
@@ -366,7 +357,8 @@ class Run:
         due = iteration % self.settings.logs.log_interval == 0
         self._steps += 1
         self.skips.add(arguments["skipped_iter"])
-        if not self._fp16:  # whose loss scaler skips steps with a norm that is no number
+        fp16 = self.settings.compute.fp16
+        if not fp16:  # whose loss scaler skips steps with a norm that is no number
             self.norms.add(arguments["grad_norm"], iteration)
             if due:  # otherwise it is checked a step late
                 self.norms.settle()
@@ -377,7 +369,7 @@ class Run:
                 norm = arguments["grad_norm"]
                 numbers |= {"grad norm": None if norm is None else float(norm)}
                 numbers |= {"learning rate": arguments["learning_rate"]}
-                numbers |= self.skips.report() if self._fp16 and due else {}
+                numbers |= self.skips.report() if fp16 and due else {}
                 numbers |= self.last_report if due else {}
                 self.progress.show(iteration, numbers)
                 if due and log_json:
@@ -386,7 +378,6 @@ class Run:
 
     def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the losses of a validation, and report them."""
-        import torch
         from megatron.training.utils import is_last_rank
 
         self._build_second()  # with --skip-train there is no optimizer

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,10 @@ from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_ar
 from mcore_qwen3vl.training.arguments.run import OWN_SPLIT, ParallelSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 
-_SAME_BATCHES = ("vocab_size", "image_token_id", "video_token_id")
-_SAME_PATCHES = (
-    *("in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size"),
-    "num_position_embeddings",
+_READ_FROM_BATCHES = (
+    *("vocab_size", "image_token_id", "video_token_id"),
+    *("vision.in_channels", "vision.patch_size", "vision.temporal_patch_size"),
+    *("vision.spatial_merge_size", "vision.num_position_embeddings"),
 )
 
 
@@ -47,14 +48,11 @@ def source_of(settings: Settings) -> Source | None:
 
 
 def architecture_of(settings: Settings, trained: Architecture) -> Architecture | None:
-    """Return the second model's shape; None if the run has no such model.
-
-    The weights that training starts from have the shape `trained`, so no config is read beside
-    them.
-    """
+    """Return the second model's shape; None if the run has no such model."""
     if source_of(settings) is None:
         return None
     folder = folder_of(settings)
+    # What training starts from has the shape `trained`: no config is read beside it.
     return trained if folder is None else Architecture.from_hf(folder)
 
 
@@ -83,17 +81,11 @@ def layout_for(layout: Layout, trained: Architecture, second: Architecture) -> L
 class SecondModel:
     """A frozen model beside the one that trains: on the same ranks, and never saved.
 
-    Raises:
-        BadInput: the two models cannot read the same batches, or the layout does not divide the
-            second one.
+    It raises BadInput if the two cannot read the same batches, or the layout does not divide it.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        trained: Architecture,
-        source: Source,
-        architecture: Architecture,
+        self, settings: Settings, trained: Architecture, source: Source, architecture: Architecture
     ) -> None:
         self._source, self._architecture = source, architecture
         if architecture is not trained:
@@ -112,10 +104,8 @@ class SecondModel:
     @classmethod
     def from_settings(cls, settings: Settings, trained: Architecture) -> SecondModel | None:
         """Return the second model that the flags name, or None; the arguments are the class's."""
-        source, architecture = source_of(settings), architecture_of(settings, trained)
-        if source is None or architecture is None:
-            return None
-        return cls(settings, trained, source, architecture)
+        source, second = source_of(settings), architecture_of(settings, trained)
+        return cls(settings, trained, source, second) if source and second else None
 
     def build(self, model_provider: Callable[..., Any], args: argparse.Namespace) -> None:
         """Build this rank's chunks and fill them; all ranks call this once the groups exist.
@@ -202,22 +192,19 @@ def _check_inputs(
     from mcore_qwen3vl.data.scores import vocabulary_fingerprint
 
     name = f"{source.flag} {source.path}"
-    for ours, theirs, fields in (
-        (trained, second, _SAME_BATCHES),
-        (trained.vision, second.vision, _SAME_PATCHES),
-    ):
-        for field in fields:
-            if getattr(ours, field) != getattr(theirs, field):
-                raise BadInput(
-                    f"{name} has {field} {getattr(theirs, field)}, and --hf-model has "
-                    f"{getattr(ours, field)}: both read the same batches, so these must be equal."
-                )
+    for path in _READ_FROM_BATCHES:
+        ours, theirs = (attrgetter(path)(architecture) for architecture in (trained, second))
+        if ours != theirs:
+            raise BadInput(
+                f"{name} has {path.rpartition('.')[2]} {theirs}, and --hf-model has {ours}: both "
+                "read the same batches, so these must be equal."
+            )
     second_folder = identify(resolve(source.path, weights=False)).config()
-    vocabularies = [
+    theirs, ours = (
         vocabulary_fingerprint(load_processor(folder).tokenizer, trained.vocab_size)
         for folder in (second_folder, settings.model.folder)
-    ]
-    if vocabularies[0] != vocabularies[1]:
+    )
+    if theirs != ours:
         raise BadInput(
             f"{name} has another vocabulary than --hf-model: it must have the tokenizer of the "
             "model that trains."

@@ -82,8 +82,7 @@ def _give_verl_a_class() -> None:
 class Qwen3VLEngine(MegatronEngineWithLMHead):
     """The engine of a policy or a reference; models that are not of `ARCHITECTURES` get VERL's own.
 
-    Raises:
-        BadInput: options are not supported; the message names each of them.
+    BadInput names each option that is not supported.
     """
 
     theirs: type[Any] = MegatronEngineWithLMHead
@@ -135,7 +134,14 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
     def _build_megatron_module(self) -> Any:
         # VERL seeds the model-parallel random states only if it sees a device.
         tensor_parallel.model_parallel_cuda_manual_seed(self.engine_config.seed)
-        freezing = self._read_freezing()
+        freezing = Freezing(self.options.freeze, self.options.trainable)
+        if self.lora is not None:
+            if self.options.freeze or self.options.trainable:
+                raise BadInput(
+                    f"megatron.{OWN} freezes parts of the model, and model.lora freezes all of it: "
+                    "leave one of them out."
+                )
+            freezing = adapter_freezing()
         modules = get_model(
             lambda **stage: self._build_chunk(freezing, **stage),
             wrap_with_ddp=not self.engine_config.forward_only,
@@ -145,16 +151,6 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         )
         freezing.check()
         return modules
-
-    def _read_freezing(self) -> Freezing:
-        if self.lora is None:
-            return Freezing(self.options.freeze, self.options.trainable)
-        if self.options.freeze or self.options.trainable:
-            raise BadInput(
-                f"megatron.{OWN} freezes parts of the model, and model.lora freezes all of it: "
-                "leave one of them out."
-            )
-        return adapter_freezing()
 
     def _build_chunk(
         self,
@@ -201,11 +197,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         return super().forward_step(iter([batch]), model, *args, **kwargs)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Switch the adapter off: the base model is the reference (VERL's ``no_lora_adapter``).
-
-        Raises:
-            BadInput: there is no adapter.
-        """
+        """Switch the adapter off (``no_lora_adapter``); BadInput if the model has none."""
         adapters = [chunk.adapter for chunk in unwrap(self.module)]
         if None in adapters:
             raise BadInput(
@@ -258,10 +250,8 @@ class Bridge:
             self.optimizer.reload_model_params()
 
     def export_weights(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors for a rollout; every rank must exhaust it. See :func:`export_hf`.
-
-        Experts are always in the ``published`` layout, which vLLM reads.
-        """
+        """Yield names and tensors for a rollout, as :func:`export_hf`; every rank exhausts it."""
+        # Experts are always in the layout that vLLM reads.
         if self._lora is None:
             return export_hf(models, expert_layout="published")
         return export_merged(models, self._lora.targets, expert_layout="published")

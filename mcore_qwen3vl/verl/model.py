@@ -132,10 +132,7 @@ class ValueModel(PolicyModel, TaskModel):
 
 
 class ValueHead(ScoreHead):
-    """A head with one label, for the states of all tokens.
-
-    Source: the head of Megatron-Bridge, which VERL uses.
-    """
+    """A head with one label for the states of all tokens. Source: Megatron-Bridge's, VERL's own."""
 
     def __init__(self, config: TransformerConfig, seed: int, *, group: Any, like: Tensor) -> None:
         super().__init__(config, 1, seed, like=like)

@@ -42,20 +42,13 @@ class ModelOptions:
 
     @classmethod
     def from_config(cls, settings: Mapping[str, Any]) -> ModelOptions:
-        """Read the options, and VERL's own ``moe_config.freeze_moe_router``.
-
-        Raises:
-            BadInput: a key or the spec is not known.
-        """
+        """Read the options and ``moe_config.freeze_moe_router``; BadInput for one not known."""
         options = plain(settings)
         moe = plain(options.pop("moe_config", None) or {})
         frozen = _names(options.pop("freeze", ()))
         if moe.pop("freeze_moe_router", False):
             frozen = (*frozen, ROUTERS)
-        unknown = [
-            *(set(options) - set(cls.__dataclass_fields__)),
-            *(f"moe_config.{k}" for k in moe),
-        ]
+        unknown = {*options} - {*cls.__dataclass_fields__} | {f"moe_config.{k}" for k in moe}
         if unknown:
             raise BadInput(
                 f"megatron.{OWN} holds {', '.join(sorted(unknown))}, which this model does not "
@@ -112,10 +105,6 @@ class Refusal:
         theirs = {"engine": "megatron", "optimizer": "optim"}
         return f"{theirs.get(first, first)}.{rest}"
 
-    def asked(self, configs: Configs) -> bool:
-        """Return whether a configuration asks for it."""
-        return bool(self.wrong(configs.find(self.path), configs))
-
 
 _FSDP = "it is an option of other engines, which VERL's Megatron engine would ignore: drop it."
 _VALIDATED = "it was never run with this model: drop it."
@@ -157,16 +146,13 @@ REFUSALS = (
 
 
 def check(configs: Configs) -> None:
-    """Raise if the configuration asks for options that are not supported.
-
-    Raises:
-        BadInput: options are not supported; the message names each of them and what to do.
-    """
-    _refuse([f"{each.option}: {each.remedy}" for each in REFUSALS if each.asked(configs)])
+    """Raise BadInput, which names each option that is not supported and what to do."""
+    asked = (r for r in REFUSALS if r.wrong(configs.find(r.path), configs))
+    _refuse([f"{refusal.option}: {refusal.remedy}" for refusal in asked])
 
 
 def _refuse(wrong: list[str]) -> None:
-    """Raise if there are sentences about options that are not supported."""
+    """Raise BadInput if there are sentences about options that are not supported."""
     if wrong:
         raise BadInput(
             "VERL's configuration asks for options that this engine does not support. "
@@ -208,21 +194,6 @@ def lora_run(
     start = settings.get("adapter_path")
     if not settings.get("rank") and not start:
         return None
-    _check_lora(settings)
-    names = [*settings.get("target_modules", LORA_LINEARS)]
-    lora = LoraSettings(lora_init=start)
-    if not start:
-        lora = LoraSettings(
-            lora_rank=settings["rank"],
-            lora_target=tuple(_targets(names, architecture)),
-            lora_alpha=settings.get("alpha", 32),
-            lora_dropout=settings.get("dropout", 0.0),
-        )
-    base = str(source)
-    return LoraRun(lora, architecture, base, base=base, task=None, seed=seed)
-
-
-def _check_lora(settings: Mapping[str, Any]) -> None:
     wrong = [
         f"model.lora.{name}: an option of Megatron-Bridge, which is not used here; leave it at "
         f"{LORA_DEFAULTS.get(name)!r}."
@@ -237,6 +208,17 @@ def _check_lora(settings: Mapping[str, Any]) -> None:
             "True, which sends merged weights and does not change the weights that train."
         )
     _refuse(wrong)
+    lora = LoraSettings(lora_init=start)
+    if not start:
+        names = settings.get("target_modules", LORA_LINEARS)
+        lora = LoraSettings(
+            lora_rank=settings["rank"],
+            lora_target=tuple(_targets(names, architecture)),
+            lora_alpha=settings.get("alpha", 32),
+            lora_dropout=settings.get("dropout", 0.0),
+        )
+    base = str(source)
+    return LoraRun(lora, architecture, base, base=base, task=None, seed=seed)
 
 
 def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:

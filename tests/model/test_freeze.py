@@ -37,8 +37,9 @@ def frozen_and_trained(
     initialize(layout)
     (model,) = build_chunks(DENSE, layout)
     freezing = Freezing(frozen, trainable)
-    stopped = freezing.apply(model)
-    trained = [global_name(model, n) for n, p in model.named_parameters() if p.requires_grad]
+    freezing.apply(model)
+    trains = {global_name(model, n): p.requires_grad for n, p in model.named_parameters()}
+    stopped, trained = ([n for n, does in trains.items() if does is it] for it in (False, True))
     shares = freezing.check()
     values = {n: p.numel() for n, p in model.named_parameters() if part_of(n) == "vision"}
     if model.pre_process:
@@ -53,7 +54,7 @@ def stages(frozen: list[str], trainable: list[str]) -> list[tuple[list[str], lis
     return run_layout(frozen_and_trained, 2, frozen, trainable, Layout(pp=2))
 
 
-def test_apply_names_what_it_froze() -> None:
+def test_what_matches_a_pattern_is_frozen() -> None:
     patterns = ["aligner", r"decoder\.layers\.3\.mlp"]
     ((frozen, trained),) = run_layout(frozen_and_trained, 1, patterns, [], Layout())
     assert trained

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.head import FLOOR
-from mcore_qwen3vl.objectives.losses import divergences, labelled_losses, pair_losses
+from mcore_qwen3vl.objectives.losses import (
+    divergences,
+    labelled_losses,
+    numbers_of_rewards,
+    pair_losses,
+)
 from mcore_qwen3vl.objectives.settings import Contrastive, Distillation, Kto, Preference
 
 POLICY = torch.tensor([[-11.0, -17.5], [-30.25, -21.0], [-4.0, -4.5]], dtype=torch.float64)
@@ -67,13 +72,13 @@ def by_hand(policy: list[float], pair: int, p: Preference) -> float:
 def test_losses_and_gradients_are_those_of_the_formula(preference: Preference) -> None:
     policy = POLICY.clone().requires_grad_()
     reference = REFERENCE if preference.has_reference else None
-    found = pair_losses(policy, reference, LENGTHS, preference)
-    found.losses.sum().backward()
+    losses, _ = pair_losses(policy, reference, LENGTHS, preference)
+    losses.sum().backward()
     assert policy.grad is not None
     step = 1e-6
     for pair in range(len(POLICY)):
         values = POLICY[pair].tolist()
-        assert float(found.losses[pair]) == pytest.approx(by_hand(values, pair, preference))
+        assert float(losses[pair]) == pytest.approx(by_hand(values, pair, preference))
         for side in range(2):
             up, down = list(values), list(values)
             up[side] += step
@@ -83,28 +88,31 @@ def test_losses_and_gradients_are_those_of_the_formula(preference: Preference) -
 
 
 def test_rewards_margins_and_accuracies() -> None:
-    found = pair_losses(POLICY, REFERENCE, LENGTHS, Preference(beta=0.5))
-    assert found.chosen_rewards.tolist() == [0.75, -1.125, 0.125]
-    assert found.rejected_rewards.tolist() == [-0.75, 1.0, -0.25]
-    assert found.margins.tolist() == [1.5, -2.125, 0.375]
-    assert found.accuracies.tolist() == [1.0, 0.0, 1.0]
+    _, rewards = pair_losses(POLICY, REFERENCE, LENGTHS, Preference(beta=0.5))
+    numbers = {name: values.tolist() for name, values in numbers_of_rewards(rewards).items()}
+    assert numbers == {
+        "rewards chosen": [0.75, -1.125, 0.125],
+        "rewards rejected": [-0.75, 1.0, -0.25],
+        "rewards margin": [1.5, -2.125, 0.375],
+        "rewards accuracy": [1.0, 0.0, 1.0],
+    }
 
 
 def test_rewards_without_a_reference_are_means_over_tokens() -> None:
-    found = pair_losses(POLICY, None, LENGTHS, Preference("simpo", beta=1.5, gamma=1.0))
-    assert found.chosen_rewards.tolist() == pytest.approx([-5.5, -4.125, -3.0])
-    assert found.rejected_rewards.tolist() == pytest.approx([-3.75, -6.3, -0.519230769])
-    assert found.accuracies.tolist() == [0.0, 1.0, 0.0]
+    _, rewards = pair_losses(POLICY, None, LENGTHS, Preference("simpo", beta=1.5, gamma=1.0))
+    assert rewards[:, 0].tolist() == pytest.approx([-5.5, -4.125, -3.0])
+    assert rewards[:, 1].tolist() == pytest.approx([-3.75, -6.3, -0.519230769])
+    assert numbers_of_rewards(rewards)["rewards accuracy"].tolist() == [0.0, 1.0, 0.0]
 
 
 def test_answers_that_are_certain_have_finite_odds() -> None:
     """A probability that float32 rounds to 1 would make the gradient NaN for the whole model."""
     policy = torch.tensor([[0.0, -3.0], [-1e-9, 0.0], [-2.0, -1e-8]]).requires_grad_()
     preference = Preference("orpo", beta=0.1, rpo_alpha=1.0)
-    found = pair_losses(policy, None, torch.ones(3, 2), preference)
-    found.losses.sum().backward()
+    losses, _ = pair_losses(policy, None, torch.ones(3, 2), preference)
+    losses.sum().backward()
     assert policy.grad is not None
-    assert found.losses.isfinite().all()
+    assert losses.isfinite().all()
     assert policy.grad.isfinite().all()
 
 

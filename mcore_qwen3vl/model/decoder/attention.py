@@ -3,21 +3,14 @@
 Rotary positions
 ----------------
 
-Interleaved multimodal rotary embedding: from 3-D position ids to rotated queries and keys.
-
 Position ids are reduced to the rank's tokens before they come here, and
 :class:`RotarySelfAttention` rotates queries and keys token by token as soon as they are projected.
 Nothing later needs to know which positions a rank holds, so the same few lines serve CP, packing
 and both layer specs. mcore's own packed path looks positions up again from cu_seqlens, with a host
 sync in every layer. Transformer Engine's fused path counts from 0 in each sample, which is wrong
 for 3-D positions.
-
-A rotation is one kernel of Transformer Engine's, or three or four of torch's.
-
 Core attention
 --------------
-
-Core attention of the ``torch`` layer spec: causal, grouped queries, CP and packed sequences.
 
 Everything is one operation: causal attention of a run of queries over the run of keys that ends
 with the last query. A sample is one such segment. Under CP it is two, one for each chunk that the
@@ -34,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -77,11 +69,8 @@ def rope_frequencies(
 
 
 def rotary_factor(architecture: Architecture) -> float:
-    """Return what cosines and sines are multiplied by.
-
-    A scaled rope's factor is part of the softmax scale where whole heads turn, see
-    :func:`.transformer_config`.
-    """
+    """Return what cosines and sines are multiplied by."""
+    # Where whole heads turn it is part of the softmax scale: see `transformer_config`.
     partial = architecture.rotary_dim < architecture.head_dim
     return rope_frequencies(architecture)[1] if partial else 1.0
 
@@ -192,8 +181,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 class RotarySelfAttention(SelfAttention):
     """mcore's attention, which here rotates queries and keys as soon as they are projected.
 
-    Args:
-        factor: see :func:`rotary_factor`.
+    For `factor` see :func:`rotary_factor`.
     """
 
     def __init__(self, *args: Any, factor: float = 1.0, **kwargs: Any) -> None:
@@ -249,16 +237,13 @@ class PackedSequence(PackedSeqParams):
         # reads log-sum-exps that its kernels do not write, and some releases mistake tokens for
         # padding (issues 1930 and 3331 of its repository).
         fields = {
+            **vars(params),
             "qkv_format": "thd",
-            "cu_seqlens_q": cu_seqlens,
-            "cu_seqlens_kv": cu_seqlens,
-            "cu_seqlens_q_padded": None,
-            "cu_seqlens_kv_padded": None,
-            "max_seqlen_q": longest,
-            "max_seqlen_kv": longest,
-            "pad_between_seqs": None,
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens),
+            **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "pad_between_seqs")),
+            **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
         }
-        return cls(**{**vars(params), **fields}, bounds=tuple(bounds.tolist()))
+        return cls(**fields, bounds=tuple(bounds.tolist()))
 
 
 @dataclass(frozen=True)
@@ -322,13 +307,12 @@ class TorchAttention(MegatronModule):
         self,
         config: TransformerConfig,
         softmax_scale: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.softmax_scale = softmax_scale
-        groups = pg_collection
-        self.cp_group = groups.cp if groups else parallel_state.get_context_parallel_group()
+        self.softmax_scale, self.cp_group = softmax_scale, pg_collection.cp
 
     def forward(
         self,
@@ -352,11 +336,10 @@ class TorchAttention(MegatronModule):
             (s, B, heads * D), or (t, heads * D) packed.
         """
         packed = packed_seq_params is not None
-        if packed:
-            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         size, rank = self.cp_group.size(), self.cp_group.rank()
         bounds: tuple[int, ...] = (0, len(key) * size)
         if packed_seq_params is not None:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             bounds = PackedSequence.from_params(packed_seq_params, query.device).bounds
         segments = causal_segments(bounds, size, rank, query.device)
         if size > 1:

@@ -118,7 +118,10 @@ class DeltaNet(GatedDeltaNet):
         plain = not qkv.is_cuda or qkv.dtype not in KERNEL_DTYPES or self.config.deterministic_mode
         convolve, apply_rule = _PLAIN if plain else _KERNELS
         samples = bounds if plain else packed
-        convolved = convolve(qkv, self._filters(), samples, earlier)
+        # The filters of this rank's heads under CP, (channels, K).
+        sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+        filters = get_parameter_local_cp(self.conv1d.weight, 0, cp, sections).squeeze(1)
+        convolved = convolve(qkv, filters, samples, earlier)
         query, key, value = self._heads(convolved)
         # As in HF, also in half precision: in bf16, exp(A_log) would change the decay by 0.3 %.
         rate, shift = (get_parameter_local_cp(p, 0, cp) for p in (self.A_log, self.dt_bias))
@@ -149,12 +152,6 @@ class DeltaNet(GatedDeltaNet):
         )
         valid = attention_mask[:, -length:].index_select(1, to_device(rows, hidden.device))
         return hidden * valid.T.unsqueeze(-1).to(hidden.dtype)
-
-    def _filters(self) -> Tensor:
-        """Return the convolution's weights of this rank's heads under CP, (channels, K)."""
-        sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
-        cp = self.pg_collection.cp
-        return get_parameter_local_cp(self.conv1d.weight, 0, cp, sections).squeeze(1)
 
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value, (B, S, heads, ...), of (B, S, channels)."""

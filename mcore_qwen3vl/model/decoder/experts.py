@@ -237,10 +237,8 @@ class Groups:
         return sizes
 
     def clear_empty(self, gradients: Tensor) -> Tensor:
-        """Zero, in place and without a host sync, the gradients (E, ...) of runs without rows.
-
-        On some GPUs the kernel leaves uninitialised memory there: pytorch/pytorch#172439, #174314.
-        """
+        """Zero, in place and without a host sync, the gradients (E, ...) of runs without rows."""
+        # On some GPUs the kernel leaves uninitialised memory there: pytorch#172439, #174314.
         if not self.counts.is_cuda and bool(self.counts.all()):
             return gradients
         empty = to_device(self.counts == 0, gradients.device)
@@ -269,11 +267,9 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """Return whether ``F.grouped_mm`` has a kernel for these tensors.
-
-    Row sizes and addresses must be multiples of 16 bytes. On a GPU it accepts dtypes other than
-    bf16 too, but multiplies one matrix after another, with a host sync for the counts.
-    """
+    """Return whether ``F.grouped_mm`` has a kernel for these tensors."""
+    # Row sizes and addresses must be multiples of 16 bytes. On a GPU it accepts dtypes other than
+    # bf16 too, but multiplies one matrix after another, with a host sync for the counts.
     size = rows.element_size()
     if any(length * size % 16 for length in matrices.shape[1:]):
         return False

@@ -3,8 +3,6 @@
 DeepStack
 ---------
 
-DeepStack in the decoder: under any recompute mode and across any pipeline split.
-
 mcore's ``TransformerBlock`` passes a ``context`` and a ``context_mask`` to every layer, meant for
 cross-attention, which this model lacks. We use them for the visual features and their places. That
 makes both explicit arguments of every checkpointed region: recompute detaches them and returns
@@ -13,10 +11,9 @@ their gradient like that of the hidden states, for any number of layers in a reg
 Layer specs
 -----------
 
-The two layer specs, ``torch`` and ``te``, of the same model with the same checkpoint keys.
-
-Both start from Megatron-Core's own spec and change what Qwen3-VL needs: rotary positions, DeepStack
-and, for ``torch``, norms and core attention that support SP, CP and packing.
+``torch`` and ``te`` give the same model with the same checkpoint keys. Both start from
+Megatron-Core's own spec and change what Qwen3-VL needs: rotary positions, DeepStack and, for
+``torch``, norms and core attention that support SP, CP and packing.
 """
 
 from __future__ import annotations
@@ -138,8 +135,7 @@ class DeepStackLayer(TransformerLayer):
 def pack_features(hidden: Tensor, features: Tensor) -> Tensor:
     """Append the features (k, n, H) of later pipeline stages to the states (s_local, B, H).
 
-    Returns:
-        (s_local + ceil(k * n / B), B, H), in the dtype of `hidden`.
+    The result is (s_local + ceil(k * n / B), B, H), in the dtype of `hidden`.
     """
     batch, width = hidden.shape[1:]
     rows = features.to(hidden.dtype).reshape(-1, width)  # (k * n, H)
@@ -199,10 +195,7 @@ def block_spec(
 def mtp_spec(
     config: TransformerConfig, spec: Spec, *, rotary_factor: float, keep_activations: bool
 ) -> MultiTokenPredictionBlockSubmodules:
-    """Return the layer that predicts a further token, which has attention.
-
-    :func:`block_spec`, whose arguments these are, has been called before.
-    """
+    """Return the layer that predicts a further token, with attention; call `block_spec` before."""
     if spec == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as Linear
         from megatron.core.extensions.transformer_engine import TENorm as Norm
@@ -253,34 +246,33 @@ def _layer(
     config: TransformerConfig, spec: Spec, kind: _Kind, rotary_factor: float, params: dict[str, Any]
 ) -> ModuleSpec:
     """Return a decoder layer of `kind`; `params` are arguments of :class:`DeepStackLayer`."""
-    layer = (_te_layer if spec == "te" else _torch_layer)(config, kind.moe)
+    if spec == "te":
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts if kind.moe else None,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=True,
+        )
+    else:
+        layer = _torch_layer(config, kind.moe)
     layer.module, layer.params = DeepStackLayer, params
     attention = layer.submodules.self_attention
     attention.module = RotarySelfAttention
     attention.params = {**attention.params, "factor": rotary_factor}
-    if kind.delta_net:
-        _replace_attention(layer)
+    if kind.delta_net:  # made of the same linear layers and norm
+        parts = attention.submodules
+        layer.submodules.self_attention = ModuleSpec(
+            module=DeltaNet,
+            submodules=GatedDeltaNetSubmodules(
+                in_proj=parts.linear_qkv, out_norm=parts.q_layernorm, out_proj=parts.linear_proj
+            ),
+        )
+        keys = layer.submodules.sharded_state_dict_keys_map
+        if "input_layernorm." in keys:  # a module of its own, with the key of a fused one
+            keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     mlp = layer.submodules.mlp
     if getattr(mlp, "func", None) == MLP.as_mlp_submodule:  # a dense one
         layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, **mlp.keywords)
     return layer
-
-
-def _replace_attention(layer: ModuleSpec) -> None:
-    """Put a gated delta net in the place of attention, made of the same linear layers and norm."""
-    parts: Any = layer.submodules
-    attention = parts.self_attention.submodules
-    parts.self_attention = ModuleSpec(
-        module=DeltaNet,
-        submodules=GatedDeltaNetSubmodules(
-            in_proj=attention.linear_qkv,
-            out_norm=attention.q_layernorm,
-            out_proj=attention.linear_proj,
-        ),
-    )
-    keys = parts.sharded_state_dict_keys_map
-    if "input_layernorm." in keys:  # a module of its own, with the key of a fused one
-        keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
 
 
 def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
@@ -302,14 +294,6 @@ def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
         # layers keep it apart, and a checkpoint must fit both.
         del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return layer
-
-
-def _te_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts if moe else None,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=True,
-    )
 
 
 def _prepare_transformer_engine() -> None:

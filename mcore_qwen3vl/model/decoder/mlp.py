@@ -49,10 +49,7 @@ def _swiglu(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def weighted_swiglu(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the torch spec's SwiGLU for experts.
-
-    It takes (T, 2 * inner) halves and (T,) weights of any dtype.
-    """
+    """Return the torch spec's SwiGLU of (T, 2 * inner) halves and (T,) weights of any dtype."""
     if config.bias_activation_fusion:
         return lambda halves, weights: weighted_bias_swiglu_impl(halves, None, weights[:, None])
     return _SwiGLU.apply

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
@@ -23,7 +24,6 @@ from mcore_qwen3vl.converters.place import (
     SMALL,
     TRACKER,
     Kind,
-    Place,
     folder_name,
     identify,
     numbered_iterations,
@@ -32,6 +32,7 @@ from mcore_qwen3vl.converters.place import (
 from mcore_qwen3vl.data.config import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_links_out
+from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine, asked_words
@@ -42,7 +43,6 @@ from mcore_qwen3vl.training.arguments.run import (
     CheckpointSettings,
     ComputeSettings,
     LogSettings,
-    LoopSettings,
     ParallelSettings,
 )
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
@@ -74,11 +74,11 @@ def check(settings: Settings, architecture: Architecture) -> None:
                 "--full-validation evaluates on all of --valid-data-path, and --eval-iters on a "
                 "part: leave one of them out."
             )
-    for flag in ("rampup_batch_size", "step_batch_size_schedule"):
-        if settings.training.num_epochs and getattr(loop, flag):
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if settings.training.num_epochs and getattr(loop, name):
             raise BadInput(
-                f"--num-epochs with --{flag.replace('_', '-')}: the steps would hold different "
-                "numbers of samples. Give --train-samples N."
+                f"--num-epochs with {flag_of(name)}: the steps would hold different numbers of "
+                "samples. Give --train-samples N."
             )
     _check_best(settings)
     if model.save_hf_interval is not None and model.save_hf is None:
@@ -99,11 +99,33 @@ def check(settings: Settings, architecture: Architecture) -> None:
     _check_mtp(settings, architecture.mtp_num_hidden_layers)
     if architecture.is_moe and compute.moe_token_dispatcher_type == "flex":
         _check_flex(parallel, compute)
-    _check_graphs(compute)
+    if compute.cuda_graph_impl != "none":  # Megatron turns its older flags into this one
+        raise BadInput(
+            f"--cuda-graph-impl {compute.cuda_graph_impl} (--enable-cuda-graph and "
+            "--external-cuda-graph mean it too): a CUDA graph needs the same number of image "
+            "tokens in every batch, which differs here, and Megatron's per-layer graphs leave "
+            "DeepStack out: drop the flag."
+        )
     if not model.cpu and c_compiler() is None:
-        _refuse_compiled_kernels(settings)
+        _refuse_set(
+            "needs a C compiler for Triton's kernels, and none was found (CC, gcc, clang): install "
+            "one, or leave the flag out.",
+            {
+                "--compile-pointwise": settings.training.compile_pointwise,
+                "--moe-permute-fusion": compute.moe_permute_fusion,
+            },
+        )
     if compute.layer_spec == "torch":
-        _check_torch_spec(compute, loop.optimizer if architecture.is_moe else None)
+        _refuse_set(
+            "needs Transformer Engine and would do nothing with --spec torch: use --spec te, or "
+            "leave it out.",
+            {"--fp8-format": compute.fp8, "--tp-comm-overlap": compute.tp_comm_overlap},
+        )
+        if architecture.is_moe and loop.optimizer not in (None, "adam", "sgd"):
+            raise BadInput(
+                f"--optimizer {loop.optimizer} is for matrices, and --spec torch holds all experts "
+                "of a rank in one tensor, which would train with Adam: use --spec te, or adam."
+            )
 
 
 def _check_best(settings: Settings) -> None:
@@ -209,43 +231,10 @@ def _check_flex(parallel: ParallelSettings, compute: ComputeSettings) -> None:
         raise BadInput(f"{flag}: DeepEP's kernels add up experts' outputs in bf16: add --bf16.")
 
 
-def _check_graphs(compute: ComputeSettings) -> None:
-    if compute.cuda_graph_impl != "none":  # Megatron turns its older flags into this one
-        raise BadInput(
-            f"--cuda-graph-impl {compute.cuda_graph_impl} (--enable-cuda-graph and "
-            "--external-cuda-graph mean it too): a CUDA graph needs the same number of image "
-            "tokens in every batch, which differs here, and Megatron's per-layer graphs leave "
-            "DeepStack out: drop the flag."
-        )
-
-
-def _refuse_compiled_kernels(settings: Settings) -> None:
-    compiled = {
-        "--compile-pointwise": settings.training.compile_pointwise,
-        "--moe-permute-fusion": settings.compute.moe_permute_fusion,
-    }
-    named = [flag for flag, value in compiled.items() if value]
-    if named:
-        raise BadInput(
-            f"{', '.join(named)} needs a C compiler for Triton's kernels, and none was found "
-            "(CC, gcc, clang): install one, or leave the flag out."
-        )
-
-
-def _check_torch_spec(compute: ComputeSettings, optimizer: str | None) -> None:
-    """Refuse flags that would do nothing, and, with experts, an `optimizer` for matrices."""
-    ignored = {"--fp8-format": compute.fp8, "--tp-comm-overlap": compute.tp_comm_overlap}
-    named = [flag for flag, value in ignored.items() if value]
-    if named:
-        raise BadInput(
-            f"{', '.join(named)} needs Transformer Engine and would do nothing with --spec torch: "
-            "use --spec te, or leave it out."
-        )
-    if optimizer not in (None, "adam", "sgd"):
-        raise BadInput(
-            f"--optimizer {optimizer} is for matrices, and --spec torch holds all experts of "
-            "a rank in one tensor, which would train with Adam: use --spec te, or adam."
-        )
+def _refuse_set(why: str, flags: Mapping[str, Any]) -> None:
+    """Raise BadInput, which says `why`, for those of `flags` that have a value."""
+    if named := [flag for flag, value in flags.items() if value]:
+        raise BadInput(f"{', '.join(named)} {why}")
 
 
 def require_gpu() -> int:
@@ -305,7 +294,13 @@ def check_surroundings(settings: Settings) -> None:
     for path in (train, loop.valid_data_path or train):
         for source in parse_sources(path, train_on=settings.sources.train_on):
             require_data_set(source.path)
-    _check_epochs(epochs, loop)
+    if epochs is not None and epochs < 1:
+        raise BadInput(f"--num-epochs is {epochs}; it is at least 1.")
+    for name in ("train_iters", "train_samples"):
+        if epochs is not None and getattr(loop, name):
+            raise BadInput(
+                f"--num-epochs and {flag_of(name)} both set the length: leave one of them out."
+            )
     _check_kinds(settings)
     _check_async(settings.checkpoints, cpu=settings.model.cpu)
     _check_loggers(settings.logs, settings.checkpoints.save)
@@ -332,22 +327,15 @@ def unused_data_flags(settings: Settings, explicit: Collection[str]) -> list[Unu
     return unused
 
 
-def _check_epochs(epochs: int | None, loop: LoopSettings) -> None:
-    if epochs is None:
-        return
-    if epochs < 1:
-        raise BadInput(f"--num-epochs is {epochs}; it is at least 1.")
-    for name in ("train_iters", "train_samples"):
-        if getattr(loop, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise BadInput(f"--num-epochs and {flag} both set the length: leave one of them out.")
-
-
 def _check_kinds(settings: Settings) -> None:
     """Check each flag's checkpoint: without one Megatron would start from random weights."""
     checkpoints = settings.checkpoints
-    if checkpoints.ckpt_step and (folder := checkpoints.load or checkpoints.save):
-        _check_step(Path(folder), checkpoints.ckpt_step)
+    run, step = checkpoints.load or checkpoints.save, checkpoints.ckpt_step
+    if step and run and not (Path(run) / folder_name(step)).is_dir():
+        saved_steps = ", ".join(map(str, numbered_iterations(Path(run)))) or "none"
+        raise BadInput(
+            f"--ckpt-step {step}: {Path(run)} has no checkpoint of that step; it has {saved_steps}."
+        )
     hf = settings.model.load_hf
     others = {
         "--load-hf": hf,
@@ -365,8 +353,13 @@ def _check_kinds(settings: Settings) -> None:
     starts = {"--load": checkpoints.load, "--pretrained-checkpoint": base}
     places = {flag: identify(folder) for flag, folder in starts.items() if folder}
     for flag, place in places.items():
-        # A first run fills --save.
-        _require_start(flag, place, empty=starts[flag] == checkpoints.save)
+        if place.kind not in (Kind.MISSING, Kind.HUB_ID, Kind.CONFIG, Kind.UNKNOWN):
+            place.require_megatron(instead="use --load-hf")
+        elif starts[flag] != checkpoints.save:  # which a first run fills
+            raise BadInput(
+                f"{place.path} holds no checkpoint of Megatron's to begin from: check the path of "
+                f"{flag}."
+            )
         if settings.task.task in (None, "reranker") and place.hf is not None:
             read_form(place.hf).require_language_model(place.path)
     if not (places or checkpoints.save):
@@ -376,40 +369,16 @@ def _check_kinds(settings: Settings) -> None:
     if from_other_maker(settings.checkpoints) is not None:
         return
     for flag, place in places.items():
-        if starts[flag] != checkpoints.save:
-            _check_tracked(place, flag)
-
-
-def _require_start(flag: str, place: Place, *, empty: bool) -> None:
-    """Raise BadInput if a run cannot begin from what a flag names; it may be `empty`."""
-    if place.kind in (Kind.MISSING, Kind.HUB_ID, Kind.CONFIG, Kind.UNKNOWN):
-        if empty:
-            return
+        if starts[flag] == checkpoints.save or read_tracker(place.path) is not None:
+            continue
+        # Without a tracker, Megatron would start from random weights.
+        number, folder = place.iteration, place.path
+        numbered = flag == "--load" and isinstance(number, int)
+        chosen = f" --ckpt-step {number}" if numbered else ""
         raise BadInput(
-            f"{place.path} holds no checkpoint of Megatron's to begin from: check the path of "
-            f"{flag}."
+            f"{folder} is one iteration, and Megatron begins from a run's folder with a {TRACKER}: "
+            f"use {flag} {folder.absolute().parent}{chosen}."
         )
-    place.require_megatron(instead="use --load-hf")
-
-
-def _check_tracked(place: Place, flag: str) -> None:
-    """Refuse one iteration of a run, which has no tracker: Megatron would start at random."""
-    folder, step = place.path, place.iteration
-    if read_tracker(folder) is not None:
-        return
-    chosen = f" --ckpt-step {step}" if flag == "--load" and isinstance(step, int) else ""
-    raise BadInput(
-        f"{folder} is one iteration, and Megatron begins from a run's folder with a {TRACKER}: "
-        f"use {flag} {folder.absolute().parent}{chosen}."
-    )
-
-
-def _check_step(folder: Path, step: int) -> None:
-    if (folder / folder_name(step)).is_dir():
-        return
-    saved_steps = numbered_iterations(folder)
-    listed = f"it has {', '.join(map(str, saved_steps))}" if saved_steps else "it has none"
-    raise BadInput(f"--ckpt-step {step}: {folder} has no checkpoint of that step; {listed}.")
 
 
 def _check_async(checkpoints: CheckpointSettings, *, cpu: bool) -> None:
@@ -453,10 +422,10 @@ def _check_loggers(logs: LogSettings, save: str | None) -> None:
 def _check_packages(settings: Settings) -> None:
     """Check what Megatron needs for a flag, and misses after a minute."""
     loop, compute = settings.loop, settings.compute
-    for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2"):
-        if settings.model.cpu and getattr(settings.parallel, flag[2:].replace("-", "_")):
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if settings.model.cpu and getattr(settings.parallel, name):
             raise BadInput(
-                f"{flag} with --cpu: Megatron's code for it needs CUDA. Use "
+                f"{flag_of(name)} with --cpu: Megatron's code for it needs CUDA. Use "
                 "--use-distributed-optimizer, which shards the optimizer's state."
             )
     is_emerging = loop.optimizer not in (None, "adam", "sgd")
@@ -480,12 +449,10 @@ def _check_packages(settings: Settings) -> None:
 
 
 def check_deep_ep(backend: str | None) -> None:
-    """Check that Megatron will find this backend of the flex dispatcher in the package deep_ep.
-
-    The package is not imported, which would need a GPU.
-    """
+    """Check that Megatron will find this backend of the flex dispatcher in the package deep_ep."""
     if backend == "ncclep":
         return
+    # An import would need a GPU.
     package = find_spec("deep_ep")
     if package is None or package.origin is None:
         raise BadInput(
@@ -515,15 +482,14 @@ def _main(words: Sequence[str]) -> int:
     command = CommandLine(words[dry_run:])
     if asked_words(command.words) is not None:
         return 0
-    checked = False
+    noted = False
     try:
         command.check_names()
         _ = command.settings
-        checked = True
+        noted = dry_run
         check_early(command)
         command.layout(int(os.environ["WORLD_SIZE"]))
     except BadInput as error:
-        noted = dry_run and checked
         what = "note: this would be refused here" if noted else "error"
         print(f"{what}: {visible(str(error))}", file=sys.stderr)
         return 0 if noted else error.exit_code

@@ -124,11 +124,7 @@ class CommandLine:
         return Architecture.from_hf(self.model)
 
     def layout(self, world_size: int) -> Layout:
-        """Return the layout of the flags on `world_size` ranks.
-
-        If the model or the ranks cannot be divided so, BadInput names both numbers and what to
-        change.
-        """
+        """Return the layout on `world_size` ranks; BadInput if these or the model do not fit it."""
         settings, architecture = self.settings, self.architecture
         layout = Layout.from_flags(settings.parallel, world_size, moe=architecture.is_moe)
         if settings.parallel.has_own_split:
@@ -169,18 +165,16 @@ class CommandLine:
 
     def unused(self) -> list[Unused]:
         """Return the flags that change nothing in the run."""
-        sorting = Sorting.for_installed()
-        reasons = dict(sorting.no_effect)
-        ours = _parser()._option_string_actions.keys()
-        reasons |= {
+        sorting, flags = Sorting.for_installed(), self._flags()
+        alone = {
             flag: why
             for flag, (name, why) in _ACTS_WITH.items()
             if not attrgetter(name)(self.settings)
         }
-        used = {*ours, *(sorting.known if sorting.complete else self._flags())} - reasons.keys()
-        return Fields(COMMAND_LINE, used, reasons=reasons).unused(
-            dict.fromkeys(self._flags(), True)
-        )
+        reasons = {**sorting.no_effect, **alone}
+        known = {*_parser()._option_string_actions, *(sorting.known if sorting.complete else flags)}
+        owner = Fields(COMMAND_LINE, known - reasons.keys(), reasons=reasons)
+        return owner.unused(dict.fromkeys(flags, True))
 
     def _flags(self) -> list[str]:
         """Return the flags of the command line, without their values, in their order."""
@@ -261,16 +255,14 @@ def without_flags(argv: Sequence[str], names: frozenset[str]) -> list[str]:
 
 
 def take_back(argv: Sequence[str]) -> list[str]:
-    """Remove each ``--FLAG none`` and the earlier uses of that flag from `argv`.
-
-    A later ``--FLAG VALUE`` sets the flag again.
-    """
+    """Remove each ``--FLAG none`` and the earlier uses of that flag from `argv`."""
     kept: list[str] = []
     for word in argv:
-        if word == NONE and kept and kept[-1] in RESETTABLE:
-            kept = without_flags(kept, frozenset({kept[-1]}))
-        elif word.endswith(f"={NONE}") and word.partition("=")[0] in RESETTABLE:
-            kept = without_flags(kept, frozenset({word.partition("=")[0]}))
+        flag, _, value = word.partition("=")
+        if word == NONE and kept:
+            flag, value = kept[-1], NONE
+        if value == NONE and flag in RESETTABLE:
+            kept = without_flags(kept, frozenset({flag}))
         else:
             kept.append(word)
     return kept
@@ -363,11 +355,7 @@ def asked_words(argv: Sequence[str]) -> list[str] | None:
 
 
 def print_help(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
-    """Print the help for flags whose name, text or group has all `words`.
-
-    Raises:
-        BadInput: there is no such flag.
-    """
+    """Print the help for flags whose name, text or group has all `words`; BadInput if none has."""
     for group in parser._action_groups:
         kept = [a for a in group._group_actions if _is_about(a, group.title or "", words)]
         group._group_actions = kept
@@ -376,8 +364,7 @@ def print_help(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> No
     parser._action_groups = [group for group in parser._action_groups if group._group_actions]
     if not parser._action_groups:
         raise BadInput(f"No flag is about {' '.join(words)!r}: try another word, or a part of it.")
-    if parser.usage is None:
-        parser.usage = "%(prog)s --hf-model DIR --data-path PATH [FLAG...]"
+    parser.usage = "%(prog)s --hf-model DIR --data-path PATH [FLAG...]"
     parser.print_help()
 
 

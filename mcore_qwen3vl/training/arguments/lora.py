@@ -24,7 +24,7 @@ from mcore_qwen3vl.converters.adapters.config import (
 )
 from mcore_qwen3vl.data.config import SCORED, Task
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.flags import File, Flag, Name
+from mcore_qwen3vl.flags import File, Flag, Name, flag_of
 from mcore_qwen3vl.training.arguments.run import RunSettings
 
 RANK = 16
@@ -71,10 +71,10 @@ class LoraSettings:
         """Whether this is a LoRA run; a detail of LoRA must not stand alone (BadInput)."""
         if any(getattr(self, name) is not None for name in _ASKING):
             return True
-        if details := [name for name in _DETAILS if getattr(self, name)]:
+        if details := [flag_of(name) for name in _DETAILS if getattr(self, name)]:
             raise BadInput(
-                f"{_flags(details)} is set, but nothing asks for LoRA: add --lora-rank {RANK} or "
-                "--lora-target language."
+                f"{', '.join(details)} is set, but nothing asks for LoRA: add --lora-rank {RANK} "
+                "or --lora-target language."
             )
         return False
 
@@ -103,10 +103,8 @@ class LoraSettings:
             )
 
     def check_targets(self, architecture: Architecture) -> None:
-        """Raise BadInput for a name in ``--lora-target`` that no module has, or that stands alone.
-
-        This goes as far as possible without PEFT, which takes seconds to import.
-        """
+        """Raise BadInput for a name in ``--lora-target`` of no module, or that stands alone."""
+        # As far as possible without PEFT, which takes seconds to import.
         modules, _ = _targets(self.lora_target or ("language",), architecture)
         known = {name.rpartition(".")[2] for name in _NAMES}
         for name in () if isinstance(modules, str) else modules or ():
@@ -126,14 +124,10 @@ class LoraSettings:
             return _tie_weights(
                 self._with_score(self._from_flags(architecture), task), architecture
             )
-        source_name = "lora_config" if self.lora_config else "lora_init"
-        others = [
-            name for name in (*_ASKING, *_DETAILS) if name != source_name and getattr(self, name)
-        ]
-        if others:
-            raise BadInput(
-                f"--{source_name.replace('_', '-')} decides this already: drop {_flags(others)}."
-            )
+        decides = "lora_config" if self.lora_config else "lora_init"
+        names = (name for name in (*_ASKING, *_DETAILS) if name != decides)
+        if others := [flag_of(name) for name in names if getattr(self, name)]:
+            raise BadInput(f"{flag_of(decides)} decides this already: drop {', '.join(others)}.")
         config = self._with_score(AdapterConfig.from_file(Path(source)), task)
         init = config.raw.get("init_lora_weights", True)
         if self.lora_config and init is not True:
@@ -219,10 +213,5 @@ def _tie_weights(config: AdapterConfig, architecture: Architecture) -> AdapterCo
     """Return `config` with PEFT's weight tying on, if it trains embeddings that the model ties."""
     modules = config.modules_to_save or ()
     named = any(name.rpartition(".")[2] in _EMBEDDINGS for name in modules)
-    if not (architecture.tie_word_embeddings and named):
-        return config
-    return replace(config, ensure_weight_tying=True)
-
-
-def _flags(names: list[str]) -> str:
-    return ", ".join("--" + name.replace("_", "-") for name in names)
+    tied = architecture.tie_word_embeddings and named
+    return replace(config, ensure_weight_tying=True) if tied else config

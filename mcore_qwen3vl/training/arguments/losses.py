@@ -17,7 +17,7 @@ from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.data.config import SCORED, Task, parse_sources
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.flags import Flag, Folder
+from mcore_qwen3vl.flags import Flag, Folder, flag_of
 from mcore_qwen3vl.labels import NO_LABELS, ONE_SCORE, SINGLE, Labels, ProblemType
 from mcore_qwen3vl.objectives.settings import (
     ANSWERS,
@@ -71,9 +71,7 @@ class PreferenceSettings:
     @property
     def kto(self) -> Kto:
         """KTO's settings; BadInput for a value out of range."""
-        names = ("beta", "desirable_weight", "undesirable_weight")
-        values = {name: getattr(self, name) for name in names}
-        return Kto(**{name: value for name, value in values.items() if value is not None})
+        return Kto(**_given({field.name: getattr(self, field.name) for field in fields(Kto)}))
 
     def pair_settings(self, loss: str) -> Preference:
         """Return the settings of a `loss` over pairs; BadInput for a value out of range."""
@@ -85,30 +83,20 @@ class PreferenceSettings:
             "rpo_alpha": self.rpo_alpha,
             "gamma": self.simpo_gamma,
         }
-        values = {name: value for name, value in values.items() if value is not None}
-        return Preference(**(DEFAULTS.get(kind or "", {}) | values))
+        return Preference(**DEFAULTS.get(kind or "", {}) | _given(values))
 
     def reference_of(self, loss: str, lora: LoraSettings) -> Reference | None:
-        """Return where the log-probabilities of `loss`'s reference come from; None: it has none.
-
-        An adapter that training starts from (``--lora-init``) is part of the reference. Switching
-        it off would lose that, so the default is then ``file``, or ``model`` for KTO, which has no
-        file.
-        """
-        if loss not in (*LOSSES, KTO) or (
-            loss in LOSSES and not self.pair_settings(loss).has_reference
-        ):
+        """Return where the log-probabilities of `loss`'s reference come from; None: it has none."""
+        if loss != KTO and not (loss in LOSSES and self.pair_settings(loss).has_reference):
             return None
         if self.reference is not None:
             return self.reference
+        # An adapter of --lora-init is part of the reference, and switching it off would lose that.
         from_scratch = lora.trains_adapter and not (lora.lora_init or lora.lora_modules_to_save)
         return "adapter" if from_scratch else "model" if loss == KTO else "file"
 
     def complete(self, run: RunSettings, lora: LoraSettings) -> Self:
-        """Return these settings with the reference model named, if the loss has one.
-
-        It raises BadInput if the flags do not fit one another or the others.
-        """
+        """Return these settings with the reference model named; BadInput for flags that misfit."""
         loss = run.training.loss
         if self.reference and loss in LOSSES and loss not in _LOSSES_OF["reference"]:
             raise BadInput(
@@ -117,7 +105,8 @@ class PreferenceSettings:
             )
         for name, losses in _LOSSES_OF.items():
             if loss not in losses:
-                refuse_without(f"--loss {join_names(losses)}", self, [name])
+                names = " or ".join(filter(None, (", ".join(losses[:-1]), losses[-1])))
+                refuse_without(f"--loss {names}", self, [name])
         if loss not in (*LOSSES, KTO):
             return self
         _ = self.kto if loss == KTO else self.pair_settings(loss)
@@ -138,23 +127,20 @@ class PreferenceSettings:
         return self
 
     def _model_of_reference(self, run: RunSettings, lora: LoraSettings) -> str:
-        """Return the checkpoint of the reference model; by default what training starts from.
-
-        A resumed run loads its own checkpoint, so only the flags of a run's start can name it.
-        If these do not, it raises BadInput.
-        """
+        """Return the checkpoint of the reference model; by default what training starts from."""
+        if self.reference_model:
+            return self.reference_model
         load, save = run.checkpoints.load, run.checkpoints.save
+        # A resumed run loads its own checkpoint, so only the flags of a run's start can name it.
         resumes = load is None or (save and Path(load) == Path(save))
         other = "--lora-init" if lora.lora_init else "" if resumes else "--load"
-        if self.reference_model is None and (other or run.start is None):
+        if other or run.start is None:
             why = f"with {other}" if other else "without --load-hf or --pretrained-checkpoint"
             raise BadInput(
                 f"--reference model {why}: no flag names the weights that training started from. "
                 "Name a checkpoint that has them with --reference-model DIR."
             )
-        model = self.reference_model or run.start
-        assert model is not None
-        return model
+        return run.start
 
 
 _LOSSES_OF = {
@@ -196,13 +182,10 @@ class DistillationSettings:
     def loss(self) -> Distillation:
         """The loss's settings; BadInput for a value out of range."""
         values = {name: getattr(self, flag) for flag, name in _DISTILLATION.items()}
-        return Distillation(**{n: value for n, value in values.items() if value is not None})
+        return Distillation(**_given(values))
 
     def complete(self, run: RunSettings, vocab_size: int) -> Self:
-        """Return these settings with the number of a live teacher's tokens, if there is one.
-
-        It raises BadInput if the flags do not fit one another or the others.
-        """
+        """Return these settings with a teacher's number of tokens; BadInput if flags misfit."""
         if run.training.loss != DISTILL:
             names = [*_DISTILLATION, "teacher", "teacher_top_k"]
             refuse_without(f"--loss {DISTILL}", self, names)
@@ -235,26 +218,21 @@ _DISTILLATION = {f"distill_{field.name}": field.name for field in fields(Distill
 
 
 def defaults_of_sample_losses(explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of Megatron's arguments for losses that are no mean over tokens.
-
-    They are those of pairs, KTO's, and those of tasks. A router's balancing loss is a mean over
-    tokens, and cannot be added to them.
-    """
-    if explicit.get("loss") not in (*LOSSES, KTO) and explicit.get("task") is None:
-        return {}
-    return {"moe_aux_loss_coeff": 0.0}
+    """Return the defaults of Megatron's arguments for losses that are no mean over tokens."""
+    of_samples = explicit.get("loss") in (*LOSSES, KTO) or explicit.get("task") is not None
+    # A router's balancing loss is a mean over tokens, and cannot be added to them.
+    return {"moe_aux_loss_coeff": 0.0} if of_samples else {}
 
 
-def join_names(losses: Sequence[str]) -> str:
-    """Return names as text: "dpo", "dpo or simpo", "dpo, simpo or orpo"."""
-    return " or ".join(filter(None, (", ".join(losses[:-1]), losses[-1])))
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `values` that flags give; the loss has its own defaults for the others."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def refuse_without(owner: str, settings: Any, names: Sequence[str]) -> None:
     """Raise BadInput if one of `names` is set, which have a meaning only with the flag `owner`."""
-    if misplaced := [name for name in names if getattr(settings, name) is not None]:
-        flags = ", ".join("--" + name.replace("_", "-") for name in misplaced)
-        raise BadInput(f"{flags} is set without {owner}: add it, or drop the flag.")
+    if flags := [flag_of(name) for name in names if getattr(settings, name) is not None]:
+        raise BadInput(f"{', '.join(flags)} is set without {owner}: add it, or drop the flag.")
 
 
 def refuse_router_losses(run: RunSettings, owner: str, unit: str) -> None:
@@ -263,7 +241,7 @@ def refuse_router_losses(run: RunSettings, owner: str, unit: str) -> None:
         value = getattr(run.compute, name)
         values = value if isinstance(value, tuple) else (value or 0.0,)  # one for each kind of loss
         if any(values):
-            flag = " ".join([f"--{name.replace('_', '-')}", *(f"{value:g}" for value in values)])
+            flag = " ".join([flag_of(name), *(f"{value:g}" for value in values)])
             raise BadInput(
                 f"{flag} with {owner}: Megatron adds the router's losses up over tokens, and this "
                 f"loss is a mean over {unit}, so they would weigh hundreds of times too much. Set "
@@ -480,8 +458,7 @@ def _named_labels(folders: tuple[str, ...]) -> tuple[str, Labels] | None:
 
 def _require_classifier(path: Path, labels: Labels) -> None:
     """Raise BadInput if the checkpoint at `path` has no classifier's head with these labels."""
-    folder = identify(path).hf
-    if folder is None:
+    if (folder := identify(path).hf) is None:
         return
     if read_form(folder).head.labels != len(labels):
         raise BadInput(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import HFConfig
@@ -16,6 +16,7 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.flags import add_flags
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.runtime.gpus import c_compiler
+from mcore_qwen3vl.training.arguments import run
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.losses import (
     DistillationSettings,
@@ -23,22 +24,10 @@ from mcore_qwen3vl.training.arguments.losses import (
     Reference,
     TaskSettings,
 )
-from mcore_qwen3vl.training.arguments.run import (
-    NOT_READ_EARLY,
-    CheckpointSettings,
-    ComputeSettings,
-    DataSources,
-    LogSettings,
-    LoopSettings,
-    ModelSettings,
-    ParallelSettings,
-    RunSettings,
-    TrainingSettings,
-)
 
 
 @dataclass(frozen=True)
-class Settings(RunSettings):
+class Settings(run.RunSettings):
     """All settings of a run."""
 
     lora: LoraSettings
@@ -73,9 +62,9 @@ _SET_ELSEWHERE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's `parser`; has the signature of an ``extra_args_provider``."""
-    add_flags(parser.add_argument_group("qwen3-vl model"), ModelSettings)
+    add_flags(parser.add_argument_group("qwen3-vl model"), run.ModelSettings)
     training = parser.add_argument_group("qwen3-vl training")
-    add_flags(training, TrainingSettings)
+    add_flags(training, run.TrainingSettings)
     training.add_argument(
         "--no-chunked-head",
         action="store_const",
@@ -88,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_flags(parser.add_argument_group("qwen3-vl distillation"), DistillationSettings)
     add_flags(parser.add_argument_group("qwen3-vl task"), TaskSettings)
     data = parser.add_argument_group("qwen3-vl data")
-    add_flags(data, DataSources)
+    add_flags(data, run.DataSources)
     add_flags(data, DataConfig, leave_out=_SET_ELSEWHERE, undecided=("balance",))
     add_flags(data, MediaLimits)
     return parser
@@ -96,8 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def add_early_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of Megatron's that we read, for a parser that needs no megatron."""
-    for owner in (CheckpointSettings, LoopSettings, ParallelSettings, ComputeSettings, LogSettings):
-        add_flags(parser.add_argument_group(), owner, leave_out=NOT_READ_EARLY)
+    owners = get_type_hints(run.RunSettings)
+    for name in ("checkpoints", "loop", "parallel", "compute", "logs"):
+        add_flags(parser.add_argument_group(), owners[name], leave_out=run.NOT_READ_EARLY)
 
 
 SEQ_LENGTH = 8192
@@ -150,10 +140,7 @@ def kernel_defaults(spec: str, *, cpu: bool) -> dict[str, Any]:
 def run_defaults(
     architecture: Architecture, explicit: Collection[str], *, cpu: bool
 ) -> dict[str, Any]:
-    """Return the default of each argument not in `explicit`, by ``dest`` name.
-
-    :func:`statement` reports them to the user.
-    """
+    """Return the default of each argument not in `explicit`, by ``dest`` name."""
     defaults: dict[str, Any] = {
         "micro_batch_size": 1,
         "seq_length": min(SEQ_LENGTH, architecture.max_position_embeddings),

@@ -41,6 +41,8 @@ from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
 from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.flags import fill
+from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings, TrainingSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state
@@ -68,8 +70,7 @@ def latest_iteration(directory: str | Path) -> int | None:
 def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
     """Return the newest complete iteration, not beyond the tracker's; None if that names none.
 
-    Raises:
-        BadInput: the latest is damaged and `fallback` to older ones is off, or all are damaged.
+    It raises BadInput if all are damaged, or the latest is and `fallback` to older ones is off.
     """
     latest = latest_iteration(directory)
     if latest is None:
@@ -139,10 +140,8 @@ def from_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | None:
 
 
 def _may_be_other_makers(folder: Path) -> bool:
-    """Return whether the metadata names a tensor as other makers do, without parsing it.
-
-    The metadata of a large run takes seconds to parse, and every rank asks.
-    """
+    """Return whether the metadata names a tensor as other makers do, without parsing it."""
+    # The metadata of a large run takes seconds to parse, and every rank asks.
     file = folder / METADATA
     content = file.read_bytes() if file.is_file() else b""
     return any(key.encode() in content for key in (LANGUAGE + EMBEDDING, HYBRID_NORM))
@@ -153,26 +152,21 @@ def choose_iteration(
 ) -> int | None:
     """Return the step to load in place of the latest of ``--load``, if that cannot be read.
 
-    All ranks call this. `args` are Megatron's, for formats that load only into an equal run.
-
-    Raises:
-        BadInput: see :func:`readable_iteration` and
-            :class:`mcore_qwen3vl.converters.megatron_checkpoint.Format`.
+    All ranks call this. `args` are Megatron's, for formats that load only into an equal run. For
+    BadInput see :func:`readable_iteration` and `converters.megatron_checkpoint.Format`.
     """
     if checkpoints.load is None:
         return None
-    iteration: int | None = None
-    flaw: BadInput | None = None
+    answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            iteration = iteration_to_load(checkpoints, args, fallback=fallback)
-        except BadInput as error:
-            flaw = error
-    answer: list[Any] = [iteration, flaw]
+            answer = [iteration_to_load(checkpoints, args, fallback=fallback)]
+        except BadInput as flaw:
+            answer = [flaw]
     dist.broadcast_object_list(answer, src=0)
-    iteration, flaw = answer
-    if flaw is not None:
-        raise flaw
+    iteration: int | BadInput | None = answer[0]
+    if isinstance(iteration, BadInput):
+        raise iteration
     if iteration is None or iteration == latest_iteration(checkpoints.load):
         return None
     if dist.get_rank() == 0:
@@ -230,14 +224,12 @@ def save_companions(settings: Settings) -> None:
 
 
 def changed_files(settings: Settings) -> dict[str, bytes]:
-    """Return what a run writes otherwise than ``--hf-model`` has it, by file name.
-
-    The processor has the run's budgets, and a model that is trained on turns stops at their end.
-    """
+    """Return what a run writes otherwise than ``--hf-model`` has it, by file name."""
     # Imports megatron, and this module is imported before the CPU's backend is there.
     from mcore_qwen3vl.generation import with_turn_end
 
     source = settings.model.folder
+    # A model that is trained on turns stops at their end.
     stopping = {} if settings.task.task else with_turn_end(source)
     return {**with_budgets(source, settings.data.media), **stopping}
 
@@ -312,32 +304,23 @@ def _explain_missing_parameter(directory: str, error: BaseException) -> BadInput
     )
 
 
-def other_parts(
-    before: TrainingSettings, now: TrainingSettings, *, starts_anew: bool
-) -> str | None:
-    """Say that a resumed run trains other parameters than its checkpoint's run; None if not.
-
-    Megatron loads the optimizer's state of the parameters that still train, unless it
-    `starts_anew`.
-    """
-    was, trains = _trained_in_words(before), _trained_in_words(now)
-    if was == trains:
-        return None
-    state = (
-        "the optimizer starts anew (--no-load-optim)"
-        if starts_anew
-        else "the optimizer's state of parameters that no longer train is dropped"
-    )
-    return f"the checkpoint's run trained {was}, and this run trains {trains}: {state}"
-
-
-def other_reference(before: str | None, now: str | None) -> str | None:
-    """Say that a run has another reference model, `now`, than its checkpoint's; None if not."""
-    if before in (None, now):
-        return None
-    return (
-        f"the checkpoint's run had the reference model {before}, and this run has {now or 'none'}"
-    )
+def differences(saved: argparse.Namespace, settings: Settings) -> Iterator[str]:
+    """Say what a resumed run trains, or refers to, otherwise than that with arguments `saved`."""
+    was = _trained_in_words(fill(TrainingSettings, saved))
+    trains = _trained_in_words(settings.training)
+    if was != trains:
+        # Megatron loads the state of the parameters that still train.
+        state = (
+            "the optimizer starts anew (--no-load-optim)"
+            if settings.checkpoints.no_load_optim
+            else "the optimizer's state of parameters that no longer train is dropped"
+        )
+        yield f"the checkpoint's run trained {was}, and this run trains {trains}: {state}"
+    before = fill(PreferenceSettings, saved).reference_model
+    now = settings.preference.reference_model
+    if before not in (None, now):
+        has = f"this run has {now or 'none'}"
+        yield f"the checkpoint's run had the reference model {before}, and {has}"
 
 
 def _trained_in_words(training: TrainingSettings) -> str:
@@ -353,8 +336,7 @@ def _explain_schedules(
     error: AssertionError, checkpoints: CheckpointSettings, batch: int | None
 ) -> str:
     """Say Megatron's complaint in other words: what it calls iterations are samples."""
-    match = _OTHER_SCHEDULE.search(str(error))
-    if match is None:
+    if (match := _OTHER_SCHEDULE.search(str(error))) is None:
         return str(error)
     ours, theirs = match["ours"], match["theirs"]
     named = {

@@ -30,9 +30,7 @@ from mcore_qwen3vl.converters.export import save_hf
 from mcore_qwen3vl.converters.place import folder_name, read_tracker
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
-from mcore_qwen3vl.flags import fill
-from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings, TrainingSettings
+from mcore_qwen3vl.training.arguments.run import RunSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state, resume
 from mcore_qwen3vl.training.folders import claim, disk_error
@@ -99,11 +97,10 @@ class RunCheckpoints:
     def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
         """Say so if the checkpoint's run trained other parts, or had another reference.
 
-        Raises:
-            BadInput: it trained the layer that predicts a further token, and this run does not.
+        It raises BadInput if only that run trained the layer that predicts a further token.
         """
         original(saved, **kwargs)
-        settings, before = self._settings, fill(PreferenceSettings, saved)
+        settings = self._settings
         further = getattr(saved, "trained_mtp_layers", None)
         only_validates = settings.loop.skip_train and not settings.model.save_hf
         if further and not (settings.loop.mtp_num_layers or only_validates):
@@ -113,15 +110,8 @@ class RunCheckpoints:
                 f"--mtp-num-layers {further}, or begin a new run from its weights with --finetune "
                 "and another --save, whose exports have mtp.* as --hf-model has it."
             )
-        starts_anew = settings.checkpoints.no_load_optim
-        for difference in (
-            resume.other_parts(
-                fill(TrainingSettings, saved), settings.training, starts_anew=starts_anew
-            ),
-            resume.other_reference(before.reference_model, settings.preference.reference_model),
-        ):
-            if difference:
-                self._run.progress.say(difference)
+        for difference in resume.differences(saved, settings):
+            self._run.progress.say(difference)
 
     def save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, and with it the position in the data."""
@@ -212,8 +202,7 @@ class RunCheckpoints:
 
     @cached_property
     def _changed_files(self) -> Mapping[str, bytes]:
-        """What :func:`.resume.changed_files` returns: the processor is loaded for it, which takes
-        seconds, and all ranks wait for an export."""
+        # The processor is loaded for it, which takes seconds, and all ranks wait for an export.
         return resume.changed_files(self._settings)
 
     def _export(self, model: list[Any], optimizer: Any, iteration: int, folder: Path) -> None:
@@ -244,12 +233,10 @@ class RunCheckpoints:
 
 @contextmanager
 def explain_save_errors(directory: str, iteration: int) -> Iterator[None]:
-    """Explain a disk's failure while a checkpoint is saved; every rank saves inside this.
+    """Raise BadInput for a disk's failure while a checkpoint is saved; other errors pass through.
 
-    The partial checkpoint is removed, as far as possible, to free its space.
-
-    Raises:
-        BadInput: the disk made the save fail. Other errors pass through.
+    Every rank saves inside this. The partial checkpoint is removed, as far as possible, to free its
+    space.
     """
     try:
         yield
@@ -257,7 +244,10 @@ def explain_save_errors(directory: str, iteration: int) -> Iterator[None]:
         save = Path(directory)
         reason = _reason(error)
         if isinstance(error, CheckpointException):  # raised on every rank
-            reason = _first_of_any(reason or disk_error(save, _PROBE))
+            # Gathered before any rank frees space by removing files.
+            everyone: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, reason or disk_error(save, _PROBE))
+            reason = next(filter(None, everyone), None)
         if reason is None:
             raise
         newest = read_tracker(save)
@@ -283,13 +273,6 @@ def _reason(error: BaseException | None) -> str | None:
             return error.strerror
         error = error.__cause__ or error.__context__
     return None
-
-
-def _first_of_any(reason: str | None) -> str | None:
-    """Return some rank's reason; gathered before any rank frees space by removing files."""
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, reason)
-    return next(filter(None, everyone), None)
 
 
 FILE = "validation.json"
@@ -335,16 +318,13 @@ class Validations:
         if dist.get_rank() == 0 and file.exists():
             shared = [json.loads(file.read_text(encoding="utf-8"))]
         dist.broadcast_object_list(shared, src=0)
-        if shared[0] is not None:
-            self._losses = [(i, loss) for i, loss in shared[0]["losses"] if i <= iteration]
+        if (saved := shared[0]) is not None:
+            self._losses = [(i, loss) for i, loss in saved["losses"] if i <= iteration]
             if load == self._checkpoints.save:
-                self._kept, self.exported = shared[0]["kept"], shared[0].get("exported")
+                self._kept, self.exported = saved["kept"], saved.get("exported")
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
-        """Record the loss of the validation after `iteration`; a collective.
-
-        Only the last rank needs `losses`, the result of Megatron's ``evaluate``.
-        """
+        """Record the loss of the validation after `iteration`; a collective."""
         known = self._losses and self._losses[-1][0] == iteration  # Megatron validates twice there
         if known or not self._wanted:
             return

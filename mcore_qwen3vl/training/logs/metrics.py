@@ -63,7 +63,11 @@ def _lengths(batch: Batch) -> Tensor:
 
 
 class Metrics:
-    """Collects work and reports it at intervals; every rank makes the same calls."""
+    """Collects work and reports it at intervals; every rank makes the same calls.
+
+    The peak of one device is that in the training dtype; None looks it up, and there is no MFU for
+    an unknown device. With `mtp` a further token is predicted.
+    """
 
     def __init__(
         self,
@@ -73,12 +77,6 @@ class Metrics:
         mtp: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """
-        Args:
-            peak_tflops: peak of one device in the training dtype; if None it is looked up, and
-                there is no MFU for an unknown device.
-            mtp: whether a further token is predicted.
-        """
         self._architecture, self._mtp = architecture, mtp
         self.trained = flops.ALL
         self._peak = peak_tflops or device_peak_tflops()
@@ -103,10 +101,8 @@ class Metrics:
     def report(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return the numbers since the last report, over all ranks.
 
-        At least one batch must have been counted since the start.
-
-        Args:
-            group: the data-parallel ranks, context parallelism not included.
+        At least one batch must have been counted since the start. The `group` has the data-parallel
+        ranks, context parallelism not included.
         """
         device = torch.cuda.current_device()
         total = torch.tensor(self._work.vector(), dtype=torch.float64, device=device)
@@ -155,13 +151,10 @@ def write(report: Mapping[str, float], iteration: int, tensorboard: Any, wandb: 
 
 @contextmanager
 def explain_tensorboard_errors(folder: str | None) -> Iterator[None]:
-    """Explain that TensorBoard's files cannot be written.
+    """Raise BadInput if the disk refuses a write of TensorBoard; other errors pass through.
 
-    Its thread writes them, and passes the error on at the next number. So the thread's own
+    Its thread writes the files, and passes the error on at the next number. So the thread's own
     traceback is not shown.
-
-    Raises:
-        BadInput: the disk refused a write of TensorBoard. Other errors pass through.
     """
     show = threading.excepthook
 

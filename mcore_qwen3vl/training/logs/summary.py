@@ -25,7 +25,6 @@ from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.second_model import architecture_of, source_of
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.generation import TurnEnd
     from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
     from mcore_qwen3vl.training.lora import LoraRun
 
@@ -62,6 +61,7 @@ def summary(
 ) -> list[tuple[str, str]]:
     """Say what a run will do, in rows of a name and a description in words."""
     model, loss = settings.model, settings.training.loss
+    source, second = source_of(settings), architecture_of(settings, a)
     rows = [
         ("model", _model_text(model.folder, a)),
         ("weights", _weights_text(settings, lora, other)),
@@ -70,7 +70,7 @@ def summary(
         *(_kto_rows(settings) if loss == KTO else []),
         *(_distillation_rows(settings.distillation) if loss == DISTILL else []),
         *(_task_rows(settings) if settings.task.task else []),
-        *_second_rows(settings, a),
+        *([("frozen", _model_text(source.path, second))] if source and second else []),
         ("layout", _layout_text(settings, a)),
         ("precision", _precision_text(settings)),
         ("data", _data_text(settings)),
@@ -90,13 +90,6 @@ def _model_text(path: str | Path, a: Architecture) -> str:
     kind = f"MoE, {a.num_experts} experts" if a.is_moe else "dense"
     layers = f"{a.num_hidden_layers} decoder layers, {a.vision.depth} vision blocks"
     return f"{a.brand} of {size} parameters ({kind}; {layers}), {path}"
-
-
-def _second_rows(settings: Settings, a: Architecture) -> list[tuple[str, str]]:
-    source, architecture = source_of(settings), architecture_of(settings, a)
-    if source is None or architecture is None:
-        return []
-    return [("frozen", _model_text(source.path, architecture))]
 
 
 def _millions(count: int) -> str:
@@ -195,11 +188,10 @@ def _layout_of(parallel: ParallelSettings, a: Architecture) -> Layout:
 
 
 def _layout_text(settings: Settings, a: Architecture) -> str:
-    parallel = settings.parallel
-    layout = _layout_of(parallel, a)
-    ranks = f"{parallel.world_size} rank{'s' if parallel.world_size > 1 else ''}"
+    layout, ranks = _layout_of(settings.parallel, a), settings.parallel.world_size
     device = "the CPU" if settings.model.cpu else "GPUs"
-    return f"{layout} on {ranks} on {device}, layer spec {settings.compute.layer_spec}"
+    spec = settings.compute.layer_spec
+    return f"{layout} on {counted(ranks, 'rank')} on {device}, layer spec {spec}"
 
 
 def _precision_text(settings: Settings) -> str:
@@ -264,12 +256,6 @@ def _memory_text(settings: Settings, a: Architecture) -> str:
     return f"about {max(stages, key=lambda stage: stage.total)}"
 
 
-def _turn_end(folder: Path) -> TurnEnd | None:
-    from mcore_qwen3vl.generation import unlisted_turn_end
-
-    return unlisted_turn_end(folder) if folder.is_dir() else None  # a config alone is a shape
-
-
 def _writes_text(settings: Settings, a: Architecture) -> str:
     model, logs, log_json = settings.model, settings.logs, settings.training.log_json
     save, interval = settings.checkpoints.save, settings.checkpoints.save_interval
@@ -296,21 +282,23 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
     if budgets and (save or model.save_hf):
         of_adapter = "; an adapter has no processor" if trains_adapter else ""
         writes.append(f"the processor beside them has {', '.join(budgets)}{of_adapter}")
-    if (save or model.save_hf) and (end := None if settings.task.task else _turn_end(model.folder)):
-        # An adapter has no such file, and an export has it only if the model does.
-        is_exported = (model.folder / "generation_config.json").is_file()
-        is_exported &= not trains_adapter
-        how = "it is added beside them" if is_exported else "add it there"
-        writes.append(
-            f"eos_token_id of {model.hf_model} lacks {end.token} ({end.id}), which ends "
-            f"the template's turns: {how}"
-        )
+    # A config alone is a shape.
+    if (save or model.save_hf) and not settings.task.task and model.folder.is_dir():
+        from mcore_qwen3vl.generation import unlisted_turn_end  # imports megatron
+
+        if end := unlisted_turn_end(model.folder):
+            # An adapter has no such file, and an export has it only if the model does.
+            exported = not trains_adapter and (model.folder / "generation_config.json").is_file()
+            how = "it is added beside them" if exported else "add it there"
+            writes.append(
+                f"eos_token_id of {model.hf_model} lacks {end.token} ({end.id}), which ends "
+                f"the template's turns: {how}"
+            )
     if log_json:
         writes.append(f"numbers to {log_json}")
     if logs.tensorboard_dir:
         writes.append(f"TensorBoard to {logs.tensorboard_dir}")
     if not (save or model.save_hf):
         writes.append("no checkpoint (--save DIR)")
-    log = f"{Path(save) / LOGS}" if save else ""
-    kept = f"to {log}" if log else "is not kept"
+    kept = f"to {Path(save) / LOGS}" if save else "is not kept"
     return "; ".join([*writes, f"Megatron's own log {kept} (--verbose: here)"])

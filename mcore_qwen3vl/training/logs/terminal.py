@@ -49,11 +49,7 @@ _OF_NO_USE = (
 
 @contextmanager
 def quiet(command: CommandLine) -> Iterator[Console | None]:
-    """Redirect standard output to a log file.
-
-    Yields:
-        The terminal, or wherever standard output went before; None with ``--verbose``.
-    """
+    """Redirect standard output to a log file, and yield where it went; None with ``--verbose``."""
     if command.settings.training.verbose:
         yield None
         return
@@ -101,10 +97,7 @@ def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) 
 
 
 class LogFile(io.TextIOBase):
-    """A log file that is created at the first write, and appended to; without a path, nothing is.
-
-    A full disk cuts the log short, but does not end the run.
-    """
+    """A log file that the first write creates, if it has a path; a full disk only cuts it short."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -211,11 +204,7 @@ def loss_name(numbers: Collection[str]) -> str | None:
 
 
 class RunProgress:
-    """Shows steps, loss, speed and the time left.
-
-    Only the last rank of a run shows it, because that rank knows the loss; the others have one
-    without a screen.
-    """
+    """Shows steps, loss, speed and the time left: on the last rank alone, which knows the loss."""
 
     def __init__(
         self, screen: Console | None, *, clock: Callable[[], float] = time.perf_counter

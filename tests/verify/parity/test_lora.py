@@ -6,6 +6,7 @@ forked from this process, so a function replaced here is replaced there.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,8 @@ def test_factors_that_are_marked_wrongly(matrix: Matrix, monkeypatch: Any, rule:
 
 @pytest.mark.slow
 def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) -> None:
-    monkeypatch.setattr(
-        lora_modules, "column_parallel_region", lambda group, linear: lora_modules.same_region
-    )
+    nothing = (lambda x, group: x,) * 2
+    monkeypatch.setitem(lora_modules._REGIONS, 0, nothing)
     report = matrix.compare_row(MatrixRow.build("dense", "tp2", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.weight.lora_B") > FAR_OFF  # its input is wrong
@@ -171,16 +171,11 @@ def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) 
 @pytest.mark.slow
 def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: Any) -> None:
     """Each rank's rows of B give a part of the gradient of x A^T, so the parts must be summed."""
-
-    def column(group: Any, linear: Any) -> Any:
-        def slicing(x: Any) -> Any:
-            return mappings.gather_from_sequence_parallel_region(
-                x, tensor_parallel_output_grad=False, group=group
-            )
-
-        return slicing
-
-    monkeypatch.setattr(lora_modules, "column_parallel_region", column)
+    slicing = partial(
+        mappings.gather_from_sequence_parallel_region, tensor_parallel_output_grad=False
+    )
+    _, without = lora_modules._REGIONS[0]
+    monkeypatch.setitem(lora_modules._REGIONS, 0, (slicing, without))
     report = matrix.compare_row(MatrixRow.build("dense", "tp2+sp", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "up_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "logits") < 2e-5
@@ -188,7 +183,8 @@ def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: A
 
 @pytest.mark.slow
 def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: Any) -> None:
-    monkeypatch.setattr(lora_modules, "gradient_sum", lambda group: lora_modules.same_region)
+    nothing = property(lambda self: lora_modules.same_region)
+    monkeypatch.setattr(lora_modules.Kind, "undivided_region", nothing)
     report = matrix.compare_row(MatrixRow.build("moe", "tp2xetp2+sp", "image", lora="experts"))
     assert worst(report, "gradients", "gate_up_proj.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.lora_B") > FAR_OFF
