@@ -77,7 +77,7 @@ def exchange_chunks(path: Path) -> None:
 MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {
     "hostile metadata": (
         lambda p: metadata_with(p, pickle.dumps(Bomb())),
-        r"\.metadata asks for pathlib\S*, which has no place in checkpoint metadata",
+        r"\.metadata asks for pathlib\S*, which has no place in a checkpoint",
     ),
     "truncated metadata": (
         lambda p: cut(p / "release" / ".metadata", 3000),
