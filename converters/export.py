@@ -24,14 +24,7 @@ from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, holder_of_mtp
-from mcore_qwen3vl.converters.live import (
-    Models,
-    Part,
-    factor_parts,
-    hf_parts,
-    table_of,
-    unwrap,
-)
+from mcore_qwen3vl.converters.live import Models, Part, factor_parts, hf_parts, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.table import MTP, hf_shapes, table
 from mcore_qwen3vl.converters.offline.engine import group_units
