@@ -52,7 +52,7 @@ def load_weights(models: Models, place: Place, *, spare_value_head: bool = False
         load_checkpoint(models, place.path)
 
 
-def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False) -> int:
+def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False) -> None:
     """Fill every parameter from a Hugging Face checkpoint; a rank reads only what it holds.
 
     Values are cast to the parameters' dtype. If the optimizer keeps float32 copies, call
@@ -60,9 +60,6 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
 
     Args:
         spare_value_head: leave the model's value head as it is if the checkpoint has none.
-
-    Returns:
-        Bytes of tensor data that this rank read.
 
     Raises:
         BadInput: the checkpoint does not hold exactly this model's tensors, or its config gives
@@ -80,15 +77,11 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
     head = stored if spared or headless or stored.kind == forms.TIED_COPY else None
     checkpoint.require(table_of(chunks, layout, head=head, mtp=checkpoint.has_mtp))
     chunks[0].architecture.require_settings_of(path)
-    read = 0
     with torch.no_grad():
         zero_padding(chunks)
         for part in hf_parts(chunks, expert_layout=layout):
-            if spared and part.name == forms.SCORE:
-                continue
-            part.local.copy_(checkpoint.read_tensor(part.name, part.box, part.local.dtype))
-            read += checkpoint.read_stored(part.name, part.box).nbytes
-    return read
+            if not (spared and part.name == forms.SCORE):
+                part.local.copy_(checkpoint.read_tensor(part.name, part.box, part.local.dtype))
 
 
 def zero_padding(chunks: Sequence[Any]) -> None:
