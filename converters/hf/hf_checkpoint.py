@@ -19,7 +19,7 @@ from mcore_qwen3vl.config import MODEL_TYPES, Architecture, read_config_file, ti
 from mcore_qwen3vl.converters.hf import quantized
 from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHeader
 from mcore_qwen3vl.converters.mapping import forms
-from mcore_qwen3vl.converters.mapping.table import CHUNK_BYTES, MTP, TEXT, Row, hf_shapes
+from mcore_qwen3vl.converters.mapping.table import MTP, TEXT, Row, hf_shapes
 from mcore_qwen3vl.converters.place import INDEX, SINGLE, Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
 from mcore_qwen3vl.converters.storage.disk import bring_in
@@ -178,17 +178,10 @@ class HuggingFaceCheckpoint:
 
     def _compare_tied(self) -> None:
         """Refuse a stored head that is not the embedding to which the config ties it."""
-        rows, width = self.entries[forms.INPUT_EMBEDDING].shape
-        step = max(CHUNK_BYTES // max(4 * width, 1), 1)
-        boxes = [(slice(first, min(first + step, rows)),) for first in range(0, rows, step)]
-
-        def bits(name: str, box: Selection) -> Tensor:
-            return self.read_stored(name, box).view(torch.uint8)
-
-        dtypes = {self.entries[name].stored for name in (forms.INPUT_EMBEDDING, forms.LM_HEAD)}
-        if len(dtypes) > 1 or not all(
-            torch.equal(bits(forms.LM_HEAD, box), bits(forms.INPUT_EMBEDDING, box)) for box in boxes
-        ):
+        head, embedding = map(self.read_stored, (forms.LM_HEAD, forms.INPUT_EMBEDDING))
+        # Bits are compared, since NaN is not equal to itself.
+        same = torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
+        if head.dtype != embedding.dtype or not same:
             raise BadInput(
                 f"{self.path}: config.json ties the embeddings (tie_word_embeddings), but the "
                 f"stored {forms.LM_HEAD} differs from "
