@@ -463,8 +463,9 @@ def base_directory(config: AdapterConfig, hf_config: str | Path | None) -> Path 
     if hf_config is not None:
         return Path(hf_config)
     named = config.raw.get("base_model_name_or_path")
-    there = isinstance(named, str) and (Path(named) / "config.json").is_file()
-    return Path(named) if there else None
+    if not isinstance(named, str) or not (Path(named) / "config.json").is_file():
+        return None
+    return Path(named)
 
 
 def require_base(config: AdapterConfig, hf_config: str | Path | None) -> Path:

@@ -202,9 +202,10 @@ class Form:
     @property
     def record(self) -> dict[str, str | int | list[str]]:
         """What tells this form from another, for JSON."""
+        head = self.head
+        names = {"names": self.names.key}
         split = {"split_experts": list(self.split_experts)} if self.split_experts else {}
-        head = {"head": self.head.kind, "labels": self.head.labels, "bias": self.head.bias}
-        return {"names": self.names.key, **head, **split}
+        return {**names, "head": head.kind, "labels": head.labels, "bias": head.bias, **split}
 
     def require_language_model(self, path: object) -> None:
         """Raise BadInput if the model at `path` has no head that predicts tokens."""

@@ -259,9 +259,7 @@ def read_tensor(view: memoryview, sums: Sums | None = None) -> Tensor:
         BadArchive: the archive is damaged, or holds anything but one strided CPU tensor.
     """
     with _damage():
-        archive = Archive(view, sums)
-        archive.check_byte_order()
-        tensor = TensorUnpickler(archive, LARGEST_PICKLE).load()
+        tensor = TensorUnpickler(Archive(view, sums), LARGEST_PICKLE).load()
         if not isinstance(tensor, Tensor):
             raise BadArchive(f"it holds {type(tensor).__name__}, not a tensor")
         if tensor.dtype not in STORAGES:
@@ -281,6 +279,10 @@ class Archive:
         self._parts: dict[str, list[zipfile.ZipInfo]] = {}
         for part in self._zip.infolist():
             self._parts.setdefault(part.filename, []).append(part)
+        # Old archives do not state the byte order; all machines were little-endian.
+        stated = any(name.endswith("/byteorder") for name in self._parts)
+        if stated and self.small("byteorder", LARGEST_PICKLE) != b"little":
+            raise BadArchive("it was written by a big-endian machine")
 
     def small(self, name: str, largest: int) -> bytes:
         """Return the content of a part of at most `largest` bytes, after checking its checksum."""
@@ -299,15 +301,6 @@ class Archive:
         if data:
             self._sums.note(torch.frombuffer(data, dtype=torch.uint8), part.CRC)
         return data
-
-    def check_byte_order(self) -> None:
-        """Raise BadArchive if the archive is big-endian.
-
-        Old archives do not state the byte order; all machines were little-endian.
-        """
-        stated = any(name.endswith("/byteorder") for name in self._parts)
-        if stated and self.small("byteorder", LARGEST_PICKLE) != b"little":
-            raise BadArchive("it was written by a big-endian machine")
 
     def _part(self, name: str) -> zipfile.ZipInfo:
         parts = self._parts.get(f"{self._folder}/{name}", [])
@@ -577,7 +570,6 @@ def load(file: Path, part: slice = slice(None), sums: Sums | None = None) -> Any
     """
     try:
         archive = Archive(map_file(file)[part], sums)
-        archive.check_byte_order()
         content = TensorUnpickler(archive, 2**40, _CLASSES).load()
         for state in content if isinstance(content, list) else [content]:
             if isinstance(state, dict) and isinstance(state.get("args"), _NAMESPACE):
