@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ from mcore_qwen3vl.converters.storage.disk import bring_in
 from mcore_qwen3vl.errors import BadInput
 
 
-class FileRange(NamedTuple):
+@dataclass(frozen=True)
+class FileRange:
     """Where one chunk or object is stored: a file's name, first byte and number of bytes."""
 
     file: str

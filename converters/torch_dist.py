@@ -206,6 +206,9 @@ def dumps_metadata(index: CheckpointIndex) -> bytes:
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint import metadata as dcp
 
+    def storage_info(data: FileRange) -> filesystem._StorageInfo:
+        return filesystem._StorageInfo(data.file, data.offset, data.length)
+
     described: dict[str, Any] = {}
     storage: dict[dcp.MetadataIndex, filesystem._StorageInfo] = {}
     for key, tensor in index.tensors.items():
@@ -214,12 +217,11 @@ def dumps_metadata(index: CheckpointIndex) -> bytes:
         for number, chunk in enumerate(tensor.chunks):
             offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
             chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
-            place = dcp.MetadataIndex(key, offsets, number)
-            storage[place] = filesystem._StorageInfo(*chunk.data)
+            storage[dcp.MetadataIndex(key, offsets, number)] = storage_info(chunk.data)
         described[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     for key, data in index.objects.items():
         described[key] = dcp.BytesStorageMetadata()
-        storage[dcp.MetadataIndex(key)] = filesystem._StorageInfo(*data)
+        storage[dcp.MetadataIndex(key)] = storage_info(data)
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(dcp.Metadata(described, storage_data=storage))
     return _with_checksum(buffer.getvalue())

@@ -104,7 +104,7 @@ def index(*chunks: tuple[Shape, FileRange]) -> CheckpointIndex:
 A, B = FileRange("__0_0.distcp", 0, 10), FileRange("__0_0.distcp", 10, 10)
 Damage = Callable[[], CheckpointIndex]
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "shared bytes": (lambda: index(((0, 0), A), ((2, 0), B._replace(offset=9))), "overlap"),
+    "shared bytes": (lambda: index(((0, 0), A), ((2, 0), replace(B, offset=9))), "overlap"),
     "one place for two": (lambda: index(((0, 0), A), ((2, 0), A)), "overlap"),
     "a hole": (lambda: index(((0, 0), A)), "do not fill the tensor once"),
     "a hole and an overlap": (lambda: index(((0, 0), A), ((1, 0), B)), "do not fill the tensor"),
