@@ -119,11 +119,7 @@ def mcore_to_hf(
 
 
 def hf_to_hf(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    vocab_size: int | None = None,
-    **options: Unpack[HFOptions],
+    src: str | Path, dst: str | Path, *, vocab_size: int | None = None, **options: Unpack[HFOptions]
 ) -> ConversionResult:
     """Write a Hugging Face checkpoint of the same model; see `plan_hf_to_hf` and `write`."""
     return convert(partial(plan_hf_to_hf, vocab_size=vocab_size), src, dst, dict(options))

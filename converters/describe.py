@@ -241,7 +241,25 @@ def mapping_lines(rows: Iterable[Row]) -> list[MappingLine]:
         parts = (source.piece for source in row.sources if source.index is None)
         alike = (*(_NUMBER.sub("#", n) for n in names), *shapes, *parts, row.rearrangement)
         groups.setdefault((*alike, row.tp_axis, row.tp_parts), []).append(row)
-    return [_line(group) for group in groups.values()]
+    lines = []
+    for group in groups.values():
+        first = group[0]
+        sources = zip(*(map(_show_source, row.sources) for row in group), strict=True)
+        cut_by = "ETP" if ".experts." in first.key else "TP"
+        line = MappingLine(
+            hf=tuple(map(_fold_names, sources)),
+            hf_shapes=tuple(source.written_shape for source in first.sources),
+            mcore=_fold_names([row.key for row in group]),
+            shape=first.shape,
+            stacked=first.global_shape[: len(first.offset)],
+            transform=describe(first.rearrangement),
+            tp_axis=first.tp_axis,
+            tp_parts=first.tp_parts,
+            cut_by=None if first.tp_axis is None else cut_by,
+            rows=len(group),
+        )
+        lines.append(line)
+    return lines
 
 
 def describe(rearrangement: Rearrangement) -> str:
@@ -257,23 +275,6 @@ def describe(rearrangement: Rearrangement) -> str:
     last = rearrangement.source_count - 1  # each group has one block of it
     groups = sum(block.source == last for block in rearrangement.blocks)
     return f"interleave rows in {groups} groups"
-
-
-def _line(group: Sequence[Row]) -> MappingLine:
-    first = group[0]
-    sources = range(len(first.sources))
-    return MappingLine(
-        hf=tuple(_fold_names([_show_source(row.sources[i]) for row in group]) for i in sources),
-        hf_shapes=tuple(source.written_shape for source in first.sources),
-        mcore=_fold_names([row.key for row in group]),
-        shape=first.shape,
-        stacked=first.global_shape[: len(first.offset)],
-        transform=describe(first.rearrangement),
-        tp_axis=first.tp_axis,
-        tp_parts=first.tp_parts,
-        cut_by=None if first.tp_axis is None else "ETP" if ".experts." in first.key else "TP",
-        rows=len(group),
-    )
 
 
 def _show_source(source: SourceTensor) -> str:
@@ -420,15 +421,14 @@ def inspect_adapter(path: str | Path, hf_config: str | Path | None = None) -> Ad
     """Inspect a PEFT adapter directory, and check it against its model if that is known.
 
     Args:
-        hf_config: directory of the model's ``config.json``; default: the base that the adapter's
-            config names, if it is a local directory.
+        hf_config: directory of the model's ``config.json``; None: see `base_directory`.
 
     Raises:
         BadInput: the adapter is damaged, or does not fit the model.
     """
     path = Path(path)
     config = AdapterConfig.from_file(path)
-    base = Path(hf_config) if hf_config is not None else base_directory(config)
+    base = base_directory(config, hf_config)
     file = AdapterFile(path)
     roles: Roles | None = None
     notes: tuple[str, ...] = ()
@@ -458,8 +458,10 @@ def inspect_adapter(path: str | Path, hf_config: str | Path | None = None) -> Ad
     )
 
 
-def base_directory(config: AdapterConfig) -> Path | None:
-    """Return the base model that an adapter's config names, if it is a local directory."""
+def base_directory(config: AdapterConfig, hf_config: str | Path | None) -> Path | None:
+    """Return `hf_config`, or else the base that the adapter names, if that is a local directory."""
+    if hf_config is not None:
+        return Path(hf_config)
     named = config.raw.get("base_model_name_or_path")
     if not isinstance(named, str) or not (Path(named) / "config.json").is_file():
         return None
@@ -467,13 +469,8 @@ def base_directory(config: AdapterConfig) -> Path | None:
 
 
 def require_base(config: AdapterConfig, hf_config: str | Path | None) -> Path:
-    """Return `hf_config`, or else the base that the adapter's config names.
-
-    Raises:
-        BadInput: `hf_config` is None and the base is not a local directory.
-    """
-    base = Path(hf_config) if hf_config is not None else base_directory(config)
-    if base is None:
+    """Return the directory that `base_directory` finds; raise BadInput if there is none."""
+    if (base := base_directory(config, hf_config)) is None:
         named = config.raw.get("base_model_name_or_path")
         raise BadInput(
             f"the adapter's base model ({named!r:.100}) was not found, and its shapes are needed: "

@@ -23,15 +23,8 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig, Sl
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, holder_of_mtp
-from mcore_qwen3vl.converters.live import (
-    Models,
-    Part,
-    factor_parts,
-    hf_parts,
-    table_of,
-    unwrap,
-)
+from mcore_qwen3vl.converters.hf.hf_checkpoint import holder_of_mtp
+from mcore_qwen3vl.converters.live import Models, Part, factor_parts, hf_parts, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.table import MTP, hf_shapes, table
 from mcore_qwen3vl.converters.offline.engine import group_units
@@ -128,9 +121,20 @@ def save_hf(
             if writing is None or writing.exception() is None:
                 writing = thread.submit(_write, first[0], files, gathered)
         run_together(lambda: writing and writing.result(), path)
-        run_together(lambda: _copy(stage, files, further, copied), path)
         changes = Changes(labels=unwrap(models)[0].head_labels, files=changed_files or {})
-        run_together(lambda: _publish(stage, files, hf_config, changes), path)
+
+        def publish() -> None:
+            if stage is None:  # on all ranks but the first
+                return
+            if further is not None:  # it has what the running model has not
+                for name in copied:
+                    _write(stage.tree, files, {name: further.read_tensor(name)})
+            copy_companions(hf_config, stage.tree, changes)
+            if len(files) > 1:
+                write_durably(stage.tree / INDEX, shards.index_json(files))
+            stage.publish()
+
+        run_together(publish, path)
 
 
 class Gatherer:
@@ -228,18 +232,6 @@ def _write(tree: Path, files: Sequence[shards.Shard], tensors: dict[str, Tensor]
             out.sync()
 
 
-def _copy(
-    stage: Staging | None,
-    files: Sequence[shards.Shard],
-    further: HuggingFaceCheckpoint | None,
-    names: Iterable[str],
-) -> None:
-    """Write the tensors that the running model does not have, on the first rank only."""
-    if stage is not None and further is not None:
-        for name in names:
-            _write(stage.tree, files, {name: further.read_tensor(name)})
-
-
 def _prepare(
     stack: ExitStack, path: Path, files: Sequence[shards.Shard], force: bool
 ) -> Staging | None:
@@ -252,17 +244,6 @@ def _prepare(
     for shard in files:
         shard.create(stage.tree)
     return stage
-
-
-def _publish(
-    stage: Staging | None, files: Sequence[shards.Shard], hf_config: Path, changes: Changes
-) -> None:
-    if stage is None:
-        return
-    copy_companions(hf_config, stage.tree, changes)
-    if len(files) > 1:
-        write_durably(stage.tree / INDEX, shards.index_json(files))
-    stage.publish()
 
 
 def run_together[Result](work: Callable[[], Result], path: str | Path) -> Result:

@@ -30,14 +30,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.forms import (
-    CLASSIFIER,
-    HEADLESS,
-    SCORE,
-    TIED_COPY,
-    Head,
-    head_of,
-)
+from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import Row, table
 from mcore_qwen3vl.converters.megatron_checkpoint import format_of, open_megatron
 from mcore_qwen3vl.converters.place import Kind, Place, identify, resolve
@@ -59,7 +52,7 @@ def load_weights(models: Models, place: Place, *, spare_value_head: bool = False
         load_checkpoint(models, place.path)
 
 
-def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False) -> int:
+def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False) -> None:
     """Fill every parameter from a Hugging Face checkpoint; a rank reads only what it holds.
 
     Values are cast to the parameters' dtype. If the optimizer keeps float32 copies, call
@@ -67,9 +60,6 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
 
     Args:
         spare_value_head: leave the model's value head as it is if the checkpoint has none.
-
-    Returns:
-        Bytes of tensor data that this rank read.
 
     Raises:
         BadInput: the checkpoint does not hold exactly this model's tensors, or its config gives
@@ -81,20 +71,17 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
     checkpoint = HuggingFaceCheckpoint(path)
     layout = Architecture.from_hf(path).expert_layout
     stored = checkpoint.form.head
-    spared = spare_value_head and stored.kind != CLASSIFIER
-    headless = head_of(chunks[0].head_labels).kind == HEADLESS  # a head that is stored is not read
-    head = stored if spared or headless or stored.kind == TIED_COPY else None
+    spared = spare_value_head and stored.kind != forms.CLASSIFIER
+    labels = chunks[0].head_labels
+    headless = labels is not None and not labels  # a head that is stored is not read
+    head = stored if spared or headless or stored.kind == forms.TIED_COPY else None
     checkpoint.require(table_of(chunks, layout, head=head, mtp=checkpoint.has_mtp))
     chunks[0].architecture.require_settings_of(path)
-    read = 0
     with torch.no_grad():
         zero_padding(chunks)
         for part in hf_parts(chunks, expert_layout=layout):
-            if spared and part.name == SCORE:
-                continue
-            part.local.copy_(checkpoint.read_tensor(part.name, part.box, part.local.dtype))
-            read += checkpoint.read_stored(part.name, part.box).nbytes
-    return read
+            if not (spared and part.name == forms.SCORE):
+                part.local.copy_(checkpoint.read_tensor(part.name, part.box, part.local.dtype))
 
 
 def zero_padding(chunks: Sequence[Any]) -> None:
@@ -139,7 +126,7 @@ def load_checkpoint(models: Models, path: str | Path) -> None:
     rows = table(
         architecture,
         padded_vocab_size=checkpoint.vocab_size,
-        head=head_of(labels),
+        head=forms.head_of(labels),
         mtp=checkpoint.has_mtp or chunks[0].has_mtp,
     )
     headless = labels is not None and not labels
@@ -263,7 +250,7 @@ def table_of(
     chunks: Sequence[Any],
     expert_layout: ExpertLayout | None = None,
     *,
-    head: Head | None = None,
+    head: forms.Head | None = None,
     mtp: bool = False,
 ) -> list[Row]:
     """Return the table of a running model, with its padded vocabulary and, by default, its head.
@@ -276,7 +263,7 @@ def table_of(
         model.architecture,
         expert_layout=expert_layout,
         padded_vocab_size=model.vocab_size,
-        head=head or head_of(model.head_labels),
+        head=head or forms.head_of(model.head_labels),
         mtp=mtp or model.has_mtp,
     )
 

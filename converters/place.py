@@ -79,31 +79,23 @@ class Rule(NamedTuple):
     Attributes:
         form: its name.
         find: returns the folder of the weights or of the adapter if a path has this form.
-        maker: the project that alone writes this form.
-        refusal: why it is no whole checkpoint and what to do, with ``{path}``, ``{folder}`` and
-            ``{maker}``.
+        refusal: why it is no whole checkpoint and what to do, with ``{path}`` and ``{folder}``.
     """
 
     form: str
     kind: Kind
     find: Callable[[Path], Path | None]
-    maker: str | None = None
     refusal: str = ""
-
-    def __reduce__(self) -> tuple[Callable[[str], Rule], tuple[str]]:
-        # Ranks on GPUs are started with a pickled place, and a lambda has no pickle.
-        return _rule_named, (self.form,)
-
-
-def _rule_named(form: str) -> Rule:
-    return next(rule for rule in RULES if rule.form == form)
 
 
 @dataclass(frozen=True)
 class Place:
     """What a path is, by the first of `RULES` that fits it.
 
+    It has no `Rule`: ranks on GPUs are started with a pickled place, and a lambda has no pickle.
+
     Attributes:
+        form, kind, refusal: those of the rule; the last names this path.
         folder: the folder of the weights or of the adapter: of a run, the newest iteration's, which
             may be missing; for `Kind.ELSEWHERE`, the one to name instead.
         hf: the folder with the model's ``config.json`` and the files beside it, or that file if
@@ -114,16 +106,14 @@ class Place:
     """
 
     path: Path
-    rule: Rule
+    form: str
+    kind: Kind
+    refusal: str
     folder: Path
     hf: Path | None
-    iteration: int | str | None = None
-    format: str | None = None
-    flaw: str = ""
-
-    @property
-    def kind(self) -> Kind:
-        return self.rule.kind
+    iteration: int | str | None
+    format: str | None
+    flaw: str
 
     @property
     def is_checkpoint(self) -> bool:
@@ -195,9 +185,8 @@ class Place:
         if self.flaw:
             raise BadInput(self.flaw)
         self.require_directory()
-        if self.rule.refusal:
-            places = {"path": self.path, "folder": self.folder}
-            raise BadInput(self.rule.refusal.format(**places, maker=self.rule.maker))
+        if self.refusal:
+            raise BadInput(self.refusal)
         if self.is_checkpoint or (self.kind is Kind.CONFIG and or_config):
             return
         readable = (f for f in sorted(self.path.iterdir()) if os.access(f, os.R_OK | os.X_OK))
@@ -252,7 +241,8 @@ def identify(source: str | Path) -> Place:
                 places.append(folder.parent)
     there = (place for place in places if (place / CONFIG).is_file())
     hf = path if path.is_file() else next(there, None)
-    return Place(path, rule, folder, hf, iteration, format, flaw)
+    refusal = rule.refusal.format(path=path, folder=folder)
+    return Place(path, rule.form, rule.kind, refusal, folder, hf, iteration, format, flaw)
 
 
 def read_tracker(path: Path) -> str | int | None:
@@ -298,6 +288,7 @@ def _holding(*names: str) -> Callable[[Path], Path | None]:
 
 
 def _run_of_adapter(path: Path) -> Path | None:
+    """ms-swift alone writes a tracker beside an adapter."""
     trained = all((path.parent / name).is_file() for name in (ADAPTER_CONFIG, TRACKER))
     return path.parent if trained and _format_in(path) else None
 
@@ -365,29 +356,27 @@ RULES = (
         "an adapter beside weights",
         Kind.ADAPTER,
         lambda path: _holding(ADAPTER_CONFIG)(path) and _holding(SINGLE, INDEX)(path),
-        refusal="{path} holds a whole model and a LoRA adapter, and which is meant is not known. "
+        "{path} holds a whole model and a LoRA adapter, and which is meant is not known. "
         "Move the adapter to a folder of its own.",
     ),
-    Rule("an adapter", Kind.ADAPTER, _holding(ADAPTER_CONFIG), refusal=_ADAPTER),
-    Rule("an iteration of an adapter's run", Kind.ADAPTER, _run_of_adapter, "ms-swift", _ADAPTER),
+    Rule("an adapter", Kind.ADAPTER, _holding(ADAPTER_CONFIG), _ADAPTER),
+    Rule("an iteration of an adapter's run", Kind.ADAPTER, _run_of_adapter, _ADAPTER),
     Rule("an iteration", Kind.MEGATRON, lambda path: path if _format_in(path) else None),
-    Rule("a step of VERL's", Kind.MEGATRON, _verl_weights, "VERL"),
+    Rule("a step of VERL's", Kind.MEGATRON, _verl_weights),
     Rule("a run, or a conversion", Kind.MEGATRON, _tracked_folder),
     Rule("Hugging Face weights", Kind.HUGGINGFACE, _holding(SINGLE, INDEX)),
     Rule(
         "a step of VERL's without Megatron's weights",
         Kind.ELSEWHERE,
         _verl_huggingface,
-        "VERL",
-        "{path} was saved by {maker}, and its weights are a Hugging Face checkpoint already: name "
+        "{path} was saved by VERL, and its weights are a Hugging Face checkpoint already: name "
         "{folder}.",
     ),
     Rule(
         "a run of ms-swift's",
         Kind.ELSEWHERE,
         _swift_run,
-        "ms-swift",
-        "{path} is a run of {maker}'s, whose checkpoints are below: name {folder}.",
+        "{path} is a run of ms-swift's, whose checkpoints are below: name {folder}.",
     ),
     Rule("a config", Kind.CONFIG, _holding(CONFIG)),
     Rule("something else", Kind.UNKNOWN, lambda path: path),
@@ -400,8 +389,6 @@ no Megatron weights."""
 
 SMALL = ("*.json", "*.txt", "*.jinja", "*.model")
 """Config, tokenizer, processor and chat template."""
-
-_WEIGHTS = ("*.safetensors",)
 
 
 def resolve(source: str | Path, *, weights: bool = True) -> Path:
@@ -424,7 +411,7 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
     if named is None or identify(source).kind is not Kind.HUB_ID:
         return Path(source)
     snapshot = _snapshot(named["repo"], named["revision"], weights)
-    if weights and not any(snapshot.glob(_WEIGHTS[0])):
+    if weights and not any(snapshot.glob("*.safetensors")):
         raise BadInput(
             f"{source} is in the Hugging Face cache ({snapshot}) without its safetensors weights. "
             f"Run `hf download {named['repo']}` where the hub can be reached."
@@ -445,7 +432,7 @@ def origin_of(path: Path) -> dict[str, str]:
 def _snapshot(repo: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
-    patterns = [*SMALL, *(_WEIGHTS if weights else ())]
+    patterns = [*SMALL, *(["*.safetensors"] if weights else [])]
     offline = constants.HF_HUB_OFFLINE
     # By default huggingface_hub 1 asks the hub even about a commit that is in the cache.
     download = partial(snapshot_download, local_files_only=offline)

@@ -51,6 +51,7 @@ from mcore_qwen3vl.converters.storage.archive import (
     make_tuple,
     read_tensor,
     reconstruct,
+    refusal_error,
     write_archive,
 )
 from mcore_qwen3vl.converters.storage.boxes import Shape, are_exact_cover
@@ -254,7 +255,7 @@ def read_metadata(folder: Path) -> CheckpointIndex:
     try:
         return _index(loads_metadata(file.read_bytes()))
     except Refused as error:
-        raise _refusal(file, error) from None
+        raise refusal_error(file, error) from None
     except FileNotFoundError:
         raise BadInput(f"{file} is missing. Copy the checkpoint again.") from None
     except (OSError, *FAILURES) as error:
@@ -323,7 +324,7 @@ class _GuardedPickle:
         try:
             return _Admitting(io.BytesIO(_without_checksum(stream.read()))).load()
         except Refused as error:
-            raise _refusal(Path(getattr(stream, "name", METADATA)), error) from None
+            raise refusal_error(getattr(stream, "name", METADATA), error) from None
 
 
 class _Admitting(pickle.Unpickler):
@@ -332,13 +333,6 @@ class _Admitting(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         _record_of(module, name)
         return super().find_class(CALLED.get(module, module), name)
-
-
-def _refusal(file: Path, named: Refused) -> BadInput:
-    return BadInput(
-        f"{file} asks for {named}, which has no place in checkpoint metadata. Refused: loading "
-        "it could run code. Do not use this checkpoint with a tool that would."
-    )
 
 
 class _Pickler(pickle.Pickler):

@@ -471,10 +471,7 @@ def write_adapter(
         config = replace(config, target_modules=applied.spelled_out)
     target = Path(path)
     with staging(
-        target,
-        None,
-        force=force,
-        replaceable=lambda there: (there / ADAPTER_CONFIG).is_file(),
+        target, None, force=force, replaceable=lambda there: (there / ADAPTER_CONFIG).is_file()
     ) as stage:
         try:
             save_file(tensors, stage.tree / WEIGHTS, metadata={"format": "pt"})

@@ -363,11 +363,6 @@ class Slot:
     b_shape: Shape
     base: Shape
 
-    @property
-    def experts(self) -> int:
-        """Number of experts in the factors; 1 for a linear layer."""
-        return self.a_shape[0] // self.r
-
 
 @dataclass(frozen=True)
 class Applied:

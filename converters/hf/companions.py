@@ -156,8 +156,6 @@ _PROCESSOR = {
 }
 """What data needs, and the sets of files that each provide it; the set on the hub comes first."""
 
-_TEMPLATE_INSIDE = ("tokenizer_config.json", "processor_config.json")
-
 
 def lacking_processor(folder: Path) -> str | None:
     """Return a sentence on what `folder` lacks to prepare data, and the remedy; None if nothing."""
@@ -165,7 +163,8 @@ def lacking_processor(folder: Path) -> str | None:
     for what, choices in _PROCESSOR.items():
         there = any(all((folder / name).is_file() for name in files) for files in choices)
         if what == "chat template":
-            there = there or any(_has_template(folder / name) for name in _TEMPLATE_INSIDE)
+            configs = (folder / "tokenizer_config.json", folder / "processor_config.json")
+            there = there or any(map(_has_template, configs))
         if not there:
             lacking[what] = choices[0]
     if not lacking:

@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import MODEL_TYPES, Architecture, read_config_file, ties_embeddings
-from mcore_qwen3vl.converters.hf.quantized import (
-    declared_quantization,
-    dequantize,
-    fuse_experts,
-    pair_factors,
-)
+from mcore_qwen3vl.converters.hf import quantized
 from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHeader
 from mcore_qwen3vl.converters.mapping import forms
-from mcore_qwen3vl.converters.mapping.table import CHUNK_BYTES, MTP, TEXT, Row, hf_shapes
+from mcore_qwen3vl.converters.mapping.table import MTP, TEXT, Row, hf_shapes
 from mcore_qwen3vl.converters.place import INDEX, SINGLE, Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
 from mcore_qwen3vl.converters.storage.disk import bring_in
@@ -82,7 +77,7 @@ class HuggingFaceCheckpoint:
         self.path = path
         refuse_special_files(path)
         config = read_config_file(path) if (path / "config.json").exists() else {}
-        self.quantization = declared_quantization(config)
+        self.quantization = quantized.declared_quantization(config)
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
         self.files = [path / file for file in files]
@@ -100,9 +95,9 @@ class HuggingFaceCheckpoint:
         leaves_out = self.form.names.leaves_out
         self.left_out = {name: e for name, e in self.entries.items() if leaves_out(name)}
         kept = {name: e for name, e in self.entries.items() if name not in self.left_out}
-        stored, self.scales = pair_factors(kept, self.quantization)
+        stored, self.scales = quantized.pair_factors(kept, self.quantization)
         self.headers = forms.rename_entries(stored, self.form.names)
-        self.entries, self.split = fuse_experts(self.headers, config)
+        self.entries, self.split = quantized.fuse_experts(self.headers, config)
         self.has_mtp = any(name.startswith(MTP) for name in self.entries)
         if family.hybrid:  # transformers itself writes these one by one
             split = tuple(
@@ -142,7 +137,7 @@ class HuggingFaceCheckpoint:
             return cast(stored, dtype or entry.dtype, name)
         place = explicit(box, entry.shape)
         factors, (rows, columns) = self.read_stored(entry.scale, place[:-2]), place[-2:]
-        return dequantize(stored, factors, rows, columns, dtype or entry.dtype, name)
+        return quantized.dequantize(stored, factors, rows, columns, dtype or entry.dtype, name)
 
     def require(self, rows: Iterable[Row]) -> None:
         """Check that the checkpoint holds exactly the tensors that `rows` consume.
@@ -183,17 +178,10 @@ class HuggingFaceCheckpoint:
 
     def _compare_tied(self) -> None:
         """Refuse a stored head that is not the embedding to which the config ties it."""
-        rows, width = self.entries[forms.INPUT_EMBEDDING].shape
-        step = max(CHUNK_BYTES // max(4 * width, 1), 1)
-        boxes = [(slice(first, min(first + step, rows)),) for first in range(0, rows, step)]
-
-        def bits(name: str, box: Selection) -> Tensor:
-            return self.read_stored(name, box).view(torch.uint8)
-
-        dtypes = {self.entries[name].stored for name in (forms.INPUT_EMBEDDING, forms.LM_HEAD)}
-        if len(dtypes) > 1 or not all(
-            torch.equal(bits(forms.LM_HEAD, box), bits(forms.INPUT_EMBEDDING, box)) for box in boxes
-        ):
+        head, embedding = map(self.read_stored, (forms.LM_HEAD, forms.INPUT_EMBEDDING))
+        # Bits are compared, since NaN is not equal to itself.
+        same = torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
+        if head.dtype != embedding.dtype or not same:
             raise BadInput(
                 f"{self.path}: config.json ties the embeddings (tie_word_embeddings), but the "
                 f"stored {forms.LM_HEAD} differs from "
@@ -218,26 +206,21 @@ class HuggingFaceCheckpoint:
         self.entries[name] = TensorHeader(name, file, dtype, shape, dtype)
 
     def _compare_with(self, index: dict[str, str]) -> None:
-        for name, file in index.items():
-            entry = self.entries.get(name)
-            if entry is None or entry.file != file:
-                place = f"it is in {entry.file}" if entry else "no file holds it"
+        holders = {name: entry.file for name, entry in self.entries.items()}
+        for name in index | holders:
+            said, holder = index.get(name), holders.get(name)
+            if said != holder:
                 raise BadInput(
-                    f"{self.path / INDEX} says that tensor {name} is in {file}, but {place}. "
-                    "The index belongs to another checkpoint or a file was replaced."
+                    f"{self.path / INDEX} says that tensor {name} is in {said or 'no file'}, but "
+                    f"it is in {holder or 'no file'}. The index belongs to another checkpoint or a "
+                    "file was replaced."
                 )
-        if extra := next((name for name in self.entries if name not in index), None):
-            raise BadInput(
-                f"{self.path}: tensor {extra} is in {self.entries[extra].file} but not in {INDEX}. "
-                "The index belongs to another checkpoint or a file was replaced."
-            )
 
 
 def _only_file(path: Path) -> str:
     if (path / SINGLE).is_file():
         return SINGLE
-    others = sorted(file.name for file in path.glob("*.safetensors"))
-    if others:
+    if others := sorted(file.name for file in path.glob("*.safetensors")):
         raise BadInput(
             f"{path} holds {', '.join(others[:3])} but neither {SINGLE} nor {INDEX}, so which "
             "files make the model is not known. Fetch the index too."

@@ -32,12 +32,7 @@ from mcore_qwen3vl.converters.megatron_checkpoint import (
     require_own_keys,
 )
 from mcore_qwen3vl.converters.place import RELEASE
-from mcore_qwen3vl.converters.storage.archive import (
-    STORAGES,
-    BadArchive,
-    Sums,
-    load,
-)
+from mcore_qwen3vl.converters.storage.archive import STORAGES, BadArchive, Sums, load
 from mcore_qwen3vl.converters.storage.boxes import Box, Shape, are_exact_cover
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files

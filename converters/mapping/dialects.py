@@ -130,13 +130,9 @@ class Dialect:
             elif row.key in rearranged:
                 yield rearranged[row.key]
             elif row.key not in in_others:
-                yield self._language_row(row)
-
-    def _language_row(self, row: Row) -> Row:
-        if self.hybrid_model:
-            row = unstacked(row)
-            row = replace(row, key=hybrid_key(row.key))
-        return replace(row, key=self.language + row.key)
+                row = unstacked(row) if self.hybrid_model else row
+                key = hybrid_key(row.key) if self.hybrid_model else row.key
+                yield replace(row, key=self.language + key)
 
     def arguments(self, a: Architecture) -> dict[str, Any]:
         """Return the arguments of Megatron's that the maker's loader compares with a run's."""
@@ -373,15 +369,11 @@ def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
     names = {key.rpartition("/")[2] for key in keys}
     if LANGUAGE + EMBEDDING not in names:
         return HYBRID if HYBRID_NORM in names else None
-
-    def starts(sign: str) -> bool:
-        return any(name.startswith(sign) for name in names)
-
-    dialect = next((dialect for dialect in DIALECTS if starts(dialect.sign)), None)
-    if dialect is None:
-        known = " and of ".join(dialect.maker for dialect in DIALECTS)
-        raise BadInput(
-            f"{folder} has the keys of an unknown project, which are not understood here; those of "
-            f"{known} are. Convert it to Hugging Face with its own tool."
-        )
-    return dialect
+    for dialect in DIALECTS:
+        if any(name.startswith(dialect.sign) for name in names):
+            return dialect
+    known = " and of ".join(dialect.maker for dialect in DIALECTS)
+    raise BadInput(
+        f"{folder} has the keys of an unknown project, which are not understood here; those of "
+        f"{known} are. Convert it to Hugging Face with its own tool."
+    )

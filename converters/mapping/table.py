@@ -229,27 +229,20 @@ def split_experts(rows: Iterable[Row], starts: tuple[str, ...]) -> list[Row]:
         starts: how the names of the tensors of fused experts start that are so written. They have
             the layout ``v5``: the rows of each expert are those of its matrices.
     """
-    return [
-        _split(row, row.sources[0])
-        if row.expert is not None and row.sources[0].name.startswith(starts)
-        else row
-        for row in rows
-    ]
-
-
-def _split(row: Row, fused: SourceTensor) -> Row:
-    experts, _, name = fused.name.rpartition(".")
-    height = row.shape[0] // len(EXPERT_MATRICES[name])
-    sources = tuple(
-        replace(
-            fused,
-            rows=(number * height, (number + 1) * height),
-            alone=f"{experts}.{fused.index}.{matrix}.weight",
-        )
-        for number, matrix in enumerate(EXPERT_MATRICES[name])
-    )
-    how = transforms.concatenate(*(height for _ in sources))
-    return replace(row, sources=sources, rearrangement=how)
+    split = []
+    for row in rows:
+        fused = row.sources[0]
+        if row.expert is not None and fused.name.startswith(starts):
+            experts, _, name = fused.name.rpartition(".")
+            height, sources = row.shape[0] // len(EXPERT_MATRICES[name]), []
+            for number, matrix in enumerate(EXPERT_MATRICES[name]):
+                alone = f"{experts}.{fused.index}.{matrix}.weight"
+                rows_of_fused = (number * height, (number + 1) * height)
+                sources.append(replace(fused, rows=rows_of_fused, alone=alone))
+            how = transforms.concatenate(*(height for _ in sources))
+            row = replace(row, sources=tuple(sources), rearrangement=how)
+        split.append(row)
+    return split
 
 
 def hf_shapes(rows: list[Row]) -> dict[str, Shape]:

@@ -114,13 +114,10 @@ class Rearrangement:
 
     def spans(self, start: int, stop: int) -> Iterator[Block]:
         """Yield the parts of `blocks` that fill mcore rows ``start:stop``, in order, no padding."""
-        row = 0
-        for block in self.blocks:
-            first = max(start, row) - row
-            last = min(stop, row + block.stop - block.start) - row
-            if first < last:
-                yield Block(block.source, block.start + first, block.start + last)
-            row += block.stop - block.start
+        for source, first, last, row in self.placed():
+            low, high = max(first, first + start - row), min(last, first + stop - row)
+            if low < high:
+                yield Block(source, low, high)
 
     def placed(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield each block as (source, start, stop), with the first of its rows in mcore."""

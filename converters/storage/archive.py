@@ -163,16 +163,22 @@ def _check_keys(keys: Iterable[Any]) -> None:
             raise pickle.UnpicklingError(f"a {type(key).__name__} as key")
 
 
-_NAMED = re.compile(r"GLOBAL (\S+)")
+def refusal_error(
+    place: str | Path,
+    named: object,
+    remedy: str = "Do not use this checkpoint with a tool that would.",
+) -> BadInput:
+    """Return the error for a pickle at `place` that names something outside the allow-list."""
+    return BadInput(
+        f"{place} asks for {named!s:.200}, which has no place in a checkpoint. Refused: loading it "
+        f"could run code. {remedy}"
+    )
 
 
 def refused_by_torch(place: str | Path, error: pickle.UnpicklingError) -> BadInput:
     """Turn an error of ``torch.load(weights_only=True)`` into BadInput, without its long advice."""
-    if named := _NAMED.search(str(error)):
-        return BadInput(
-            f"{place} asks for {named[1]}, which has no place in a checkpoint. Refused: loading it "
-            "could run code. Do not use this checkpoint with a tool that would."
-        )
+    if named := re.search(r"GLOBAL (\S+)", str(error)):
+        return refusal_error(place, named[1])
     return BadInput(f"{place} is damaged, or torch did not write it. Copy it again.")
 
 
@@ -253,9 +259,7 @@ def read_tensor(view: memoryview, sums: Sums | None = None) -> Tensor:
         BadArchive: the archive is damaged, or holds anything but one strided CPU tensor.
     """
     with _damage():
-        archive = Archive(view, sums)
-        archive.check_byte_order()
-        tensor = TensorUnpickler(archive, LARGEST_PICKLE).load()
+        tensor = TensorUnpickler(Archive(view, sums), LARGEST_PICKLE).load()
         if not isinstance(tensor, Tensor):
             raise BadArchive(f"it holds {type(tensor).__name__}, not a tensor")
         if tensor.dtype not in STORAGES:
@@ -275,6 +279,10 @@ class Archive:
         self._parts: dict[str, list[zipfile.ZipInfo]] = {}
         for part in self._zip.infolist():
             self._parts.setdefault(part.filename, []).append(part)
+        # Old archives do not state the byte order; all machines were little-endian.
+        stated = any(name.endswith("/byteorder") for name in self._parts)
+        if stated and self.small("byteorder", LARGEST_PICKLE) != b"little":
+            raise BadArchive("it was written by a big-endian machine")
 
     def small(self, name: str, largest: int) -> bytes:
         """Return the content of a part of at most `largest` bytes, after checking its checksum."""
@@ -293,30 +301,6 @@ class Archive:
         if data:
             self._sums.note(torch.frombuffer(data, dtype=torch.uint8), part.CRC)
         return data
-
-    def check_byte_order(self) -> None:
-        """Raise BadArchive if the archive is big-endian.
-
-        Old archives do not state the byte order; all machines were little-endian.
-        """
-        stated = any(name.endswith("/byteorder") for name in self._parts)
-        if stated and self.small("byteorder", LARGEST_PICKLE) != b"little":
-            raise BadArchive("it was written by a big-endian machine")
-
-    def check(self) -> None:
-        """Check that all parts are complete and where the directory says; do not read tensor data.
-
-        A part's own header could contradict the directory.
-        """
-        for name, parts in self._parts.items():
-            if len(parts) != 1:
-                raise BadArchive("two parts have one name")
-            if parts[0].compress_type != zipfile.ZIP_STORED:
-                raise BadArchive(f"{name} is compressed")
-            with _damage():
-                _data_start(self._view, parts[0])
-                if "/data/" not in name:
-                    self._zip.read(parts[0])  # this also checks its checksum
 
     def _part(self, name: str) -> zipfile.ZipInfo:
         parts = self._parts.get(f"{self._folder}/{name}", [])
@@ -586,19 +570,18 @@ def load(file: Path, part: slice = slice(None), sums: Sums | None = None) -> Any
     """
     try:
         archive = Archive(map_file(file)[part], sums)
-        archive.check()
-        archive.check_byte_order()
         content = TensorUnpickler(archive, 2**40, _CLASSES).load()
         for state in content if isinstance(content, list) else [content]:
-            if isinstance(state, dict) and isinstance(state.get("args"), _NamespaceRecord):
-                state["args"] = state["args"].namespace()
+            if isinstance(state, dict) and isinstance(state.get("args"), _NAMESPACE):
+                # A TypeError, as on other damage, if the arguments are not named.
+                state["args"] = Namespace(**state["args"].state)
         return content
     except Refused as error:
-        raise BadInput(
-            f"{file} asks for {error!s:.200}, which has no place in a model's checkpoint. Refused: "
-            "loading it could run code. If you trust the file, load it in Megatron and save it "
-            "again with --ckpt-format torch_dist."
-        ) from None
+        remedy = (
+            "If you trust the file, load it in Megatron and save it again with --ckpt-format "
+            "torch_dist."
+        )
+        raise refusal_error(file, error, remedy) from None
     except (OSError, BadArchive, *FAILURES) as error:
         raise BadInput(
             f"{file} cannot be read ({type(error).__name__}: {error!s:.200}). Copy the file again."
@@ -612,12 +595,5 @@ def arguments_in(state: Any) -> Mapping[str, Any]:
     return vars(args) if isinstance(args, Namespace) else {}
 
 
-class _NamespaceRecord(Record):
-    """A stand-in for ``argparse.Namespace``."""
-
-    def namespace(self) -> Namespace:
-        return Namespace(**self.state)  # a TypeError, as on other damage, if it is not names
-
-
 _CLASSES = {name: type("StandIn", (Record,), {}) for name in STAND_INS}
-_CLASSES["argparse.Namespace"] = _NamespaceRecord
+_NAMESPACE = _CLASSES["argparse.Namespace"]

@@ -21,8 +21,10 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters import export
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.export import export_hf, save_hf
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.live import gradient, hf_parts, load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.table import MTP
+from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -186,7 +188,17 @@ def test_an_expert_parallel_rank_reads_its_share_of_the_experts(tiny):
 
     def on_rank() -> int:
         initialize(layout)
-        return load_hf(build_empty(layout, Architecture.from_hf(source)), source)
+        read_stored, sizes = HuggingFaceCheckpoint.read_stored, []
+
+        def read_and_note(self: HuggingFaceCheckpoint, name: str, box: Selection = ()) -> Tensor:
+            stored = read_stored(self, name, box)
+            sizes.append(stored.nbytes)
+            return stored
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HuggingFaceCheckpoint, "read_stored", read_and_note)
+            load_hf(build_empty(layout, Architecture.from_hf(source)), source)
+        return sum(sizes)
 
     assert run_layout(on_rank, 4, timeout=60) == [rest + experts // 4] * 4
 

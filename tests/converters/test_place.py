@@ -168,7 +168,7 @@ def test_a_path_has_its_form(tmp_path: Path, name: str) -> None:
     place = identify(root / example.path)
     folder = example.path if example.folder is None else example.folder
     hf = None if example.hf is None else root / example.hf
-    assert (place.rule.form, place.folder, place.hf) == (example.form, root / folder, hf)
+    assert (place.form, place.folder, place.hf) == (example.form, root / folder, hf)
     assert (place.iteration, place.format, place.flaw) == (example.iteration, example.format, "")
     assert pickle.loads(pickle.dumps(place)) == place  # ranks on GPUs are started with it
 
@@ -211,7 +211,7 @@ def test_of_several_forms_the_first_rule_counts(
     root = made(files, tmp_path)
     fitting = [rule.form for rule in RULES[:-1] if rule.find(root) is not None]
     assert fitting == list(forms)
-    assert identify(root).rule.form == forms[0]
+    assert identify(root).form == forms[0]
 
 
 def refused(tmp_path: Path, files: Files, require: Callable[[Place], object]) -> str:

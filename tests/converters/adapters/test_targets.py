@@ -30,12 +30,12 @@ def test_factors_of_every_kind_of_parameter() -> None:
     found = resolve_targets(config, MOE)
     experts, hidden, ffn = 12, 48, 36
     down = found[f"{LAYER}mlp.experts.down_proj"]
-    assert (down.r, down.experts, down.scaling) == (3, experts, 6 / 3**0.5)
+    assert (down.r, down.a_shape[0], down.scaling) == (3, 3 * experts, 6 / 3**0.5)
     assert (down.a_shape, down.b_shape) == ((experts * 3, ffn), (hidden, 3 * experts))
     gate_up = found[f"{LAYER}mlp.experts.gate_up_proj"]
     assert (gate_up.a_shape, gate_up.b_shape) == ((experts * 4, hidden), (2 * ffn, 4 * experts))
     router = found[f"{LAYER}mlp.gate.weight"]
-    assert (router.a_shape, router.b_shape, router.experts) == ((2, hidden), (experts, 2), 1)
+    assert (router.a_shape, router.b_shape) == ((2, hidden), (experts, 2))
     query = found[f"{LAYER}self_attn.q_proj.weight"]
     assert (query.r, query.scaling, query.b_shape) == (4, 8 / 4**0.5, (192, 4))
     assert len(found) == 4 * 4 + 2

@@ -1,4 +1,4 @@
-"""Small pickles that would take hours, or change later reads, are refused."""
+"""Small pickles that would take hours, or change later reads, are refused; big-endian data too."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.legacy.legacy_checkpoint import check_run, open_ranks
@@ -124,3 +125,15 @@ def test_encrypted_part() -> None:
     archive[directory + 8] |= 1  # the flag for encryption
     with pytest.raises(BadArchive, match="encrypted"):
         read_tensor(archive)
+
+
+def test_what_a_big_endian_machine_saved_is_refused(tmp_path: Path) -> None:
+    torch.save([1], tmp_path / "little.pt")
+    little, big = (tmp_path / "little.pt", "r"), (tmp_path / "big.pt", "w")
+    with zipfile.ZipFile(*little) as stored, zipfile.ZipFile(*big) as written:
+        for name in stored.namelist():
+            content = b"big" if name.endswith("/byteorder") else stored.read(name)
+            written.writestr(name, content)
+    assert load(tmp_path / "little.pt") == [1]
+    with pytest.raises(BadInput, match="was written by a big-endian machine"):
+        load(tmp_path / "big.pt")
