@@ -89,7 +89,7 @@ class RoleOutcome:
 
     @property
     def spare(self) -> int:
-        """Usable bytes that were not reserved; below 0 the role does not fit."""
+        """Usable bytes that were not reserved. `ok` says whether the role fits."""
         return self.usable - self.reserved
 
     @property

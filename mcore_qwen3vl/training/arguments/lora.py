@@ -79,9 +79,15 @@ class LoraSettings:
         return False
 
     def check(self, run: RunSettings) -> None:
-        """Raise BadInput if a LoRA run's flags do not fit the others."""
+        """Raise BadInput if a LoRA run's flags are out of range, or do not fit the others."""
         if not self.trains_adapter:
             return
+        if self.lora_rank is not None and self.lora_rank < 1:
+            raise BadInput(f"--lora-rank is {self.lora_rank}; ranks start at 1.")
+        if not 0 <= (self.lora_dropout or 0.0) < 1:
+            raise BadInput(
+                f"--lora-dropout is {self.lora_dropout:g}; it must be a probability below 1."
+            )
         model, checkpoints = run.model, run.checkpoints
         if run.training.freeze or run.training.trainable:
             raise BadInput(
@@ -161,16 +167,11 @@ class LoraSettings:
 
     def _from_flags(self, architecture: Architecture) -> AdapterConfig:
         rank = RANK if self.lora_rank is None else self.lora_rank
-        if rank < 1:
-            raise BadInput(f"--lora-rank is {rank}; ranks start at 1.")
-        dropout = self.lora_dropout or 0.0
-        if not 0 <= dropout < 1:
-            raise BadInput(f"--lora-dropout is {dropout:g}; it must be a probability below 1.")
         modules, parameters = _targets(self.lora_target or ("language",), architecture)
         config = AdapterConfig(
             r=rank,
             lora_alpha=2 * rank if self.lora_alpha is None else self.lora_alpha,
-            lora_dropout=dropout,
+            lora_dropout=self.lora_dropout or 0.0,
             use_rslora=self.lora_rslora,
             target_modules=modules,
             target_parameters=parameters,

@@ -74,8 +74,6 @@ def test_a_config_file_decides_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--lora-rank", "0"), "ranks start at 1"),
-        (("--lora-rank", "4", "--lora-dropout", "1.5"), "a probability below 1"),
         (("--lora-target", "language", "q_proj"), "language cannot be combined"),
         (
             ("--lora-target", "mlp.gate.weight", "--lora-dropout", "0.1"),
@@ -92,6 +90,8 @@ def test_what_makes_no_sense_is_refused(flags: tuple[str, ...], message: str) ->
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--lora-rank", "0"), "ranks start at 1"),
+        (("--lora-rank", "4", "--lora-dropout", "1.5"), "a probability below 1"),
         (("--lora-alpha", "4"), r"--lora-alpha is set, but nothing asks for LoRA"),
         (("--lora-rslora",), r"add --lora-rank 16"),
         (("--lora-rank", "4", "--freeze", "vision"), "LoRA freezes them all"),
