@@ -92,7 +92,7 @@ class PreferenceSettings:
         if self.reference is not None:
             return self.reference
         # An adapter of --lora-init is part of the reference, and switching it off would lose that.
-        # KTO has no file.
+        # The default is then a file of log-probabilities, or the model for KTO, which has no file.
         from_scratch = lora.trains_adapter and not (lora.lora_init or lora.lora_modules_to_save)
         return "adapter" if from_scratch else "model" if loss == KTO else "file"
 
