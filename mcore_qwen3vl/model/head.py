@@ -20,8 +20,10 @@ Log-probabilities of a few tokens, and of all others together
 -------------------------------------------------------------
 
 A teacher's distribution is written as its k likeliest tokens and the rest. The student's
-log-probabilities of the same tokens, and of its own rest, are computed as above: the forward pass
-reduces each chunk to k + 3 numbers per token, which two all-reduces combine after the loop.
+log-probabilities of the same tokens, and of its own rest, are computed from one chunk of logits at
+a time, as above: the forward pass reduces each chunk to k + 3 numbers per token, and the backward
+pass recomputes it. Ranks of a TP group hold different columns; they combine their numbers in two
+all-reduces after the loop.
 
 Formulae, with logits l, q = softmax(l / T) and R the rest: d log q[i] / dl = (onehot(i) - q) / T,
 and d log q[R] / dl = (r - q) / T, where r is q / sum(q[R]) in the rest, and 0 elsewhere.

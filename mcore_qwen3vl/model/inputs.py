@@ -55,9 +55,8 @@ class VisualInputs:
     processor orders them. The tensors with a patch axis move to the device; `grid_thw` and
     `token_index` stay on the host, where the forward pass reads them without a host sync.
 
-    Pixels are either normalised, or bytes with a `pixel_scale`; anything else is BadInput. Bytes
-    take a quarter of the memory to move between processes, ranks and devices; the tower then
-    normalises those that it encodes.
+    Pixels are either normalised, or bytes with a `pixel_scale`. Bytes take a quarter of the memory
+    to move between processes, ranks and devices; the tower then normalises those that it encodes.
     """
 
     pixel_values: Tensor  # (P, patch_dim) floating point, or uint8 with `pixel_scale`
@@ -194,7 +193,7 @@ def interpolation_arguments(indices: Tensor, weights: Tensor) -> dict[str, Tenso
 def check_one_frame(image_grid_thw: Tensor) -> None:
     """Check that every image has one frame: (images, 3) frames, rows and columns in patches.
 
-    It raises BadInput if one has several, for which its prompt has no timestamps.
+    It raises BadInput if an image has several, for which its prompt has no timestamps.
     """
     for index, (frames, *_) in enumerate(image_grid_thw.tolist()):
         if frames != 1:

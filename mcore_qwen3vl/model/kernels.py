@@ -67,8 +67,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add the product of `a` (m, k) and `b` (k, n), of one dtype, to `total` (m, n), in place."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    # Of another dtype a GPU adds before it rounds; the CPU has no such kernel.
-    elif total.is_cuda:
+    elif total.is_cuda:  # adds before it rounds; the CPU has no such kernel
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b

@@ -446,8 +446,11 @@ class Qwen3VLModel(GPTModel):
             )
 
     def rows_received(self, seq_len: int, batch: int, plan: FusionPlan) -> int:
-        """Return how many rows of each kind come with hidden states (seq_len, batch, H)."""
-        # The next tokens' embeddings have one for each token, DeepStack's for image tokens.
+        """Return how many rows of each kind come with hidden states (seq_len, batch, H).
+
+        The next tokens' embeddings have a row for each token, and DeepStack's features have one
+        for each image token.
+        """
         return seq_len * batch if self.has_mtp else len(plan.destination)
 
     def _receive(self, seq_len: int, plan: FusionPlan) -> Tensor | None:

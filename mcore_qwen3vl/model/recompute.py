@@ -61,7 +61,10 @@ _scopes = _Scopes()  # thread-local, because recomputation runs in a thread of a
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Recompute, in the backward pass, the outputs that :func:`remember` gets in this context."""
+    """Recompute, in the backward pass, the outputs given to :func:`remember` inside this context.
+
+    Autograd keeps their recipes instead of the outputs.
+    """
     if not torch.is_grad_enabled():
         yield
         return

@@ -125,7 +125,7 @@ def c_compiler() -> str | None:
 
 def compile_where_possible() -> None:
     """Disable ``torch.compile``, which Megatron uses for fusions, where there is no compiler."""
-    # The warm-up before training would fail. Fused functions run one kernel after another.
+    # Otherwise the warm-up before training would fail. Fused functions run kernel by kernel.
     if c_compiler() is None:
         import torch
 

@@ -156,7 +156,8 @@ def run_layout(
 def initialize(layout: Layout, *, seed: int = 1234) -> None:
     """Set up Megatron's process groups and random states for this rank.
 
-    ``torch.distributed`` must be initialised with ``layout.world_size`` ranks, else BadInput.
+    ``torch.distributed`` must be initialised with ``layout.world_size`` ranks; if it has another
+    number, this raises BadInput.
     """
     # Imported here, because megatron must not be imported before the CPU backend is installed.
     from megatron.core import parallel_state, tensor_parallel
@@ -281,7 +282,10 @@ def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
         heard(value)
         return
     r.ended = time.monotonic()
-    r.result, r.error = (value, None) if succeeded else (None, value)
+    if succeeded:
+        r.result = value
+    else:
+        r.error = value
 
 
 def _raise_errors(ranks: list[_Rank], timeout: float) -> None:

@@ -51,8 +51,10 @@ def _first_on_this_node() -> bool:
         return True
     try:
         (Path(file).parents[1] / "reported").touch(exist_ok=False)
-    except OSError as error:  # better reported twice than not at all
-        return not isinstance(error, FileExistsError)
+    except FileExistsError:
+        return False
+    except OSError:  # better reported twice than not at all
+        return True
     return True
 
 

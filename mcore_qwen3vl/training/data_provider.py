@@ -84,7 +84,7 @@ def validation_config(settings: Settings) -> DataConfig:
     config = data_config(settings)
     return replace(
         config,
-        # So that the first batches hold the same samples under every layout.
+        # Without packing, the first batches hold the same samples under every layout.
         packing=False,
         balance=False,
         micro_batch_size=settings.loop.eval_micro_batch_size,
@@ -334,7 +334,8 @@ class StageFeed:
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             return None
-        # Another group than the pipeline's, which carries activations, even if that uses gloo.
+        # Even a pipeline group that uses gloo is not reused, because it carries activations, with
+        # which batches must not mix.
         mine = _over_gloo(dist.get_process_group_ranks(group) if _is_first_of_stage() else [])
         return cls(mine) if mine else None
 
@@ -436,7 +437,8 @@ class SharedBatches:
     def _next(self) -> Batch:
         """Return the next batch on the device, and begin to read the one that follows it."""
         if self._upcoming is not None:
-            prepared, self._upcoming = self._upcoming.result(), None
+            prepared = self._upcoming.result()
+            self._upcoming = None
         else:
             prepared = self._prepare_first(self._ahead) if self._ahead else self._prepare()
         light = prepared.light

@@ -274,8 +274,10 @@ def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
     for chunk in model:
         for parameters in _pieces(chunk.named_parameters()):
             # What mcore's function reads of a model chunk.
-            read = {"ddp_config": chunk.ddp_config, "named_parameters": partial(iter, parameters)}
-            original([SimpleNamespace(**read)], *args)
+            piece = SimpleNamespace(
+                ddp_config=chunk.ddp_config, named_parameters=partial(iter, parameters)
+            )
+            original([piece], *args)
 
 
 def _pieces(parameters: Iterator[Named]) -> Iterator[list[Named]]:

@@ -69,8 +69,8 @@ class Base:
             self._dtype = dtype_name(weights.dtype)
         for part in hf_parts(chunk):
             if part.main:
-                # Bits as integers, of whose sum the order does not matter.
-                bits = part.local.detach().view(_INTEGERS[part.local.element_size()])
+                # The sum of the bits as integers does not depend on the order.
+                bits = part.local.view(_INTEGERS[part.local.element_size()])
                 self._sum += bits.sum(dtype=torch.int64)
 
     def identity(self) -> Identity | None:

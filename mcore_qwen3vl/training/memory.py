@@ -172,7 +172,10 @@ def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
 def rank_parameters(
     a: Architecture, layout: Layout, stage: int, counts: TrainedCounts | None = None
 ) -> tuple[float, float]:
-    """Count those of `counts` (None: the model's) on a rank: outside the experts, and in them."""
+    """Count those of `counts`, or of the model's parameters, that a rank of a stage holds.
+
+    It returns the number outside the experts, and the number in them.
+    """
     layers = stage_layers(a, layout)[stage]
     shared = experts = 0.0
     for group, count in (parameters.count(a) if counts is None else counts).items():

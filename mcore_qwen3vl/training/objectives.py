@@ -170,7 +170,7 @@ def evaluation_mode(model: Any) -> Iterator[Any]:
 
 
 def distillation_objective(settings: Distillation) -> Objective:
-    """Return the objective of what `_compare` gives: a mean over all trained tokens."""
+    """Return the objective of distillation: a mean over the trained tokens of the global batch."""
     mean = token_objective(cross_entropy)
 
     def objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
@@ -198,7 +198,7 @@ def _compare(
     packed_seq_params: PackedSequence | None,
     **_: Any,
 ) -> Tensor:
-    """Compare with the teacher: (2, B, s) float32 divergences, and cross entropies."""
+    """Return (2, B, s) float32: divergences from the teacher, and cross entropies."""
     local = chunk.local_tokens(batch.input_ids.shape[1], packed_seq_params)
     ids, teacher = _teacher_at(batch, to_device(local, labels.device))
     student, of_labels = output_layer(
@@ -347,8 +347,11 @@ def with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any
 
 
 def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
-    """Return the mean difference of log-probabilities over all data-parallel ranks, a scalar."""
-    # A record alone in its micro-batch has kept its own answer. If all are alone, this is 0.
+    """Return the mean difference of log-probabilities over all data-parallel ranks, a scalar.
+
+    If all records are alone in their micro-batches, it is 0.
+    """
+    # A record that is alone in its micro-batch has kept its own answer, and is left out.
     changes = [p - r for p, r in zip(policy, reference, strict=True) if len(p) > 1]
     differences = torch.cat([policy[0].new_zeros(0), *changes])
     sums = torch.stack([differences.sum(), torch.full_like(differences.sum(), len(differences))])
@@ -378,6 +381,15 @@ Returns:
 """
 
 
+def _last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the rows and the columns of the samples' last tokens, (N,) int64 each, on the host."""
+    lengths = torch.tensor(batch.lengths)
+    if batch.cu_seqlens is None:
+        return torch.arange(len(lengths)), lengths - 1
+    starts = batch.cu_seqlens[: len(lengths)].long()
+    return torch.zeros_like(lengths), starts + lengths - 1
+
+
 def _pool(
     read: Read,
     batch: Batch,
@@ -400,11 +412,8 @@ def _pool(
     local = chunk.local_tokens(length, packed_seq_params, sequence_parallel=sharded)
     places = torch.full((length,), -1)
     places[local] = torch.arange(len(local))
-    lengths = torch.tensor(batch.lengths)
-    rows, starts = torch.arange(len(lengths)), torch.zeros_like(lengths)
-    if batch.cu_seqlens is not None:
-        rows, starts = starts, batch.cu_seqlens[: len(lengths)].long()
-    at = places[starts + lengths - 1]  # of the last tokens
+    rows, columns = _last_tokens(batch)
+    at = places[columns]
     device = hidden_states.device
     is_here = to_device(at >= 0, device)[:, None]
     states = hidden_states[to_device(at.clamp(min=0), device), to_device(rows, device)].float()
@@ -458,7 +467,10 @@ def ranking_objective(ranking: Ranking, batch: Batch, local: Tensor, logits: Ten
 
 
 def answer_word_runner(folder: str | Path, words: tuple[str, str]) -> RunBatch:
-    """Return what gives the logits (N, 2) of two words; BadInput if one is no single token."""
+    """Return what runs a micro-batch, whose values are the logits (N, 2) of two words.
+
+    It raises BadInput if a word is not a single token.
+    """
     tokenizer = load_processor(folder).tokenizer
     tokens = []
     for word in words:

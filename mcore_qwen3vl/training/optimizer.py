@@ -422,7 +422,11 @@ def _boxes(
 
 
 def _pieces(entry: ShardedTensor | ShardedTensorFactory, base: Tensor) -> list[ShardedTensor]:
-    """Return the stored tensors that a parameter is divided into, with views of `base` as data."""
+    """Return the stored tensors that a parameter is divided into, with views of `base` as data.
+
+    Raises:
+        ValueError: the stored tensors are not boxes that together make up the parameter.
+    """
     if not isinstance(entry, ShardedTensorFactory):
         return [replace(entry, data=base, dtype=base.dtype)]
     pieces = list(nested_values(entry.build_fn(entry.key, base, entry.replica_id, None)))

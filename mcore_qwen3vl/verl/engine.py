@@ -82,7 +82,7 @@ def _give_verl_a_class() -> None:
 class Qwen3VLEngine(MegatronEngineWithLMHead):
     """The engine of a policy or a reference; models that are not of `ARCHITECTURES` get VERL's own.
 
-    BadInput names each option that is not supported.
+    If options are not supported, BadInput names each of them.
     """
 
     theirs: type[Any] = MegatronEngineWithLMHead
@@ -134,13 +134,14 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
     def _build_megatron_module(self) -> Any:
         # VERL seeds the model-parallel random states only if it sees a device.
         tensor_parallel.model_parallel_cuda_manual_seed(self.engine_config.seed)
-        freezing = Freezing(self.options.freeze, self.options.trainable)
-        if self.lora is not None:
-            if self.options.freeze or self.options.trainable:
-                raise BadInput(
-                    f"megatron.{OWN} freezes parts of the model, and model.lora freezes all of it: "
-                    "leave one of them out."
-                )
+        if self.lora is None:
+            freezing = Freezing(self.options.freeze, self.options.trainable)
+        elif self.options.freeze or self.options.trainable:
+            raise BadInput(
+                f"megatron.{OWN} freezes parts of the model, and model.lora freezes all of it: "
+                "leave one of them out."
+            )
+        else:
             freezing = adapter_freezing()
         modules = get_model(
             lambda **stage: self._build_chunk(freezing, **stage),
@@ -197,7 +198,10 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         return super().forward_step(iter([batch]), model, *args, **kwargs)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Switch the adapter off (``no_lora_adapter``); BadInput if the model has none."""
+        """Switch the adapter off: the base model is the reference (VERL's ``no_lora_adapter``).
+
+        It raises BadInput if there is no adapter.
+        """
         adapters = [chunk.adapter for chunk in unwrap(self.module)]
         if None in adapters:
             raise BadInput(

@@ -42,13 +42,17 @@ class ModelOptions:
 
     @classmethod
     def from_config(cls, settings: Mapping[str, Any]) -> ModelOptions:
-        """Read the options and ``moe_config.freeze_moe_router``; BadInput for one not known."""
+        """Read the options, and VERL's own ``moe_config.freeze_moe_router``.
+
+        It raises BadInput if a key or the spec is not known.
+        """
         options = plain(settings)
         moe = plain(options.pop("moe_config", None) or {})
         frozen = _names(options.pop("freeze", ()))
         if moe.pop("freeze_moe_router", False):
             frozen = (*frozen, ROUTERS)
-        unknown = {*options} - {*cls.__dataclass_fields__} | {f"moe_config.{k}" for k in moe}
+        unknown = options.keys() - cls.__dataclass_fields__.keys()
+        unknown |= {f"moe_config.{name}" for name in moe}
         if unknown:
             raise BadInput(
                 f"megatron.{OWN} holds {', '.join(sorted(unknown))}, which this model does not "

@@ -3,14 +3,21 @@
 Rotary positions
 ----------------
 
+Interleaved multimodal rotary embedding: from 3-D position ids to rotated queries and keys.
+
 Position ids are reduced to the rank's tokens before they come here, and
 :class:`RotarySelfAttention` rotates queries and keys token by token as soon as they are projected.
 Nothing later needs to know which positions a rank holds, so the same few lines serve CP, packing
 and both layer specs. mcore's own packed path looks positions up again from cu_seqlens, with a host
 sync in every layer. Transformer Engine's fused path counts from 0 in each sample, which is wrong
 for 3-D positions.
+
+A rotation is one kernel of Transformer Engine's, or three or four of torch's.
+
 Core attention
 --------------
+
+Core attention of the ``torch`` layer spec: causal, grouped queries, CP and packed sequences.
 
 Everything is one operation: causal attention of a run of queries over the run of keys that ends
 with the last query. A sample is one such segment. Under CP it is two, one for each chunk that the
@@ -181,7 +188,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 class RotarySelfAttention(SelfAttention):
     """mcore's attention, which here rotates queries and keys as soon as they are projected.
 
-    For `factor` see :func:`rotary_factor`.
+    Args:
+        factor: see :func:`rotary_factor`.
     """
 
     def __init__(self, *args: Any, factor: float = 1.0, **kwargs: Any) -> None:
@@ -237,13 +245,16 @@ class PackedSequence(PackedSeqParams):
         # reads log-sum-exps that its kernels do not write, and some releases mistake tokens for
         # padding (issues 1930 and 3331 of its repository).
         fields = {
-            **vars(params),
             "qkv_format": "thd",
-            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens),
-            **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "pad_between_seqs")),
-            **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_kv": cu_seqlens,
+            "cu_seqlens_q_padded": None,
+            "cu_seqlens_kv_padded": None,
+            "max_seqlen_q": longest,
+            "max_seqlen_kv": longest,
+            "pad_between_seqs": None,
         }
-        return cls(**fields, bounds=tuple(bounds.tolist()))
+        return cls(**{**vars(params), **fields}, bounds=tuple(bounds.tolist()))
 
 
 @dataclass(frozen=True)
@@ -312,7 +323,8 @@ class TorchAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.softmax_scale, self.cp_group = softmax_scale, pg_collection.cp
+        self.softmax_scale = softmax_scale
+        self.cp_group = pg_collection.cp
 
     def forward(
         self,

@@ -195,7 +195,10 @@ def block_spec(
 def mtp_spec(
     config: TransformerConfig, spec: Spec, *, rotary_factor: float, keep_activations: bool
 ) -> MultiTokenPredictionBlockSubmodules:
-    """Return the layer that predicts a further token, with attention; call `block_spec` before."""
+    """Return the layer that predicts a further token, which has attention.
+
+    :func:`block_spec`, whose arguments these are, has been called before.
+    """
     if spec == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as Linear
         from megatron.core.extensions.transformer_engine import TENorm as Norm

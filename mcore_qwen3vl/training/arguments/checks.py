@@ -330,12 +330,15 @@ def unused_data_flags(settings: Settings, explicit: Collection[str]) -> list[Unu
 def _check_kinds(settings: Settings) -> None:
     """Check each flag's checkpoint: without one Megatron would start from random weights."""
     checkpoints = settings.checkpoints
-    run, step = checkpoints.load or checkpoints.save, checkpoints.ckpt_step
-    if step and run and not (Path(run) / folder_name(step)).is_dir():
-        saved_steps = ", ".join(map(str, numbered_iterations(Path(run)))) or "none"
-        raise BadInput(
-            f"--ckpt-step {step}: {Path(run)} has no checkpoint of that step; it has {saved_steps}."
-        )
+    step = checkpoints.ckpt_step
+    if step and (named := checkpoints.load or checkpoints.save):
+        folder = Path(named)
+        if not (folder / folder_name(step)).is_dir():
+            saved_steps = ", ".join(map(str, numbered_iterations(folder))) or "none"
+            raise BadInput(
+                f"--ckpt-step {step}: {folder} has no checkpoint of that step; it has "
+                f"{saved_steps}."
+            )
     hf = settings.model.load_hf
     others = {
         "--load-hf": hf,
@@ -372,9 +375,8 @@ def _check_kinds(settings: Settings) -> None:
         if starts[flag] == checkpoints.save or read_tracker(place.path) is not None:
             continue
         # Without a tracker, Megatron would start from random weights.
-        number, folder = place.iteration, place.path
-        numbered = flag == "--load" and isinstance(number, int)
-        chosen = f" --ckpt-step {number}" if numbered else ""
+        folder, number = place.path, place.iteration
+        chosen = f" --ckpt-step {number}" if flag == "--load" and isinstance(number, int) else ""
         raise BadInput(
             f"{folder} is one iteration, and Megatron begins from a run's folder with a {TRACKER}: "
             f"use {flag} {folder.absolute().parent}{chosen}."

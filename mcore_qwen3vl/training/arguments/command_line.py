@@ -124,7 +124,11 @@ class CommandLine:
         return Architecture.from_hf(self.model)
 
     def layout(self, world_size: int) -> Layout:
-        """Return the layout on `world_size` ranks; BadInput if these or the model do not fit it."""
+        """Return the layout of the flags on `world_size` ranks.
+
+        If the model or the ranks cannot be divided so, BadInput names both numbers and what to
+        change.
+        """
         settings, architecture = self.settings, self.architecture
         layout = Layout.from_flags(settings.parallel, world_size, moe=architecture.is_moe)
         if settings.parallel.has_own_split:
@@ -255,7 +259,10 @@ def without_flags(argv: Sequence[str], names: frozenset[str]) -> list[str]:
 
 
 def take_back(argv: Sequence[str]) -> list[str]:
-    """Remove each ``--FLAG none`` and the earlier uses of that flag from `argv`."""
+    """Remove each ``--FLAG none`` and the earlier uses of that flag from `argv`.
+
+    A later ``--FLAG VALUE`` sets the flag again.
+    """
     kept: list[str] = []
     for word in argv:
         flag, _, value = word.partition("=")

@@ -83,7 +83,7 @@ class PreferenceSettings:
             "rpo_alpha": self.rpo_alpha,
             "gamma": self.simpo_gamma,
         }
-        return Preference(**DEFAULTS.get(kind or "", {}) | _given(values))
+        return Preference(**(DEFAULTS.get(kind or "", {}) | _given(values)))
 
     def reference_of(self, loss: str, lora: LoraSettings) -> Reference | None:
         """Return where the log-probabilities of `loss`'s reference come from; None: it has none."""
@@ -92,11 +92,15 @@ class PreferenceSettings:
         if self.reference is not None:
             return self.reference
         # An adapter of --lora-init is part of the reference, and switching it off would lose that.
+        # The default is then a file of log-probabilities, or the model for KTO, which has no file.
         from_scratch = lora.trains_adapter and not (lora.lora_init or lora.lora_modules_to_save)
         return "adapter" if from_scratch else "model" if loss == KTO else "file"
 
     def complete(self, run: RunSettings, lora: LoraSettings) -> Self:
-        """Return these settings with the reference model named; BadInput for flags that misfit."""
+        """Return these settings with the reference model named, if the loss has one.
+
+        It raises BadInput if the flags do not fit one another or the others.
+        """
         loss = run.training.loss
         if self.reference and loss in LOSSES and loss not in _LOSSES_OF["reference"]:
             raise BadInput(
@@ -105,8 +109,7 @@ class PreferenceSettings:
             )
         for name, losses in _LOSSES_OF.items():
             if loss not in losses:
-                names = " or ".join(filter(None, (", ".join(losses[:-1]), losses[-1])))
-                refuse_without(f"--loss {names}", self, [name])
+                refuse_without(f"--loss {_join_names(losses)}", self, [name])
         if loss not in (*LOSSES, KTO):
             return self
         _ = self.kto if loss == KTO else self.pair_settings(loss)
@@ -185,7 +188,10 @@ class DistillationSettings:
         return Distillation(**_given(values))
 
     def complete(self, run: RunSettings, vocab_size: int) -> Self:
-        """Return these settings with a teacher's number of tokens; BadInput if flags misfit."""
+        """Return these settings with the number of a live teacher's tokens, if there is one.
+
+        It raises BadInput if the flags do not fit one another or the others.
+        """
         if run.training.loss != DISTILL:
             names = [*_DISTILLATION, "teacher", "teacher_top_k"]
             refuse_without(f"--loss {DISTILL}", self, names)
@@ -222,6 +228,11 @@ def defaults_of_sample_losses(explicit: Mapping[str, Any]) -> dict[str, Any]:
     of_samples = explicit.get("loss") in (*LOSSES, KTO) or explicit.get("task") is not None
     # A router's balancing loss is a mean over tokens, and cannot be added to them.
     return {"moe_aux_loss_coeff": 0.0} if of_samples else {}
+
+
+def _join_names(losses: Sequence[str]) -> str:
+    """Return names as text: "dpo", "dpo or simpo", "dpo, simpo or orpo"."""
+    return " or ".join(filter(None, (", ".join(losses[:-1]), losses[-1])))
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -282,7 +282,10 @@ class Kept:
         return total // ranks if total and total % ranks == 0 else None
 
     def defaults(self, explicit: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-        """Return the defaults with which `ranks` ranks go on, or BadInput with the flags to add."""
+        """Return the defaults with which `ranks` data-parallel ranks go on with the run.
+
+        If they cannot, BadInput names the flags to add.
+        """
         asked, micro_batch_size = explicit.get("num_workers"), explicit.get("micro_batch_size", 1)
         workers = asked if self.numbered and asked is not None else self._workers_of(ranks)
         if workers is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import HFConfig
@@ -85,9 +85,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def add_early_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of Megatron's that we read, for a parser that needs no megatron."""
-    owners = get_type_hints(run.RunSettings)
-    for name in ("checkpoints", "loop", "parallel", "compute", "logs"):
-        add_flags(parser.add_argument_group(), owners[name], leave_out=run.NOT_READ_EARLY)
+    owners = (
+        run.CheckpointSettings,
+        run.LoopSettings,
+        run.ParallelSettings,
+        run.ComputeSettings,
+        run.LogSettings,
+    )
+    for owner in owners:
+        add_flags(parser.add_argument_group(), owner, leave_out=run.NOT_READ_EARLY)
 
 
 SEQ_LENGTH = 8192
@@ -140,7 +146,10 @@ def kernel_defaults(spec: str, *, cpu: bool) -> dict[str, Any]:
 def run_defaults(
     architecture: Architecture, explicit: Collection[str], *, cpu: bool
 ) -> dict[str, Any]:
-    """Return the default of each argument not in `explicit`, by ``dest`` name."""
+    """Return the default of each argument not in `explicit`, by ``dest`` name.
+
+    :func:`statement` reports them to the user.
+    """
     defaults: dict[str, Any] = {
         "micro_batch_size": 1,
         "seq_length": min(SEQ_LENGTH, architecture.max_position_embeddings),

@@ -152,8 +152,11 @@ def choose_iteration(
 ) -> int | None:
     """Return the step to load in place of the latest of ``--load``, if that cannot be read.
 
-    All ranks call this. `args` are Megatron's, for formats that load only into an equal run. For
-    BadInput see :func:`readable_iteration` and `converters.megatron_checkpoint.Format`.
+    All ranks call this. `args` are Megatron's, for formats that load only into an equal run.
+
+    Raises:
+        BadInput: see :func:`readable_iteration` and
+            :class:`mcore_qwen3vl.converters.megatron_checkpoint.Format`.
     """
     if checkpoints.load is None:
         return None
@@ -305,7 +308,7 @@ def _explain_missing_parameter(directory: str, error: BaseException) -> BadInput
 
 
 def differences(saved: argparse.Namespace, settings: Settings) -> Iterator[str]:
-    """Say what a resumed run trains, or refers to, otherwise than that with arguments `saved`."""
+    """Say what differs from the run with the arguments `saved`: what trains, and the reference."""
     was = _trained_in_words(fill(TrainingSettings, saved))
     trains = _trained_in_words(settings.training)
     if was != trains:
@@ -319,8 +322,10 @@ def differences(saved: argparse.Namespace, settings: Settings) -> Iterator[str]:
     before = fill(PreferenceSettings, saved).reference_model
     now = settings.preference.reference_model
     if before not in (None, now):
-        has = f"this run has {now or 'none'}"
-        yield f"the checkpoint's run had the reference model {before}, and {has}"
+        yield (
+            f"the checkpoint's run had the reference model {before}, and this run has "
+            f"{now or 'none'}"
+        )
 
 
 def _trained_in_words(training: TrainingSettings) -> str:

@@ -324,7 +324,10 @@ class Validations:
                 self._kept, self.exported = saved["kept"], saved.get("exported")
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
-        """Record the loss of the validation after `iteration`; a collective."""
+        """Record the loss of the validation after `iteration`; a collective.
+
+        Only the last rank needs `losses`, the result of Megatron's ``evaluate``.
+        """
         known = self._losses and self._losses[-1][0] == iteration  # Megatron validates twice there
         if known or not self._wanted:
             return

@@ -65,8 +65,10 @@ def _lengths(batch: Batch) -> Tensor:
 class Metrics:
     """Collects work and reports it at intervals; every rank makes the same calls.
 
-    The peak of one device is that in the training dtype; None looks it up, and there is no MFU for
-    an unknown device. With `mtp` a further token is predicted.
+    Args:
+        peak_tflops: peak of one device in the training dtype; if None it is looked up, and there is
+            no MFU for an unknown device.
+        mtp: whether a further token is predicted.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Metrics:
     def report(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return the numbers since the last report, over all ranks.
 
-        At least one batch must have been counted since the start. The `group` has the data-parallel
+        At least one batch must have been counted since the start. `group` has the data-parallel
         ranks, context parallelism not included.
         """
         device = torch.cuda.current_device()

@@ -97,7 +97,10 @@ def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) 
 
 
 class LogFile(io.TextIOBase):
-    """A log file that the first write creates, if it has a path; a full disk only cuts it short."""
+    """A log file that is created at the first write, and appended to; without a path, nothing is.
+
+    A full disk cuts the log short, but does not end the run.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
