@@ -121,7 +121,11 @@ def templates(package: str) -> Environment:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; raise ValueError if `text` is none, or is nested too deeply for Python."""
+    """Parse JSON.
+
+    Raises:
+        ValueError: `text` is not JSON, or is nested more deeply than Python can read.
+    """
     try:
         return json.loads(text)
     except RecursionError:
@@ -131,7 +135,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, name: str, where: str) -> dict[str, Any]:
-    """Return the JSON object in a file, or in the file `name` of a directory; or raise BadInput."""
+    """Return the JSON object in a file, or in the file `name` of a directory.
+
+    Raises:
+        BadInput: there is no such file, or it holds something else.
+    """
     refuse_special_files(path)
     file = path / name if path.is_dir() else path
     if not file.exists():

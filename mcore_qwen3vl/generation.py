@@ -174,9 +174,11 @@ def check_lengths(architecture: Architecture, prompts: Prompts, max_new_tokens: 
 
 @dataclass(frozen=True)
 class Request(ModelRequest):
-    """The conversations to answer, as for :func:`generate`, and the checkpoint.
+    """The conversations to answer, and the checkpoint.
 
-    `options` are keyword arguments of that; only the first rank uses `stream`.
+    Attributes:
+        conversations: conversations in the form of :func:`generate`.
+        options: keyword arguments of :func:`generate`; only the first rank uses `stream`.
     """
 
     conversations: Sequence[Any]
@@ -186,8 +188,10 @@ class Request(ModelRequest):
 def generate_on_all_ranks(request: Request, *, on_cpu: bool = False) -> list[Generation]:
     """Generate on all ranks: torchrun's if torchrun started us, otherwise ranks started here.
 
-    Prompts are read and checked before a process starts or a weight is loaded. BadInput has the
-    causes in :func:`generate`, no GPU, or a layout that does not fit the model.
+    Prompts are read and checked before a process starts or a weight is loaded.
+
+    Raises:
+        BadInput: the causes in :func:`generate`, no GPU, or a layout that does not fit the model.
     """
     layout, model = request.layout, CheckedModel(request, "generate")
     if layout.vpp > 1 or layout.cp > 1:
@@ -563,7 +567,10 @@ def user_turns(
     """Make a conversation of one user turn for each text.
 
     Without tags, all the images and videos come before every text. If texts have ``<image>`` and
-    ``<video>`` tags, each tag takes the next image or video; other numbers of tags are BadInput.
+    ``<video>`` tags, each tag takes the next image or video.
+
+    Raises:
+        BadInput: there are more or fewer tags than images or videos.
     """
     media = {"image": list(images), "video": list(videos)}
     tags = [tag for text in texts for tag in TAG.findall(text)]

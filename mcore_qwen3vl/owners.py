@@ -255,7 +255,11 @@ def require_last_token(folder: Path) -> None:
 
 
 def unused_of(source: Path) -> list[Unused]:
-    """Return what nothing uses of a model's folder, or of a lone config.json; or raise BadInput."""
+    """Return what nothing uses of a model's folder, or of a ``config.json`` alone.
+
+    Raises:
+        BadInput: a file cannot be read, or the config is none that this model can have.
+    """
     folders = OWNERS if source.is_dir() else OWNERS[:2]
     return [unused for owner in folders for unused in owner(source)]
 

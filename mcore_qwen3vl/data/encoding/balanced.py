@@ -90,7 +90,11 @@ class Unusable:
 
 
 class Sizes(Sequence[Size | Unusable]):
-    """The size or the flaw of every sample; `stamps` are (samples,) uint64 of :func:`stamp_of`."""
+    """The size or the flaw of every sample of a data set, in one array and a short list.
+
+    Attributes:
+        stamps: (samples,) uint64, see :func:`stamp_of`.
+    """
 
     def __init__(self, measured: Sequence[tuple[Size | Unusable, int]]) -> None:
         self._table = np.zeros((len(measured), 3))

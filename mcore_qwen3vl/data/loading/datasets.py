@@ -237,7 +237,10 @@ class CrudeSamples(ConcatDataset[Any]):
 def collect_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
     """Return the labels of all records: names in alphabetical order, or numbers up to the largest.
 
-    Records that cannot be used are left out, as in training. BadInput: there are none, or both.
+    Records that cannot be used are left out, as in training.
+
+    Raises:
+        BadInput: there are none, or both names and numbers.
     """
     labels: set[int | str] = set()
     for crude in CrudeSamples(sources, split="train", trust=trust):
@@ -583,8 +586,9 @@ class Stream(_Ordered):
 def position_after(worker_states: Sequence[Mapping[str, Any]], start: int, rows: int) -> int:
     """Return the position after what one rank's workers have taken, for another number of them.
 
-    All ranks, whose micro-batches together have `rows` records, have taken as much as these
-    workers, whose states are those of a loader's as plain data.
+    Args:
+        worker_states: a loader's state as plain data; all ranks have taken as much.
+        rows: records that all ranks together have in a micro-batch.
     """
     blocks = 0
     for worker in worker_states:
