@@ -169,6 +169,20 @@ def test_stopped_and_resumed_the_batches_are_the_same_bitwise(
         assert same(next(resumed), next(uninterrupted))
 
 
+def test_a_state_from_before_records_had_an_order_resumes_tars(
+    written: Callable[[str], Path], make: MakeLoader
+) -> None:
+    """Such a state names neither the order nor the rows of a micro-batch nor the start."""
+    path = written("tars")
+    uninterrupted, resumed = (make(path, config=SHUFFLED) for _ in range(2))
+    for _ in range(4):
+        next(uninterrupted)
+    state = uninterrupted.state_dict()
+    resumed.load_state_dict({k: state[k] for k in state.keys() - {"order", "rows", "start"}})
+    for _ in range(6):
+        assert same(next(resumed), next(uninterrupted))
+
+
 @pytest.mark.slow  # data workers
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("config", [SHUFFLED, BALANCED], ids=["plain", "balanced"])
