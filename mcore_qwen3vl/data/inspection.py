@@ -288,7 +288,8 @@ def _balance(
 
     The shuffled data are divided over ranks as the loaders do, a small data set repeatedly.
     """
-    random, count = np.random.default_rng(0), len(report.sizes)
+    random = np.random.default_rng(0)
+    count = len(report.sizes)
     epochs = math.ceil(_BUFFERS * ranks * config.packing_buffer / count)
     sizes = [report.sizes[i] for _ in range(epochs) for i in random.permutation(count)]
     load = Workload(architecture, sizes, config.seq_length)

@@ -411,7 +411,8 @@ class Order:
         return self._permutations[part][1]
 
     def _permute(self, part: int, epoch: int) -> Any:
-        source, random = self._parts[part], self._random(part, epoch)
+        source = self._parts[part]
+        random = self._random(part, epoch)
         if source.runs is None:  # kept in half the bytes, by each data worker of each rank
             return random.permutation(len(source)).astype(np.int32)
         # Rows of a table are decoded together, so some groups are read side by side, each from its
