@@ -101,6 +101,13 @@ def _load(
     path = source.path.absolute()
     place = ensure_index(path)
     is_metadataset = place.suffix in (".yaml", ".yml")
+    if is_metadataset and source.max_samples is not None:
+        raise BadInput(
+            f"max_samples is {source.max_samples} for {path}, but an energon metadataset blends "
+            "data sets, and which of their samples are the first is not defined. Leave max_samples "
+            "out, and limit each of its data sets there, by subset: {range: [0, N]}; or name "
+            "them in the mixture file, each with a max_samples of its own."
+        )
     options: dict[str, Any] = {
         "training": training,
         "worker_config": workers,
@@ -131,7 +138,7 @@ def _load(
             **options,
         )
         datasets, mode = loaded.datasets, loaded.blend_mode
-    if source.max_samples is not None and not is_metadataset:
+    if source.max_samples is not None:
         whole: Any = datasets[0].dataset
         if source.max_samples < len(whole):  # energon refuses a subset that is longer
             whole.subset = DatasetSubset(absolute_range=(0, source.max_samples))
