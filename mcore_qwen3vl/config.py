@@ -455,8 +455,9 @@ def _mtp_layers(text: dict[str, Any]) -> int:
             "text_config.mtp_use_dedicated_embeddings is true; layers that predict a further token "
             "with an embedding of their own are not supported."
         )
-    name = "mtp_num_hidden_layers"
-    return 0 if text.get(name) is None else _integer(text, name, most=1)
+    if text.get("mtp_num_hidden_layers") is None:
+        return 0
+    return _integer(text, "mtp_num_hidden_layers", most=1)
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
@@ -710,8 +711,8 @@ def _require_same(section: dict[str, Any], name: str, other: str, where: str) ->
     """Raise BadInput if two names of one field have different values."""
     values = [section[key] for key in (name, other) if section.get(key) is not None]
     if len(values) > 1 and values[0] != values[1]:
-        named = f"{where}{name}", f"{where}{other}, another name of it,"
-        raise _contradiction("config.json", dict(zip(named, values, strict=True)))
+        of_other = f"{where}{other}, another name of it,"
+        raise _contradiction("config.json", {f"{where}{name}": values[0], of_other: values[1]})
 
 
 def _contradiction(where: str, two: dict[str, Any]) -> BadInput:

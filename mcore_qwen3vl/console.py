@@ -138,7 +138,10 @@ def _that_outlives_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 def as_utf8(word: str) -> str:
-    """Return a word of the command line, which is no path, as UTF-8, whatever Python's locale."""
+    """Return a word of the command line as UTF-8, whatever the locale in which Python read it.
+
+    Use it for text only: the file system needs paths as Python read them.
+    """
     return os.fsencode(word).decode(errors="replace")
 
 
@@ -264,7 +267,10 @@ def quiet_megatron() -> None:
 
 
 def quiet_libraries() -> None:
-    """Suppress the advice of every library, before megatron is imported; errors still show."""
+    """Suppress the advice of every library in a command; errors still show.
+
+    Call it before megatron is imported.
+    """
     quiet_megatron()
     warnings.filterwarnings("ignore")
     # Megatron would print the notes of every library; only the first basicConfig() counts.

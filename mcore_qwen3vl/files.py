@@ -121,7 +121,11 @@ def templates(package: str) -> Environment:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; raise ValueError if `text` is none, or is nested too deeply for Python."""
+    """Parse JSON.
+
+    Raises:
+        ValueError: `text` is not JSON, or is nested more deeply than Python can read.
+    """
     try:
         return json.loads(text)
     except RecursionError:
@@ -131,20 +135,17 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, name: str, where: str) -> dict[str, Any]:
-    """Return the JSON object in a file, or in the file `name` of a directory; or raise BadInput."""
+    """Return the JSON object in a file, or in the file `name` of a directory.
+
+    Raises:
+        BadInput: there is no such file, or it holds something else.
+    """
     refuse_special_files(path)
     file = path / name if path.is_dir() else path
-    if not file.exists():
-        raise BadInput(f"{file} does not exist. {where}; check the path.")
-    return read_fields(file)
-
-
-def read_fields(file: Path) -> dict[str, Any]:
-    """Do as :func:`read_object` for a file; one that does not exist has no field."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
+        raise BadInput(f"{file} does not exist. {where}; check the path.") from None
     except (OSError, ValueError) as error:
         raise BadInput(
             f"{file} cannot be read as JSON: {error!s:.200}. Copy the file again."
@@ -154,6 +155,14 @@ def read_fields(file: Path) -> dict[str, Any]:
             f"{file} holds {type(content).__name__}, not a JSON object. Copy the file again."
         )
     return content
+
+
+def read_fields(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, as :func:`read_object` does; empty if there is no file.
+
+    A folder or a pipe of that name is no file: opening a pipe could wait for ever.
+    """
+    return read_object(file, file.name, "") if file.is_file() else {}
 
 
 def refuse_special_files(folder: Path) -> None:

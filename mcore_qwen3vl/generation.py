@@ -43,7 +43,7 @@ from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rg
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.records.video import load_frames, probe_video, sample_frames
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_fields
+from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
 from mcore_qwen3vl.model.decoder.attention import TorchAttention
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
@@ -114,7 +114,10 @@ def generate(
     )
     limit = first_of(max_new_tokens, config.max_new_tokens, MAX_NEW_TOKENS)
     check_lengths(model.architecture, prompts, limit)
-    tokenizer, count = processor.tokenizer, len(prompts.lengths) if stream else 0
+    tokenizer = processor.tokenizer
+    streamers = []
+    if stream is not None:
+        streamers = [_Streamer(tokenizer, i, stream) for i in range(len(prompts.lengths))]
     stop = stop_tokens(config, tokenizer)
     answers = decode(
         model,
@@ -123,7 +126,7 @@ def generate(
         max_new_tokens=limit,
         stop=stop,
         pad=first_of(config.pad_token_id, tokenizer.pad_token_id, 0),
-        streamers=[_Streamer(tokenizer, number, stream) for number in range(count)],
+        streamers=streamers,
     )
     return [
         Generation(
@@ -174,9 +177,11 @@ def check_lengths(architecture: Architecture, prompts: Prompts, max_new_tokens: 
 
 @dataclass(frozen=True)
 class Request(ModelRequest):
-    """The conversations to answer, as for :func:`generate`, and the checkpoint.
+    """The conversations to answer, and the checkpoint.
 
-    `options` are keyword arguments of that; only the first rank uses `stream`.
+    Attributes:
+        conversations: conversations in the form of :func:`generate`.
+        options: keyword arguments of :func:`generate`; only the first rank uses `stream`.
     """
 
     conversations: Sequence[Any]
@@ -186,8 +191,10 @@ class Request(ModelRequest):
 def generate_on_all_ranks(request: Request, *, on_cpu: bool = False) -> list[Generation]:
     """Generate on all ranks: torchrun's if torchrun started us, otherwise ranks started here.
 
-    Prompts are read and checked before a process starts or a weight is loaded. BadInput has the
-    causes in :func:`generate`, no GPU, or a layout that does not fit the model.
+    Prompts are read and checked before a process starts or a weight is loaded.
+
+    Raises:
+        BadInput: the causes in :func:`generate`, no GPU, or a layout that does not fit the model.
     """
     layout, model = request.layout, CheckedModel(request, "generate")
     if layout.vpp > 1 or layout.cp > 1:
@@ -451,7 +458,7 @@ def with_turn_end(folder: Path) -> dict[str, bytes]:
     end, file = unlisted_turn_end(folder), folder / "generation_config.json"
     if end is None or not file.is_file():
         return {}
-    content = read_fields(file)
+    content = read_object(file, file.name, "")
     ids = first_of(content.get("eos_token_id"), [])
     ids = ids if isinstance(ids, list) else [ids]
     return {file.name: dumps({**content, "eos_token_id": [*ids, end.id]})}
@@ -563,7 +570,10 @@ def user_turns(
     """Make a conversation of one user turn for each text.
 
     Without tags, all the images and videos come before every text. If texts have ``<image>`` and
-    ``<video>`` tags, each tag takes the next image or video; other numbers of tags are BadInput.
+    ``<video>`` tags, each tag takes the next image or video.
+
+    Raises:
+        BadInput: there are more or fewer tags than images or videos.
     """
     media = {"image": list(images), "video": list(videos)}
     tags = [tag for text in texts for tag in TAG.findall(text)]

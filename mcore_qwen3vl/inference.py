@@ -52,7 +52,11 @@ class ModelRequest:
 
 
 class CheckedModel:
-    """A model that can be loaded as requested; its `folder` has config and processor."""
+    """A model that can be loaded under the requested layout; no weight has been read yet.
+
+    Attributes:
+        folder: folder with config, tokenizer and processor.
+    """
 
     def __init__(self, request: ModelRequest, command: str, *, task: str | None = None) -> None:
         """Check a request; the task is that of :func:`adapter_for`.
@@ -88,14 +92,22 @@ class CheckedModel:
 
 
 def unused_by(request: ModelRequest, command: str) -> list[Unused]:
-    """Return what a command does not use of the checkpoint and the adapter; or raise BadInput."""
+    """Return what a command does not use of the checkpoint's files and of the adapter.
+
+    Raises:
+        BadInput: see :func:`hf_folder_of`, or a file cannot be read.
+    """
     folder = hf_folder_of(request.checkpoint, request.hf, command)
     adapter = [] if request.lora is None else unused_of_adapter(request.lora, folder)
     return [*unused_of(folder), *adapter]
 
 
 def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
-    """Return a checkpoint's folder of config, tokenizer and processor; or raise BadInput."""
+    """Return the folder with the config, tokenizer and processor of `checkpoint`.
+
+    Raises:
+        BadInput: the checkpoint has no such folder, or is a LoRA adapter.
+    """
     place = identify(checkpoint)
     if place.kind is Kind.ADAPTER:
         raise BadInput(f"{checkpoint} is a LoRA adapter: `{command} BASE --lora {place.folder}`.")

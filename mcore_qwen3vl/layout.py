@@ -52,7 +52,11 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a layout as :meth:`__str__` writes it, its parts in any order; or raise BadInput."""
+        """Read a layout as :meth:`__str__` writes it, with its parts in any order.
+
+        Raises:
+            BadInput: a part is not a known name with a number.
+        """
         sizes: dict[str, Any] = {}
         names = [f.name for f in fields(cls) if f.name not in ("sp", "split")]
         for part in re.split(r"[x+,\s]+", text.strip()):
@@ -159,7 +163,12 @@ class Layout:
         return [sum(map(len, stages[rank :: self.pp])) for rank in range(self.pp)]
 
     def validate(self, architecture: Architecture, *, training: bool = True) -> None:
-        """Raise BadInput if this layout cannot divide the model, or if `training` forbids it."""
+        """Raise unless the model can be divided by this layout.
+
+        Raises:
+            BadInput: the layout does not fit the model, or `training` forbids it; the message names
+                both numbers and what to change.
+        """
         for name, size in asdict(self).items():
             if isinstance(size, int) and size is not False and size < 1:
                 raise BadInput(f"{name.upper()} is {size}; parallel sizes start at 1.")

@@ -81,7 +81,11 @@ def _sentence(name: str, installed: str, allowed: SpecifierSet) -> str:
 
 
 def require_extra(package: str, what: str) -> None:
-    """Raise BadInput, with the extra that brings it, if a package that `what` needs is missing."""
+    """Raise an error that names the extra to install, if a package is missing.
+
+    Raises:
+        BadInput: the package is not installed. The message begins with `what`, which needs it.
+    """
     if find_spec(package) is None:
         raise BadInput(
             f"{what} needs the package {package}: pip install 'mcore-qwen3vl[{EXTRAS[package]}]'."

@@ -24,7 +24,10 @@ class Fact:
 
 
 def architecture_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Return the Megatron arguments, by ``dest`` name, without which it would be another model."""
+    """Return the Megatron arguments that `architecture` fixes, by ``dest`` name.
+
+    A different value would be a different model.
+    """
     facts = architecture_facts(architecture)
     return {f.argument: f.value for f in facts if f.argument and f.fixed}
 

@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.hf.companions import unused_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
 from mcore_qwen3vl.data.processor import unused_of_processor
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_fields
+from mcore_qwen3vl.files import read_fields, read_object
 from mcore_qwen3vl.unused import Fields, Unused
 
 _METADATA = (
@@ -235,7 +235,7 @@ def require_last_token(folder: Path) -> None:
     They are the state of the last token with length 1, here: no other pooling, and no layer on it.
     """
     for file in sorted(folder.glob("*_Pooling/config.json")):
-        content = read_fields(file)
+        content = read_object(file, file.name, "")
         flags = [name for name, on in content.items() if name.startswith("pooling_mode_") and on]
         named = content.get("pooling_mode") or [
             flag.removeprefix("pooling_mode_") for flag in flags
@@ -255,7 +255,11 @@ def require_last_token(folder: Path) -> None:
 
 
 def unused_of(source: Path) -> list[Unused]:
-    """Return what nothing uses of a model's folder, or of a lone config.json; or raise BadInput."""
+    """Return what nothing uses of a model's folder, or of a ``config.json`` alone.
+
+    Raises:
+        BadInput: a file cannot be read, or the config is none that this model can have.
+    """
     folders = OWNERS if source.is_dir() else OWNERS[:2]
     return [unused for owner in folders for unused in owner(source)]
 

@@ -58,8 +58,9 @@ class Fields:
         if name in self.used or name in self.inert:
             return True
         # 1 == True in Python, but they are two different values of a field; 1 and 1.0 are not.
-        flag, harmless = isinstance(value, bool), self.without_effect.get(name, ())
-        return any(value == known and isinstance(known, bool) == flag for known in harmless)
+        is_flag = isinstance(value, bool)
+        harmless = self.without_effect.get(name, ())
+        return any(value == known and is_flag == isinstance(known, bool) for known in harmless)
 
 
 def sentences(unused: Iterable[Unused]) -> list[str]:

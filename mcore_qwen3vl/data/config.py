@@ -48,7 +48,11 @@ class MediaLimits:
     """most frames to sample from a clip; default: the checkpoint's processor's"""
 
     def apply(self, processor: Any) -> None:
-        """Set these budgets on an HF ``Qwen3VLProcessor``; raise BadInput if one is empty."""
+        """Set these budgets on an HF ``Qwen3VLProcessor``, in place.
+
+        Raises:
+            BadInput: a lower budget exceeds the upper one.
+        """
         images, videos = processor.image_processor, processor.video_processor
         token_pixels = (images.patch_size * images.merge_size) ** 2
         self._set_size(images, "image", token_pixels)
@@ -236,7 +240,10 @@ def parse_sources(
     """Read ``PATH`` or ``WEIGHT PATH WEIGHT PATH ...``, as in Megatron's ``--data-path``.
 
     A mixture file among the paths is replaced by its data sets, and `preprocess` and `train_on` are
-    those of the data sets that name none. Other words and malformed mixture files are BadInput.
+    those of the data sets that name none.
+
+    Raises:
+        BadInput: numbers and paths do not alternate, or a mixture file is malformed.
     """
     weights, paths = (["1"], words) if len(words) == 1 else (words[0::2], words[1::2])
     try:

@@ -164,7 +164,10 @@ class DataReport:
         return ", ".join(names) + more + (f", the first in {first}" if first else "")
 
     def histograms(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return (counts (bins,), edges (bins + 1,)) of tokens, trained tokens and patches."""
+        """Return histograms of tokens, trained tokens and patches a sample.
+
+        Each is (counts (bins,), edges (bins + 1,)).
+        """
         measured = self._numbers_by_name().items()
         return {name: np.histogram(v, min(20, max(v) - min(v) + 1)) for name, v in measured}
 
@@ -285,7 +288,8 @@ def _balance(
 
     The shuffled data are divided over ranks as the loaders do, a small data set repeatedly.
     """
-    random, count = np.random.default_rng(0), len(report.sizes)
+    random = np.random.default_rng(0)
+    count = len(report.sizes)
     epochs = math.ceil(_BUFFERS * ranks * config.packing_buffer / count)
     sizes = [report.sizes[i] for _ in range(epochs) for i in random.permutation(count)]
     load = Workload(architecture, sizes, config.seq_length)
@@ -298,7 +302,12 @@ def _balance(
 
 
 def plot_report(report: DataReport, png: Path) -> None:
-    """Draw the histograms into `png`; raise BadInput without matplotlib, samples or room for it."""
+    """Draw the histograms into `png`.
+
+    Raises:
+        BadInput: matplotlib is not installed (extra ``plots``), there is nothing to draw, or `png`
+            cannot be written.
+    """
     require_extra("matplotlib", "--plot")
     from matplotlib.figure import Figure
 
@@ -365,8 +374,11 @@ def clean_file(
 def write_turns(data: Path, out: Path) -> tuple[int, int]:
     """Write a record for each trained turn of the conversations in a file, see :func:`each_turn`.
 
-    It returns the numbers of records read and written, and raises what :func:`clean_file` does, or
-    BadInput for a malformed record.
+    Returns:
+        The numbers of records read and written.
+
+    Raises:
+        BadInput: see :func:`clean_file`; or a record is malformed.
     """
     read = written = 0
     with clean_file(out, data, "--out") as write:

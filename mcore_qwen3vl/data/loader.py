@@ -289,8 +289,8 @@ class Loader(Iterator[Batch]):
         self._order, self._start = SHARDS, 0
         self._turns: Any = None  # what takes the positions of an order in turn, if they are kept
         self._rows: int | None = None  # of a micro-batch, if its records are read by number
-        data = architecture, processor, config, sources
-        self._encoder = _encoder(*data, dp_rank=dp_rank, dp_size=dp_size, trained=trained)
+        balancing = {"dp_rank": dp_rank, "dp_size": dp_size, "trained": trained}
+        self._encoder = _encoder(architecture, processor, config, sources, **balancing)
         self._workers = WorkerConfig(
             **self._place, seed_offset=seed, global_error_handler=self._encoder.guard.on_error
         )
@@ -474,10 +474,12 @@ class Loader(Iterator[Batch]):
             BadInput: the state belongs to another rank, to another number of ranks or workers, or
                 to a run with another setting of `balance`.
         """
-        if state.get("balance", False) != (balanced := self._config.balance):
-            was, now = ("without", "with") if balanced else ("with", "without")
+        if state.get("balance", False) != self._config.balance:
+            was, now = "with", "without"
             remedy = "Pass --packing and --balance, and leave --no-balance out."
-            remedy = "Add --no-balance." if balanced else remedy
+            if self._config.balance:
+                was, now = now, was
+                remedy = "Add --no-balance."
             raise BadInput(
                 f"The data state was saved {was} --balance, and this run is {now} it: the order of "
                 f"samples differs. {remedy}"
@@ -489,8 +491,9 @@ class Loader(Iterator[Batch]):
                 "from the beginning, pass --load DIR --finetune, and another --save."
             )
         workers = self._place["num_workers"]
-        read = state["rows"], state["num_workers"]
-        if self._order == RECORDS and read != (self._rows, workers):
+        if self._order == RECORDS and (
+            state["rows"] != self._rows or state["num_workers"] != workers
+        ):
             # The order of records depends on neither.
             state = go_on_at(state, state["rank"], state["world_size"]) | {"num_workers": workers}
         saved = {name: state[name] for name in self._place}

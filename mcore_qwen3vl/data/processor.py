@@ -227,9 +227,12 @@ def require_fitting(processor: Any, architecture: Architecture) -> None:
 
 
 def with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
-    """Return the processor configs in `folder` with a run's budgets, by name; or raise BadInput.
+    """Return the processor configs in `folder` with the budgets of a run, by file name.
 
     Only files that the budgets change are returned.
+
+    Raises:
+        BadInput: the processor cannot be loaded, or a budget is empty.
     """
     if limits == MediaLimits():
         return {}

@@ -244,7 +244,9 @@ class Teacher:
     def __init__(self, data: Path, vocabulary: dict[str, Any], temperature: float) -> None:
         """Open the file beside a data set.
 
-        BadInput: there is none, or it is cut off, or of other data, temperature or vocabulary.
+        Raises:
+            BadInput: there is no such file, or it is cut off, or was made from other data, with
+                another temperature, or by a teacher with another vocabulary.
         """
         self._data, self._file = data, teacher_of(data)
         how = f"mcore-qwen3vl score TEACHER {data} --top-k {TEACHER_TOP_K}"

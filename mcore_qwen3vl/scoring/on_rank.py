@@ -137,7 +137,10 @@ class Embeddings(Readout):
 class Relevance(Readout):
     """Scores of documents as Qwen3-VL-Reranker gives them, from 0 to 1, with their logits.
 
-    `words` mean relevant and irrelevant to the tokenizer in `folder`, one token each, or BadInput.
+    `words` mean relevant and irrelevant to the tokenizer in `folder`.
+
+    Raises:
+        BadInput: a word is not a single token.
     """
 
     kind = Qwen3VLModel

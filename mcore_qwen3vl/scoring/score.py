@@ -329,7 +329,8 @@ def _data_identity(request: Request, paths: Sequence[Path]) -> str:
 def _identity(folder: Path) -> dict[str, Any]:
     """Return what identifies a checkpoint: its path, and the size and time of its files."""
     stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
-    newest, size = max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
+    newest = max((stat.st_mtime_ns for stat in stats), default=0)
+    size = sum(stat.st_size for stat in stats)
     return {"path": str(folder.absolute()), "bytes": size, "newest": newest}
 
 

@@ -123,6 +123,11 @@ def test_fields_that_nothing_uses_are_named(folder: Path) -> None:
     )
 
 
+def test_a_folder_that_is_named_like_a_config_is_none(tmp_path: Path) -> None:
+    (tmp_path / "processor_config.json").mkdir()  # a pipe too, but that would block a failing test
+    assert unused_of_processor(tmp_path) == []
+
+
 def test_nothing_is_said_of_published_configs(folder: Path) -> None:
     """They are those of Qwen3-VL-8B-Instruct, and what transformers 4.57 saves for it."""
     common = {

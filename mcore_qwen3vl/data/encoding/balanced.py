@@ -90,7 +90,11 @@ class Unusable:
 
 
 class Sizes(Sequence[Size | Unusable]):
-    """The size or the flaw of every sample; `stamps` are (samples,) uint64 of :func:`stamp_of`."""
+    """The size or the flaw of every sample of a data set, in one array and a short list.
+
+    Attributes:
+        stamps: (samples,) uint64, see :func:`stamp_of`.
+    """
 
     def __init__(self, measured: Sequence[tuple[Size | Unusable, int]]) -> None:
         self._table = np.zeros((len(measured), 3))
@@ -207,7 +211,8 @@ class _Stubs:
 
     def __init__(self, factory: MeasuredFactory, reader: Any) -> None:
         """Take a data set, and the reader of the samples themselves."""
-        self._factory, self.runs = factory, getattr(reader, "runs", None)
+        self._factory = factory
+        self.runs = getattr(reader, "runs", None)
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         factory = self._factory
@@ -250,8 +255,9 @@ def measure(
         return sizes if now == sizes.stamps[compared].tolist() else None
 
     def measure_all() -> Sizes:
-        work, title = partial(size, factory), f"measuring {data}, once, to balance work"
-        return Sizes(_map_in_children(work, data, range(factory.count), processes, title))
+        title = f"measuring {data}, once, to balance work"
+        indices = range(factory.count)
+        return Sizes(_map_in_children(partial(size, factory), data, indices, processes, title))
 
     try:
         if (sizes := read_sizes()) is None:
@@ -474,9 +480,12 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         return list(datasets)
 
     def _measure(self, factory: MeasuredFactory, index: int) -> tuple[Size | Unusable, int]:
-        shard, number, stamp = factory.path.name, index, 0
+        """Return the size or the flaw of a sample, and the stamp of its media."""
+        shard, number = factory.path.name, index  # all that is known of one that cannot be read
+        stamp = 0
         try:
-            if (sample := factory.read_sample(index)) is None:
+            sample = factory.read_sample(index)
+            if sample is None:
                 return NOTHING, 0
             (source,) = sample["__sources__"]
             shard, number = source.shard_name, int(source.index)
@@ -484,13 +493,16 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             parsed = self.preparation.parse(raw)
             stamp = stamp_of(parsed.media)
             return size_of(self.preparation.plan(raw, parsed)), stamp
-        except Exception as error:  # as in the loader, any exception makes the sample bad
+        # As in the loader, any exception, such as that of a broken line, makes the sample bad.
+        except Exception as error:
             kind = OVERLONG if isinstance(error, OverlongSample) else BAD
             return Unusable(kind, reason_of(error), shard, number), stamp
 
     def _stamp(self, factory: MeasuredFactory, index: int) -> int:
+        """Return the stamp of a sample's media; 0 if it has none or cannot be read."""
         try:
-            if (sample := factory.read_sample(index)) is None:
+            sample = factory.read_sample(index)
+            if sample is None:
                 return 0
             return stamp_of(self.preparation.parse(self.preparation.raw(sample)).media)
         except Exception:  # as above

@@ -217,8 +217,10 @@ class Batcher:
         pad_id: int,
         pixel_scale: PixelScale | None,
     ) -> None:
-        self._architecture, self._config = architecture, config
-        self._pad_id, self._pixel_scale = pad_id, pixel_scale
+        self._architecture = architecture
+        self._config = config
+        self._pad_id = pad_id
+        self._pixel_scale = pixel_scale
 
     def pack(self, plans: Sequence[Plan], names: Sequence[str]) -> Batch:
         """Make one sequence of `seq_length`: each plan is a sub-sequence, the rest padding.
@@ -373,8 +375,10 @@ def mrope_position_ids(
         )
     tokens = input_ids.numpy().ravel()
     sample = np.repeat(np.arange(len(lengths)), lengths)
-    mask = np.ones_like(tokens) if attention_mask is None else attention_mask.numpy()
-    valid = np.flatnonzero(mask)
+    if attention_mask is None:
+        valid = np.arange(len(tokens))
+    else:
+        valid = np.flatnonzero(attention_mask.numpy())
     tokens, sample = tokens[valid], sample[valid]  # (T,)
 
     merge = architecture.vision.spatial_merge_size

@@ -77,10 +77,14 @@ class BadSampleGuard:
 
     def __init__(self, max_fraction: float, floor: int) -> None:
         """Start counting; `floor` is ``bad_fraction_floor`` of the config."""
-        self._max_fraction, self._floor, self._records = max_fraction, floor, floor
+        self._max_fraction = max_fraction
+        self._floor = floor
+        self._records = floor
         self._bad: set[str] = set()
         self._named: set[Unused] = set()
-        self._skipped = self._dropped = self._overlong_in_a_row = 0
+        self._skipped = 0
+        self._dropped = 0
+        self._overlong_in_a_row = 0
 
     def expect(self, data_set: int, worker: int) -> None:
         """Set about how many records the data set has, and how many of them a worker gets."""
@@ -328,9 +332,11 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         owners = [record for record in records for _ in record.plans]
         plans = [plan for record in records for plan in record.plans]
         batch = assemble(plans, [record.name for record in owners])
-        named = owners if self._source_names else []
-        data_sets = tuple(self._source_names[record.source] for record in named)
-        return replace(batch, task=self._task_inputs(assemble, records), data_sets=data_sets)
+        batch = replace(batch, task=self._task_inputs(assemble, records))
+        if not self._source_names:
+            return batch
+        names = tuple(self._source_names[record.source] for record in owners)
+        return replace(batch, data_sets=names)
 
     def _task_inputs(
         self, assemble: Callable[..., Batch], records: list[Record]

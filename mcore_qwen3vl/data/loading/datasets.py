@@ -101,6 +101,13 @@ def _load(
     path = source.path.absolute()
     place = ensure_index(path)
     is_metadataset = place.suffix in (".yaml", ".yml")
+    if is_metadataset and source.max_samples is not None:
+        raise BadInput(
+            f"max_samples is {source.max_samples} for {path}, but an energon metadataset blends "
+            "data sets, and which of their samples are the first is not defined. Leave max_samples "
+            "out, and limit each of its data sets there, by subset: {range: [0, N]}; or name "
+            "them in the mixture file, each with a max_samples of its own."
+        )
     options: dict[str, Any] = {
         "training": training,
         "worker_config": workers,
@@ -131,7 +138,7 @@ def _load(
             **options,
         )
         datasets, mode = loaded.datasets, loaded.blend_mode
-    if source.max_samples is not None and not is_metadataset:
+    if source.max_samples is not None:
         whole: Any = datasets[0].dataset
         if source.max_samples < len(whole):  # energon refuses a subset that is longer
             whole.subset = DatasetSubset(absolute_range=(0, source.max_samples))
@@ -237,7 +244,10 @@ class CrudeSamples(ConcatDataset[Any]):
 def collect_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
     """Return the labels of all records: names in alphabetical order, or numbers up to the largest.
 
-    Records that cannot be used are left out, as in training. BadInput: there are none, or both.
+    Records that cannot be used are left out, as in training.
+
+    Raises:
+        BadInput: there are none, or both names and numbers.
     """
     labels: set[int | str] = set()
     for crude in CrudeSamples(sources, split="train", trust=trust):
@@ -408,7 +418,8 @@ class Order:
         return self._permutations[part][1]
 
     def _permute(self, part: int, epoch: int) -> Any:
-        source, random = self._parts[part], self._random(part, epoch)
+        source = self._parts[part]
+        random = self._random(part, epoch)
         if source.runs is None:  # kept in half the bytes, by each data worker of each rank
             return random.permutation(len(source)).astype(np.int32)
         # Rows of a table are decoded together, so some groups are read side by side, each from its
@@ -583,8 +594,9 @@ class Stream(_Ordered):
 def position_after(worker_states: Sequence[Mapping[str, Any]], start: int, rows: int) -> int:
     """Return the position after what one rank's workers have taken, for another number of them.
 
-    All ranks, whose micro-batches together have `rows` records, have taken as much as these
-    workers, whose states are those of a loader's as plain data.
+    Args:
+        worker_states: a loader's state as plain data; all ranks have taken as much.
+        rows: records that all ranks together have in a micro-batch.
     """
     blocks = 0
     for worker in worker_states:

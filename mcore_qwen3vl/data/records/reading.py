@@ -129,7 +129,11 @@ def preprocess_record(record: Any, reading: Reading) -> Mapping[str, Any]:
 
 @cache
 def find_hook(name: str) -> Hook:
-    """Return the hook ``module:function``, or entry point of :data:`GROUP`; or raise BadInput."""
+    """Return a hook by its name: ``module:function``, or an entry point of :data:`GROUP`.
+
+    Raises:
+        BadInput: the hook cannot be imported, or is not a function.
+    """
     module, colon, function = name.partition(":")
     entry = next((e for e in entry_points(group=GROUP) if e.name == name), None)
     try:
@@ -158,7 +162,11 @@ class Observed(Mapping[str, Any]):
 
     @property
     def unused(self) -> list[Unused]:
-        """The keys that were not read; ``id`` only names the record. See :func:`unused_keys`."""
+        """The keys that were not read; ``id`` only names the record.
+
+        Raises:
+            BadSample: see :func:`unused_keys`.
+        """
         return unused_keys(Fields(self._where, self._read, inert=("id",)), self._record)
 
     def __getitem__(self, key: str) -> Any:

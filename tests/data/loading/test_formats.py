@@ -160,6 +160,20 @@ def test_stopped_and_resumed_the_batches_are_the_same_bitwise(
         assert same(next(resumed), next(uninterrupted))
 
 
+def test_a_state_from_before_records_had_an_order_resumes_tars(
+    written: Callable[[str], Path], make: MakeLoader
+) -> None:
+    """Such a state names neither the order nor the rows of a micro-batch nor the start."""
+    path = written("tars")
+    uninterrupted, resumed = (make(path, config=SHUFFLED) for _ in range(2))
+    for _ in range(4):
+        next(uninterrupted)
+    state = uninterrupted.state_dict()
+    resumed.load_state_dict({k: state[k] for k in state.keys() - {"order", "rows", "start"}})
+    for _ in range(6):
+        assert same(next(resumed), next(uninterrupted))
+
+
 @pytest.mark.slow  # data workers
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -359,6 +373,25 @@ def test_a_mixture_says_everything_of_its_data_sets(
         patches[kind].add(batch.counts.patches)
     assert patches["b.jsonl"] == {16}  # four tokens, each of two by two patches
     assert max(patches["arrow"]) > 16
+
+
+def test_max_samples_of_a_metadataset_is_refused_and_its_remedies_work(
+    written: Callable[[str], Path], make: MakeLoader,
+    write_mixture: Callable[..., Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    name = written("jsonl").name
+    blend = tmp_path / "blend.yaml"
+    metadataset = (
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        "      - {{path: {name}{subset}}}\n"
+    )
+    blend.write_text(metadataset.format(name=name, subset=""))
+    with pytest.raises(BadInput, match=r"max_samples is 6 for .*/blend\.yaml, .*subset:"):
+        make(*parse_sources([str(write_mixture("datasets: [{path: blend.yaml, max_samples: 6}]"))]))
+    blend.write_text(metadataset.format(name=name, subset=", subset: {range: [0, 6]}"))
+    for entry in ("{path: blend.yaml}", f"{{path: {name}, max_samples: 6}}"):
+        stream = make(*parse_sources([str(write_mixture(f"datasets: [{entry}]"))]))
+        assert {next(stream).names[0].rsplit(":", 1)[1] for _ in range(12)} == set("123456")
 
 
 @pytest.mark.parametrize(
