@@ -164,7 +164,8 @@ def rows(name: str, command: Command, rehearsal: Rehearsal) -> Iterator[str]:
     a = command.line.architecture
     estimates = stages_of_command(command, a, trained_of_command(command, a))
     for outcome in rehearsal.outcomes:
-        estimate, iteration = estimates[outcome.role.stage].total, outcome.iteration
+        estimate = estimates[outcome.role.stage].total
+        iteration = outcome.iteration
         assert iteration is not None
         cells = (
             name,

@@ -16,7 +16,6 @@ import multiprocessing
 import shutil
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -125,8 +124,13 @@ def formula(path: Path, layout: str, batches: list[str], gradients: bool, dtype:
     cells = []
     for in_files in (False, True):
         step = AdamW() if gradients and dtype == "fp32" else None
-        case = Case(Layout.parse(layout), "torch", dtype, "cpu", gradients, step)
-        case = replace(case, weights_in_files=in_files)
+        case = Case(
+            Layout.parse(layout),
+            dtype=dtype,
+            gradients=gradients,
+            adamw=step,
+            weights_in_files=in_files,
+        )
         needs = memory_and_disk_of(ReferenceCheckpoint(path), case, batches)
         cells += [f"{needs.memory / GB:.1f}", f"{needs.disk / GB:.1f}"]
     return f"| {layout} | {' | '.join(cells)} |"

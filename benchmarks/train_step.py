@@ -84,8 +84,11 @@ def shape(name: str, layers: int | None) -> dict[str, Any]:
     """Return a parsed ``config.json``, cut to `layers` of each tower."""
     from mcore_qwen3vl.tiny import tiny_config
 
-    file = SHAPES / f"{name.lower().replace('-', '_')}.json"
-    config: dict[str, Any] = tiny_config() if name == "tiny" else json.loads(file.read_text())
+    if name == "tiny":
+        config: dict[str, Any] = tiny_config()
+    else:
+        file = SHAPES / f"{name.lower().replace('-', '_')}.json"
+        config = json.loads(file.read_text(encoding="utf-8"))
     if layers:
         text, vision = config["text_config"], config["vision_config"]
         text["num_hidden_layers"] = vision["depth"] = layers

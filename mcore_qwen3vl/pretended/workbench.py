@@ -96,8 +96,8 @@ class Workbench:
             function = f"{function.__module__}:{function.__qualname__}"
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        place = rank, world_size, routing
-        call = function, args, self._raised, place, memory_gib, context_gib
+        simulated = rank, world_size, routing
+        call = function, args, self._raised, simulated, memory_gib, context_gib
         _send(self._process.stdin, call)
         try:
             result, error = pickle.load(self._process.stdout)
@@ -188,7 +188,7 @@ def _call_function(
     function: str,
     args: Sequence[Any],
     raised: tuple[type[Exception], ...],
-    place: tuple[int, int, Routing],
+    simulated: tuple[int, int, Routing],
     memory_gib: float | None,
     context_gib: float | None,
 ) -> tuple[Any, Any]:
@@ -196,7 +196,7 @@ def _call_function(
 
     module, _, name = function.partition(":")
     try:
-        with one_rank(*place) as recorder:
+        with one_rank(*simulated) as recorder:
             if memory_gib is not None:
                 recorder.device.set_memory(memory_gib, context_gib)
             result = getattr(importlib.import_module(module), name)(*args)

@@ -49,7 +49,7 @@ class RoleOutcome:
     """The results of one role's two iterations."""
 
     role: Role
-    measured: dict[str, Any]  # the result of :func:`.rank.measure`
+    measured: dict[str, Any]  # what `rank.measure` returned
     report: Report
     seconds: float
     usable: int  # bytes available to PyTorch's allocator

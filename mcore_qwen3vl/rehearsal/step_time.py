@@ -149,7 +149,9 @@ class RankWork:
 
     name: str
     stages: int
-    chunks: Sequence[Mapping[str, Mapping[str, float]]]  # :meth:`.rank.StageWork.of_iteration`
+    # ``forward`` and ``backward`` work of a micro-batch by virtual stage, as
+    # `rank.StageWork.of_iteration` returns it.
+    chunks: Sequence[Mapping[str, Mapping[str, float]]]
     iteration: Interval
     micro_batches: int  # of that iteration
     tokens: float  # of that iteration on this data-parallel rank

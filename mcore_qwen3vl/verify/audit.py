@@ -87,10 +87,15 @@ _FLAWS = {
 
 @dataclass
 class Audit(Report):
-    """The result of an audit."""
+    """The result of an audit.
+
+    Attributes:
+        mistakes: what is wrong with each wrong tensor.
+    """
 
     failures_shown: ClassVar[int] = 5  # the notes have all of them
-    mistakes: dict[str, Verdict] = field(default_factory=dict)  # of each wrong tensor
+
+    mistakes: dict[str, Verdict] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:

@@ -161,6 +161,8 @@ def curve_of(log: list[dict[str, Any]]) -> list[StepMetrics]:
 
 def worst_difference(ours: Sequence[StepMetrics], theirs: Sequence[StepMetrics]) -> StepMetrics:
     """Return the largest relative differences of loss and gradient norm over two curves."""
+    if len(ours) != len(theirs):
+        raise ValueError(f"curves of {len(ours)} and {len(theirs)} steps")
     pairs = list(zip(ours, theirs, strict=True))
     return StepMetrics(
         max(abs(a.loss - b.loss) / abs(b.loss) for a, b in pairs),
@@ -292,7 +294,10 @@ def with_image_paths(messages: list[dict[str, Any]], folder: Path) -> list[dict[
     for message in messages:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        placed = [{**p, "image": str(folder / p["image"])} if "image" in p else p for p in parts]
+        placed = [
+            {**part, "image": str(folder / part["image"])} if part["type"] == "image" else part
+            for part in parts
+        ]
         turns.append({**message, "content": placed})
     return turns
 

@@ -15,6 +15,7 @@ from mcore_qwen3vl.verify.curves import (
     curve_of,
     hf_curve,
     train,
+    with_image_paths,
     worst_difference,
 )
 from tests.turns import slow
@@ -63,3 +64,10 @@ def test_weights_are_normalised_over_the_global_batch(
     difference = worst_difference(curve_of(train(job, tmp_path, timeout=120)), hf_curve(job))
     assert difference.loss <= TOLERANCE
     assert difference.grad_norm <= TOLERANCE
+
+
+def test_only_images_are_given_a_path() -> None:
+    """A writer of tables gives every part of a record the fields of all of them."""
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?", "image": None}]
+    (turn,) = with_image_paths([{"role": "user", "content": parts}], Path("/data"))
+    assert turn["content"] == [{"type": "image", "image": "/data/a.png"}, parts[1]]

@@ -68,7 +68,7 @@ class MatrixRow:
     model: str  # a name in `MODELS`
     layout: str  # in the form that ``Layout.parse`` reads
     batches: tuple[str, ...] = EVERY
-    options: dict[str, Any] = field(default_factory=dict)  # further fields of :class:`Case`
+    options: dict[str, Any] = field(default_factory=dict)  # further fields of `Case`
     note: str = ""
     lora: str = ""  # a name in `ADAPTERS`; only this adapter is trained, and compared with PEFT
 

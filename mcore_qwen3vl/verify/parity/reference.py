@@ -163,7 +163,8 @@ class Reference:
         nonfinite = [name for name, weight in weights if not all_finite(weight.detach())]
         for note in nonfinite_notes([{"nonfinite": nonfinite}]):
             raise BadInput(f"{path}: {note} What a model computes with them cannot be compared.")
-        self.model, self.trained = self.network, dict(self.network.named_parameters())
+        self.model = self.network
+        self.trained = dict(self.network.named_parameters())
         if adapter is not None:
             self.model = with_adapter(self.network, adapter)
             if dtype == torch.float64:

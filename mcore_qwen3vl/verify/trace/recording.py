@@ -273,8 +273,9 @@ class TraceReference(ReferenceCheckpoint):
 def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
     """Return the rounding error of float32 itself at each probe point, times `MARGIN`."""
     tolerances = Tolerances()
+    of_rounded = rounded.parts()
     for part, values in exact.parts().items():
         for name, expected in values.items():
-            error = measure(rounded.parts()[part][name], expected).relative
+            error = measure(of_rounded[part][name], expected).relative
             tolerances[part, name] = MARGIN * max(error, EPSILON)
     return tolerances

@@ -40,10 +40,13 @@ class Trace(Report):
 
     The findings are activations in the order of the data, then gradients in the order of the
     backward pass, then weights.
+
+    Attributes:
+        first: the first probe point outside the expected rounding; None if there is none.
+        settings: the fields in which the examined config is another model's.
     """
 
-    first: Finding | None = None  # the first probe point outside the expected rounding
-    # The fields in which the examined config is another model's.
+    first: Finding | None = None
     settings: list[Finding] = field(default_factory=list)
     failures_shown: ClassVar[int] = 5  # most of the others only follow from the first
 
