@@ -421,7 +421,8 @@ def inspect_adapter(path: str | Path, hf_config: str | Path | None = None) -> Ad
     """Inspect a PEFT adapter directory, and check it against its model if that is known.
 
     Args:
-        hf_config: directory of the model's ``config.json``; None: see `base_directory`.
+        hf_config: directory of the model's ``config.json``; default: the base that the adapter's
+            config names, if it is a local directory.
 
     Raises:
         BadInput: the adapter is damaged, or does not fit the model.

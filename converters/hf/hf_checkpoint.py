@@ -178,10 +178,13 @@ class HuggingFaceCheckpoint:
 
     def _compare_tied(self) -> None:
         """Refuse a stored head that is not the embedding to which the config ties it."""
-        head, embedding = map(self.read_stored, (forms.LM_HEAD, forms.INPUT_EMBEDDING))
-        # Bits are compared, since NaN is not equal to itself.
-        same = torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
-        if head.dtype != embedding.dtype or not same:
+        head = self.read_stored(forms.LM_HEAD)
+        embedding = self.read_stored(forms.INPUT_EMBEDDING)
+        # Bits are compared, since NaN is not equal to itself. Both are views of the file, of which
+        # the comparison makes no copy.
+        if head.dtype != embedding.dtype or not torch.equal(
+            head.view(torch.uint8), embedding.view(torch.uint8)
+        ):
             raise BadInput(
                 f"{self.path}: config.json ties the embeddings (tie_word_embeddings), but the "
                 f"stored {forms.LM_HEAD} differs from "
@@ -210,10 +213,11 @@ class HuggingFaceCheckpoint:
         for name in index | holders:
             said, holder = index.get(name), holders.get(name)
             if said != holder:
+                claim = f"says that tensor {name} is in {said}" if said else f"does not name {name}"
+                truth = f"it is in {holder}" if holder else "no file holds it"
                 raise BadInput(
-                    f"{self.path / INDEX} says that tensor {name} is in {said or 'no file'}, but "
-                    f"it is in {holder or 'no file'}. The index belongs to another checkpoint or a "
-                    "file was replaced."
+                    f"{self.path / INDEX} {claim}, but {truth}. The index belongs to another "
+                    "checkpoint or a file was replaced."
                 )
 
 

@@ -130,9 +130,10 @@ class Dialect:
             elif row.key in rearranged:
                 yield rearranged[row.key]
             elif row.key not in in_others:
-                row = unstacked(row) if self.hybrid_model else row
-                key = hybrid_key(row.key) if self.hybrid_model else row.key
-                yield replace(row, key=self.language + key)
+                if self.hybrid_model:
+                    row = unstacked(row)
+                    row = replace(row, key=hybrid_key(row.key))
+                yield replace(row, key=self.language + row.key)
 
     def arguments(self, a: Architecture) -> dict[str, Any]:
         """Return the arguments of Megatron's that the maker's loader compares with a run's."""

@@ -234,7 +234,8 @@ def split_experts(rows: Iterable[Row], starts: tuple[str, ...]) -> list[Row]:
         fused = row.sources[0]
         if row.expert is not None and fused.name.startswith(starts):
             experts, _, name = fused.name.rpartition(".")
-            height, sources = row.shape[0] // len(EXPERT_MATRICES[name]), []
+            height = row.shape[0] // len(EXPERT_MATRICES[name])
+            sources = []
             for number, matrix in enumerate(EXPERT_MATRICES[name]):
                 alone = f"{experts}.{fused.index}.{matrix}.weight"
                 rows_of_fused = (number * height, (number + 1) * height)

@@ -268,7 +268,10 @@ def read_tensor(view: memoryview, sums: Sums | None = None) -> Tensor:
 
 
 class Archive:
-    """The parts of an archive that is being read; its methods raise `BadArchive` on damage."""
+    """The parts of an archive that is being read; its methods raise `BadArchive` on damage.
+
+    A part is checked when it is asked for; damage to one that nothing asks for is not found.
+    """
 
     def __init__(self, view: memoryview, sums: Sums | None = None) -> None:
         self._view = view
@@ -304,8 +307,10 @@ class Archive:
 
     def _part(self, name: str) -> zipfile.ZipInfo:
         parts = self._parts.get(f"{self._folder}/{name}", [])
-        if len(parts) != 1 or parts[0].compress_type != zipfile.ZIP_STORED:
-            raise BadArchive(f"it holds {len(parts)} parts {name}, or a compressed one")
+        if len(parts) != 1:
+            raise BadArchive(f"it holds {len(parts)} parts named {name}")
+        if parts[0].compress_type != zipfile.ZIP_STORED:
+            raise BadArchive(f"{name} is compressed")
         return parts[0]
 
 

@@ -200,12 +200,12 @@ HF_DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "index names a tensor nobody holds": (
         "bf16-sharded",
         lambda p: edit_index(p, lambda m: m.update({"ghost": shard(p).name})),
-        r"says that tensor ghost is in model-00002\S+, but it is in no file",
+        r"says that tensor ghost is in model-00002\S+, but no file holds it",
     ),
     "index forgets a tensor": (
         "bf16-sharded",
         lambda p: edit_index(p, lambda m: m.pop("lm_head.weight")),
-        r"index.json says that tensor lm_head.weight is in no file, but it is in model-\S+",
+        r"index.json does not name lm_head.weight, but it is in model-\S+",
     ),
     "index forgets the shard of the head": (
         "moe",

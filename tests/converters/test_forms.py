@@ -199,10 +199,21 @@ def test_a_tied_head_that_differs_is_refused(form: Make, tmp_path: Path) -> None
         BadInput, match=r"tie_word_embeddings.*lm_head.weight differs from \S+embed_tokens"
     ):
         plan_hf_to_mcore(source)
-    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].bfloat16()
+    embedding = tensors["model.language_model.embed_tokens.weight"].bfloat16()
+    tensors["model.language_model.embed_tokens.weight"] = embedding
+    tensors["lm_head.weight"] = embedding.clone().view(torch.float16)  # the same bits
     save(tensors, source)
     with pytest.raises(BadInput, match=r"lm_head.weight differs"):
         plan_hf_to_mcore(source)
+
+
+def test_a_tied_head_is_compared_bit_by_bit(form: Make, tmp_path: Path) -> None:
+    source = copy(form("head stored though tied"), tmp_path / "hf")
+    tensors = load(source)
+    for name in ("lm_head.weight", "model.language_model.embed_tokens.weight"):
+        tensors[name][0, 0] = float("nan")
+    save(tensors, source)
+    plan_hf_to_mcore(source)
 
 
 def test_two_ways_of_naming_are_refused(form: Make, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small pickles that would take hours, or change later reads, are refused; big-endian data too."""
+"""Small pickles that would take hours, or change later reads, are refused; odd archives are too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import tracemalloc
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -127,13 +127,37 @@ def test_encrypted_part() -> None:
         read_tensor(archive)
 
 
-def test_what_a_big_endian_machine_saved_is_refused(tmp_path: Path) -> None:
-    torch.save([1], tmp_path / "little.pt")
-    little, big = (tmp_path / "little.pt", "r"), (tmp_path / "big.pt", "w")
-    with zipfile.ZipFile(*little) as stored, zipfile.ZipFile(*big) as written:
+def rewritten(tmp_path: Path, change: Callable[[zipfile.ZipFile, str, bytes], None]) -> Path:
+    """Return an archive of ones whose parts `change` wrote, from torch's own names and contents."""
+    sound, file = tmp_path / "sound.pt", tmp_path / "rewritten.pt"
+    torch.save([torch.ones(3)], sound)
+    with zipfile.ZipFile(sound) as stored, zipfile.ZipFile(file, "w") as written:
         for name in stored.namelist():
-            content = b"big" if name.endswith("/byteorder") else stored.read(name)
-            written.writestr(name, content)
-    assert load(tmp_path / "little.pt") == [1]
+            change(written, name, stored.read(name))
+    return file
+
+
+def test_what_a_big_endian_machine_saved_is_refused(tmp_path: Path) -> None:
+    def write(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
+        archive.writestr(name, b"big" if name.endswith("/byteorder") else content)
+
     with pytest.raises(BadInput, match="was written by a big-endian machine"):
-        load(tmp_path / "big.pt")
+        load(rewritten(tmp_path, write))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("part", ["data.pkl", "byteorder", "data/0"])
+def test_a_part_that_is_read_is_there_once_and_uncompressed(tmp_path: Path, part: str) -> None:
+    def double(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
+        archive.writestr(name, content)
+        if name.endswith(f"/{part}"):
+            archive.writestr(name, content)
+
+    def compress(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
+        here = name.endswith(f"/{part}")
+        archive.writestr(name, content, zipfile.ZIP_DEFLATED if here else zipfile.ZIP_STORED)
+
+    with pytest.raises(BadInput, match=f"2 parts named {part}"):
+        load(rewritten(tmp_path, double))
+    with pytest.raises(BadInput, match=f"{part} is compressed"):
+        load(rewritten(tmp_path, compress))
