@@ -165,7 +165,7 @@ def test_a_state_from_before_records_had_an_order_resumes_tars(
 ) -> None:
     """Such a state names neither the order nor the rows of a micro-batch nor the start."""
     path = written("tars")
-    uninterrupted, resumed = (make(path, config=SHUFFLED) for _ in range(2))
+    uninterrupted, resumed = (make(path, config=CONFIGS["plain"]) for _ in range(2))
     for _ in range(4):
         next(uninterrupted)
     state = uninterrupted.state_dict()
