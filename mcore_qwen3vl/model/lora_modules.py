@@ -198,6 +198,7 @@ class AdapterModule(nn.Module):
     def _sharded_factor(
         self, pair: Pair, factor: FactorName
     ) -> ShardedTensor | ShardedTensorFactory:
+        """Declare a factor's part: a factory divides it, if the grid has it in several pieces."""
         groups, place = self._groups, pair.places[factor]
         tp, copies = (
             (groups.tp, groups.dp_cp) if pair.expert is None else (groups.expt_tp, groups.expt_dp)
@@ -574,4 +575,4 @@ class _AddProduct(torch.autograd.Function):
         flat = gradient.reshape(-1, len(matrix))
         of_a = (flat @ matrix).mul_(ctx.scaling).view(a.shape)
         of_matrix = (flat.t() @ a.reshape(-1, a.shape[-1])).mul_(ctx.scaling)
-        return gradient, of_a, of_matrix, None
+        return gradient, of_a, of_matrix, None  # `output` is added as it is

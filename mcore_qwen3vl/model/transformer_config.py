@@ -130,6 +130,7 @@ def layers_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: in
 
 
 def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
+    """Refuse an unknown spec, and options that the torch spec lacks."""
     if spec not in ("torch", "te"):
         raise BadInput(f"Layer spec {spec!r} is not known; use 'torch' or 'te'.")
     if spec == "te":

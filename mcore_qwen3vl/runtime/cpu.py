@@ -59,6 +59,8 @@ class NullStream:
 
 
 def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that makes tensors take CUDA, as a device, for the CPU."""
+
     @functools.wraps(make)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         args = tuple(_cuda_as_cpu(a) if isinstance(a, str | torch.device) else a for a in args)
@@ -70,6 +72,8 @@ def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_cuda_type_name(name: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``Tensor.type`` name types as on CUDA: torch.cuda.FloatTensor."""
+
     @functools.wraps(name)
     def type_of(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = name(self, *args, **kwargs)
@@ -79,11 +83,14 @@ def _with_cuda_type_name(name: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_as_cpu(device: Any) -> Any:
+    """Return the CPU for any CUDA device, and other devices as they are."""
     kind = device.type if isinstance(device, torch.device) else str(device)
     return CPU if kind.startswith("cuda") else device
 
 
 def _padded_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``all_gather`` pad parts of unequal length to the longest, and cut them again."""
+
     def padded(
         tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
@@ -114,6 +121,8 @@ def _set_rng_state(new_state: Tensor, *_: Any, **__: Any) -> None:
 
 
 def _compile_that_leaves_as_written(compile_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``torch.compile`` return the function that it is given."""
+
     @functools.wraps(compile_function)  # whoever wants to compile unwraps it
     def leave(model: Any = None, **options: Any) -> Any:
         # Without a function it is a decorator with options.
@@ -123,6 +132,8 @@ def _compile_that_leaves_as_written(compile_function: Callable[..., Any]) -> Cal
 
 
 def _initializer_without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Megatron's set-up do without CUDA, as if there were one device."""
+
     def initialize_on_cpu(*args: Any, **kwargs: Any) -> Any:
         # Megatron sets up process groups only where there is a device.
         with mock.patch.object(torch.cuda, "device_count", return_value=1):

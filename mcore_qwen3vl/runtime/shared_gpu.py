@@ -48,7 +48,7 @@ class _Exchange(Work):
             work.wait()
         if self._finish is not None:
             self._finish()
-        self._works, self._finish = (), None
+        self._works, self._finish = (), None  # a second call does nothing
         return True
 
 

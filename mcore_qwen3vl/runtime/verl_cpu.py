@@ -100,6 +100,8 @@ def _plain_convolution(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _plain_experts(experts: type[Any]) -> type[Any]:
+    """Let vLLM's experts keep their weights as loaded, and compute one after another."""
+
     class PlainExperts(experts):
         def process_weights_after_loading(self, layer: Any) -> None:
             self._use_zentorch = False

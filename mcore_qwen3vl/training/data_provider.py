@@ -137,12 +137,13 @@ class DataProvider:
     ) -> tuple[Iterator[Batch], Iterator[Batch] | None, None]:
         """Return the streams of one virtual pipeline stage: training, validation, and no test."""
         if self._streams is None:
-            self._streams = self._build()
+            self._streams = self._build_streams()
         train, valid = self._streams
         chunk = vp_stage or 0
         return train.chunk(chunk), valid.chunk(chunk) if valid else None, None
 
-    def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
+    def _build_streams(self) -> tuple[SharedBatches, SharedBatches | None]:
+        """Open the data, at the place where a resumed run goes on: training and validation."""
         from megatron.training import get_args  # scoring takes batches without Megatron's loop
 
         settings, loop = self._settings, self._settings.loop

@@ -140,6 +140,7 @@ def _sources_in_words(described: Sequence[tuple[str, int | None]]) -> str:
 
 
 def _read_state(file: Path) -> dict[str, Any]:
+    """Read a file of :func:`save`, or raise BadInput if it is damaged or not plain data."""
     try:
         state: dict[str, Any] = torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:

@@ -276,6 +276,7 @@ class RunProgress:
         return timedelta(seconds=round(pace * (self._total - step)))
 
     def _update_bar(self, **change: object) -> None:
+        """Draw the bar with `change`; the first call makes it."""
         assert self._screen is not None
         if self._bar is None:
             self._bar = Progress(
