@@ -321,9 +321,8 @@ class Validations:
         dist.broadcast_object_list(shared, src=0)
         if (saved := shared[0]) is not None:
             self._losses = [(i, loss) for i, loss in saved["losses"] if i <= iteration]
-            if (
-                load == self._checkpoints.save
-            ):  # another folder's checkpoints are not ours to remove
+            # Of another folder's checkpoints none is ours to remove.
+            if load == self._checkpoints.save:
                 self._kept, self.exported = saved["kept"], saved.get("exported")
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
