@@ -316,7 +316,7 @@ def test_the_start_of_training_names_it(
     words = ["--hf-model", str(model), "--lora-config", str(adapter), "--data-path", "a.jsonl"]
     run = object.__new__(Run)
     run.settings = CommandLine(words).settings
-    assert sentences(run._unused()) == [
+    assert sentences(run._unused_of_files()) == [
         "not used of config.json: frobnicate",
         "not used of adapter_config.json: frobnicate",
     ]

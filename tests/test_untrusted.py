@@ -20,7 +20,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.checkpoints.resume import damage
+from mcore_qwen3vl.training.checkpoints.resume import find_damage
 from tests.command import exit_code
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -63,7 +63,7 @@ def test_no_file_in_a_megatron_checkpoint(
     with time_limit(5):
         with pytest.raises(BadInput, match=said):
             mcore_to_hf(tmp_path / "mcore", tmp_path / "out")
-        assert damage(iteration)  # a resumed run calls this
+        assert find_damage(iteration)  # a resumed run calls this
 
 
 def test_no_file_in_a_legacy_checkpoint(tmp_path: Path) -> None:

@@ -193,10 +193,10 @@ def train(
     ] = None,
 ) -> None:
     """Train on this machine: forwards every other flag to Megatron's loop through torchrun."""
-    from mcore_qwen3vl.training.arguments.command_line import asked_words
+    from mcore_qwen3vl.training.arguments.command_line import help_words
     from mcore_qwen3vl.training.local import show_help, train_locally
 
-    words = asked_words(context.args)
+    words = help_words(context.args)
     if words is None:
         sys.exit(train_locally(context.args, processes))
     show_help(words)

@@ -50,15 +50,16 @@ def language(
     # Scores and weighted values, each over half of the square.
     attentions = a.num_hidden_layers - sum(a.delta_net_layers) + mtp
     if mtp:
+        # The further layer's part has all of its experts, and a token uses a few.
         idle = (parts["experts"] - active_experts(a)) // max(sum(a.moe_layers), 1)
         linears += by_part(a, mtp=True)["further token"] - idle + parts["embedding"]
     core = attentions * a.num_attention_heads * a.head_dim * squared_lengths
-    core += delta_rules(a) * tokens
+    core += delta_rule_operations(a) * tokens
     passes = FORWARD_AND_BACKWARD - 1 + trained.language
     return MULTIPLY_ADD * (passes * linears * tokens + FORWARD_AND_BACKWARD * core)
 
 
-def delta_rules(a: Architecture) -> float:
+def delta_rule_operations(a: Architecture) -> float:
     """Return the multiplications and additions that a token's delta rules take in all layers.
 
     The state of a head, key_head_dim x value_head_dim, decays, is read with the key, is changed,
@@ -81,7 +82,7 @@ def vision(a: Architecture, patches: float, squared_frames: float, trained: Trai
     tower = v.patch_dim * v.hidden_size
     tower += v.depth * (4 * v.hidden_size**2 + 2 * v.hidden_size * v.intermediate_size)
     core = 2 * v.depth * v.hidden_size * squared_frames
-    into_tower = bool(trained.vision)
+    into_tower = bool(trained.vision)  # else nobody needs the gradients of activations
     linears = (1 + into_tower + trained.vision) * tower
     linears += (1 + into_tower + trained.aligner) * mergers
     return MULTIPLY_ADD * (linears * patches + (FORWARD_AND_BACKWARD if into_tower else 1) * core)

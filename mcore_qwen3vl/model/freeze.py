@@ -45,8 +45,8 @@ class Freezing:
         Raises:
             BadInput: a pattern is neither a part nor a regular expression.
         """
-        self._frozen = _compile(frozen)
-        self._trainable = _compile(trainable)
+        self._frozen = _compile_patterns(frozen)
+        self._trainable = _compile_patterns(trainable)
         self._used: set[str] = set()
         self._trained: Counter[str] = Counter()  # values, by part
         self._values: Counter[str] = Counter()
@@ -54,9 +54,9 @@ class Freezing:
         self.divided: str | None = None
         """After :meth:`check`: a parameter that trains in some of the decoder's layers only."""
 
-    def train(self, patterns: Iterable[str]) -> None:
+    def add_trainable(self, patterns: Iterable[str]) -> None:
         """Add patterns of parameters to train, like the class's, for the next :meth:`apply`."""
-        self._trainable |= _compile(patterns)
+        self._trainable |= _compile_patterns(patterns)
 
     def apply(self, chunk: Qwen3VLModel) -> None:
         """Set ``requires_grad`` of every parameter of one pipeline chunk."""
@@ -95,6 +95,7 @@ class Freezing:
         if not training.total():
             raise BadInput("--freeze/--trainable leave no parameter to train: freeze less.")
         of_layers = set().union(*layers)
+        # Parameters of which some layer trains and another does not.
         both = (name for name, trains in of_layers if trains and (name, False) in of_layers)
         self.divided = min(both, default=None)
         return Trained(**{part: training[part] / max(totals[part], 1) for part in PARTS})
@@ -116,7 +117,8 @@ def global_name(chunk: Qwen3VLModel, name: str) -> str:
     return f"decoder.layers.{number}.{name[match.end() :]}"
 
 
-def _compile(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
+def _compile_patterns(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
+    """Return the regular expression of each pattern, or raise BadInput for an invalid one."""
     compiled = {}
     for pattern in patterns:
         try:

@@ -130,7 +130,7 @@ class Columns:
             logits.addmm_(x[rows], w[: self.count].t())
         return logits.float() if temperature == 1 else logits.float().div_(temperature)
 
-    def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return each target's local column, 0 if another rank has it, and whether it is ours."""
         local = targets - self.first
         ours = (local >= 0) & (local < self.count)
@@ -154,7 +154,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.exponentials = None
         terms, hidden = in_pairs(sides), sides[0]
-        local, ours = columns.find(targets)
+        local, ours = columns.locate(targets)
         # Numbers of this rank's columns. `maximum` is their maximum. `sums` has the sum of
         # exponentials relative to it, the target's logit, and the sum of logits, relative too,
         # weighted by the exponentials. A rank that has only padding keeps the neutral elements.
@@ -164,12 +164,13 @@ class _TokenLogProbs(torch.autograd.Function):
         runs = columns.chunks(len(hidden))
         for rows in runs:
             logits = columns.logits(terms, rows, temperature)
-            _reduce(logits, local[rows], maximum[rows], sums[:, rows], entropy)
+            _reduce_chunk(logits, local[rows], maximum[rows], sums[:, rows], entropy)
             if len(runs) == 1 and not entropy and any(ctx.needs_input_grad):
+                # `_reduce_chunk` has made exponentials of the logits, in place.
                 ctx.exponentials = logits
             del logits  # before the next chunk's are computed
         sums[1].masked_fill_(~ours, 0.0)
-        total, target, entropies = _combine(maximum, sums, columns.group)
+        total, target, entropies = _combine_over_ranks(maximum, sums, columns.group)
         ctx.columns, ctx.temperature, ctx.entropy = columns, temperature, entropy
         ctx.save_for_backward(local, ours, total, entropies, maximum, *sides)
         return target - total, entropies if entropy else None
@@ -191,6 +192,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in columns.chunks(len(local)):
             factor = -of_log_probs[rows, None]
             if kept is not None:
+                # Exponentials relative to the maximum become probabilities, times the factor.
                 gradient = kept.mul_((maximum - total).exp_()[:, None] * factor)
                 kept = None
             else:
@@ -223,7 +225,9 @@ def _scaled_exponentials(logits: Tensor, total: Tensor, factor: Tensor) -> Tenso
 
 
 @Pointwise
-def _reduce(logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entropy: bool) -> None:
+def _reduce_chunk(
+    logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entropy: bool
+) -> None:
     """Write the numbers of one chunk of n tokens into `maximum` (n,) and `sums` (3, n)."""
     maximum.copy_(logits.amax(-1))
     sums[1] = logits.gather(1, targets[:, None]).squeeze(1)
@@ -236,7 +240,7 @@ def _reduce(logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entr
     sums[2] = weights.mul_(shifted).sum(-1)
 
 
-def _combine(
+def _combine_over_ranks(
     maximum: Tensor, sums: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return, over all columns, the logsumexp, the target's logit and the entropy, (T,) each."""
@@ -271,8 +275,9 @@ class TermGradient:
             self._of_weight = buffer if self._direct else zeros(weight, dtype=torch.float32)
 
     def add(self, of_logits: Tensor, rows: slice) -> None:
+        """Add what a chunk's `of_logits` (n, own columns) gives; they are in the states' dtype."""
         columns = of_logits.shape[1]
-        if self._of_hidden is not None:
+        if self._of_hidden is not None:  # written, not added: each row is in one chunk only
             torch.mm(of_logits, self._weight[:columns], out=self._of_hidden[rows])
         if self._of_weight is not None:
             add_product(self._of_weight[:columns], of_logits.t(), self._hidden[rows])
@@ -323,18 +328,19 @@ def likeliest(
         logits[rows, :count], ids[rows, :count] = values, places + columns.first
         logits[rows, k] = every.scatter_(1, places, -torch.inf).logsumexp(-1)
         del every  # before the next chunk's are computed
-    logits, ids = _gather(logits, columns.group), _gather(ids, columns.group)
+    logits, ids = _gather_over_ranks(logits, columns.group), _gather_over_ranks(ids, columns.group)
     candidates, rest = logits[..., :k].flatten(1), logits[..., k]
     values, places = candidates.topk(k)
     left = candidates.scatter(1, places, -torch.inf)
     log_rest = torch.cat([left, rest], 1).logsumexp(-1, keepdim=True)
+    # The k tokens and the rest are all of the vocabulary, so their softmax is over all of it.
     log_probs = torch.cat([values, log_rest], 1).log_softmax(-1).clamp(min=FLOOR)
     shape = (*hidden.shape[:2], -1)
     chosen = ids.flatten(1).gather(1, places)
     return chosen.view(shape).transpose(0, 1), log_probs.view(shape).transpose(0, 1)
 
 
-def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _gather_over_ranks(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return all ranks' (T, n) tensors as (T, ranks, n)."""
     if group is None or group.size() == 1:
         return mine[:, None]
@@ -385,10 +391,10 @@ class _LogProbsOf(torch.autograd.Function):
         ctx: Any, places: Tensor, columns: Columns, temperature: float, *sides: Tensor
     ) -> tuple[Tensor, Tensor]:
         terms, tokens = in_pairs(sides), len(places)
-        local, ours = columns.find(places)
+        local, ours = columns.locate(places)
         # Numbers of this rank's columns, relative to their maximum: the logits of the places, the
-        # sum of exponentials, and that of the rest at the temperature. A rank that has only padding
-        # keeps the neutral elements.
+        # sum of exponentials, and that of the rest at the temperature, in this order; the target is
+        # the last place. A rank that has only padding keeps the neutral elements.
         lowest = torch.finfo(torch.float32).min
         maximum = places.new_full((tokens,), lowest, dtype=torch.float32)
         numbers = places.new_zeros((tokens, places.shape[1] + 2), dtype=torch.float32)
@@ -399,9 +405,9 @@ class _LogProbsOf(torch.autograd.Function):
             numbers[rows, :-2] = logits.gather(1, local[rows])
             numbers[rows, -2] = logits.exp().sum(-1)
             weights = logits.div_(temperature).exp_()
-            numbers[rows, -1] = _rest(weights, local[rows], ours[rows]).sum(-1)
+            numbers[rows, -1] = _zero_ids_in_place(weights, local[rows], ours[rows]).sum(-1)
             del logits, weights  # before the next chunk's are computed
-        overall = _combine_numbers(maximum, numbers, ours, temperature, columns.group)
+        overall = _combine_numbers_in_place(maximum, numbers, ours, temperature, columns.group)
         of_ids, rest = numbers[:, :-3] / temperature, numbers[:, -1:]
         log_sum = (of_ids.exp().sum(-1, keepdim=True) + rest).log()
         log_probs = torch.cat([of_ids - log_sum, (rest.log() - log_sum).clamp(min=FLOOR)], 1)
@@ -430,7 +436,7 @@ class _LogProbsOf(torch.autograd.Function):
             gradient = (logits - total_of_targets[rows, None]).exp_()
             gradient.mul_(-of_targets[rows, None])
             weights = logits.div_(temperature).sub_(total[rows, None]).exp_()
-            gradient.addcmul_(_rest(weights, local[rows], ours[rows]), of_rest[rows])
+            gradient.addcmul_(_zero_ids_in_place(weights, local[rows], ours[rows]), of_rest[rows])
             gradient.scatter_add_(1, local[rows], of_places[rows])
             narrow = gradient.to(sides[0].dtype)
             del logits, weights, gradient
@@ -440,17 +446,17 @@ class _LogProbsOf(torch.autograd.Function):
         return None, None, None, *(side for term in gradients for side in term.result())
 
 
-def _rest(weights: Tensor, local: Tensor, ours: Tensor) -> Tensor:
+def _zero_ids_in_place(weights: Tensor, local: Tensor, ours: Tensor) -> Tensor:
     """Set the weights (n, V / tp) of the ids, not negative, to 0 in place.
 
-    For `local` and `ours`, (n, k + 1), see :meth:`Columns.find`.
+    For `local` and `ours`, (n, k + 1), see :meth:`Columns.locate`.
     """
     # The minimum with infinity leaves column 0 as it is, where it stands for another rank's.
     kept = torch.zeros_like(local, dtype=weights.dtype).masked_fill_(~ours, torch.inf)
     return weights.scatter_reduce_(1, local[:, :-1], kept[:, :-1], "amin")
 
 
-def _combine_numbers(
+def _combine_numbers_in_place(
     maximum: Tensor,
     numbers: Tensor,
     ours: Tensor,

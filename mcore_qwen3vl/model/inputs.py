@@ -149,7 +149,7 @@ def visual_inputs(
     grid_thw = torch.cat(grids)
     if len(grid_thw) == 0:
         return None
-    indices, weights = _interpolate(grid_thw, vision)
+    indices, weights = _interpolation_corners(grid_thw, vision)
     return VisualInputs(
         # An empty kind must not decide the dtype of the other.
         pixel_values=torch.cat([values for values in pixels if len(values)]),
@@ -163,7 +163,7 @@ def visual_inputs(
     )
 
 
-def _interpolate(grid_thw: Tensor, vision: VisionArchitecture) -> tuple[Tensor, Tensor]:
+def _interpolation_corners(grid_thw: Tensor, vision: VisionArchitecture) -> tuple[Tensor, Tensor]:
     """Return the place of each of P patches in the square grid of learned positions.
 
     It is four corners (P, 4) int64, and their bilinear weights (P, 4) float32.
@@ -305,7 +305,7 @@ def length_multiple(
 
     A rank's part of it is then a multiple of `local`. For the others see :func:`local_positions`.
     """
-    zigzag = 2 * cp_size if cp_size > 1 else 1
+    zigzag = 2 * cp_size if cp_size > 1 else 1  # each CP rank has two chunks
     shards = cp_size * (tp_size if sequence_parallel else 1)
     return lcm(zigzag, shards * local)
 
@@ -356,6 +356,7 @@ def _cp_mask(seq_len: int, cp_size: int, cp_rank: int, cu_seqlens: Tensor | None
 
 
 def _check_bounds(seq_len: int, cu_seqlens: Tensor) -> None:
+    """Raise BadInput unless the bounds rise from 0 to `seq_len`."""
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if (first, last) != (0, seq_len) or bool((cu_seqlens.diff() < 0).any()):
         raise BadInput(

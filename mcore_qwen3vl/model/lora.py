@@ -64,6 +64,7 @@ def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Ad
             adapter.put(pair)
     if LM_HEAD in targets and chunk.post_process:
         adapter.put(_adapt_head(chunk, targets[LM_HEAD], dropout))
+    # Routers without a target are replaced too, for the gradient that `_router_logits` saves.
     for module in chunk.modules():
         if isinstance(module, TopKRouter) and "gating" not in vars(module):
             adapt_router(module)
@@ -84,7 +85,7 @@ def adapt(chunks: Sequence[Qwen3VLModel], adapter: Adapter) -> Freezing:
     saved = whole_tensors(adapter)
     for chunk in chunks:
         attach(chunk, adapter.factors, dropout=adapter.config.lora_dropout)
-        choice.train(whole_patterns(chunk, saved))
+        choice.add_trainable(whole_patterns(chunk, saved))
     load_factors(chunks, adapter.factors)
     load_saved(chunks, saved)
     return choice
@@ -96,7 +97,9 @@ def whole_tensors(adapter: Adapter) -> dict[str, Tensor]:
     return {name: value for name, value in adapter.saved.items() if name not in adapter.factors}
 
 
-def with_tied(architecture: Architecture, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_tied_embedding(
+    architecture: Architecture, saved: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return `saved`, with the embedding added if it is tied to a head in `saved`."""
     saved = dict(saved)
     if architecture.tie_word_embeddings and LM_HEAD in saved:
@@ -110,7 +113,7 @@ def load_saved(chunks: Sequence[Qwen3VLModel], saved: Mapping[str, Tensor]) -> N
 
     Experts are laid out as in transformers 5. One name is enough for tied embeddings.
     """
-    saved = with_tied(chunks[0].architecture, saved)
+    saved = with_tied_embedding(chunks[0].architecture, saved)
     for part in hf_parts(chunks, expert_layout="v5"):
         if part.name in saved:
             part.local.copy_(saved[part.name][part.box])
@@ -122,7 +125,7 @@ def adapter_freezing() -> Freezing:
 
 
 def whole_patterns(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
-    """Yield patterns for ``Freezing.train``: the parameters of `chunk` that hold `saved`.
+    """Yield patterns for ``Freezing.add_trainable``: the parameters of `chunk` that hold `saved`.
 
     Those are Hugging Face's names of what trains whole. A tied head means the embedding too.
 
@@ -174,7 +177,7 @@ def _adapt_module(
         rows = _row_places(parts_of_matrix, pairs, divided=kind.partition_dim == 0)
         sites.append(Site(pairs, rows, kind, module, dropout))
     if kind is not None:
-        _install(module, kind, sites)
+        _install_sites(module, kind, sites)
     return [pair for site in sites for pair in site.pairs]
 
 
@@ -195,7 +198,8 @@ def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
     return [name for name in names if name in targets]
 
 
-def _install(module: nn.Module, kind: Kind, sites: Sequence[Site]) -> None:
+def _install_sites(module: nn.Module, kind: Kind, sites: Sequence[Site]) -> None:
+    """Let `module` add the adapters of `sites`: of all its experts if grouped, else of one."""
     if kind.router:
         adapt_router(module, sites[0])
         return
@@ -245,8 +249,9 @@ def _join_rows(rows: Sequence[slice]) -> tuple[range, ...]:
 def _row_places(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) -> Tensor:
     """Return each of the weight's rows' place in the B factors below one another; -1: none."""
     starts = accumulate((len(pair.lora_B) for pair in pairs), initial=0)
+    # `starts` has one more: where the last ends.
     following = dict(zip((pair.name for pair in pairs), starts, strict=False))
-    starts_of = dict(following)
+    starts_of = dict(following)  # a copy, because `following` moves on part by part
     rows = []
     for part in parts:
         first, count = following.get(part.name), len(part.local)

@@ -198,13 +198,14 @@ class AdapterModule(nn.Module):
     def _sharded_factor(
         self, pair: Pair, factor: FactorName
     ) -> ShardedTensor | ShardedTensorFactory:
+        """Declare a factor's part: a factory divides it, if the grid has it in several pieces."""
         groups, place = self._groups, pair.places[factor]
         tp, copies = (
             (groups.tp, groups.dp_cp) if pair.expert is None else (groups.expt_tp, groups.expt_dp)
         )
         replica = (0, 0 if place.axis is not None else tp.rank(), copies.rank())
         key = f"adapter.{pair.name}.{factor}"
-        build = partial(_pieces, place, pair.expert)
+        build = partial(_grid_pieces, place, pair.expert)
         tensor = getattr(pair, factor)
         if place.axis is None or place.local_shape[place.axis] == place.grain:
             (only,) = build(key, tensor, replica)
@@ -230,13 +231,13 @@ def without_factors(adapters: Sequence[AdapterModule]) -> Iterator[None]:
             pair.is_active = True
 
 
-def _pieces(
+def _grid_pieces(
     place: Place,
     expert: tuple[int, int] | None,
     key: str,
     tensor: Tensor,
     replica: Any,
-    flattened_range: None = None,
+    flattened_range: None = None,  # mcore's factories pass it
 ) -> list[ShardedTensor]:
     """Divide a factor into parts of one regular grid, which is all that a checkpoint can hold."""
     stacked = [(0, *expert)] if expert else []
@@ -256,6 +257,7 @@ def _pieces(
 
 @torch.no_grad()
 def _join(axis: int, pieces: list[Tensor]) -> Tensor:
+    """Undo :func:`_grid_pieces` for what was loaded."""
     return torch.cat(pieces, dim=axis)
 
 
@@ -425,7 +427,7 @@ class Site:
         """Add the adapters' part for the input `x` to the linear's `output`, (..., rows)."""
         if not self.is_active:
             return output
-        a, matrix, scaling = self._product(x, output.dtype)
+        a, matrix, scaling = self._product_with_a(x, output.dtype)
         if output.shape[-1] != self._rows:  # the linear gathered it
             part = F.linear(a, matrix) * scaling
             return output + gather_from_tensor_model_parallel_region(part, group=self._kind.group)
@@ -440,10 +442,10 @@ class Site:
 
         The first is (s, B, sum of ranks), with the scaling; the second is (rows, sum of ranks).
         """
-        a, matrix, scaling = self._product(x, x.dtype)
+        a, matrix, scaling = self._product_with_a(x, x.dtype)
         return a * scaling, matrix
 
-    def _product(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+    def _product_with_a(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
         """Return A times `x`, B, and the scaling of their product."""
         factors = [self.apply_undivided_region(*pair(), of=pair) for pair in self.pairs]
         # A router computes in float32.
@@ -532,14 +534,15 @@ class GroupedSite:
 def adapt_router(router: Any, site: Site | None = None) -> None:
     """Add the part of `site` to the router's logits, in the dtype in which routing is computed.
 
-    The gradient of a frozen weight is no longer computed, with a site or without; see `_logits`.
-    The site of an mcore ``TopKRouter`` has one pair, whose factors are (r, H) and (E, r).
+    The gradient of a frozen weight is no longer computed, with a site or without; see
+    `_router_logits`. The site of an mcore ``TopKRouter`` has one pair, whose factors are (r, H) and
+    (E, r).
     """
-    logits = partial(_logits, router)
+    logits = partial(_router_logits, router)
     router.gating = logits if site is None else lambda hidden: site.add(hidden, logits(hidden))
 
 
-def _logits(router: Any, hidden: Tensor) -> Tensor:
+def _router_logits(router: Any, hidden: Tensor) -> Tensor:
     """Compute the router's logits, without the gradient of a frozen weight.
 
     ``Router.gating`` computes that gradient even for a frozen weight. With Transformer Engine we
@@ -572,4 +575,4 @@ class _AddProduct(torch.autograd.Function):
         flat = gradient.reshape(-1, len(matrix))
         of_a = (flat @ matrix).mul_(ctx.scaling).view(a.shape)
         of_matrix = (flat.t() @ a.reshape(-1, a.shape[-1])).mul_(ctx.scaling)
-        return gradient, of_a, of_matrix, None
+        return gradient, of_a, of_matrix, None  # `output` is added as it is

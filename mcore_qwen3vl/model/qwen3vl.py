@@ -238,7 +238,7 @@ class Qwen3VLModel(GPTModel):
                 for Megatron's cross entropy, or the ``te`` spec receives padding on the left (if
                 the mask is on a GPU, a device-side assertion instead).
         """
-        embed, destination, arguments = self._prepare(
+        embed, destination, arguments = self._prepare_forward(
             input_ids,
             position_ids,
             attention_mask,
@@ -254,17 +254,17 @@ class Qwen3VLModel(GPTModel):
             decoder_input=hidden,
             extra_block_kwargs={"context": features, "context_mask": destination},
         )
-        return self.pack(output, features)
+        return self.append_features(output, features)
 
     def build_schedule_plan(self, *args: Any, **kwargs: Any) -> SchedulePlan:
         """Return the steps of :meth:`forward`, with its arguments, for Megatron's combined 1F1B.
 
         Nothing is computed yet. Source: :meth:`GPTModel.build_schedule_plan`.
         """
-        embed, destination, arguments = self._prepare(*args, **kwargs)
+        embed, destination, arguments = self._prepare_forward(*args, **kwargs)
         return SchedulePlan(self, embed, destination, **arguments)
 
-    def pack(self, output: Tensor, features: Tensor | None) -> Tensor:
+    def append_features(self, output: Tensor, features: Tensor | None) -> Tensor:
         """Append what later stages need of this chunk's features (k, n, H), if any, to its output.
 
         The output is hidden states (s_local, B, H), or what the head gives.
@@ -273,7 +273,7 @@ class Qwen3VLModel(GPTModel):
             return pack_features(output, features[-self._deepstack_out :])
         return output
 
-    def _prepare(
+    def _prepare_forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
@@ -301,16 +301,16 @@ class Qwen3VLModel(GPTModel):
         if self.pg_collection.cp.size() > 1:
             positions = to_device(self.local_tokens(seq_len, packed), device)
 
-        def take(full: Tensor, dim: int) -> Tensor:
+        def take_cp_part(full: Tensor, dim: int) -> Tensor:
             """Return this CP rank's part of a tensor that holds the full sequence on `dim`."""
             return full if positions is None else full.index_select(dim, positions)
 
         index = visual.token_index if visual else None
         plan = plan_fusion(index, local, seq_len=seq_len, batch_size=batch, device=device)
-        token_ids = take(input_ids, 1)
+        token_ids = take_cp_part(input_ids, 1)
         padding = padding_mask if attention_mask is None else attention_mask == 0  # (B, cached + S)
         if labels is not None and self.losses_in_chunks:
-            kwargs.setdefault("output_processor", _losses)
+            kwargs.setdefault("output_processor", _cross_entropies)
         elif labels is not None and self.post_process:
             self._refuse_gathered_logits(kwargs.get("runtime_gather_output"))
         attended = None
@@ -321,20 +321,21 @@ class Qwen3VLModel(GPTModel):
                 require_right_padding(attention_mask == 0)
         following = None
         if self.pre_process and self.has_mtp:
+            # A feature of the next token stands one place earlier, and the first of a row last.
             ahead = None if index is None else index - index % seq_len + (index - 1) % seq_len
             later = plan_fusion(ahead, local, seq_len=seq_len, batch_size=batch, device=device)
-            following = take(input_ids.roll(-1, 1), 1), later
+            following = take_cp_part(input_ids.roll(-1, 1), 1), later
         embed: Embed = partial(self._embed, token_ids, visual, plan, following)
-        if not self.pre_process:
+        if not self.pre_process:  # the hidden states are in the decoder already
             embed = lambda: (None, self._receive(len(local), plan))  # noqa: E731
         targets = labels
         if labels is not None and self.has_mtp:
             targets = torch.stack([labels, labels.roll(-1, 1)])
         arguments = {
             "input_ids": token_ids,
-            "position_ids": take(position_ids, 2),
+            "position_ids": take_cp_part(position_ids, 2),
             "attention_mask": attended,
-            "labels": None if targets is None else take(targets, -1),
+            "labels": None if targets is None else take_cp_part(targets, -1),
             "packed_seq_params": packed,
             "padding_mask": self._router_padding(padding, seq_len, local),
             **kwargs,
@@ -470,7 +471,7 @@ class Qwen3VLModel(GPTModel):
         return padding[:, -seq_len:].index_select(1, to_device(local, padding.device))
 
 
-def _losses(
+def _cross_entropies(
     *,
     hidden_states: Tensor,
     output_layer: Head,
@@ -565,11 +566,13 @@ class WithoutDDP:
                 dist.all_reduce(parameter.grad, group=group)
 
     def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients in place; :meth:`finish_grad_sync` has made those missing."""
         for parameter in self._trained_parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(factor)
 
     def _trained_parameters(self) -> list[nn.Parameter]:
+        """Return them, or raise BadInput if Megatron's DDP holds their gradients."""
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if any(hasattr(parameter, "main_grad") for parameter in trained):
             raise BadInput(

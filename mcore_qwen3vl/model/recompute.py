@@ -39,13 +39,14 @@ class _Scope(dict[int, tuple[torch.UntypedStorage, Recipe]]):
         if storage.nbytes():  # all empty tensors have the same address
             self[storage.data_ptr()] = storage, recipe
 
-    def recipe(self, output: Tensor) -> Recipe | None:
+    def recipe_of(self, output: Tensor) -> Recipe | None:
         known = self.get(output.untyped_storage().data_ptr())
         return None if known is None else known[1]
 
     def pack(self, saved: Tensor) -> Tensor | Recipe:
+        """Return what autograd keeps in place of `saved`: its recipe, or itself if it has none."""
         # Subclasses hold quantized values, which are not those that the recipe computes.
-        recipe = self.recipe(saved) if type(saved) is Tensor else None
+        recipe = self.recipe_of(saved) if type(saved) is Tensor else None
         if recipe is None:
             return saved
         view = saved.size(), saved.stride(), saved.storage_offset()
@@ -80,6 +81,7 @@ def recomputing() -> Iterator[None]:
 
 @torch.no_grad()
 def _unpack(kept: Tensor | Recipe) -> Tensor:
+    """Return the tensor for which :meth:`_Scope.pack` has kept this."""
     return kept if isinstance(kept, Tensor) else kept()
 
 
@@ -96,10 +98,10 @@ def remember(output: Tensor, recipe: Recipe) -> Tensor:
 
 def recipe_of(output: Tensor) -> Recipe | None:
     """Return the recipe of `output`, or None if none is registered in this scope."""
-    return None if _scopes.innermost is None else _scopes.innermost.recipe(output)
+    return None if _scopes.innermost is None else _scopes.innermost.recipe_of(output)
 
 
-def keep_inputs(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def compute_keeping_inputs(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return ``compute(*inputs)``, keeping only the inputs for its backward pass, in any layer.
 
     For cheap, deterministic functions that work in float32: run as they are written, they would
@@ -116,7 +118,7 @@ def keep_inputs(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def remember_outputs_of(module: nn.Module) -> None:
     """Register a recipe for each output of a deterministic module from one tensor to one tensor."""
     module.register_forward_pre_hook(_copy_view)
-    module.register_forward_hook(_remember)
+    module.register_forward_hook(_remember_output)
 
 
 def _copy_view(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -124,7 +126,7 @@ def _copy_view(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return (inputs[0].contiguous(),)
 
 
-def _remember(module: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+def _remember_output(module: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     x = inputs[0].detach()
     # Calls `forward` and not the module, because Megatron's hooks are for the forward pass alone.
     remember(output, lambda: module.forward(x))

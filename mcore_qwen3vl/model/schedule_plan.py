@@ -44,7 +44,7 @@ class _PreProcess(PreProcessNode):
         self.backward_func = weak_method(self._backward_of_both)
         self._features: Tensor | None = None
         self._received: Tensor | None = None
-        self._done = False
+        self._done = False  # Megatron calls the backward pass, also where we have run it earlier
 
     def forward_impl(self) -> Tensor:
         state = self.chunk_state
@@ -54,7 +54,7 @@ class _PreProcess(PreProcessNode):
         hidden: Tensor = super().forward_impl()
         if not self.model.decoder.layers:
             # The schedules free a stage's output, which must not be its input itself.
-            return self.model.pack(hidden.view_as(hidden), features)
+            return self.model.append_features(hidden.view_as(hidden), features)
         if features is not None:
             self._features = features
             state.features = features.detach().requires_grad_(features.requires_grad)
@@ -82,6 +82,8 @@ class _PreProcess(PreProcessNode):
     def _backward_of_both(
         self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
+        """Run the backward pass from the first layer's input and, if they train, the features."""
+        # The layers' nodes have added the features' gradients to the detached copy.
         features, self._features = self._features, None
         if features is not None and self.chunk_state.features.grad is not None:
             outputs = (*outputs, features)
@@ -110,10 +112,10 @@ class _LayerPlan(TransformerLayerSchedulePlan):
         if layer.is_moe_layer:
             first.submodule = partial(_route_without_padding, layer, first.submodule)
         for node in (first, self.mlp):
-            node.submodule = partial(_compute_recomputing, layer, node.submodule)
+            node.submodule = partial(_run_with_recompute, layer, node.submodule)
         dense = isinstance(self.moe_combine, NoopScheduleNode)
         last = self.mlp if dense else self.moe_combine
-        last.submodule = partial(_add_features, layer, last.submodule)
+        last.submodule = partial(_run_and_add_features, layer, last.submodule)
 
 
 def _route_without_padding(layer: DeepStackLayer, part: Part, node: Any, hidden: Tensor) -> Any:
@@ -127,25 +129,26 @@ def _route_without_padding(layer: DeepStackLayer, part: Part, node: Any, hidden:
         return part(node, hidden)
 
 
-def _compute_recomputing(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor) -> Any:
+def _run_with_recompute(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor) -> Any:
+    """Run a part of the layer whose cheap outputs are recomputed in the backward pass."""
     with layer.recomputing():
         return part(node, *inputs)
 
 
-def _add_features(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor) -> Tensor:
+def _run_and_add_features(layer: DeepStackLayer, part: Part, node: Any, *inputs: Tensor) -> Tensor:
     """Add the layer's features to its output, and append those of later stages to the chunk's."""
     state = node.chunk_state
     hidden = layer.add_features(part(node, *inputs), state.features, state.destination)
     if layer is state.model.decoder.layers[-1]:
-        hidden = state.model.pack(hidden, state.features)
+        hidden = state.model.append_features(hidden, state.features)
     return hidden
 
 
 class SchedulePlan(TransformerModelChunkSchedulePlan):
     """The nodes of one micro-batch in one pipeline chunk.
 
-    For the arguments see ``Qwen3VLModel._prepare``. `embed` is called once, on the stream that
-    computes.
+    For the arguments see ``Qwen3VLModel._prepare_forward``. `embed` is called once, on the stream
+    that computes.
     """
 
     LAYER_SCHEDULE_PLAN_CLASS = _LayerPlan

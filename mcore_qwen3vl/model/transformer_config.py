@@ -130,6 +130,7 @@ def layers_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: in
 
 
 def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
+    """Refuse an unknown spec, and options that the torch spec lacks."""
     if spec not in ("torch", "te"):
         raise BadInput(f"Layer spec {spec!r} is not known; use 'torch' or 'te'.")
     if spec == "te":
@@ -181,6 +182,7 @@ def _check_cudnn(head_dim: int, fields: dict[str, Any]) -> None:
 
 
 def _check_delta_net(net: DeltaNetArchitecture, fields: dict[str, Any]) -> None:
+    """Refuse what gated delta nets cannot do: missing kernels, a recomputed norm, uneven FP8."""
     on_gpu = torch.cuda.is_available() and not fields.get("deterministic_mode")
     if on_gpu and fields["params_dtype"] in KERNEL_DTYPES and find_spec("fla") is None:
         raise BadInput(
@@ -204,6 +206,7 @@ def _check_delta_net(net: DeltaNetArchitecture, fields: dict[str, Any]) -> None:
 
 
 def _check_graphs(overrides: dict[str, Any]) -> None:
+    """Refuse CUDA graphs, by any of the names of Megatron's versions."""
     for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
         if overrides.get(name) not in (None, False, "none"):
             raise BadInput(

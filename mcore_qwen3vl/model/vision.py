@@ -84,7 +84,7 @@ class VisionTower(Qwen3VLVisionModel):
         if not config.use_cpu_initialization and self.device.type != "meta":
             self.to(torch.cuda.current_device())
         shares = group is not None and group.size() > 1
-        self.sharing_group = group if shares else None
+        self.sharing_group = group if shares else None  # None: this rank encodes all frames
         sum_over_tp, mean_over_tp = "sequence_parallel", "average_gradients_across_tp_domain"
         for parameter in self.parameters():
             setattr(parameter, sum_over_tp if config.sequence_parallel else mean_over_tp, True)
@@ -133,7 +133,7 @@ class VisionTower(Qwen3VLVisionModel):
             patches = self._dummy_patches()
         else:
             frame_patches = share.frame_patches
-            patches = self._select(visual, share)
+            patches = self._own_patches(visual, share)
         boundaries = F.pad(torch.tensor(frame_patches).cumsum(0), (1, 0)).int()  # (F + 1,)
         output = super().forward(
             patches["pixel_values"],
@@ -149,7 +149,7 @@ class VisionTower(Qwen3VLVisionModel):
         )
         return torch.stack([output.pooler_output, *output.deepstack_features], dim=1)
 
-    def _select(self, visual: VisualInputs, share: Share) -> dict[str, Tensor]:
+    def _own_patches(self, visual: VisualInputs, share: Share) -> dict[str, Tensor]:
         """Return this rank's rows of the tensors with a patch axis, on the tower's device."""
         patches = {name: getattr(visual, name) for name in PER_PATCH}
         if self.sharing_group is not None:
@@ -220,6 +220,7 @@ class RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
         super().__init__(self._argument)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
+        """Do what torch does for ``to()``, ``half()`` and so on; restore exact frequencies."""
         super()._apply(fn, recurse)
         with torch.device("cpu"):  # the current ones may be rounded, or on the meta device
             exact = Qwen3VLVisionRotaryEmbedding(self._argument).inv_freq

@@ -215,15 +215,15 @@ def contrastive_losses(
     for dimension in contrastive.dimensions or (embeddings.shape[1],):
         unit = F.normalize(embeddings[:, :dimension], dim=-1)
         if scores is None:
-            total = total + _infonce(unit, groups, contrastive.temperature)
+            total = total + _infonce_losses(unit, groups, contrastive.temperature)
         else:
-            total = total + _of_pairs(unit, scores, contrastive)
+            total = total + _similarity_losses(unit, scores, contrastive)
     return total
 
 
-def _infonce(unit: Tensor, groups: Sequence[int], temperature: float) -> Tensor:
+def _infonce_losses(unit: Tensor, groups: Sequence[int], temperature: float) -> Tensor:
     """Compute the losses (queries,) from embeddings of length 1."""
-    queries = torch.tensor([0, *accumulate(groups)][:-1])
+    queries = torch.tensor([0, *accumulate(groups)][:-1])  # the first text of each group
     of_documents = torch.ones(len(unit), dtype=torch.bool)
     of_documents[queries] = False
     rank = of_documents.cumsum(0) - 1  # a text's number among the documents
@@ -234,13 +234,14 @@ def _infonce(unit: Tensor, groups: Sequence[int], temperature: float) -> Tensor:
     return F.cross_entropy(cosines / temperature, positives, reduction="none")
 
 
-def _of_pairs(unit: Tensor, scores: Tensor, contrastive: Contrastive) -> Tensor:
+def _similarity_losses(unit: Tensor, scores: Tensor, contrastive: Contrastive) -> Tensor:
     """Compute the losses (pairs,) from embeddings of length 1 and scores (pairs,)."""
     cosines = (unit[::2] * unit[1::2]).sum(-1)
     if contrastive.kind == "cosine":
         return (cosines - scores).square()
     gaps = (cosines[None] - cosines[:, None]) / contrastive.temperature
     gaps = gaps.where(scores[:, None] > scores, -torch.inf)
+    # The zero before them is the 1 in the logarithm.
     return torch.cat([gaps.new_zeros(1), gaps.flatten()]).logsumexp(0).expand(len(scores))
 
 
@@ -311,4 +312,5 @@ def divergences(student: Tensor, teacher: Tensor, settings: Distillation) -> Ten
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return KL(p || q) over the last axis, from log-probabilities."""
     return (p.exp() * (p - q)).sum(-1)

@@ -167,6 +167,7 @@ class Distillation:
 
 
 def _require(name: str, value: float, holds: bool, what: str) -> None:
+    """Raise BadInput, which says what the value must be, unless it `holds`."""
     if not holds:
         raise BadInput(f"{name} is {value:g}: it must be {what}.")
 

@@ -26,7 +26,7 @@ from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.training.arguments.command_line import (
     CommandLine,
     StrictParser,
-    take_back,
+    drop_unset_flags,
     without_flags,
 )
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
@@ -46,7 +46,7 @@ class Command:
     notes: tuple[str, ...] = ()  # choices that were made for the user
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "flags", tuple(take_back(self.flags)))
+        object.__setattr__(self, "flags", tuple(drop_unset_flags(self.flags)))
 
     def value(self, flag: str, default: str | None = None) -> str | None:
         """Return the value of `flag`, ``""`` if it is there without one, or else `default`."""

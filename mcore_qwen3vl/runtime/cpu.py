@@ -55,18 +55,25 @@ class NullStream:
         return True
 
 
+# The functions below that take an original return its replacement: `Replacement.make`.
+
+
 def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that makes tensors take CUDA, as a device, for the CPU."""
+
     @functools.wraps(make)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args)
+        args = tuple(_cuda_as_cpu(a) if isinstance(a, str | torch.device) else a for a in args)
         if "device" in kwargs:
-            kwargs["device"] = _on_cpu(kwargs["device"])
+            kwargs["device"] = _cuda_as_cpu(kwargs["device"])
         return make(*args, **kwargs)
 
     return on_cpu
 
 
-def _cuda_type(name: Callable[..., Any]) -> Callable[..., Any]:
+def _with_cuda_type_name(name: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``Tensor.type`` name types as on CUDA: torch.cuda.FloatTensor."""
+
     @functools.wraps(name)
     def type_of(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = name(self, *args, **kwargs)
@@ -75,16 +82,19 @@ def _cuda_type(name: Callable[..., Any]) -> Callable[..., Any]:
     return type_of
 
 
-def _on_cpu(device: Any) -> Any:
+def _cuda_as_cpu(device: Any) -> Any:
+    """Return the CPU for any CUDA device, and other devices as they are."""
     kind = device.type if isinstance(device, torch.device) else str(device)
     return CPU if kind.startswith("cuda") else device
 
 
 def _padded_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``all_gather`` pad parts of unequal length to the longest, and cut them again."""
+
     def padded(
         tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        lengths = [len(t) for t in tensor_list] if tensor.ndim else [0]
+        lengths = [len(t) for t in tensor_list] if tensor.ndim else [0]  # scalars are alike
         if len(set(lengths)) == 1:
             return all_gather(tensor_list, tensor, group=group, async_op=async_op)
         longest = tensor.new_zeros(max(lengths), *tensor.shape[1:])
@@ -110,15 +120,20 @@ def _set_rng_state(new_state: Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(new_state)
 
 
-def _leave_as_written(compile_function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_that_leaves_as_written(compile_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``torch.compile`` return the function that it is given."""
+
     @functools.wraps(compile_function)  # whoever wants to compile unwraps it
     def leave(model: Any = None, **options: Any) -> Any:
+        # Without a function it is a decorator with options.
         return (lambda function: function) if model is None else model
 
     return leave
 
 
-def _initialize_without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:
+def _initializer_without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Megatron's set-up do without CUDA, as if there were one device."""
+
     def initialize_on_cpu(*args: Any, **kwargs: Any) -> Any:
         # Megatron sets up process groups only where there is a device.
         with mock.patch.object(torch.cuda, "device_count", return_value=1):
@@ -139,13 +154,13 @@ _METHODS = (
 _SPELT = "schedules, gradient clipping and the optimizers name CUDA as the device: use the CPU"
 
 
-def _values(module: str, reason: str, **values: Any) -> Iterator[Replacement]:
+def _value_replacements(module: str, reason: str, **values: Any) -> Iterator[Replacement]:
     """Yield replacements of attributes of a module by values, for one reason."""
     for name, value in values.items():
-        yield Replacement(module, name, _constant(value), reason)
+        yield Replacement(module, name, _maker_of(value), reason)
 
 
-def _constant(value: Any) -> Callable[[Any], Any]:
+def _maker_of(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
 
@@ -154,9 +169,12 @@ def _constant(value: Any) -> Callable[[Any], Any]:
 DEVICE_REPLACEMENTS = (
     *(Replacement("torch", name, _made_on_cpu, _SPELT) for name in _MAKERS),
     *(Replacement("torch.Tensor", name, _made_on_cpu, _SPELT) for name in _METHODS),
-    *_values("torch.Tensor", _SPELT, cuda=lambda self, *args, **kwargs: self),
+    *_value_replacements("torch.Tensor", _SPELT, cuda=lambda self, *args, **kwargs: self),
     Replacement(
-        "torch.Tensor", "type", _cuda_type, "gradients are grouped by the name of their tensor type"
+        "torch.Tensor",
+        "type",
+        _with_cuda_type_name,
+        "gradients are grouped by the name of their tensor type",
     ),
 )
 
@@ -169,19 +187,25 @@ TORCH_REPLACEMENTS = (
     Replacement(
         "torch",
         "compile",
-        _leave_as_written,
+        _compile_that_leaves_as_written,
         "mcore compiles small functions while it is imported: the compiler takes seconds to load",
     ),
-    *_values(_CUDA, "buffers are allocated on the current device", current_device=lambda: CPU),
-    *_values(_CUDA, "the CPU is the only device", set_device=lambda device: None),
-    *_values(
+    *_value_replacements(
+        _CUDA, "buffers are allocated on the current device", current_device=lambda: CPU
+    ),
+    *_value_replacements(_CUDA, "the CPU is the only device", set_device=lambda device: None),
+    *_value_replacements(
         _CUDA, "p2p communication synchronizes the device", synchronize=lambda device=None: None
     ),
-    *_values(_CUDA, _RNG, get_rng_state=_get_rng_state, set_rng_state=_set_rng_state),
-    *_values(f"{_CUDA}.random", _RNG, get_rng_state=_get_rng_state, set_rng_state=_set_rng_state),
+    *_value_replacements(_CUDA, _RNG, get_rng_state=_get_rng_state, set_rng_state=_set_rng_state),
+    *_value_replacements(
+        f"{_CUDA}.random", _RNG, get_rng_state=_get_rng_state, set_rng_state=_set_rng_state
+    ),
     # manual_seed_all stays, because torch.manual_seed calls it.
-    *_values(_CUDA, _RNG, manual_seed=lambda seed: torch.default_generator.manual_seed(seed)),
-    *_values(
+    *_value_replacements(
+        _CUDA, _RNG, manual_seed=lambda seed: torch.default_generator.manual_seed(seed)
+    ),
+    *_value_replacements(
         _CUDA,
         "side streams overlap copies and collectives: the CPU runs in order",
         Stream=NullStream,
@@ -191,7 +215,9 @@ TORCH_REPLACEMENTS = (
         stream=lambda stream: contextlib.nullcontext(),
         set_stream=lambda stream: None,
     ),
-    *_values("torch.Tensor", "the CPU has no streams", record_stream=lambda self, stream: None),
+    *_value_replacements(
+        "torch.Tensor", "the CPU has no streams", record_stream=lambda self, stream: None
+    ),
     Replacement(
         "torch.distributed",
         "all_gather",
@@ -205,12 +231,12 @@ _MOE = "megatron.core.transformer.moe"
 _HOST = "returns a tensor if the input is on the CPU already; all_to_all needs a list of numbers"
 
 MEGATRON_REPLACEMENTS = (
-    *_values(
+    *_value_replacements(
         _TP_RANDOM, _RNG, _get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state
     ),
-    *_values(f"{_MOE}.moe_utils", _HOST, maybe_move_tensor_to_cpu=_to_host),
-    *_values(f"{_MOE}.token_dispatcher", _HOST, maybe_move_tensor_to_cpu=_to_host),
-    *_values(
+    *_value_replacements(f"{_MOE}.moe_utils", _HOST, maybe_move_tensor_to_cpu=_to_host),
+    *_value_replacements(f"{_MOE}.token_dispatcher", _HOST, maybe_move_tensor_to_cpu=_to_host),
+    *_value_replacements(
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
         "starts a manager process that re-imports the program; a synchronous save needs none",
         get_write_results_queue=lambda mp_mode="spawn": queue.Queue(),
@@ -223,25 +249,25 @@ TRAINING_REPLACEMENTS = (
     Replacement(
         f"{_TRAINING}.training",
         "initialize_megatron",
-        _initialize_without_cuda,
+        _initializer_without_cuda,
         "Megatron refuses to start without CUDA",
     ),
-    *_values(
+    *_value_replacements(
         f"{_TRAINING}.training",
         "warms up fused CUDA kernels",
         set_jit_fusion_options=lambda tp_size=None: None,
     ),
-    *_values(
+    *_value_replacements(
         f"{_TRAINING}.initialize",
         "compiles an index builder for GPT datasets, which are not used",
         _compile_dependencies=lambda: None,
     ),
-    *_values(
+    *_value_replacements(
         _CUDA,
         "--moe-grouped-gemm requires compute capability 8.0",
         get_device_capability=lambda device=None: (8, 0),
     ),
-    *_values(
+    *_value_replacements(
         f"{_TRAINING}.arguments",
         "orders CUDA queues before Blackwell through CUDA_DEVICE_MAX_CONNECTIONS",
         get_device_arch_version=lambda: 10,
@@ -279,12 +305,13 @@ def install(*, training: bool = False) -> None:
         apply(TRAINING_REPLACEMENTS)
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Return whether :func:`install` ran in this process."""
     return bool(originals)
 
 
 def _check_environment() -> None:
+    """Hide the GPUs; raise BadInput if megatron is imported already, or CUDA is in use."""
     if "megatron.core.parallel_state" in sys.modules:
         raise BadInput(
             "The CPU backend must be installed before megatron is imported, because megatron "
@@ -310,6 +337,7 @@ def _leave_out_transformer_engine() -> None:
 
 
 def apply(replacements: Sequence[Replacement]) -> None:
+    """Replace the attributes that are not replaced yet; BadInput if one does not exist."""
     for r in replacements:
         if (r.module, r.name) in originals:
             continue

@@ -66,7 +66,7 @@ def find_gpu(name: str) -> Gpu:
     return matches[0]
 
 
-def nccl_groups(layout: Layout, *, moe: bool) -> int:
+def count_nccl_groups(layout: Layout, *, moe: bool) -> int:
     """Return how many process groups training hands something to through NCCL, but for EP's.
 
     Rehearsals list them: all ranks, the optimizer's, TP with PP, PP, DP with CP, and TP with CP, in
@@ -79,11 +79,11 @@ def nccl_groups(layout: Layout, *, moe: bool) -> int:
 def allowance_gib(layout: Layout, *, moe: bool) -> float:
     """Return the GiB that context and NCCL take of each GPU, beside PyTorch's allocator.
 
-    NCCL's are those of :func:`nccl_groups`, and of an all-to-all for EP. On one GPU they were
+    NCCL's are those of :func:`count_nccl_groups`, and of an all-to-all for EP. On one GPU they were
     measured; what groups of several ranks take is assumed.
     """
     exchange = NCCL_ALL_TO_ALL_GIB if layout.ep > 1 else 0.0
-    return round(CONTEXT_GIB + nccl_groups(layout, moe=moe) * NCCL_GROUP_GIB + exchange, 2)
+    return round(CONTEXT_GIB + count_nccl_groups(layout, moe=moe) * NCCL_GROUP_GIB + exchange, 2)
 
 
 def order_transfers(*, several_queues: bool = False) -> None:
@@ -123,7 +123,7 @@ def c_compiler() -> str | None:
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
-def compile_where_possible() -> None:
+def disable_compile_without_compiler() -> None:
     """Disable ``torch.compile``, which Megatron uses for fusions, where there is no compiler."""
     # Otherwise the warm-up before training would fail. Fused functions run kernel by kernel.
     if c_compiler() is None:

@@ -65,7 +65,7 @@ class _Rank:
     died: bool = False  # of its own cause: libraries abort a rank that has lost a peer
 
 
-def _gpus(world_size: int) -> int:
+def _count_gpus(world_size: int) -> int:
     """Return how many GPUs `world_size` ranks have; each has its own on the simulated GPU."""
     return world_size if is_preloaded() else torch.cuda.device_count()
 
@@ -75,7 +75,7 @@ def check_gpus() -> None:
 
     Call it only if the ranks will run on CUDA: counting GPUs may start CUDA in this process.
     """
-    if not _gpus(1):
+    if not _count_gpus(1):
         raise BadInput(
             "There is no GPU here for --device cuda: run on the CPU (verify: --device cpu)."
         )
@@ -83,7 +83,7 @@ def check_gpus() -> None:
 
 def describe_device(device: str, world_size: int) -> str:
     """Name the device for a report, with the number of GPUs if ranks share them."""
-    if device == "cpu" or (gpus := _gpus(world_size)) >= world_size:
+    if device == "cpu" or (gpus := _count_gpus(world_size)) >= world_size:
         return device
     return f"{device}, {world_size} ranks on {gpus} GPU{'s' if gpus > 1 else ''}"
 
@@ -141,7 +141,7 @@ def run_layout(
                 theirs.close()
                 ranks.append(_Rank(process, ours, work.stacks))
                 raise_if_interrupted()
-            _collect(ranks, timeout, heard)
+            _collect_answers(ranks, timeout, heard)
         finally:
             for r in ranks:
                 if r.ended is not None:  # it may still be cleaning up
@@ -194,6 +194,7 @@ class _Work:
 
 
 def _run_rank(work: _Work, pipe: Connection) -> None:
+    """Answer with the function's result or with what it raised: the main function of a rank."""
     global _to_parent
     _to_parent = pipe
     # A collection would visit, and so copy, each object that a fork shares with its parent.
@@ -203,7 +204,7 @@ def _run_rank(work: _Work, pipe: Connection) -> None:
     with work.stacks.open("w", encoding="utf-8") as stacks:
         faulthandler.dump_traceback_later(max(work.timeout - 1, 0.9 * work.timeout), file=stacks)
         try:
-            answer = pickle.dumps((True, _call(work)))
+            answer = pickle.dumps((True, _call_in_group(work)))
         except _PASSED_ON as error:
             answer = pickle.dumps((False, error))
         except BaseException:
@@ -217,12 +218,13 @@ def _gpu_and_backend(work: _Work) -> tuple[int, str]:
     """Return the number of the rank's GPU, and how the ranks exchange."""
     if work.device == "cpu":
         return work.rank, "gloo"
-    gpus = _gpus(work.world_size)
+    gpus = _count_gpus(work.world_size)
     shared = gpus < work.world_size
     return work.rank % gpus, shared_gpu.register() if shared else "nccl"
 
 
-def _call(work: _Work) -> Any:
+def _call_in_group(work: _Work) -> Any:
+    """Call the rank's function between the beginning and the end of ``torch.distributed``."""
     gpu, backend = _gpu_and_backend(work)
     around: AbstractContextManager[object] = nullcontext()
     if work.device == "cpu":
@@ -255,7 +257,7 @@ def _call(work: _Work) -> Any:
         return result
 
 
-def _collect(ranks: list[_Rank], timeout: float, heard: Callable[[Any], None]) -> None:
+def _collect_answers(ranks: list[_Rank], timeout: float, heard: Callable[[Any], None]) -> None:
     """Wait until every rank answered, one failed, or the time is up."""
     deadline = time.monotonic() + timeout
     while waiting := [r for r in ranks if r.ended is None]:
@@ -264,12 +266,13 @@ def _collect(ranks: list[_Rank], timeout: float, heard: Callable[[Any], None]) -
             return
         for r in waiting:
             if r.pipe in ready:
-                _receive(r, heard)
+                _receive_answer(r, heard)
                 if r.error is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE)
 
 
-def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
+def _receive_answer(r: _Rank, heard: Callable[[Any], None]) -> None:
+    """Take a message of a rank: its answer, what it tells, or the end of its pipe."""
     try:
         succeeded, value = pickle.loads(r.pipe.recv_bytes())
     except EOFError:
@@ -289,6 +292,7 @@ def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
 
 
 def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
+    """Raise the error of the ranks that failed, or else of those that did not finish, if any."""
     failed = [r for r in ranks if r.error is not None]
     # Put the cause first. It is a rank that died, even if others reported the lost connection
     # before its death was noticed here; else it is the first rank that failed.
@@ -303,7 +307,7 @@ def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
         )
     if hanging := [r for r in ranks if r.ended is None]:
         late = [f"rank {ranks.index(r)} did not finish within {timeout:g} s" for r in hanging]
-        stacks = [f"{line}:\n{_stack(r)}" for line, r in zip(late, hanging, strict=True)]
+        stacks = [f"{line}:\n{_stack_text(r)}" for line, r in zip(late, hanging, strict=True)]
         said = f"{late[0]}, so the result is unknown. Pass a larger --timeout."
         raise RanksFailed(said, "\n".join(stacks))
 
@@ -315,7 +319,7 @@ def _last_words(r: _Rank) -> str:
     return next(traced, lines[0])
 
 
-def _stack(r: _Rank) -> str:
+def _stack_text(r: _Rank) -> str:
     """Return the stack of a hanging rank, innermost first, down to the function that it runs."""
     if not r.stacks.exists():
         return "it had not begun"

@@ -72,7 +72,7 @@ def scratch_folder(prefix: str = "mcore-qwen3vl-", parent: Path | None = None) -
         with temporary as folder:
             yield Path(folder)
     finally:
-        remover.kill()
+        remover.kill()  # the folder is gone, so it has nothing left to do
         remover.communicate()
 
 
@@ -85,7 +85,7 @@ def noting_ctrl_c() -> Iterator[Callable[[], None]]:
     """
     came = False
 
-    def note(*_: object) -> None:
+    def note_and_raise(*_: object) -> None:
         nonlocal came
         came = True
         raise KeyboardInterrupt
@@ -99,7 +99,7 @@ def noting_ctrl_c() -> Iterator[Callable[[], None]]:
     ):  # somebody else decides what Ctrl-C does
         yield raise_if_it_came
         return
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, note_and_raise)
     try:
         yield raise_if_it_came
     finally:

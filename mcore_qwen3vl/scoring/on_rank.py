@@ -31,7 +31,7 @@ from mcore_qwen3vl.scoring.records import BlockResults, Records
 from mcore_qwen3vl.training.data_provider import (
     SharedBatches,
     StageFeed,
-    host_group,
+    new_host_group,
     rank_reads,
 )
 from mcore_qwen3vl.training.forward_step import forward
@@ -214,7 +214,7 @@ class Scorer:
             chunk.eval()
         self._readout = readout
         self._records = records() if rank_reads() else None
-        self._host_group, self._feed = host_group(), StageFeed.between_stages()
+        self._host_group, self._feed = new_host_group(), StageFeed.between_stages()
         self._device = next(self._chunks[0].parameters()).device
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from mcore_qwen3vl import machine
 from mcore_qwen3vl.console import prepare_standard_streams, visible
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
-from mcore_qwen3vl.training.arguments.command_line import CommandLine, asked_words
+from mcore_qwen3vl.training.arguments.command_line import CommandLine, help_words
 from mcore_qwen3vl.training.logs.terminal import report_crash
 
 
@@ -26,7 +26,7 @@ def entry() -> None:
         machine.warn_of_versions()
     command = CommandLine(sys.argv[1:])
     try:
-        if "MASTER_ADDR" not in os.environ and asked_words(sys.argv[1:]) is None:
+        if "MASTER_ADDR" not in os.environ and help_words(sys.argv[1:]) is None:
             raise BadInput(
                 "This program is one rank of a run. Start it with torchrun, or train on this "
                 "machine with `mcore-qwen3vl train`, which takes the same flags."
@@ -36,16 +36,19 @@ def entry() -> None:
 
         main(command)
     except BadInput as error:
-        if _first_on_this_node():
+        if _is_first_to_report():
             print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except Exception as error:
-        report_crash(error, command, aloud=_first_on_this_node())
+        report_crash(error, command, aloud=_is_first_to_report())
         sys.exit(1)
 
 
-def _first_on_this_node() -> bool:
-    """Return whether no other rank of this node has reported an error; theirs would be alike."""
+def _is_first_to_report() -> bool:
+    """Return whether no other rank of this node has reported an error; theirs would be alike.
+
+    The first call makes the file by which the other ranks know.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # ATTEMPT/LOCAL_RANK/error.json
     if file is None:
         return True

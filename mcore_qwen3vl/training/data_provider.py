@@ -137,22 +137,23 @@ class DataProvider:
     ) -> tuple[Iterator[Batch], Iterator[Batch] | None, None]:
         """Return the streams of one virtual pipeline stage: training, validation, and no test."""
         if self._streams is None:
-            self._streams = self._build()
+            self._streams = self._build_streams()
         train, valid = self._streams
         chunk = vp_stage or 0
         return train.chunk(chunk), valid.chunk(chunk) if valid else None, None
 
-    def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
+    def _build_streams(self) -> tuple[SharedBatches, SharedBatches | None]:
+        """Open the data, at the place where a resumed run goes on: training and validation."""
         from megatron.training import get_args  # scoring takes batches without Megatron's loop
 
         settings, loop = self._settings, self._settings.loop
         args = get_args()  # Megatron has read where the run goes on
-        shared_host_group = host_group()
+        shared_host_group = new_host_group()
         # Before any data are opened: making a group waits for all ranks, with a short timeout.
         feed = StageFeed.between_stages()
         valid_feed = StageFeed.between_stages() if loop.valid_data_path else None
         config = data_config(settings)
-        self.train_loader = self.train_loader or self._training_loader(config)
+        self.train_loader = self.train_loader or self._open_training_loader(config)
         load = settings.checkpoints.load
         if self.train_loader and load and args.iteration and not args.finetune:
             dp = parallel_state.get_data_parallel_rank(), settings.parallel.data_parallel_size
@@ -169,22 +170,22 @@ class DataProvider:
             (args.eval_iters,) = batches
         return self._share(self.train_loader, shared_host_group, feed, self._on_batch), valid
 
-    def _training_loader(self, config: DataConfig) -> Loader | None:
+    def _open_training_loader(self, config: DataConfig) -> Loader | None:
         epochs = self._settings.training.num_epochs
-        return self._loader(self._sources, "train", config, epochs=epochs)
+        return self._open_loader(self._sources, "train", config, epochs=epochs)
 
     def count_steps(self) -> int:
         """Return the number of steps of ``--num-epochs``; all ranks call this, with the model."""
-        settings, kept = self._settings, [0]
+        settings, steps = self._settings, [0]  # a list, because it is broadcast
         if dist.get_rank() == 0:
-            kept[0] = self._steps_of_resumed_run() or 0
-            if not kept[0]:
-                self.train_loader = self._training_loader(data_config(settings))
+            steps[0] = self._steps_of_resumed_run() or 0
+            if not steps[0]:
+                self.train_loader = self._open_training_loader(data_config(settings))
                 length = self.train_loader.length if self.train_loader else 0
-                kept[0] = -(-(length or 0) // settings.loop.global_batch_size)
+                steps[0] = -(-(length or 0) // settings.loop.global_batch_size)
         wait_for_measuring()
-        dist.broadcast_object_list(kept, src=0)
-        self._steps = kept[0]
+        dist.broadcast_object_list(steps, src=0)
+        self._steps = steps[0]
         return self._steps
 
     def _steps_of_resumed_run(self) -> int | None:
@@ -193,7 +194,7 @@ class DataProvider:
         iteration = checkpoints.ckpt_step or (load and read_tracker(Path(load)))
         if checkpoints.finetune or not load or not isinstance(iteration, int):
             return None
-        saved = data_state.first_of(load, iteration)
+        saved = data_state.first_state_of(load, iteration)
         epochs, steps = (saved or {}).get(data_state.EPOCHS) or (None, None)
         # They stay, because another number of ranks would pack the samples differently.
         return steps if epochs == self._settings.training.num_epochs else None
@@ -217,11 +218,12 @@ class DataProvider:
             loop.eval_global_batch_size // parallel.data_parallel_size // loop.eval_micro_batch_size
         )
         batches = max(1, self._validation_batches * micro_batches)
-        return self._loader(sources, "val", validation_config(settings), batches=batches)
+        return self._open_loader(sources, "val", validation_config(settings), batches=batches)
 
     def _share(
         self, loader: Loader | None, host_group: Any, feed: StageFeed | None, *on_batch: Any
     ) -> SharedBatches:
+        """Return the batches of `loader` for all ranks; rehearsals replace its arguments."""
         return SharedBatches(
             loader,
             device=torch.device(torch.cuda.current_device()),
@@ -233,7 +235,7 @@ class DataProvider:
             ahead=self._ahead,
         )
 
-    def _loader(
+    def _open_loader(
         self, sources: Sequence[Source], split: Any, config: DataConfig, **more: Any
     ) -> Loader | None:
         """Return the loader on a rank that reads; None on the others, which receive its batches."""
@@ -282,18 +284,18 @@ class DataProvider:
 
 def rank_reads() -> bool:
     """Return whether this is the first rank of a first pipeline stage."""
-    return _is_first_of_stage() and parallel_state.get_pipeline_model_parallel_rank() == 0
+    return _is_first_of_tp_cp_group() and parallel_state.get_pipeline_model_parallel_rank() == 0
 
 
-def _is_first_of_stage() -> bool:
+def _is_first_of_tp_cp_group() -> bool:
     """Return whether this rank is the first of its TP x CP group."""
     return bool(parallel_state.get_tensor_and_context_parallel_rank() == 0)
 
 
-def host_group() -> dist.ProcessGroup:
+def new_host_group() -> dist.ProcessGroup:
     """Create a gloo group of this rank's TP x CP group, for use by a thread."""
     group = parallel_state.get_tensor_and_context_parallel_group()
-    mine = _over_gloo(dist.get_process_group_ranks(group))
+    mine = _new_gloo_group(dist.get_process_group_ranks(group))
     assert mine is not None
     return mine
 
@@ -303,7 +305,7 @@ def wait_for_measuring() -> None:
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)))
 
 
-def _over_gloo(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+def _new_gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """Create a gloo group of `ranks`; all ranks call this, and one with none in it gets None."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, tuple(ranks))
@@ -336,7 +338,9 @@ class StageFeed:
             return None
         # Even a pipeline group that uses gloo is not reused, because it carries activations, with
         # which batches must not mix.
-        mine = _over_gloo(dist.get_process_group_ranks(group) if _is_first_of_stage() else [])
+        mine = _new_gloo_group(
+            dist.get_process_group_ranks(group) if _is_first_of_tp_cp_group() else []
+        )
         return cls(mine) if mine else None
 
     @property
@@ -358,6 +362,7 @@ class StageFeed:
         return message[0]
 
     def _deliver(self) -> None:
+        """Send queued messages for ever: the thread's function."""
         while True:
             message = self._queue.get()
             # A broadcast would wait for the last stage first, which asks for its batch only when
@@ -422,7 +427,7 @@ class SharedBatches:
         """Yield the batches of one virtual pipeline stage."""
         while True:
             if not self._waiting[index]:
-                batch = self._next()
+                batch = self._next_batch()
                 for queue in self._waiting:
                     queue.append(batch)
             yield self._waiting[index].popleft()
@@ -434,35 +439,38 @@ class SharedBatches:
         self._upcoming.exception()  # waits until the thread has finished reading
         return self._position
 
-    def _next(self) -> Batch:
+    def _next_batch(self) -> Batch:
         """Return the next batch on the device, and begin to read the one that follows it."""
         if self._upcoming is not None:
             prepared = self._upcoming.result()
             self._upcoming = None
         else:
-            prepared = self._prepare_first(self._ahead) if self._ahead else self._prepare()
+            prepared = (
+                self._prepare_first_batch(self._ahead) if self._ahead else self._prepare_batch()
+            )
         light = prepared.light
         if isinstance(light, BadInput):
             raise light
         if self._ahead is not None:
+            # Taken before the thread reads on, because a checkpoint goes on after this batch.
             self._position = self._loader.position() if isinstance(self._loader, Loader) else None
-            self._upcoming = self._ahead.submit(self._prepare)
+            self._upcoming = self._ahead.submit(self._prepare_batch)
         for callback in self._on_batch:
             callback(light)
         with self._on_copy_stream():
             batch = self._move_to_device(prepared, light)
         return self._hand_over(batch)
 
-    def _prepare_first(self, ahead: Executor) -> _Prepared:
+    def _prepare_first_batch(self, ahead: Executor) -> _Prepared:
         """Prepare the first batch on the caller's thread, because it starts the loader's processes.
 
         A process forked by another thread tears down this thread's state when it starts. It hangs
         if that state has a PyAV converter, because the converter's own threads were not forked.
         """
         ahead.submit(int).result()  # other streams' messages go first, as on the other ranks
-        return self._prepare()
+        return self._prepare_batch()
 
-    def _prepare(self) -> _Prepared:
+    def _prepare_batch(self) -> _Prepared:
         """Do the host's work for a batch; on every rank in the same order."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has its own
@@ -492,6 +500,7 @@ class SharedBatches:
         return _Prepared(light, pixels_follow, visual)
 
     def _move_to_device(self, prepared: _Prepared, light: Batch) -> Batch:
+        """Copy the small tensors, and get the pixels of the rank that read them, if they follow."""
         batch = light.map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True))
         if light.visual is None or not prepared.pixels_follow:
             return batch
@@ -504,6 +513,7 @@ class SharedBatches:
         return replace(batch, visual=replace(light.visual, **patches))
 
     def _on_copy_stream(self) -> Any:
+        """Return a context whose copies run beside the computation, where there is a GPU."""
         if self._device.type != "cuda":
             return nullcontext()
         if self._copies is None:

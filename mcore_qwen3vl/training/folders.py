@@ -43,13 +43,13 @@ def check_writable(folder: Path) -> None:
     """Raise BadInput if `folder` can neither be written to nor created."""
     folder = folder.absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
-    if reason := disk_error(there, 4096):
+    if reason := find_disk_error(there, 4096):
         raise BadInput(
             f"{folder} cannot be written: {reason}. Choose another directory, or make room."
         )
 
 
-def disk_error(folder: Path, size: int) -> str | None:
+def find_disk_error(folder: Path, size: int) -> str | None:
     """Write `size` bytes to a file that is gone at once, and return the system's error, if any."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -142,7 +142,7 @@ def owner_of(folder: str | Path | None) -> str | None:
     return file.read_text("utf-8").strip() if file and file.is_file() else None
 
 
-def claim(save: str | None, exports: str) -> None:
+def claim_folders(save: str | None, exports: str) -> None:
     """Write a run's id into its folder of exports, and into its ``--save`` if it has one."""
     run = owner_of(save) or uuid.uuid4().hex
     for folder in filter(None, (save, exports)):

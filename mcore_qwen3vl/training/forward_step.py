@@ -70,7 +70,7 @@ def forward(
     """
     chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
     has_logits = chunk.post_process and chunk.head_labels is None
-    packing = _packing(batch)
+    packing = _packed_sequence(batch)
     if processor is not None:
         options["output_processor"] = partial(processor, batch, chunk)
     output = (chunk.build_schedule_plan if plan else model)(
@@ -107,18 +107,19 @@ class StepRecords:
 
     def explain(self, step: int) -> FloatingPointError:
         """Make the error that names the records of `step`; waits for the device."""
-        batches = self._done.get(step, self._running)
+        batches = self._done.get(step, self._running)  # a step that failed has not been finished
         bad = [n for n, loss in batches.items() if loss is not None and not loss.isfinite().item()]
         what = "loss is" if bad else "gradients are"
         return FloatingPointError(
-            f"In step {step} the {what} NaN or infinite, on {_listing(bad or list(batches))}. No "
-            "checkpoint holds that step. To go on without its records, run the same command with "
+            f"In step {step} the {what} NaN or infinite, on "
+            f"{_names_in_words(bad or list(batches))}. No checkpoint holds that step. To go on "
+            "without its records, run the same command with "
             f"--iterations-to-skip {step}. Where loss or gradient norm had grown before, lower "
             "--lr: begin anew, or from a checkpoint with --load DIR --finetune and another --save"
         )
 
 
-def _listing(batches: list[Names]) -> str:
+def _names_in_words(batches: list[Names]) -> str:
     names = list(dict.fromkeys(name for batch in batches for name in batch))
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest if names else "records that this rank does not know"
@@ -204,7 +205,7 @@ class ForwardStep:
             chunk.scale_gradients(scale)
 
 
-def _packing(batch: Batch) -> PackedSequence | None:
+def _packed_sequence(batch: Batch) -> PackedSequence | None:
     """Return the sub-sequences' bounds, on the device for kernels and on the host for shapes."""
     if batch.cu_seqlens is None:
         return None
@@ -285,7 +286,7 @@ def _units_of_data_sets(batch: Batch, losses: Tensor) -> Iterator[tuple[str, Ten
     names = batch.data_sets
     if len(names) > len(losses):  # several sequences make a unit
         names = tuple(
-            names[end - size]
+            names[end - size]  # of its first sequence
             for end, size in zip(accumulate(batch.groups), batch.groups, strict=True)
         )
     for name in dict.fromkeys(names):
@@ -346,7 +347,7 @@ def token_objective(loss: Loss) -> Objective:
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
         positions = to_device(local, losses.device)
         weights = batch.loss_weights.index_select(1, positions)
-        total, normaliser = _check_result(loss, loss(losses, weights))
+        total, normaliser = _checked_result(loss, loss(losses, weights))
         data_sets = _weights_of_data_sets(batch, positions, weights)
         parts = {name: loss(losses.detach(), part) for name, part in data_sets.items()}
         return Reduced(total, normaliser, {"lm loss": total.detach()}, parts)
@@ -371,9 +372,10 @@ def further_token_objective(loss: Loss, factor: float) -> Objective:
             if batch.cu_seqlens is None
             else batch.cu_seqlens[1:]
         )
+        # The roll has given the last position of a sequence another sequence's weight.
         weights.index_fill_(1, to_device(last.long() - 1, weights.device), 0.0)
         weights = weights.index_select(1, to_device(local, weights.device))
-        total, normaliser = _check_result(loss, loss(losses[1], weights))
+        total, normaliser = _checked_result(loss, loss(losses[1], weights))
         return reduced._replace(
             total=reduced.total + factor * total,
             sums={
@@ -396,12 +398,13 @@ def _weights_of_data_sets(batch: Batch, positions: Tensor, weights: Tensor) -> d
     return {name: weights.where(number == i, 0.0) for i, name in enumerate(names)}
 
 
-def _check_result(loss: Loss, result: Any) -> tuple[Tensor, Tensor]:
-    returned = _describe(result)
+def _checked_result(loss: Loss, result: Any) -> tuple[Tensor, Tensor]:
+    """Return the result of a loss function, or raise BadInput if it is no pair of scalars."""
+    returned = _describe_type(result)
     if isinstance(result, tuple) and len(result) == 2:
         if all(isinstance(value, Tensor) and value.ndim == 0 for value in result):
             return result
-        returned = f"({', '.join(map(_describe, result))})"
+        returned = f"({', '.join(map(_describe_type, result))})"
     name = getattr(loss, "__qualname__", repr(loss))
     raise BadInput(
         f"The loss function {name} returned {returned}. It must return a pair of scalar tensors: "
@@ -410,7 +413,7 @@ def _check_result(loss: Loss, result: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def _describe(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a value of type {type(value).__name__}"

@@ -130,7 +130,7 @@ class Signals:
     def __init__(self) -> None:
         self._gathered: AsyncHostCopy | None = None
 
-    def gather(
+    def gather_late(
         self, original: Any, item: Any, dtype: torch.dtype, group: Any = None, *_: Any, **__: Any
     ) -> list[Any]:
         """Return every rank's item of the call before; zeros in the first call."""
@@ -148,10 +148,10 @@ class Stats:
     def __init__(self) -> None:
         self._everyone_has: bool | None = None
 
-    def reduce(
+    def maximum(
         self, original: Any, stat: float | Tensor | None, group: Any = None
     ) -> float | Tensor | None:
-        """Return the maximum; None if no rank has a number.
+        """Return the maximum, usually `stat` itself; None if no rank has a number.
 
         ``reduce_max_stat_across_model_parallel_group``, which this replaces, takes three host
         syncs. This one takes none if every rank has a number, which the first call finds out. No
@@ -161,14 +161,15 @@ class Stats:
         group = mpu.get_model_parallel_group() if group is None else group
         missing = -1.0  # Megatron's own mark for a rank that has none
         if self._everyone_has is None:
-            self._everyone_has = not _largest(stat is None, group).item()
+            self._everyone_has = not _all_reduce_maximum(stat is None, group).item()
         if self._everyone_has:
             return stat.detach().reshape(()) if isinstance(stat, Tensor) else stat
-        largest = float(_largest(missing if stat is None else stat, group).item())
+        largest = float(_all_reduce_maximum(missing if stat is None else stat, group).item())
         return None if largest == missing else largest
 
 
-def _largest(stat: float | bool | Tensor, group: Any) -> Tensor:
+def _all_reduce_maximum(stat: float | bool | Tensor, group: Any) -> Tensor:
+    """Return the largest value of all ranks, (1,), on the device."""
     if isinstance(stat, Tensor):
         largest = stat.detach().float().reshape(1).clone()
     else:
@@ -226,7 +227,7 @@ class LossScaleSkips:
         self._compute = compute
         self._steps = self._skipped = self._reported = 0
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> bool:  # whether there is anything to say at the end of a run
         return self._skipped > 0
 
     def add(self, skipped: int) -> None:
@@ -288,6 +289,7 @@ def _pieces(parameters: Iterator[Named]) -> Iterator[list[Named]]:
         # Norms of queries and keys without SP are reduced too, and are too small to count.
         reduced = any(getattr(parameter, mark, False) for mark in _MARKS)
         counts = parameter.numel() if reduced else 0
+        # A single parameter may be larger than a piece.
         if size and size + counts > PIECE:
             yield piece
             piece, size = [], 0

@@ -67,12 +67,12 @@ def _run_here(command: CommandLine) -> int:
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port = free.getsockname()[1]  # the system has chosen one that nobody uses
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}
     try:
         return main(command)
-    except BadInput:
+    except BadInput:  # whoever called prints it
         raise
     except Exception as error:
         report_crash(error, command)
@@ -80,6 +80,7 @@ def _run_here(command: CommandLine) -> int:
 
 
 def _run_torchrun(command: CommandLine, ranks: int) -> int:
+    """Run `ranks` processes, and return the exit code of the run."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -95,14 +96,14 @@ def _run_torchrun(command: CommandLine, ranks: int) -> int:
         codes = {failure.exitcode for failure in failed.failures.values()}
         if BadInput.exit_code in codes:
             return BadInput.exit_code  # a rank has said why
-        console.messages.print(f"error: {death_of_a_rank(failed.failures)}", soft_wrap=True)
+        console.messages.print(f"error: {describe_failure(failed.failures)}", soft_wrap=True)
         return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
 
 
-def death_of_a_rank(failures: Mapping[int, Any]) -> str:
+def describe_failure(failures: Mapping[int, Any]) -> str:
     """Describe a run's failure: the rank that was killed, if any, or else the first that ended."""
     killed = {
         rank: failure

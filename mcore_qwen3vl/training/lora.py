@@ -68,7 +68,7 @@ class Base:
             self._sum = torch.zeros((), dtype=torch.int64, device=weights.device)
             self._dtype = dtype_name(weights.dtype)
         for part in hf_parts(chunk):
-            if part.main:
+            if part.main:  # copies on other ranks are not counted
                 # The sum of the bits as integers does not depend on the order.
                 bits = part.local.view(_INTEGERS[part.local.element_size()])
                 self._sum += bits.sum(dtype=torch.int64)
@@ -78,7 +78,7 @@ class Base:
         if self.path is None or self._sum is None:
             return None
         if self._total is None:
-            dist.all_reduce(self._sum)
+            dist.all_reduce(self._sum)  # in place, so only in the first call
             self._total = int(self._sum)
         return Identity(path=str(self.path), dtype=self._dtype, sum=self._total)
 
@@ -166,7 +166,7 @@ class LoraRun:
         else:
             load_factors(chunk, self._start.factors)
             load_saved([chunk], whole_tensors(self._start))
-        choice.train(whole_patterns(chunk, self._saved))
+        choice.add_trainable(whole_patterns(chunk, self._saved))
 
     def export(self, model: Any, folder: Path) -> None:
         """Write a PEFT adapter directory; a collective."""
@@ -212,7 +212,7 @@ def check_checkpoint(load: str | None, lora: LoraRun | None) -> None:
             "--pretrained-checkpoint, with another --save."
         )
     there = AdapterConfig.from_file(file)
-    if _shape(there) != _shape(lora.config):
+    if _deciding_fields(there) != _deciding_fields(lora.config):
         raise BadInput(
             f"{load} was trained with another adapter config than the flags give: resume "
             f"with --lora-config {file}, or choose another --save."
@@ -220,7 +220,7 @@ def check_checkpoint(load: str | None, lora: LoraRun | None) -> None:
     lora.base.check(file.parent)
 
 
-def _shape(config: AdapterConfig) -> tuple[Any, ...]:
+def _deciding_fields(config: AdapterConfig) -> tuple[Any, ...]:
     """Return the fields that decide which values a checkpoint has, and what they mean."""
     ordered = (
         tuple(sorted(value)) if isinstance(value, tuple) else value

@@ -179,7 +179,7 @@ def rank_parameters(
     layers = stage_layers(a, layout)[stage]
     shared = experts = 0.0
     for group, count in (parameters.count(a) if counts is None else counts).items():
-        if group.layer not in layers and not _outside_layers(group, a, layout, stage):
+        if group.layer not in layers and not _is_outside_layers_of_stage(group, a, layout, stage):
             continue
         if group.part == "experts":
             experts += count / (layout.ep * layout.etp)
@@ -188,7 +188,7 @@ def rank_parameters(
     return shared, experts
 
 
-def _outside_layers(group: Group, a: Architecture, layout: Layout, stage: int) -> bool:
+def _is_outside_layers_of_stage(group: Group, a: Architecture, layout: Layout, stage: int) -> bool:
     """Return whether the group is outside the decoder layers and on this pipeline stage."""
     first, last = stage == 0, stage == layout.pp - 1
     if group.layer is not None:
@@ -219,11 +219,15 @@ def _activations(
         [_layer_activations(a, layout, tokens, n, cheap) for n in layers]
         for layers in virtual_stages
     ]
-    again = recompute if isinstance(recompute, int) else a.num_hidden_layers
-    again = 0 if recompute in ("none", "cheap") else again
+    # Number of layers of each virtual stage that are recomputed as a whole.
+    recomputed_layers = recompute if isinstance(recompute, int) else a.num_hidden_layers
+    recomputed_layers = 0 if recompute in ("none", "cheap") else recomputed_layers
     inputs = ACTIVATION * a.hidden_size * tokens / (layout.tp if layout.sp else 1)
-    kept = [inputs * len(chunk[:again]) + sum(chunk[again:]) for chunk in each]
-    recomputed = max((size for chunk in each for size in chunk[:again]), default=0.0)
+    kept = [
+        inputs * len(chunk[:recomputed_layers]) + sum(chunk[recomputed_layers:]) for chunk in each
+    ]
+    # While the backward pass of a layer runs, it has all of its activations.
+    recomputed = max((size for chunk in each for size in chunk[:recomputed_layers]), default=0.0)
     if stage == 0:
         kept[0] += _vision_activations(a, layout, visual, recompute)
     if mtp:
@@ -235,14 +239,14 @@ def _activations(
     if mtp and stage == layout.pp - 1:
         inside = _further_token_activations(a, layout, tokens, cheap)
         kept[-1] += 2 * inputs  # what the layer gets beside the embeddings, and what the head gets
-        if again:
+        if recomputed_layers:
             recomputed = max(recomputed, inside)
         else:
             kept[-1] += inside
-    return in_flight(layout, stage, kept) + recomputed
+    return most_in_flight(layout, stage, kept) + recomputed
 
 
-def in_flight(layout: Layout, stage: int, kept: Sequence[float]) -> float:
+def most_in_flight(layout: Layout, stage: int, kept: Sequence[float]) -> float:
     """Return the most bytes that a pipeline rank keeps at once under (interleaved) 1F1B.
 
     Each of its virtual stages has `kept` so many for one micro-batch.
@@ -258,6 +262,7 @@ def in_flight(layout: Layout, stage: int, kept: Sequence[float]) -> float:
 def _layer_activations(
     a: Architecture, layout: Layout, tokens: float, layer: int, cheap: bool
 ) -> float:
+    """Return the bytes that one decoder layer keeps for the backward pass."""
     h, local = a.hidden_size, tokens / (layout.tp if layout.sp else 1)
     # Inputs of both norms.
     values = 2 * h * local
@@ -347,14 +352,15 @@ def trained_parameters(
     """
     counts: Counter[Group] = Counter()
     for name, slot in targets.items():
-        counts[_group(name)] += prod(slot.a_shape) + prod(slot.b_shape)
+        counts[_group_of_tensor(name)] += prod(slot.a_shape) + prod(slot.b_shape)
     for name, shape in saved.items():
         if not (tied and name == LM_HEAD and INPUT_EMBEDDING in saved):
-            counts[_group(name)] += prod(shape)
+            counts[_group_of_tensor(name)] += prod(shape)
     return counts
 
 
-def _group(name: str) -> Group:
+def _group_of_tensor(name: str) -> Group:
+    """Return the group of a Hugging Face tensor, by its name."""
     if name.startswith("model.visual."):
         return Group("vision", None, False)
     if name.startswith(("lm_head.", "score.")):

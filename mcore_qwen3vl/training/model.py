@@ -79,7 +79,7 @@ def model_provider(
     kind = Qwen3VLModel if labels is None else TaskModel.with_labels(labels, loop.seed)
     freezing = adapter_freezing() if lora else Freezing(training.freeze, training.trainable)
 
-    def provide(
+    def build_chunk(
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
@@ -104,11 +104,11 @@ def model_provider(
             lora.adapt(model, freezing)
         elif other:
             start_from([model], other.folder)
-        elif load_hf and not resuming(settings.checkpoints.load):
+        elif load_hf and not is_resuming(settings.checkpoints.load):
             start_from([model], load_hf)
         freezing.apply(model)
         stages = settings.parallel.virtual_pipeline_model_parallel_size or 1
-        if vp_stage in (None, stages - 1):
+        if vp_stage in (None, stages - 1):  # the last chunk of this rank
             on_trained(freezing.check())
             saves = settings.checkpoints.save and not settings.checkpoints.no_save_optim
             if lora is None and freezing.divided and saves:
@@ -121,9 +121,9 @@ def model_provider(
                 )
         return model
 
-    return provide
+    return build_chunk
 
 
-def resuming(load: str | None) -> bool:
+def is_resuming(load: str | None) -> bool:
     """Return whether ``--load`` holds a checkpoint, which takes precedence over ``--load-hf``."""
     return load is not None and checkpoint_exists(load)

@@ -85,7 +85,9 @@ def run_two_passes(
     *,
     first: Callable[..., Any],
     within: Within,
-    inputs: Callable[[list[Batch], list[Any]], Iterable[TaskInputs]] = lambda batches, found: found,
+    inputs: Callable[[list[Batch], list[Any]], Iterable[TaskInputs]] = lambda batches, results: (
+        results
+    ),
     **arguments: Any,
 ) -> Any:
     """Run Megatron's `schedule` twice, and return what its second call returns.
@@ -100,6 +102,7 @@ def run_two_passes(
             function of `first` returned for each. Only the last stage calls it.
     """
     of_chunks = read_batches(arguments)
+    # Stages before the last have no results.
     if results := forward_pass(schedule, arguments, of_chunks, first=first, within=within):
         of_batches = zip(of_chunks[-1], inputs(of_chunks[-1], results), strict=True)
         of_chunks[-1] = [replace(batch, task=task) for batch, task in of_batches]
@@ -117,6 +120,7 @@ def first_pass_step(
     def step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
         output, local = run(batch, model)
+        # Megatron passes `non_loss_data` by name where it collects what is no loss.
         return output, lambda output, non_loss_data: values(batch, local, output)
 
     return step
@@ -164,7 +168,7 @@ def evaluation_mode(model: Any) -> Iterator[Any]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for chunk in unwrap_model(model if isinstance(model, list) else [model]):
-            stack.callback(chunk.train, chunk.training)
+            stack.callback(chunk.train, chunk.training)  # restores the mode that it had
             chunk.eval()
         yield model
 
@@ -186,7 +190,7 @@ def distillation_objective(settings: Distillation) -> Objective:
     return objective
 
 
-def _compare(
+def _divergences_and_cross_entropies(
     settings: Distillation,
     batch: Batch,
     chunk: Qwen3VLModel,
@@ -221,7 +225,7 @@ def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
     return teacher.ids[row], teacher.log_probs[row]
 
 
-def _likeliest(
+def _teachers_likeliest(
     batch: Batch,
     chunk: Qwen3VLModel,
     *,
@@ -319,7 +323,7 @@ ANSWERS_STEP = first_pass_step(
 """The forward step of a first pass, which finds the answers' log-probabilities (N,)."""
 
 
-def with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any) -> Any:
+def run_with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any) -> Any:
     """Run Megatron's `schedule` after a pass for the reference and two for KTO's baseline.
 
     The baseline is a mean over the global batch: over all micro-batches of all data-parallel ranks.
@@ -337,7 +341,7 @@ def with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any
         )
     )
     if reference:  # the last stage
-        baseline = _baseline(policy, of_reference)
+        baseline = _mean_change(policy, of_reference)
         labels = [batch.inputs_of(Labelled).desirable for batch in of_chunks[-1]]
         of_chunks[-1] = [
             replace(batch, task=LabelledReferences(desirable, log_probs, baseline))
@@ -346,14 +350,14 @@ def with_baseline(within: Within, schedule: Callable[..., Any], **arguments: Any
     return schedule(**{**arguments, "data_iterator": replay(of_chunks)})
 
 
-def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
+def _mean_change(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
     """Return the mean difference of log-probabilities over all data-parallel ranks, a scalar.
 
     If all records are alone in their micro-batches, it is 0.
     """
     # A record that is alone in its micro-batch has kept its own answer, and is left out.
     changes = [p - r for p, r in zip(policy, reference, strict=True) if len(p) > 1]
-    differences = torch.cat([policy[0].new_zeros(0), *changes])
+    differences = torch.cat([policy[0].new_zeros(0), *changes])  # there may be no changes
     sums = torch.stack([differences.sum(), torch.full_like(differences.sum(), len(differences))])
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     return sums[0] / sums[1].clamp(min=1)
@@ -390,7 +394,7 @@ def _last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(lengths), starts + lengths - 1
 
 
-def _pool(
+def _read_last_tokens(
     read: Read,
     batch: Batch,
     chunk: Qwen3VLModel,
@@ -415,7 +419,7 @@ def _pool(
     rows, columns = _last_tokens(batch)
     at = places[columns]
     device = hidden_states.device
-    is_here = to_device(at >= 0, device)[:, None]
+    is_here = to_device(at >= 0, device)[:, None]  # -1: another rank has the token
     states = hidden_states[to_device(at.clamp(min=0), device), to_device(rows, device)].float()
     states = torch.where(is_here, states, 0.0)
     if sharded:
@@ -431,7 +435,7 @@ def last_token_runner(read: Read) -> RunBatch:
 
     On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
     """
-    return partial(forward, processor=partial(_pool, read))
+    return partial(forward, processor=partial(_read_last_tokens, read))
 
 
 EMBED = last_token_runner(lambda states, head, weight: states)
@@ -504,7 +508,9 @@ def embedding_objective(contrastive: Contrastive) -> Objective:
     return objective
 
 
-def with_contrasts(contrastive: Contrastive, schedule: Callable[..., Any], **arguments: Any) -> Any:
+def run_with_contrasts(
+    contrastive: Contrastive, schedule: Callable[..., Any], **arguments: Any
+) -> Any:
     """Run Megatron's `schedule` after a pass for all embeddings, if there are several to gather."""
     if arguments["num_microbatches"] == 1:
         return schedule(**arguments)
@@ -535,13 +541,13 @@ def contrasts(
         groups, groups_of_batches, group=parallel_state.get_data_parallel_group_gloo()
     )
     sizes = [sum(map(sum, of_rank)) for of_rank in groups]
-    everyone = _gather(torch.cat(vectors), sizes).requires_grad_()
+    everyone = _gather_rows(torch.cat(vectors), sizes).requires_grad_()
     queries = [sum(map(len, of_rank)) for of_rank in groups]
     scores = None
     if contrastive.takes_scores:
         of_batches = zip(batches, groups_of_batches, strict=True)
         own = [batch.inputs_of(Scores).scores[: len(of)] for batch, of in of_batches]
-        scores = _gather(torch.cat(own)[:, None], queries)[:, 0]
+        scores = _gather_rows(torch.cat(own)[:, None], queries)[:, 0]
     texts = [size for of_rank in groups for rows in of_rank for size in rows]
     with torch.enable_grad():
         losses = formulas.contrastive_losses(everyone, texts, contrastive, scores)
@@ -558,7 +564,7 @@ def contrasts(
     ]
 
 
-def _gather(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+def _gather_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return the rows (n, H) of all data-parallel ranks, whose numbers are `sizes`, in order."""
     padded = rows.new_zeros(max(sizes), rows.shape[1])
     padded[: len(rows)] = rows
@@ -594,7 +600,9 @@ def forward_step_of(settings: Settings) -> ForwardStep:
         return step(kto_objective(settings.preference.kto))
     if loss == DISTILL:
         distillation = settings.distillation.loss
-        compare = partial(forward, processor=partial(_compare, distillation))
+        compare = partial(
+            forward, processor=partial(_divergences_and_cross_entropies, distillation)
+        )
         return step(distillation_objective(distillation), compare)
     if loop.mtp_num_layers:
         return step(further_token_objective(find_loss(loss), loop.mtp_loss_scaling_factor))
@@ -604,19 +612,19 @@ def forward_step_of(settings: Settings) -> ForwardStep:
 def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
     """Return what replaces ``get_forward_backward_func``: some losses take two passes in a step."""
     loss, distillation = settings.training.loss, settings.distillation
-    reference = second.in_place if second else without_adapter
+    reference = second.in_place_of if second else without_adapter
     passes: Callable[..., Any]
     if settings.task.task == "embedding":
-        passes = partial(with_contrasts, settings.task.contrastive)
+        passes = partial(run_with_contrasts, settings.task.contrastive)
     elif loss == DISTILL and second:
         k = distillation.teacher_top_k
         assert k is not None
-        find = partial(_likeliest, k=k, temperature=distillation.loss.temperature)
+        find = partial(_teachers_likeliest, k=k, temperature=distillation.loss.temperature)
         first = first_pass_step(
             partial(forward, processor=find),
             lambda batch, local, values: Top(values[..., :k].int(), values[..., k:]),
         )
-        passes = partial(run_two_passes, first=first, within=second.in_place)
+        passes = partial(run_two_passes, first=first, within=second.in_place_of)
     elif loss in LOSSES and settings.reference in ("adapter", "model"):
         passes = partial(
             run_two_passes,
@@ -625,7 +633,7 @@ def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
             inputs=lambda batches, log_probs: map(PairReferences, log_probs),
         )
     elif loss == KTO:
-        passes = partial(with_baseline, reference)
+        passes = partial(run_with_baseline, reference)
     else:
         return call_original
     return lambda original, *args, **kwargs: partial(passes, original(*args, **kwargs))

@@ -75,10 +75,12 @@ def learning_rate_overrides(settings: RunSettings) -> dict[ParamKey, Any]:
 
 
 def _part_key(part: str) -> ParamKey:
-    def belongs(parameter: nn.Parameter, name: str) -> bool:
+    """Return what tells Megatron which parameters are in a part of the model."""
+
+    def is_in_part(parameter: nn.Parameter, name: str) -> bool:
         return part_of(name) == part
 
-    return ParamKey(with_name_predicate=ParamWithNamePredicate(name=part, fn=belongs))
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(name=part, fn=is_in_part))
 
 
 def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
@@ -139,7 +141,7 @@ def make_resumable(optimizer: Any) -> bool:
     return changed
 
 
-def scale_on_host(optimizer: Any) -> None:
+def keep_scale_on_host(optimizer: Any) -> None:
     """Keep the constant loss scale of 1 on the host: Megatron reads it in each step for its log."""
     for part in chained_optimizers(optimizer):
         if getattr(part, "grad_scaler", None) is None and hasattr(part, "_scale_one"):
@@ -159,11 +161,13 @@ def _start_states(adam: torch.optim.Adam) -> None:
 
 
 def _separate_steps(adam: torch.optim.Optimizer) -> None:
+    """Give each parameter its own ``step``, after mcore has loaded one tensor for all."""
     for state in adam.state.values():
         state["step"] = state["step"].clone()
 
 
 def _tolerate_missing_step(optimizer: DistributedOptimizer) -> None:
+    """Let mcore set states from formats that have ``step`` elsewhere; it looks the key up."""
     set_states = optimizer._set_main_param_and_optimizer_states
 
     def set_states_but_step(parameter: nn.Parameter, tensors: dict[str, Tensor | None]) -> None:
@@ -204,6 +208,7 @@ def multi_tensor_scale(
 ) -> None:
     """Write the first list times `factor` into the second, as ``multi_tensor_scale`` does."""
     source, target = tensors
+    # Clipping passes the same list twice.
     if any(a is not b for a, b in zip(source, target, strict=True)):
         torch._foreach_copy_(target, source)
     torch._foreach_mul_(target, factor.reshape(()) if isinstance(factor, Tensor) else factor)
@@ -219,6 +224,7 @@ def use_fused_adam(optimizer: Any) -> None:
 
 
 def _set_fused(adam: torch.optim.Optimizer) -> None:
+    """Choose the fused kernels, which want each ``step`` on its parameter's device."""
     for group in adam.param_groups:
         group["fused"] = True
         for parameter in group["params"]:
@@ -307,6 +313,7 @@ def check_state_of_weights(optimizer: Any, directory: str) -> None:
 
 
 def _distributed_parts(optimizer: Any) -> Iterator[DistributedOptimizer]:
+    """Yield the distributed optimizers of a chain that have parameters on this rank."""
     for part in chained_optimizers(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             yield part
@@ -343,7 +350,7 @@ class _Parts:
             if parameter not in by_parameter:
                 raise ValueError(f"an optimized parameter {tuple(parameter.shape)} is not saved")
             boxes = list(_boxes(by_parameter[parameter], span, instance))
-            tensors = self._tensors(parameter)
+            tensors = self._state_tensors(parameter)
             state[number] = {
                 name: [box.view_of(name, tensor) for box in boxes]
                 for name, tensor in tensors.items()
@@ -363,7 +370,7 @@ class _Parts:
             read = {name: asked[number][name] for name in state_dict[number]}
             self._optimizer._set_main_param_and_optimizer_states(parameter, read)
 
-    def _tensors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def _state_tensors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the weight and moments of a range by their names in checkpoints, each (n,)."""
         states = self._optimizer._get_main_param_and_optimizer_states(parameter)
         names = ("param", *self._optimizer.optimizer_state_keys)
@@ -405,7 +412,7 @@ def _boxes(
     projection are, the first two boxes are in one and the third is in the other.
     """
     base = torch.empty(entry.data.shape, device="meta")
-    pieces = [(piece, _extent_of(piece.data, base)) for piece in _pieces(entry, base)]
+    pieces = [(piece, _extent_of(piece.data, base)) for piece in _stored_pieces(entry, base)]
     for box in flat_range(tuple(base.shape), span.start, span.stop):
         for piece, extent in pieces:
             both = overlap(box, extent)
@@ -416,12 +423,14 @@ def _boxes(
             at = (a + b for a, b in zip(extent.offsets, inside, strict=True))
             first = sum(a * stride for a, stride in zip(at, base.stride(), strict=True))
             chosen = base.dim() - piece.data.dim()  # axes that select one of several experts
-            place = _place(piece, inside[chosen:], sizes[chosen:], instance)
+            place = _place_of_box(piece, inside[chosen:], sizes[chosen:], instance)
             stacked = (1,) * piece.prepend_axis_num
             yield _Box(place, first - span.start, (*stacked, *piece.data.stride()))
 
 
-def _pieces(entry: ShardedTensor | ShardedTensorFactory, base: Tensor) -> list[ShardedTensor]:
+def _stored_pieces(
+    entry: ShardedTensor | ShardedTensorFactory, base: Tensor
+) -> list[ShardedTensor]:
     """Return the stored tensors that a parameter is divided into, with views of `base` as data.
 
     Raises:
@@ -449,7 +458,9 @@ def _extent_of(view: Tensor, base: Tensor) -> Extent:
     return Extent(tuple(corner), (1,) * (base.dim() - view.dim()) + tuple(view.shape))
 
 
-def _place(piece: ShardedTensor, inside: Shape, sizes: Shape, instance: int) -> ShardedTensor:
+def _place_of_box(
+    piece: ShardedTensor, inside: Shape, sizes: Shape, instance: int
+) -> ShardedTensor:
     """Describe the box of `sizes` elements at `inside` of a piece, as part of the stored tensor."""
     stacked = piece.prepend_axis_num
     corner = (0,) * stacked + inside
@@ -467,7 +478,7 @@ def _place(piece: ShardedTensor, inside: Shape, sizes: Shape, instance: int) -> 
     )
 
 
-def take_other_chains(optimizer: Any) -> None:
+def accept_other_chains(optimizer: Any) -> None:
     """Let a chain of distributed optimizers load the state of a chain of another length."""
     parts = getattr(optimizer, "chained_optimizers", [])
     if not parts or not all(isinstance(part, DistributedOptimizer) for part in parts):
@@ -475,10 +486,10 @@ def take_other_chains(optimizer: Any) -> None:
     load = optimizer.load_state_dict
 
     @functools.wraps(load)
-    def load_any(state_dict: dict[Any, Any]) -> None:
+    def load_regrouped(state_dict: dict[Any, Any]) -> None:
         load(regroup(state_dict, len(parts)))
 
-    optimizer.load_state_dict = load_any
+    optimizer.load_state_dict = load_regrouped
 
 
 def regroup(state: dict[Any, Any], parts: int) -> dict[Any, Any]:

@@ -20,15 +20,15 @@ from rich.console import Console
 
 from mcore_qwen3vl.console import name_unused, visible
 from mcore_qwen3vl.model.flops import Trained
-from mcore_qwen3vl.runtime.gpus import compile_where_possible, order_transfers
+from mcore_qwen3vl.runtime.gpus import disable_compile_without_compiler, order_transfers
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu, unused_data_flags
 from mcore_qwen3vl.training.arguments.command_line import (
     CommandLine,
-    asked_words,
+    help_words,
     print_megatron_help,
 )
 from mcore_qwen3vl.training.arguments.parser import Parsed, parse, without_help_texts
-from mcore_qwen3vl.training.arguments.settings import statement
+from mcore_qwen3vl.training.arguments.settings import statement_of_defaults
 from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.terminal import RunProgress, quiet
@@ -47,7 +47,7 @@ def main(command: CommandLine) -> int:
     Raises:
         BadInput: the flags, the data or the checkpoint cannot be used, or another run saves there.
     """
-    words = asked_words(command.words)
+    words = help_words(command.words)
     if words is not None:
         _choose_device(cpu=True)
         print_megatron_help(words)
@@ -82,7 +82,7 @@ def _choose_device(cpu: bool, *, several_queues: bool = False) -> None:
     else:
         require_gpu()
         order_transfers(several_queues=several_queues)
-        compile_where_possible()
+        disable_compile_without_compiler()
 
 
 class Run:
@@ -90,7 +90,7 @@ class Run:
 
     def __init__(self, parsed: Parsed, screen: Console | None) -> None:
         from mcore_qwen3vl.config import Architecture
-        from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
+        from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker
         from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
         from mcore_qwen3vl.training.data_provider import DataProvider
         from mcore_qwen3vl.training.hooks import LossScaleSkips, NormCheck
@@ -106,7 +106,7 @@ class Run:
         checkpoints = settings.checkpoints
         if self.lora:  # its base is no checkpoint of this run
             checkpoints = replace(checkpoints, pretrained_checkpoint=None)
-        self.other = from_other_maker(checkpoints)
+        self.other = checkpoint_of_other_maker(checkpoints)
         self.metrics = metrics.Metrics(
             self.architecture,
             peak_tflops=settings.training.peak_tflops,
@@ -118,7 +118,7 @@ class Run:
         self.skips = LossScaleSkips(settings.compute)
         self.norms = NormCheck(self.forward_step.records.explain)
         self._steps = 0  # of this run so far, with those of --iterations-to-skip
-        self._validated_at = -1
+        self._validated_at = -1  # the step of the last validation
         self._interrupted = False
         # The last rank shows progress, as with Megatron's own log: it knows the loss.
         last = settings.parallel.rank == settings.parallel.world_size - 1
@@ -129,8 +129,8 @@ class Run:
         """Print what the run will do; one rank calls this."""
         from mcore_qwen3vl.training.logs.summary import show_summary, summary
 
-        taken = statement(self.settings, explicit)
-        unused = sentences([*unused_data_flags(self.settings, explicit), *self._unused()])
+        taken = statement_of_defaults(self.settings, explicit)
+        unused = sentences([*unused_data_flags(self.settings, explicit), *self._unused_of_files()])
         if screen is not None:
             rows = summary(self.settings, self.architecture, explicit, self.lora, self.other)
             names = [("not used", sentence.removeprefix("not used ")) for sentence in unused]
@@ -139,7 +139,7 @@ class Run:
         for sentence in [*([f"not given, so: {taken}"] if taken else []), *map(visible, unused)]:
             print(sentence, file=sys.stderr, flush=True)
 
-    def _unused(self) -> list[Unused]:
+    def _unused_of_files(self) -> list[Unused]:
         """Return what the run does not use of its models' files and of its adapters' configs."""
         from mcore_qwen3vl.converters.adapters.adapter import unused_of_adapter
         from mcore_qwen3vl.owners import unused_of
@@ -199,14 +199,14 @@ class Run:
         """
         rank = os.getpid()
 
-        def handler(*_: Any) -> None:
+        def save_and_stop(*_: Any) -> None:
             if os.getpid() == rank:
                 self._interrupted = True
                 self.progress.say("stopping after the next step")
                 signal.raise_signal(signal.SIGTERM)
 
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, handler)
+            signal.signal(signal.SIGINT, save_and_stop)
 
     def _signal_exit_code(self) -> int:
         """Return 128 + N if signal N stopped the run, or 0 if a limit did."""
@@ -218,6 +218,7 @@ class Run:
         return 128 + signal.SIGTERM if received else 0
 
     def _pretrain(self) -> None:
+        """Call Megatron's loop with our providers and wrappers."""
         from megatron.core.enums import ModelType
         from megatron.training import pretrain
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -258,18 +259,18 @@ class Run:
             "compile_helpers": lambda original: None,
             "get_megatron_optimizer": self._set_up_optimizer,
             "load_checkpoint": checkpoints.load,
-            "check_checkpoint_args": checkpoints.compare_parts,
+            "check_checkpoint_args": checkpoints.report_differences,
             "dummy_train_step": self._skip_step,
             "get_forward_backward_func": schedule_of(settings, self.second),
             "_allreduce_non_tensor_model_parallel_grads": hooks.reduce_in_pieces,
             "logical_and_across_model_parallel_group": partial(
                 hooks.success_of_all, fp16=settings.compute.fp16
             ),
-            "reduce_max_stat_across_model_parallel_group": hooks.Stats().reduce,
+            "reduce_max_stat_across_model_parallel_group": hooks.Stats().maximum,
             "training_log": self._log,
             "evaluate": self._evaluate,
             "checkpoint_and_decide_exit": checkpoints.after_iteration,
-            "all_gather_item": hooks.Signals().gather,
+            "all_gather_item": hooks.Signals().gather_late,
             "save_checkpoint_and_time": checkpoints.save,
             "generate_state_dict": keep_trained if self.lora else hooks.call_original,
             "get_write_results_queue": (
@@ -278,6 +279,7 @@ class Run:
         }
 
     def _note_trained(self, trained: Trained) -> None:
+        """Tell those who count work how much of the model trains."""
         self.metrics.trained = self.data.trained = trained
 
     def _build_second(self) -> None:
@@ -303,8 +305,8 @@ class Run:
         ours.use_fused_adam(optimizer)
         ours.make_resumable(optimizer)
         ours.keep_own_parts(optimizer)
-        ours.take_other_chains(optimizer)
-        ours.scale_on_host(optimizer)
+        ours.accept_other_chains(optimizer)
+        ours.keep_scale_on_host(optimizer)
         if self.settings.training.num_epochs:
             self.args.train_iters = self.data.count_steps()  # the end of Megatron's loop
         return optimizer
@@ -344,8 +346,8 @@ class Run:
         report |= {f"grad norm {part}": float(n) for part, n in part_grad_norms(model).items()}
         report |= self.forward_step.data_sets.report()
         self.last_report = report
-        metrics.write(report, iteration, get_tensorboard_writer(), get_wandb_writer())
-        print_rank_last(metrics.line(report))
+        metrics.write_report(report, iteration, get_tensorboard_writer(), get_wandb_writer())
+        print_rank_last(metrics.log_line(report))
 
     def _log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Check the step's gradient norm, and write the log's numbers if they are due."""

@@ -120,7 +120,7 @@ class SecondModel:
         from megatron.core.utils import unwrap_model
         from megatron.training.training import get_model
 
-        second_args = _arguments(args, self._trained, self._architecture)
+        second_args = _arguments_of_second(args, self._trained, self._architecture)
         provider = model_provider(self._settings, self._architecture, second_args)
         self._chunks = get_model(provider, wrap_with_ddp=False)
         start_from(unwrap_model(self._chunks), self._source.path)
@@ -128,7 +128,7 @@ class SecondModel:
             chunk.eval().requires_grad_(False)
 
     @contextmanager
-    def in_place(self, model: Any) -> Iterator[list[Any]]:
+    def in_place_of(self, model: Any) -> Iterator[list[Any]]:
         """Give a forward pass this model's chunks in the place of `model`, without gradients."""
         import torch
 
@@ -146,7 +146,7 @@ def start_from(chunks: list[Any], source: str | Path) -> None:
     load_weights(chunks, identify(source), spare_value_head=bool(chunks[0].head_labels))
 
 
-def _arguments(
+def _arguments_of_second(
     args: argparse.Namespace, trained: Architecture, second: Architecture
 ) -> argparse.Namespace:
     """Return Megatron's arguments for building the second model; its shape alone changes them."""

@@ -46,7 +46,7 @@ from mcore_qwen3vl.training.hooks import results_queue, wrap
 from mcore_qwen3vl.training.lora import LoraRun
 from mcore_qwen3vl.training.optimizer import keep_own_parts, make_resumable
 from mcore_qwen3vl.verl.model import PolicyModel, ValueModel
-from mcore_qwen3vl.verl.options import OWN, Configs, ModelOptions, check, lora_run, plain
+from mcore_qwen3vl.verl.options import OWN, Configs, ModelOptions, as_plain_dict, check, lora_run
 
 ARCHITECTURES = {
     f"{family.name}ForConditionalGeneration" for family in MODEL_TYPES.values() if family.has_vision
@@ -58,7 +58,7 @@ def register() -> None:
     """Register both engines instead of VERL's own, for NVIDIA's and AMD's devices."""
     _give_verl_a_class()
     devices: list[dict[str, Any]] = [{"device": "cuda", "vendor": ["nvidia", "amd"]}]
-    if cpu.installed():
+    if cpu.is_installed():
         devices.append({"device": "cpu"})
     for device in devices:
         EngineRegistry.register("language_model", "megatron", **device)(Qwen3VLEngine)
@@ -102,7 +102,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         check(Configs(model_config, engine_config, optimizer_config, checkpoint_config))
         self.options = ModelOptions.from_config(engine_config.override_mcore_model_config)
         self.architecture = Architecture.from_hf(model_config.local_path)
-        self.layout = _layout(engine_config, self.architecture)
+        self.layout = _layout_of_config(engine_config, self.architecture)
         self.layout.validate(self.architecture, training=not engine_config.forward_only)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
@@ -116,7 +116,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         )
         self.param_dtype = self.dtype = PrecisionType.to_dtype(config.dtype)
         self.vanilla_bridge, self.provider, self.peft_cls = True, None, None
-        lora, source = plain(self.model_config.lora or {}), self.model_config.local_path
+        lora, source = as_plain_dict(self.model_config.lora or {}), self.model_config.local_path
         self.lora = lora_run(lora, self.architecture, source, config.seed)
         self.bridge = Bridge(source, self.lora)
         self.tf_config = transformer_config(
@@ -127,7 +127,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
                 **self.layout.config_overrides(),
                 "variable_seq_lengths": True,  # each micro-batch has its own length
                 "moe_enable_routing_replay": self.enable_routing_replay,
-                **mapping_string_to_attn_backend(plain(config.override_transformer_config)),
+                **mapping_string_to_attn_backend(as_plain_dict(config.override_transformer_config)),
             },
         )
 
@@ -272,7 +272,7 @@ class Bridge:
         else:
             self._lora.export(models, beside)
 
-        def move() -> None:
+        def move() -> None:  # the first rank's work; the others wait, and fail with it
             if dist.get_rank() == 0:
                 Path(path).mkdir(parents=True, exist_ok=True)
                 for file in beside.iterdir():
@@ -282,7 +282,7 @@ class Bridge:
         run_together(move, path)
 
 
-def _layout(config: Any, architecture: Architecture) -> Layout:
+def _layout_of_config(config: Any, architecture: Architecture) -> Layout:
     """Return the layout of VERL's parallel sizes; DP follows from the number of ranks."""
     overrides = config.override_transformer_config
     return replace(
@@ -293,6 +293,7 @@ def _layout(config: Any, architecture: Architecture) -> Layout:
 
 
 def _require_reshardable(config: Any) -> None:
+    """Raise BadInput if the optimizer's state would be saved in a form that torch's Adam lacks."""
     if config.use_distributed_optimizer and not config.dist_ckpt_optim_fully_reshardable:
         raise BadInput(
             "The optimizer is torch's Adam (neither Transformer Engine's nor Apex's is installed), "

@@ -87,7 +87,7 @@ class PolicyModel(Qwen3VLModel):
         )
         if output_processor is not None:
             kwargs |= {
-                "output_processor": self._likelihood(labels),
+                "output_processor": self._likelihood_processor(labels),
                 "output_processor_context": output_processor_context,
             }
         return super().forward(
@@ -99,7 +99,8 @@ class PolicyModel(Qwen3VLModel):
             **kwargs,
         )
 
-    def _likelihood(self, labels: Tensor | None) -> Any:
+    def _likelihood_processor(self, labels: Tensor | None) -> Any:
+        """Return the ``output_processor`` that computes a :class:`Likelihood` on the last stage."""
         if not self.losses_in_chunks:
             raise BadInput(
                 "use_fused_kernels computes log-probabilities in chunks of logits, which "

@@ -46,9 +46,9 @@ class ModelOptions:
 
         It raises BadInput if a key or the spec is not known.
         """
-        options = plain(settings)
-        moe = plain(options.pop("moe_config", None) or {})
-        frozen = _names(options.pop("freeze", ()))
+        options = as_plain_dict(settings)
+        moe = as_plain_dict(options.pop("moe_config", None) or {})
+        frozen = _as_tuple(options.pop("freeze", ()))
         if moe.pop("freeze_moe_router", False):
             frozen = (*frozen, ROUTERS)
         unknown = options.keys() - cls.__dataclass_fields__.keys()
@@ -59,20 +59,21 @@ class ModelOptions:
                 f"know. Its options are {', '.join(cls.__dataclass_fields__)} and "
                 "moe_config.freeze_moe_router."
             )
-        spec: Any = options.pop("spec", None) or ("torch" if cpu.installed() else "te")
+        spec: Any = options.pop("spec", None) or ("torch" if cpu.is_installed() else "te")
         if spec not in get_args(Spec):
             raise BadInput(f"megatron.{OWN}.spec is {spec!r}; use torch or te.")
-        trainable = _names(options.pop("trainable", ()))
+        trainable = _as_tuple(options.pop("trainable", ()))
         return cls(spec, freeze=frozen, trainable=trainable, **options)
 
 
-def plain(settings: Any) -> dict[str, Any]:
+def as_plain_dict(settings: Any) -> dict[str, Any]:
     """Copy VERL's dictionary, without OmegaConf's containers."""
     made = OmegaConf.to_container(settings) if OmegaConf.is_config(settings) else dict(settings)
     return {str(key): value for key, value in made.items()}
 
 
-def _names(value: Any) -> tuple[str, ...]:
+def _as_tuple(value: Any) -> tuple[str, ...]:
+    """Return an option that may be one pattern, several, or None as a tuple."""
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
@@ -152,10 +153,10 @@ REFUSALS = (
 def check(configs: Configs) -> None:
     """Raise BadInput, which names each option that is not supported and what to do."""
     asked = (r for r in REFUSALS if r.wrong(configs.find(r.path), configs))
-    _refuse([f"{refusal.option}: {refusal.remedy}" for refusal in asked])
+    _refuse_any([f"{refusal.option}: {refusal.remedy}" for refusal in asked])
 
 
-def _refuse(wrong: list[str]) -> None:
+def _refuse_any(wrong: list[str]) -> None:
     """Raise BadInput if there are sentences about options that are not supported."""
     if wrong:
         raise BadInput(
@@ -211,13 +212,13 @@ def lora_run(
             "model.lora.merge: the rollout cannot take an adapter without its base; set it to "
             "True, which sends merged weights and does not change the weights that train."
         )
-    _refuse(wrong)
+    _refuse_any(wrong)
     lora = LoraSettings(lora_init=start)
     if not start:
         names = settings.get("target_modules", LORA_LINEARS)
         lora = LoraSettings(
             lora_rank=settings["rank"],
-            lora_target=tuple(_targets(names, architecture)),
+            lora_target=tuple(_targets_for_peft(names, architecture)),
             lora_alpha=settings.get("alpha", 32),
             lora_dropout=settings.get("dropout", 0.0),
         )
@@ -225,7 +226,7 @@ def lora_run(
     return LoraRun(lora, architecture, base, base=base, task=None, seed=seed)
 
 
-def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
+def _targets_for_peft(names: Sequence[str], architecture: Architecture) -> list[str]:
     """Translate Megatron's names to PEFT's; other names, such as PEFT's own, stay as they are."""
     shared = architecture.shared_expert_intermediate_size
     dense, moe = shared or not all(architecture.moe_layers), any(architecture.moe_layers)

@@ -63,10 +63,10 @@ def test_flops_of_a_hybrid_model(is_moe: bool, tmp_path: Path) -> None:
         model(input_ids=torch.arange(1, tokens + 1)[None])
     by_operation = {str(name): n for name, n in counter.get_flop_counts()["Global"].items()}
     linears = sum(n for name, n in by_operation.items() if "bmm" not in name)
-    rules = 2 * 3 * tokens * flops.delta_rules(a)
+    rules = 2 * 3 * tokens * flops.delta_rule_operations(a)
     assert linears * 3 + rules == pytest.approx(flops.language(a, tokens, 0), rel=0.01)
     assert flops.language(a, tokens, 1) - flops.language(a, tokens, 0) == 2 * 3 * 4 * 64
-    assert flops.delta_rules(a) == 3 * 8 * 4 * 16 * 20
+    assert flops.delta_rule_operations(a) == 3 * 8 * 4 * 16 * 20
 
 
 @pytest.mark.parametrize("is_moe", [False, True])

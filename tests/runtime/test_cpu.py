@@ -63,7 +63,7 @@ def test_installing_twice_changes_nothing() -> None:
     before = torch.cuda.current_device, training.initialize_megatron
     cpu.install()
     cpu.install(training=True)
-    assert cpu.installed()
+    assert cpu.is_installed()
     assert (torch.cuda.current_device, training.initialize_megatron) == before
 
 
@@ -74,7 +74,7 @@ def test_it_must_come_before_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match="must be installed before megatron is imported"):
         cpu.install()
     assert torch.cuda.current_device is before
-    assert not cpu.installed()
+    assert not cpu.is_installed()
 
 
 def test_cuda_means_the_cpu() -> None:

@@ -257,7 +257,7 @@ def test_no_stage_waits_for_measuring_in_a_group_with_a_short_timeout(
 ) -> None:
     """The reader opens its data only once the later stage is where it may wait for hours."""
     patient = multiprocessing.get_context("fork").Event()
-    open_data, wait = DataProvider._loader, data_provider.wait_for_measuring
+    open_data, wait = DataProvider._open_loader, data_provider.wait_for_measuring
 
     def opened_late(self: DataProvider, *given: Any, **more: Any) -> Any:
         if data_provider.rank_reads():
@@ -269,7 +269,7 @@ def test_no_stage_waits_for_measuring_in_a_group_with_a_short_timeout(
             patient.set()
         wait()
 
-    monkeypatch.setattr(DataProvider, "_loader", opened_late)
+    monkeypatch.setattr(DataProvider, "_open_loader", opened_late)
     monkeypatch.setattr(data_provider, "wait_for_measuring", waited_for)
     job = Job(
         dense, data, Layout.parse("pp2"), steps=2, batch=2, seq_length=256, packing=True,

@@ -98,8 +98,8 @@ def _signals() -> tuple[list[int], list[int]]:
     from megatron.training import dist_signal_handler
 
     here, signals = int(dist.get_rank() == 1), Signals()
-    assert signals.gather(None, here, dtype=torch.int32) == [0, 0, 0]
-    return signals.gather(None, 0, dtype=torch.int32), dist_signal_handler.all_gather_item(
+    assert signals.gather_late(None, here, dtype=torch.int32) == [0, 0, 0]
+    return signals.gather_late(None, 0, dtype=torch.int32), dist_signal_handler.all_gather_item(
         here, dtype=torch.int32
     )
 
@@ -116,7 +116,7 @@ def _stats(norms: list[float | None], rates: list[float | None]) -> list[Any]:
     own = None if norm is None else torch.tensor([norm])
     return [
         value if value is None else float(value)
-        for value in (stats.reduce(None, own), stats.reduce(None, rates[rank]))
+        for value in (stats.maximum(None, own), stats.maximum(None, rates[rank]))
     ]
 
 

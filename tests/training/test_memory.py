@@ -133,7 +133,7 @@ def test_rows_of_experts_are_kept_once() -> None:
 def test_what_a_rank_keeps_in_flight(
     layout: str, stage: int, kept: list[float], most: float
 ) -> None:
-    assert memory.in_flight(Layout.parse(layout), stage, kept) == most
+    assert memory.most_in_flight(Layout.parse(layout), stage, kept) == most
 
 
 def test_uneven_stages() -> None:

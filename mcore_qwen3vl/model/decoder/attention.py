@@ -49,7 +49,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.inputs import local_positions, to_device
 from mcore_qwen3vl.model.kernels import Pointwise
-from mcore_qwen3vl.model.recompute import keep_inputs, recipe_of, remember
+from mcore_qwen3vl.model.recompute import compute_keeping_inputs, recipe_of, remember
 
 
 def rope_frequencies(
@@ -99,6 +99,7 @@ class InterleavedMRoPE(nn.Module):
         # the CPU, so that a model built on the meta device still has values.
         self.inverse_frequency, self.attention_scaling = rope_frequencies(architecture)
         self.axis = torch.zeros(len(self.inverse_frequency), dtype=torch.int64, device="cpu")
+        # Axes 1 and 2 take every third frequency, as many as their section says; axis 0 the rest.
         for axis in (1, 2):
             self.axis[axis : architecture.mrope_section[axis] * 3 : 3] = axis
 
@@ -219,7 +220,7 @@ class RotarySelfAttention(SelfAttention):
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         # A copy, because a view that is kept would keep the whole projection.
-        return keep_inputs(super()._apply_output_gate, x, gate.contiguous())
+        return compute_keeping_inputs(super()._apply_output_gate, x, gate.contiguous())
 
 
 @dataclass
@@ -292,6 +293,7 @@ def causal_segments(
             query_lengths.append(chunk)
             key_lengths.append((number + 1) * chunk)
             keys.append(torch.arange(start, start + key_lengths[-1]))
+    # `argsort` gives, for each position, its row among the gathered keys.
     rows = gathered_positions(bounds, cp_size).argsort()[torch.cat(keys)]
     return Segments(tuple(query_lengths), tuple(key_lengths), to_device(rows, device))
 
@@ -384,6 +386,7 @@ class TorchAttention(MegatronModule):
         ):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # (B, heads, s, D)
             queries, keys = q.shape[2], k.shape[2]
+            # SDPA's own causal mask is aligned at the first key, so it serves equal lengths only.
             plain = queries == keys and valid is None
             output = F.scaled_dot_product_attention(
                 q,

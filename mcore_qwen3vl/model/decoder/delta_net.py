@@ -33,7 +33,7 @@ from torch import Tensor
 from mcore_qwen3vl.model.decoder.attention import PackedSequence, gathered_positions
 from mcore_qwen3vl.model.decoder.delta_rule import CHUNK, causal_convolution, gated_delta_rule
 from mcore_qwen3vl.model.inputs import local_positions, to_device
-from mcore_qwen3vl.model.recompute import keep_inputs
+from mcore_qwen3vl.model.recompute import compute_keeping_inputs
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 """The dtypes in which flash-linear-attention's kernels compute, on a GPU; they refuse float32."""
@@ -109,12 +109,13 @@ class DeltaNet(GatedDeltaNet):
             inputs = tensor_a2a_cp2hp(
                 inputs.index_select(-1, columns), 0, -1, cp, undo_attention_load_balancing=False
             )
+            # The all-to-all gives one rank's tokens after another's, so they are put in order.
             in_order, of_ranks = _sequence_orders(bounds, self.cp_size, inputs.device)
             inputs = inputs.index_select(0, in_order)
         parts = inputs.transpose(0, 1).split(self.feat_dim_split, dim=-1)
         # Copies, because a view that is kept would keep the whole projection.
         qkv, gate, beta, alpha = (part.contiguous() for part in parts)
-        earlier, state = self._state(inference_context)
+        earlier, state = self._cached_state(inference_context)
         plain = not qkv.is_cuda or qkv.dtype not in KERNEL_DTYPES or self.config.deterministic_mode
         convolve, apply_rule = _PLAIN if plain else _KERNELS
         samples = bounds if plain else packed
@@ -122,14 +123,14 @@ class DeltaNet(GatedDeltaNet):
         sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
         filters = get_parameter_local_cp(self.conv1d.weight, 0, cp, sections).squeeze(1)
         convolved = convolve(qkv, filters, samples, earlier)
-        query, key, value = self._heads(convolved)
+        query, key, value = self._split_into_heads(convolved)
         # As in HF, also in half precision: in bf16, exp(A_log) would change the decay by 0.3 %.
         rate, shift = (get_parameter_local_cp(p, 0, cp) for p in (self.A_log, self.dt_bias))
         wide = torch.promote_types(alpha.dtype, torch.float32)
         log_decay = -rate.to(wide).exp() * F.softplus(alpha.to(wide) + shift)
         output, state = apply_rule(query, key, value, log_decay, beta.sigmoid(), samples, state)
         if inference_context is not None:
-            self._keep_state(inference_context, qkv, earlier, state)
+            self._cache_state(inference_context, qkv, earlier, state)
         normed = self._gated_norm(output, gate)
         if self.cp_size > 1:
             normed = tensor_a2a_hp2cp(
@@ -153,7 +154,7 @@ class DeltaNet(GatedDeltaNet):
         valid = attention_mask[:, -length:].index_select(1, to_device(rows, hidden.device))
         return hidden * valid.T.unsqueeze(-1).to(hidden.dtype)
 
-    def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_into_heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value, (B, S, heads, ...), of (B, S, channels)."""
         keys, values = self.qk_dim_local_tp // self.cp_size, self.v_dim_local_tp // self.cp_size
         query, key, value = convolved.split((keys, keys, values), dim=-1)
@@ -169,18 +170,22 @@ class DeltaNet(GatedDeltaNet):
             normed = self._apply_gated_norm(output, gates).view(batch, length, -1)
             return normed.transpose(0, 1).contiguous()
 
-        return keep_inputs(compute, output, gate)
+        return compute_keeping_inputs(compute, output, gate)
 
-    def _state(self, context: Any) -> tuple[Tensor | None, Tensor | None]:
+    def _cached_state(self, context: Any) -> tuple[Tensor | None, Tensor | None]:
         """Return the last inputs of the convolution and S; None before the first token."""
         if context is None:
             return None, None
         states: dict[int, tuple[Tensor, Tensor]] = context.key_value_memory_dict
         return states.get(self.layer_number, (None, None))
 
-    def _keep_state(self, context: Any, qkv: Tensor, earlier: Tensor | None, state: Tensor) -> None:
+    def _cache_state(
+        self, context: Any, qkv: Tensor, earlier: Tensor | None, state: Tensor
+    ) -> None:
+        """Keep in the cache what :meth:`_cached_state` returns in the next call."""
         if earlier is None:
             earlier = qkv.new_zeros(len(qkv), self.conv_kernel_dim - 1, qkv.shape[-1])
+        # The last K - 1 inputs, which a filter of K values needs before the next token.
         last = torch.cat((earlier, qkv), 1)[:, 1 - self.conv_kernel_dim :]
         context.key_value_memory_dict[self.layer_number] = last, state
 
@@ -201,11 +206,13 @@ def _convolve_by_kernel(
     from fla.modules.causal_conv1d import causal_conv1d
 
     inputs = x if earlier is None else torch.cat((earlier, x), 1)
-    output, _ = causal_conv1d(inputs.contiguous(), weight, activation="silu", **_packing(packed))
+    output, _ = causal_conv1d(
+        inputs.contiguous(), weight, activation="silu", **_packing_arguments(packed)
+    )
     return output[:, inputs.shape[1] - x.shape[1] :]
 
 
-def _apply_by_kernel(
+def _delta_rule_by_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -228,21 +235,21 @@ def _apply_by_kernel(
         # Of packed samples nobody keeps the states, one for each.
         output_final_state=packed is None and not torch.is_grad_enabled(),
         use_qk_l2norm_in_kernel=True,
-        **_packing(packed),
+        **_packing_arguments(packed),
     )
     return output, state
 
 
-def _packing(packed: PackedSequence | None) -> dict[str, Tensor]:
+def _packing_arguments(packed: PackedSequence | None) -> dict[str, Tensor]:
     """Return a kernel's arguments for packed samples; it would copy such indices with a wait."""
     if packed is None:
         return {}
     bounds = packed.cu_seqlens_q
-    return {"cu_seqlens": bounds, "chunk_indices": _chunks(packed.bounds, bounds.device)}
+    return {"cu_seqlens": bounds, "chunk_indices": _chunk_indices(packed.bounds, bounds.device)}
 
 
 @lru_cache(maxsize=16)  # every layer of a micro-batch makes the same call
-def _chunks(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+def _chunk_indices(bounds: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the sample of each chunk and its place among that sample's, (chunks, 2) int32."""
     counts = (-(-(stop - start) // CHUNK) for start, stop in pairwise(bounds))
     places = [(sample, n) for sample, count in enumerate(counts) for n in range(count)]
@@ -250,4 +257,4 @@ def _chunks(bounds: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 _PLAIN: tuple[Any, Any] = causal_convolution, gated_delta_rule
-_KERNELS: tuple[Any, Any] = _convolve_by_kernel, _apply_by_kernel
+_KERNELS: tuple[Any, Any] = _convolve_by_kernel, _delta_rule_by_kernel

@@ -43,6 +43,7 @@ def causal_convolution(
     output = x.to(wide) * weight[:, -1].to(wide)
     place = None if len(bounds) == 2 else _places_in_samples(bounds, x.device)
     for back in range(1, taps):
+        # The input `back` tokens before each token; `inputs` begins with K - 1 earlier ones.
         shifted = inputs[:, taps - 1 - back :][:, :length].to(wide)
         if place is not None:
             shifted = shifted.where((place >= back)[:, None], 0)
@@ -52,6 +53,7 @@ def causal_convolution(
 
 @lru_cache(maxsize=16)  # every layer of a micro-batch makes the same call
 def _places_in_samples(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return each token's number in its sample, from 0 on: (S,) int64."""
     places = torch.cat([torch.arange(stop - start) for start, stop in pairwise(bounds)])
     return to_device(places, device)
 
@@ -87,7 +89,7 @@ def gated_delta_rule(
     wide = torch.promote_types(query.dtype, torch.float32)
     inputs = [x.to(wide).transpose(1, 2) for x in (query, key, value, log_decay, beta)]
     samples = [
-        _apply_to_sample([x[:, :, start:stop] for x in inputs], state)
+        _delta_rule_of_sample([x[:, :, start:stop] for x in inputs], state)
         for start, stop in pairwise(bounds)
         if stop > start
     ]
@@ -95,7 +97,7 @@ def gated_delta_rule(
     return output.to(query.dtype), samples[-1][1]
 
 
-def _apply_to_sample(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+def _delta_rule_of_sample(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run one sample, (B, heads, S, ...), chunk by chunk; return (B, heads, S, V) and the state."""
     query, key, value, log_decay, beta = inputs
     length = query.shape[2]
@@ -111,7 +113,8 @@ def _apply_to_sample(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Te
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = (since[..., :, None] - since[..., None, :]).masked_fill(later, -torch.inf).exp()
     # What each token writes depends on what earlier ones of its chunk wrote: a triangular system.
-    # It is solved for the values, and for what they take from the state before the chunk.
+    # It is solved for the values, and for what they take from the state before the chunk. The
+    # solver takes the diagonal as 1, and does not read it.
     system = (k @ k.mT) * between * b[..., None]
     sides = torch.cat((v, k * since.exp()[..., None]), -1) * b[..., None]
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -132,4 +135,5 @@ def _apply_to_sample(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Te
 
 
 def _normalise(x: Tensor) -> Tensor:
+    """Scale the vectors on the last axis to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)

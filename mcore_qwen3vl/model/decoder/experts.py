@@ -66,8 +66,8 @@ class GroupedExperts(nn.Module):
             experts, (hidden, inner), 1, config, config.output_layer_init_method, groups
         )
         self._swiglu = weighted_swiglu(config)
-        self.register_state_dict_post_hook(_save_each)
-        self.register_load_state_dict_pre_hook(_load_each)
+        self.register_state_dict_post_hook(_name_each_expert)
+        self.register_load_state_dict_pre_hook(_stack_named_experts)
 
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
@@ -162,7 +162,9 @@ class GroupedLinear(nn.Module):
             return [
                 piece
                 for number, matrix in zip(experts, matrices, strict=True)
-                for piece in self._pieces(key, matrix, (*offsets, (len(offsets), *number)), replica)
+                for piece in self._boxes_of_expert(
+                    key, matrix, (*offsets, (len(offsets), *number)), replica
+                )
             ]
 
         @torch.no_grad()
@@ -180,7 +182,7 @@ class GroupedLinear(nn.Module):
             replica = (0, etp, copy)
             yield f"{_EXTRA}{local}", ShardedObject(f"{key}{_EXTRA}", None, shape, at, replica)
 
-    def _pieces(
+    def _boxes_of_expert(
         self, key: str, matrix: Tensor, offsets: tuple[Offset, ...], replica: Any
     ) -> Iterator[ShardedTensor]:
         """Yield the boxes of one expert (out, in)."""
@@ -194,7 +196,9 @@ class GroupedLinear(nn.Module):
             )
 
 
-def _save_each(experts: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+def _name_each_expert(
+    experts: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
     """Name each expert as in Megatron's legacy format; a hook of ``state_dict()``."""
     for parameter, _ in experts.named_parameters():
         name = parameter.removesuffix(f".{_WEIGHT}")
@@ -203,7 +207,7 @@ def _save_each(experts: nn.Module, state: dict[str, Any], prefix: str, _metadata
             state |= {f"{local}.{_WEIGHT}": matrix, f"{local}.{_EXTRA}": None}
 
 
-def _load_each(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _stack_named_experts(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Accept the names of both forms of checkpoint; a hook of ``load_state_dict()``."""
     for parameter, weight in experts.named_parameters():
         name = parameter.removesuffix(f".{_WEIGHT}")
@@ -211,6 +215,7 @@ def _load_each(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
         if all(f"{local}.{_WEIGHT}" in state for local in locals_):
             each = [state.pop(f"{local}.{_WEIGHT}") for local in locals_]
             state[f"{prefix}{parameter}"] = torch.stack(each)
+        # Entries of FP8's scales, in either form, have no use here and would be unexpected.
         for number, local in enumerate(locals_):
             state.pop(f"{local}.{_EXTRA}", None)
             state.pop(f"{prefix}{name}.{_EXTRA}{number}", None)
@@ -236,7 +241,7 @@ class Groups:
         sizes: list[int] = self.counts.tolist()
         return sizes
 
-    def clear_empty(self, gradients: Tensor) -> Tensor:
+    def zero_empty(self, gradients: Tensor) -> Tensor:
         """Zero, in place and without a host sync, the gradients (E, ...) of runs without rows."""
         # On some GPUs the kernel leaves uninitialised memory there: pytorch#172439, #174314.
         if not self.counts.is_cuda and bool(self.counts.all()):
@@ -250,6 +255,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 
     Rows (T, in) and matrices (E, out, in) of one dtype give (T, out).
     """
+    # Without rows, any matrix gives the empty product, and a gradient of zeros to all of them.
     if len(matrices) == 1 or not len(rows):
         return F.linear(rows, matrices[0])
     if not _has_kernel(rows, matrices):
@@ -259,7 +265,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         )
     if matrices.requires_grad and torch.is_grad_enabled():
         matrices = matrices.view_as(matrices)  # so that the hook is for this product alone
-        matrices.register_hook(groups.clear_empty)
+        matrices.register_hook(groups.zero_empty)
     product = F.grouped_mm(rows, matrices.transpose(1, 2), offs=groups.ends)
     if product.requires_grad:
         product.register_hook(Tensor.contiguous)  # the kernels take no expanded gradient
@@ -286,7 +292,7 @@ def keep_local_counts() -> None:
     factor of the group's size (NVIDIA/Megatron-LM#7452, finding 10).
     """
     reduce = moe_utils.reduce_from_tensor_model_parallel_region
-    if hasattr(reduce, "keeps"):
+    if hasattr(reduce, "keeps"):  # replaced by an earlier call
         return
 
     def reduce_copy(counts: Tensor, *arguments: Any, **named: Any) -> Any:

@@ -183,7 +183,7 @@ def block_spec(
         token_dispatcher._DeepepManager._indices_to_multihot = indices_to_multihot
     if config.gradient_accumulation_fusion:
         accumulate_in_products()
-    of_layers = [_kind(config, number) for number in range(config.num_layers)]
+    of_layers = [_kind_of_layer(config, number) for number in range(config.num_layers)]
     params = {"deepstack_layers": deepstack_layers, "recomputes": not keep_activations}
     kinds = {kind: _layer(config, spec, kind, rotary_factor, params) for kind in set(of_layers)}
     layers = layers_of_chunk(config, vp_stage, pp_rank)
@@ -279,6 +279,7 @@ def _layer(
 
 
 def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
+    """Return Megatron's local layer with our norms, core attention and experts."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
         qk_layernorm=True,
@@ -300,6 +301,7 @@ def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
 
 
 def _prepare_transformer_engine() -> None:
+    """Set its environment variables, unless they are set; raise BadInput if it is missing."""
     # Transformer Engine limits the tensors of a call over all parameters by this size. Its default
     # of 20 MiB is too small for the adapters of all experts. It reads the size at the first tensor.
     os.environ.setdefault("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", "200")
@@ -322,7 +324,8 @@ class _Kind(NamedTuple):
     delta_net: bool
 
 
-def _kind(config: TransformerConfig, layer: int) -> _Kind:
+def _kind_of_layer(config: TransformerConfig, layer: int) -> _Kind:
+    """Return the kind of a decoder layer, by its index in the whole model."""
     every = config.moe_layer_freq
     moe = bool(every[layer]) if isinstance(every, list) else layer % every == 0
     delta_nets = config.linear_attention_freq

@@ -26,7 +26,7 @@ class GatedMLP(MLP):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._swiglu = _swiglu(config)
+        self._swiglu = _fastest_swiglu(config)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Apply the MLP: (s, B, H) -> (s_local, B, H), and no bias."""
@@ -37,7 +37,7 @@ class GatedMLP(MLP):
         return output, None
 
 
-def _swiglu(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+def _fastest_swiglu(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     """Return the fastest SwiGLU that is available."""
     if config.transformer_impl == "transformer_engine":
         from transformer_engine.pytorch.ops import SwiGLU
@@ -64,28 +64,30 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halves: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(halves, weights)
-        product = _product(halves)
+        product = _swiglu_product(halves)
         return product if weights is None else (product * weights[:, None]).to(halves.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         halves, weights = ctx.saved_tensors
         if weights is None:
-            return _gradient(halves, gradient), None
-        of_weights = (gradient.to(weights.dtype) * _product(halves)).sum(-1)
+            return _swiglu_gradient(halves, gradient), None
+        of_weights = (gradient.to(weights.dtype) * _swiglu_product(halves)).sum(-1)
         weighted = (gradient * weights[:, None]).to(halves.dtype)
-        return _gradient(halves, weighted), of_weights
+        return _swiglu_gradient(halves, weighted), of_weights
 
 
-def _product(halves: Tensor) -> Tensor:
+def _swiglu_product(halves: Tensor) -> Tensor:
+    """Compute ``silu(gate) * up``, (..., inner), of (..., 2 * inner)."""
     gate, up = halves.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
-def _gradient(halves: Tensor, gradient: Tensor) -> Tensor:
+def _swiglu_gradient(halves: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient (..., 2 * inner) of the halves from the product's (..., inner)."""
     gate, up = halves.chunk(2, -1)
     result = torch.empty_like(halves)
-    of_gate, of_up = result.chunk(2, -1)
+    of_gate, of_up = result.chunk(2, -1)  # views, into which both kernels write
     torch.mul(gradient, F.silu(gate), out=of_up)
     torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
     return result

@@ -57,6 +57,6 @@ class StandaloneRMSNorm(RMSNorm):
     extra state in checkpoints; an empty one here gives both specs the same keys.
     """
 
-    def get_extra_state(self) -> None: ...
+    def get_extra_state(self) -> None: ...  # torch calls both only if a class has its own
 
     def set_extra_state(self, state: object) -> None: ...

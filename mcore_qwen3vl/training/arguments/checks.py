@@ -35,7 +35,7 @@ from mcore_qwen3vl.files import refuse_links_out
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.runtime.gpus import c_compiler
-from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine, asked_words
+from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine, help_words
 from mcore_qwen3vl.training.arguments.run import (
     DISTILL,
     KTO,
@@ -64,7 +64,7 @@ def check(settings: Settings, architecture: Architecture) -> None:
         )
     if loop.eval_iters and not loop.valid_data_path:
         raise BadInput("--eval-iters is set without --valid-data-path: say what to evaluate on.")
-    if loop.eval_iters < WHOLE:
+    if loop.eval_iters < WHOLE:  # which is -1
         raise BadInput(f"--eval-iters is {loop.eval_iters}; leave it out to evaluate on all data.")
     if loop.full_validation:
         if not loop.valid_data_path:
@@ -107,7 +107,7 @@ def check(settings: Settings, architecture: Architecture) -> None:
             "DeepStack out: drop the flag."
         )
     if not model.cpu and c_compiler() is None:
-        _refuse_set(
+        _refuse_flags_with_value(
             "needs a C compiler for Triton's kernels, and none was found (CC, gcc, clang): install "
             "one, or leave the flag out.",
             {
@@ -116,7 +116,7 @@ def check(settings: Settings, architecture: Architecture) -> None:
             },
         )
     if compute.layer_spec == "torch":
-        _refuse_set(
+        _refuse_flags_with_value(
             "needs Transformer Engine and would do nothing with --spec torch: use --spec te, or "
             "leave it out.",
             {"--fp8-format": compute.fp8, "--tp-comm-overlap": compute.tp_comm_overlap},
@@ -231,7 +231,7 @@ def _check_flex(parallel: ParallelSettings, compute: ComputeSettings) -> None:
         raise BadInput(f"{flag}: DeepEP's kernels add up experts' outputs in bf16: add --bf16.")
 
 
-def _refuse_set(why: str, flags: Mapping[str, Any]) -> None:
+def _refuse_flags_with_value(why: str, flags: Mapping[str, Any]) -> None:
     """Raise BadInput, which says `why`, for those of `flags` that have a value."""
     if named := [flag for flag, value in flags.items() if value]:
         raise BadInput(f"{', '.join(named)} {why}")
@@ -256,6 +256,7 @@ def check_early(command: CommandLine) -> None:
     settings.lora.check_targets(command.architecture)
     save, exports = settings.checkpoints.save, settings.model.save_hf
     targets = [Path(folder) for folder in (save, exports) if folder]
+    # The first rank looks at the folders for all.
     if targets and os.environ.get("RANK", "0") == "0":
         for folder in targets:
             check_writable(folder)
@@ -301,7 +302,7 @@ def check_surroundings(settings: Settings) -> None:
             raise BadInput(
                 f"--num-epochs and {flag_of(name)} both set the length: leave one of them out."
             )
-    _check_kinds(settings)
+    _check_checkpoint_kinds(settings)
     _check_async(settings.checkpoints, cpu=settings.model.cpu)
     _check_loggers(settings.logs, settings.checkpoints.save)
     _check_packages(settings)
@@ -327,7 +328,7 @@ def unused_data_flags(settings: Settings, explicit: Collection[str]) -> list[Unu
     return unused
 
 
-def _check_kinds(settings: Settings) -> None:
+def _check_checkpoint_kinds(settings: Settings) -> None:
     """Check each flag's checkpoint: without one Megatron would start from random weights."""
     checkpoints = settings.checkpoints
     step = checkpoints.ckpt_step
@@ -367,9 +368,9 @@ def _check_kinds(settings: Settings) -> None:
             read_form(place.hf).require_language_model(place.path)
     if not (places or checkpoints.save):
         return
-    from mcore_qwen3vl.training.checkpoints.resume import from_other_maker  # imports torch
+    from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker  # imports torch
 
-    if from_other_maker(settings.checkpoints) is not None:
+    if checkpoint_of_other_maker(settings.checkpoints) is not None:
         return
     for flag, place in places.items():
         if starts[flag] == checkpoints.save or read_tracker(place.path) is not None:
@@ -405,6 +406,7 @@ def _check_async(checkpoints: CheckpointSettings, *, cpu: bool) -> None:
 
 
 def _check_loggers(logs: LogSettings, save: str | None) -> None:
+    """Check the packages and the other flags that TensorBoard and W&B need."""
     if logs.tensorboard_dir:
         require_extra("tensorboard", "--tensorboard-dir")
     if logs.wandb_project:
@@ -456,7 +458,7 @@ def check_deep_ep(backend: str | None) -> None:
         return
     # An import would need a GPU.
     package = find_spec("deep_ep")
-    if package is None or package.origin is None:
+    if package is None or package.origin is None:  # missing, or a folder without __init__.py
         raise BadInput(
             "--moe-token-dispatcher-type flex needs the package deep_ep: build DeepEP, or use "
             "--moe-token-dispatcher-type alltoall (and drop --moe-enable-deepep)."
@@ -482,13 +484,13 @@ def _main(words: Sequence[str]) -> int:
     """
     dry_run = words[:1] == ["--dry-run"]
     command = CommandLine(words[dry_run:])
-    if asked_words(command.words) is not None:
+    if help_words(command.words) is not None:
         return 0
     noted = False
     try:
         command.check_names()
-        _ = command.settings
-        noted = dry_run
+        _ = command.settings  # parses them, and raises BadInput for an invalid value
+        noted = dry_run  # what is refused from here on depends on the machine
         check_early(command)
         command.layout(int(os.environ["WORLD_SIZE"]))
     except BadInput as error:

@@ -95,14 +95,14 @@ class CommandLine:
     """The flags of a training run; `words` is the command line for Megatron's parser."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.words = _train_data_path(take_back(argv))
+        self.words = _with_train_data_path(drop_unset_flags(argv))
         self.cpu = "--cpu" in self.words
 
     @cached_property
     def settings(self) -> Settings:
         """What the flags say before megatron is imported, or BadInput for an invalid value."""
         flags = _parser().parse_known_args(self.words)[0]
-        flags.load = as_saved(flags.load, flags.save)
+        flags.load = load_as_saved(flags.load, flags.save)
         return Settings.from_flags(flags)
 
     @cached_property
@@ -132,8 +132,9 @@ class CommandLine:
         settings, architecture = self.settings, self.architecture
         layout = Layout.from_flags(settings.parallel, world_size, moe=architecture.is_moe)
         if settings.parallel.has_own_split:
+            # Megatron checks its own splits, so only the other sizes are checked here.
             layout = replace(layout, pp=1, vpp=1, first=None, last=None)
-        # `checks` refuses what only training forbids, by its flag.
+        # `checks` refuses what only training forbids, and names its flag.
         layout.validate(architecture, training=False)
         tp, pp, cp = layout.tp, settings.parallel.pipeline_model_parallel_size, layout.cp
         if world_size % (tp * pp * cp):
@@ -161,15 +162,15 @@ class CommandLine:
         """
         sorting = Sorting.for_installed()
         known = {*_parser()._option_string_actions, *sorting.known}
-        unknown = [flag for flag in self._flags() if flag not in known]
+        unknown = [flag for flag in self._flag_names() if flag not in known]
         if unknown and sorting.complete:
             refuse_unknown(unknown, known)
-        if refused := [flag for flag in self._flags() if flag in sorting.refused]:
+        if refused := [flag for flag in self._flag_names() if flag in sorting.refused]:
             raise BadInput(" ".join(f"{flag}: {sorting.refused[flag]}." for flag in refused))
 
     def unused(self) -> list[Unused]:
         """Return the flags that change nothing in the run."""
-        sorting, flags = Sorting.for_installed(), self._flags()
+        sorting, flags = Sorting.for_installed(), self._flag_names()
         alone = {
             flag: why
             for flag, (name, why) in _ACTS_WITH.items()
@@ -180,7 +181,7 @@ class CommandLine:
         owner = Fields(COMMAND_LINE, known - reasons.keys(), reasons=reasons)
         return owner.unused(dict.fromkeys(flags, True))
 
-    def _flags(self) -> list[str]:
+    def _flag_names(self) -> list[str]:
         """Return the flags of the command line, without their values, in their order."""
         flags = (word.partition("=")[0] for word in self.words if word.startswith("--"))
         return list(dict.fromkeys(flags))
@@ -223,7 +224,7 @@ class Sorting:
         release = Version(megatron).base_version  # 0.20 of a pre-release, which has its flags
         for line in text.splitlines():
             flag, _, versions = line.partition(" ")
-            if not flag.startswith("-"):
+            if not flag.startswith("-"):  # "KIND: REASON" of the flags below
                 kind, _, reason = line.partition(": ")
             elif SpecifierSet(versions).contains(release):
                 kinds[kind][flag] = reason
@@ -233,6 +234,7 @@ class Sorting:
 
 @cache
 def _parser() -> StrictParser:
+    """Return a parser of our flags, and of those of Megatron's that we read."""
     parser = StrictParser(allow_abbrev=False, add_help=False)
     add_arguments(parser)
     add_early_arguments(parser)
@@ -241,7 +243,7 @@ def _parser() -> StrictParser:
     return parser
 
 
-def as_saved(load: str | None, save: str | None) -> str | None:
+def load_as_saved(load: str | None, save: str | None) -> str | None:
     """Return `load`, written as `save` if both are the same folder."""
     same = load and save and Path(load).resolve() == Path(save).resolve()
     return save if same else load
@@ -258,7 +260,7 @@ def without_flags(argv: Sequence[str], names: frozenset[str]) -> list[str]:
     return kept
 
 
-def take_back(argv: Sequence[str]) -> list[str]:
+def drop_unset_flags(argv: Sequence[str]) -> list[str]:
     """Remove each ``--FLAG none`` and the earlier uses of that flag from `argv`.
 
     A later ``--FLAG VALUE`` sets the flag again.
@@ -267,7 +269,7 @@ def take_back(argv: Sequence[str]) -> list[str]:
     for word in argv:
         flag, _, value = word.partition("=")
         if word == NONE and kept:
-            flag, value = kept[-1], NONE
+            flag, value = kept[-1], NONE  # the word before it is the flag
         if value == NONE and flag in RESETTABLE:
             kept = without_flags(kept, frozenset({flag}))
         else:
@@ -275,7 +277,7 @@ def take_back(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _train_data_path(argv: Sequence[str]) -> list[str]:
+def _with_train_data_path(argv: Sequence[str]) -> list[str]:
     """Rename ``--data-path``: with ``--valid-data-path`` Megatron wants ``--train-data-path``."""
     if not any(word.partition("=")[0] == "--valid-data-path" for word in argv):
         return list(argv)
@@ -355,7 +357,7 @@ PROGRAM = "mcore-qwen3vl train [--processes N]"
 ASKS = frozenset({"-h", "--help"})
 
 
-def asked_words(argv: Sequence[str]) -> list[str] | None:
+def help_words(argv: Sequence[str]) -> list[str] | None:
     """Return the words after ``--help`` or ``-h`` in lower case; None if no help is asked for."""
     place = next((at for at, word in enumerate(argv) if word in ASKS), None)
     return None if place is None else [word.lower().lstrip("-") for word in argv[place + 1 :]]
@@ -367,7 +369,7 @@ def print_help(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> No
         kept = [a for a in group._group_actions if _is_about(a, group.title or "", words)]
         group._group_actions = kept
         for action in kept:
-            _make_printable(action)
+            _escape_percent(action)
     parser._action_groups = [group for group in parser._action_groups if group._group_actions]
     if not parser._action_groups:
         raise BadInput(f"No flag is about {' '.join(words)!r}: try another word, or a part of it.")
@@ -396,12 +398,13 @@ def print_megatron_help(words: Sequence[str] = ()) -> NoReturn:
 
 
 def _is_about(action: argparse.Action, group: str, words: Sequence[str]) -> bool:
+    """Return whether a flag's name, text or group has all words; of no words any flag has all."""
     texts = [*action.option_strings, action.dest.replace("_", "-"), action.help or "", group]
     text = " ".join(texts).lower()
     return all(word in text for word in words)
 
 
-def _make_printable(action: argparse.Action) -> None:
+def _escape_percent(action: argparse.Action) -> None:
     """Escape a bare ``%``, which some of Megatron's help texts have and argparse would format."""
     help = action.help or ""
     try:

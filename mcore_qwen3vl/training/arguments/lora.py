@@ -111,7 +111,7 @@ class LoraSettings:
     def check_targets(self, architecture: Architecture) -> None:
         """Raise BadInput for a name in ``--lora-target`` of no module, or that stands alone."""
         # As far as possible without PEFT, which takes seconds to import.
-        modules, _ = _targets(self.lora_target or ("language",), architecture)
+        modules, _ = _targets_for_peft(self.lora_target or ("language",), architecture)
         known = {name.rpartition(".")[2] for name in _NAMES}
         for name in () if isinstance(modules, str) else modules or ():
             if (last := name.rpartition(".")[2]) not in known:
@@ -127,10 +127,10 @@ class LoraSettings:
         """Return the adapter config that the flags ask for, or raise BadInput if they disagree."""
         source = self.lora_config or self.lora_init
         if source is None:
-            return _tie_weights(
-                self._with_score(self._from_flags(architecture), task), architecture
+            return _with_weight_tying(
+                self._with_score(self._config_from_flags(architecture), task), architecture
             )
-        decides = "lora_config" if self.lora_config else "lora_init"
+        decides = "lora_config" if self.lora_config else "lora_init"  # a file, and no other flag
         names = (name for name in (*_ASKING, *_DETAILS) if name != decides)
         if others := [flag_of(name) for name in names if getattr(self, name)]:
             raise BadInput(f"{flag_of(decides)} decides this already: drop {', '.join(others)}.")
@@ -144,7 +144,7 @@ class LoraSettings:
         if self.lora_init:
             require_tying(config, architecture, source)
             return config
-        return _tie_weights(config, architecture)
+        return _with_weight_tying(config, architecture)
 
     def _with_score(self, config: AdapterConfig, task: Task | None) -> AdapterConfig:
         """Return `config` with the head ``score``, as PEFT makes it for tasks that have one."""
@@ -165,9 +165,10 @@ class LoraSettings:
             config, modules_to_save=(*modules, SCORE), raw={**config.raw, "task_type": "SEQ_CLS"}
         )
 
-    def _from_flags(self, architecture: Architecture) -> AdapterConfig:
+    def _config_from_flags(self, architecture: Architecture) -> AdapterConfig:
+        """Return the config of a new adapter, with our defaults for flags that are not given."""
         rank = RANK if self.lora_rank is None else self.lora_rank
-        modules, parameters = _targets(self.lora_target or ("language",), architecture)
+        modules, parameters = _targets_for_peft(self.lora_target or ("language",), architecture)
         config = AdapterConfig(
             r=rank,
             lora_alpha=2 * rank if self.lora_alpha is None else self.lora_alpha,
@@ -183,7 +184,7 @@ class LoraSettings:
 
 def require_tying(config: AdapterConfig, architecture: Architecture, where: str) -> None:
     """Raise BadInput if `config` trains a tied output layer and embedding apart."""
-    if config != _tie_weights(config, architecture):
+    if config != _with_weight_tying(config, architecture):
         raise BadInput(
             f"{where} trains embed_tokens or lm_head without ensure_weight_tying: PEFT then trains "
             "two copies of what this model ties, and Megatron has one. Make it with "
@@ -191,7 +192,7 @@ def require_tying(config: AdapterConfig, architecture: Architecture, where: str)
         )
 
 
-def _targets(
+def _targets_for_peft(
     names: tuple[str, ...], architecture: Architecture
 ) -> tuple[str | tuple[str, ...] | None, tuple[str, ...] | None]:
     """Return ``target_modules`` and ``target_parameters``."""
@@ -210,7 +211,7 @@ def _targets(
     return modules or None, parameters or None
 
 
-def _tie_weights(config: AdapterConfig, architecture: Architecture) -> AdapterConfig:
+def _with_weight_tying(config: AdapterConfig, architecture: Architecture) -> AdapterConfig:
     """Return `config` with PEFT's weight tying on, if it trains embeddings that the model ties."""
     modules = config.modules_to_save or ()
     named = any(name.rpartition(".")[2] in _EMBEDDINGS for name in modules)

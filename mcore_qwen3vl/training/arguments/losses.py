@@ -71,7 +71,9 @@ class PreferenceSettings:
     @property
     def kto(self) -> Kto:
         """KTO's settings; BadInput for a value out of range."""
-        return Kto(**_given({field.name: getattr(self, field.name) for field in fields(Kto)}))
+        return Kto(
+            **_without_none({field.name: getattr(self, field.name) for field in fields(Kto)})
+        )
 
     def pair_settings(self, loss: str) -> Preference:
         """Return the settings of a `loss` over pairs; BadInput for a value out of range."""
@@ -83,7 +85,7 @@ class PreferenceSettings:
             "rpo_alpha": self.rpo_alpha,
             "gamma": self.simpo_gamma,
         }
-        return Preference(**(DEFAULTS.get(kind or "", {}) | _given(values)))
+        return Preference(**(DEFAULTS.get(kind or "", {}) | _without_none(values)))
 
     def reference_of(self, loss: str, lora: LoraSettings) -> Reference | None:
         """Return where the log-probabilities of `loss`'s reference come from; None: it has none."""
@@ -112,7 +114,7 @@ class PreferenceSettings:
                 refuse_without(f"--loss {_join_names(losses)}", self, [name])
         if loss not in (*LOSSES, KTO):
             return self
-        _ = self.kto if loss == KTO else self.pair_settings(loss)
+        _ = self.kto if loss == KTO else self.pair_settings(loss)  # made to check their values
         if run.data.overlong == "truncate":
             raise BadInput(
                 f"--overlong truncate with --loss {loss}: an answer that is cut has no "
@@ -185,7 +187,7 @@ class DistillationSettings:
     def loss(self) -> Distillation:
         """The loss's settings; BadInput for a value out of range."""
         values = {name: getattr(self, flag) for flag, name in _DISTILLATION.items()}
-        return Distillation(**_given(values))
+        return Distillation(**_without_none(values))
 
     def complete(self, run: RunSettings, vocab_size: int) -> Self:
         """Return these settings with the number of a live teacher's tokens, if there is one.
@@ -235,7 +237,7 @@ def _join_names(losses: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(losses[:-1]), losses[-1])))
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `values` that flags give; the loss has its own defaults for the others."""
     return {name: value for name, value in values.items() if value is not None}
 
@@ -261,6 +263,7 @@ def refuse_router_losses(run: RunSettings, owner: str, unit: str) -> None:
 
 
 def _check_kto(run: RunSettings, reference: Reference | None) -> None:
+    """Raise BadInput where the baseline lacks the reference, or answers to exchange."""
     if reference == "file":
         raise BadInput(
             "--reference file with --loss kto: the baseline needs the reference's "
@@ -280,6 +283,7 @@ def _check_kto(run: RunSettings, reference: Reference | None) -> None:
 
 
 def _check_adapter_reference(lora: LoraSettings) -> None:
+    """Raise BadInput unless all that trains is an adapter, which can be switched off."""
     if not lora.trains_adapter:
         raise BadInput(
             "--reference adapter needs an adapter to switch off: add --lora-rank 16, or choose "
@@ -328,7 +332,7 @@ class TaskSettings:
     @property
     def contrastive(self) -> Contrastive:
         """The settings of the loss of embeddings; BadInput for a value out of range."""
-        kind: EmbeddingKind = self.embedding_loss or Contrastive.kind
+        kind: EmbeddingKind = self.embedding_loss or Contrastive.kind  # the field's default
         if kind == "cosine" and self.temperature is not None:
             raise BadInput("--temperature has no meaning with --embedding-loss cosine: drop it.")
         temperature = Contrastive.temperature if self.temperature is None else self.temperature
@@ -352,7 +356,7 @@ class TaskSettings:
         if self.task != "classify":
             return {"embedding": NO_LABELS, "reward": ONE_SCORE}.get(self.task or "")
         folders = tuple(filter(None, (lora.lora_init, run.model.hf_model)))  # an adapter's count
-        labels = _labels(
+        labels = _classifier_labels(
             folders,
             self.num_labels,
             run.loop.training_data,
@@ -401,6 +405,7 @@ class TaskSettings:
         refuse_router_losses(run, task, _TASKS[self.task][0])
 
     def _check_adapter(self, config: AdapterConfig, run: RunSettings, lora: LoraSettings) -> None:
+        """Raise BadInput if the adapter has dropout or targets that the task cannot train."""
         if config.lora_dropout and self.task == "embedding":
             raise BadInput(
                 f"lora_dropout is {config.lora_dropout:g} with --task embedding: embeddings are "
@@ -432,14 +437,15 @@ _TASKS: dict[Task, tuple[str, tuple[str, ...]]] = {
 
 
 @cache  # the data are read once
-def _labels(
+def _classifier_labels(
     folders: tuple[str, ...],
     count: int | None,
     data: tuple[str, ...],
     preprocess: str | None,
     trust: bool,
 ) -> Labels:
-    if (named := _named_labels(folders)) is not None:
+    """Return the labels that a config names, or else `count` numbers, or else those of the data."""
+    if (named := _labels_named_in_configs(folders)) is not None:
         folder, labels = named
         if count not in (None, len(labels)):
             raise BadInput(
@@ -457,7 +463,7 @@ def _labels(
     return labels
 
 
-def _named_labels(folders: tuple[str, ...]) -> tuple[str, Labels] | None:
+def _labels_named_in_configs(folders: tuple[str, ...]) -> tuple[str, Labels] | None:
     """Return the first folder whose ``config.json`` names labels, and the labels."""
     for folder in folders:
         config = Path(folder) / "config.json"

@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check
-from mcore_qwen3vl.training.arguments.command_line import CommandLine, as_saved, refuse
+from mcore_qwen3vl.training.arguments.command_line import CommandLine, load_as_saved, refuse
 from mcore_qwen3vl.training.arguments.losses import defaults_of_sample_losses
 from mcore_qwen3vl.training.arguments.settings import (
     LOOP,
@@ -99,26 +99,26 @@ class ArgumentSetup:
         """Add our flags and defaults to `parser`; Megatron's ``extra_args_provider``."""
         # By default every rank would print a screenful of all Megatron flags.
         parser.error = partial(refuse, parser)  # type: ignore[method-assign]
-        command, a = self._command, self._command.architecture
+        command, architecture = self._command, self._command.architecture
         explicit = _parse_explicit(add_arguments(parser), command.words)
-        fixed = architecture_arguments(a)
+        fixed = architecture_arguments(architecture)
         _check_explicit(parser, explicit, fixed)
         self.explicit = frozenset(explicit)
         # Megatron's validation refuses it with positions of three axes, which our layer takes.
         self._mtp_num_layers = explicit.pop("mtp_num_layers", None)
-        spec = _spec(explicit.get("spec"), command.cpu)
+        spec = _chosen_spec(explicit.get("spec"), command.cpu)
         parser.set_defaults(
             **fixed,
-            **{**recommended_arguments(a), **defaults_of_sample_losses(explicit)},
+            **{**recommended_arguments(architecture), **defaults_of_sample_losses(explicit)},
             **LOOP,
-            moe_grouped_gemm=any(a.moe_layers),
-            **run_defaults(a, explicit, cpu=command.cpu),
+            moe_grouped_gemm=any(architecture.moe_layers),
+            **run_defaults(architecture, explicit, cpu=command.cpu),
             **kernel_defaults(spec, cpu=command.cpu),
             spec=[spec],
         )
         if save := explicit.get("save"):
             # The same command starts a run and resumes it.
-            explicit["load"] = as_saved(explicit.get("load", save), save)
+            explicit["load"] = load_as_saved(explicit.get("load", save), save)
         layout = command.layout(self._world_size)
         if kept := Kept.from_command(explicit):
             self._kept_batch = kept.batch is not None
@@ -163,7 +163,7 @@ def _parse_explicit(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dic
     """Return the arguments that `argv` itself sets, by ``dest`` name, without any default."""
     defaults = [(action, action.default) for action in parser._actions]
     for action, _ in defaults:
-        action.default = argparse.SUPPRESS
+        action.default = argparse.SUPPRESS  # leaves out what the command line does not set
     explicit = vars(parser.parse_args(list(argv)))
     for action, default in defaults:
         action.default = default
@@ -187,7 +187,8 @@ def _check_explicit(
         )
 
 
-def _spec(value: list[str] | None, cpu: bool) -> str:
+def _chosen_spec(value: list[str] | None, cpu: bool) -> str:
+    """Return the layer spec that ``--spec`` names, or the device's default."""
     spec = " ".join(["torch" if cpu else "te"] if value is None else value)
     if spec not in SPECS:
         raise BadInput(f"--spec is {spec or 'empty'}; it must be one of {', '.join(SPECS)}.")
@@ -259,7 +260,7 @@ class Kept:
         if not load or "finetune" in explicit:
             return None
         iteration = explicit.get("ckpt_step") or latest_iteration(load)
-        saved = None if iteration is None else data_state.first_of(load, iteration)
+        saved = None if iteration is None else data_state.first_state_of(load, iteration)
         if saved is None:
             return None
         batch_flags = ("global_batch_size", "step_batch_size_schedule", "rampup_batch_size")
@@ -274,7 +275,7 @@ class Kept:
             else saved.get(data_state.GLOBAL_BATCH),
         )
 
-    def _workers_of(self, ranks: int) -> int | None:
+    def _workers_per_rank(self, ranks: int) -> int | None:
         """Return how many data workers each of `ranks` ranks needs; None: no number fits."""
         if self.shared or self.numbered or ranks == self.ranks:
             return self.workers
@@ -287,11 +288,11 @@ class Kept:
         If they cannot, BadInput names the flags to add.
         """
         asked, micro_batch_size = explicit.get("num_workers"), explicit.get("micro_batch_size", 1)
-        workers = asked if self.numbered and asked is not None else self._workers_of(ranks)
+        workers = asked if self.numbered and asked is not None else self._workers_per_rank(ranks)
         if workers is None:
             raise BadInput(
-                f"{self._describe()} Each worker has its own place in the data, and they cannot "
-                f"be divided over {counted(ranks, 'data-parallel rank')}: use "
+                f"{self._describe_run()} Each worker has its own place in the data, and they "
+                f"cannot be divided over {counted(ranks, 'data-parallel rank')}: use "
                 f"{self._possible_ranks(micro_batch_size)}, or start the data anew with these "
                 f"weights: --load {self.load} --finetune, and another --save."
             )
@@ -303,13 +304,14 @@ class Kept:
             flags += [f"--num-workers {workers}"]
         if flags:
             raise BadInput(
-                f"{self._describe()} To go on with {counted(ranks, 'data-parallel rank')} of "
+                f"{self._describe_run()} To go on with {counted(ranks, 'data-parallel rank')} of "
                 f"micro-batch {micro_batch_size}, add {' '.join(flags)}."
             )
         batch = {} if self.batch is None else {"global_batch_size": self.batch}
         return {"num_workers": workers, **batch}
 
-    def _describe(self) -> str:
+    def _describe_run(self) -> str:
+        """Say, as the beginning of a message, what the resumed run was saved by."""
         batch = "" if self.batch is None else f", and a global batch of {self.batch}"
         each = " each" if self.ranks > 1 else ""
         return (
@@ -320,5 +322,6 @@ class Kept:
     def _possible_ranks(self, micro_batch_size: int) -> str:
         """List the numbers of data-parallel ranks that can go on without another flag."""
         workers, rows = self.workers * self.ranks, (self.batch or 0) // micro_batch_size
+        # Without a stored batch there are 0 rows, which every number divides.
         fit = [n for n in range(1, workers + 1) if workers % n == rows % n == 0]
         return " or ".join(map(str, fit or [self.ranks]))

@@ -148,7 +148,7 @@ def run_defaults(
 ) -> dict[str, Any]:
     """Return the default of each argument not in `explicit`, by ``dest`` name.
 
-    :func:`statement` reports them to the user.
+    :func:`statement_of_defaults` reports them to the user.
     """
     defaults: dict[str, Any] = {
         "micro_batch_size": 1,
@@ -168,7 +168,7 @@ def run_defaults(
     return {name: value for name, value in defaults.items() if name not in explicit}
 
 
-def statement(settings: Settings, explicit: Collection[str]) -> str | None:
+def statement_of_defaults(settings: Settings, explicit: Collection[str]) -> str | None:
     """Return the flags that were not given, with the values in use; None if all were given."""
     loop, data, save = settings.loop, settings.data, settings.checkpoints
     values = {

@@ -88,7 +88,7 @@ def load(
             "the data should start from the beginning, load the checkpoint with --finetune."
         )
     states = [_read_state(file) for file in (files if len(files) != dp_size else [files[dp_rank]])]
-    saved = {tuple(state.pop(SOURCES, ())) for state in states}.pop()
+    saved = {tuple(state.pop(SOURCES, ())) for state in states}.pop()  # alike on all ranks
     for state in states:
         for key in (GLOBAL_BATCH, EPOCHS):
             state.pop(key, None)
@@ -100,14 +100,15 @@ def load(
     ):
         raise BadInput(
             f"The checkpoint in {checkpoints} belongs to other data: it was trained on "
-            f"{_listing(saved)}, and this command names {_listing(described)}. To train its "
-            f"weights on these data, pass --load {checkpoints} --finetune and another --save."
+            f"{_sources_in_words(saved)}, and this command names {_sources_in_words(described)}. "
+            f"To train its weights on these data, pass --load {checkpoints} --finetune and another "
+            "--save."
         )
     state = states[0] if len(files) == dp_size else redistribute(states, dp_size)[dp_rank]
     loader.load_state_dict(state)
 
 
-def first_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
+def first_state_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
     """Return the first data-parallel rank's state in a checkpoint; None if none was saved."""
     file = folder_of(checkpoints, iteration) / "rank_00000.pt"
     return _read_state(file) if file.exists() else None
@@ -115,11 +116,11 @@ def first_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
 
 def _describe_sources(sources: Sequence[Source]) -> list[tuple[str, int]]:
     """Return names and sizes in bytes; equal sizes count as the same data, under any name."""
-    return [(source.path.name, _size(source.path)) for source in sources]
+    return [(source.path.name, _size_of_data(source.path)) for source in sources]
 
 
 @cache  # every checkpoint asks for it, and a folder may hold thousands of files
-def _size(path: Path) -> int:
+def _size_of_data(path: Path) -> int:
     """Return the bytes of a file, or of a folder's files without hidden ones and indexes."""
     if path.is_file():
         return path.stat().st_size
@@ -132,13 +133,14 @@ def _size(path: Path) -> int:
     )
 
 
-def _listing(described: Sequence[tuple[str, int | None]]) -> str:
+def _sources_in_words(described: Sequence[tuple[str, int | None]]) -> str:
     return ", ".join(
         name if size is None else f"{name} ({size:,} bytes)" for name, size in described
     )
 
 
 def _read_state(file: Path) -> dict[str, Any]:
+    """Read a file of :func:`save`, or raise BadInput if it is damaged or not plain data."""
     try:
         state: dict[str, Any] = torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:

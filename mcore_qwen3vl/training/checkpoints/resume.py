@@ -78,7 +78,7 @@ def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
     older = [n for n in numbered_iterations(Path(directory)) if n < latest]
     reasons = []
     for iteration in (latest, *reversed(older)):
-        reason = damage(Path(directory) / folder_name(iteration))
+        reason = find_damage(Path(directory) / folder_name(iteration))
         if reason is None:
             return iteration
         reasons.append(f"iteration {iteration}: {reason}")
@@ -100,7 +100,7 @@ class OtherMaker:
     maker: str
 
 
-def from_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | None:
+def checkpoint_of_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | None:
     """Return the checkpoint that a run starts from if another maker wrote it, whose keys differ.
 
     Megatron cannot load it; `load_checkpoint` of `converters.live` can.
@@ -190,7 +190,11 @@ def iteration_to_load(
         format.check_run(folder, args)
     elif checkpoints.ckpt_format == "torch_dist" and named is None:
         return readable_iteration(load, fallback=fallback)
-    elif checkpoints.ckpt_format == "torch_dist" and folder.is_dir() and (reason := damage(folder)):
+    elif (
+        checkpoints.ckpt_format == "torch_dist"
+        and folder.is_dir()
+        and (reason := find_damage(folder))
+    ):
         raise BadInput(f"--ckpt-step {named} cannot be read: {reason.rstrip('.')}.")
     return None
 
@@ -329,6 +333,7 @@ def differences(saved: argparse.Namespace, settings: Settings) -> Iterator[str]:
 
 
 def _trained_in_words(training: TrainingSettings) -> str:
+    """Say what trains, by the flags that leave something out."""
     flags = [
         f"--{name} {' '.join(patterns)}"
         for name in ("freeze", "trainable")
@@ -350,12 +355,12 @@ def _explain_schedules(
         "warmup iterations": "warm-up, from --lr-warmup-iters or -fraction,",
     }.get(match["what"])
     if named:
-        ours = _length(ours, batch)
-        theirs = _length(theirs, batch and _saved_batch(checkpoints, batch))
+        ours = _length_in_words(ours, batch)
+        theirs = _length_in_words(theirs, batch and _saved_batch(checkpoints, batch))
     return f"its {named or match['what']} is {theirs}, and {ours} in this command"
 
 
-def _length(samples: str, batch: int | None) -> str:
+def _length_in_words(samples: str, batch: int | None) -> str:
     """Return a number of samples as iterations of `batch` too, if there is one."""
     if not batch:
         return f"{samples} samples"
@@ -366,11 +371,11 @@ def _saved_batch(checkpoints: CheckpointSettings, batch: int) -> int:
     """Return the global batch of the checkpoint to load; if it does not say, the run's `batch`."""
     load = checkpoints.load or ""
     iteration = checkpoints.ckpt_step or latest_iteration(load)
-    saved = None if iteration is None else data_state.first_of(load, iteration)
+    saved = None if iteration is None else data_state.first_state_of(load, iteration)
     return (saved or {}).get(data_state.GLOBAL_BATCH) or batch
 
 
-def damage(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """Return why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors."""
     marker = folder / "metadata.json"
     if not marker.exists() or marker.stat().st_size == 0:
@@ -383,11 +388,12 @@ def damage(folder: Path) -> str | None:
     by_file: dict[str, list[FileRange]] = {}
     for data in [*chunks, *index.objects.values()]:
         by_file.setdefault(data.file, []).append(data)
-    reasons = (_damage_of_file(folder / name, ranges) for name, ranges in by_file.items())
+    reasons = (_find_damage_in_file(folder / name, ranges) for name, ranges in by_file.items())
     return next((reason for reason in reasons if reason), None)
 
 
-def _damage_of_file(file: Path, ranges: list[FileRange]) -> str | None:
+def _find_damage_in_file(file: Path, ranges: list[FileRange]) -> str | None:
+    """Return why a file lacks one of the stored tensors or objects at `ranges`, or None."""
     if not file.exists():
         return f"{file} is missing"
     size, needed = file.stat().st_size, max(data.offset + data.length for data in ranges)

@@ -33,7 +33,7 @@ from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.training.arguments.run import RunSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state, resume
-from mcore_qwen3vl.training.folders import claim, disk_error
+from mcore_qwen3vl.training.folders import claim_folders, find_disk_error
 from mcore_qwen3vl.training.logs.terminal import loss_name
 from mcore_qwen3vl.training.lora import check_checkpoint
 from mcore_qwen3vl.training.optimizer import check_state_of_weights
@@ -83,18 +83,18 @@ class RunCheckpoints:
         if optimizer is not None:
             check_state_of_weights(optimizer, folder)
         self._on_disk = folder, step
-        self.validations.resume(step)
+        self.validations.read_losses(step)
         if self.validations.is_exhausted:
             megatron.train_iters = step  # where Megatron's loop ends
         self._run.progress.say(f"resuming after step {step} of {folder}")
         self._clear_exports(step)
         # An earlier run was stopped between the two, or somebody has removed the export.
-        if self._exports_step(step) and self._is_missing(self._export_folder(step)):
+        if self._is_export_due(step) and self._is_missing(self._export_folder(step)):
             self._export(model, optimizer, step, self._export_folder(step))
-        self._export_best(model, optimizer, step)
+        self._export_if_best(model, optimizer, step)
         return result
 
-    def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
+    def report_differences(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
         """Say so if the checkpoint's run trained other parts, or had another reference.
 
         It raises BadInput if only that run trained the layer that predicts a further token.
@@ -120,7 +120,7 @@ class RunCheckpoints:
             return
         folder = self._save
         assert folder is not None
-        self._run.norms.settle()
+        self._run.norms.settle()  # raises for a step that must not be saved
         with self._run.metrics.pause(), explain_save_errors(folder, iteration):
             if dist.get_rank() == 0:
                 resume.save_companions(self._settings)
@@ -138,23 +138,23 @@ class RunCheckpoints:
         self.validations.add(iteration, losses)
         # The last validation follows the last save.
         if self._on_disk == (self._save, iteration):
-            self.validations.keep(iteration)
-            self._export_best(*self._trained, iteration)
+            self.validations.keep_if_best(iteration)
+            self._export_if_best(*self._trained, iteration)
 
     def after_iteration(
         self, original: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any
     ) -> bool:
         """Save and export what is due after an iteration; return whether the run ends."""
-        with self.validations.due(iteration):
+        with self.validations.forcing_save_and_exit(iteration):
             leaving: bool = original(model, optimizer, scheduler, iteration, *rest)
-        self.validations.keep(iteration)
+        self.validations.keep_if_best(iteration)
         self._trained = model, optimizer
-        if self._exports_step(iteration):
+        if self._is_export_due(iteration):
             self._export(model, optimizer, iteration, self._export_folder(iteration))
-        self._export_best(model, optimizer, iteration)
+        self._export_if_best(model, optimizer, iteration)
         return leaving
 
-    def _exports_step(self, iteration: int) -> bool:
+    def _is_export_due(self, iteration: int) -> bool:
         """Return whether ``--save-hf`` has this step."""
         interval = self._settings.model.save_hf_interval
         last = iteration == self._run.args.train_iters or self.validations.is_exhausted
@@ -167,7 +167,7 @@ class RunCheckpoints:
         dist.broadcast_object_list(lacks)
         return lacks[0]
 
-    def _export_best(self, model: list[Any], optimizer: Any, iteration: int) -> None:
+    def _export_if_best(self, model: list[Any], optimizer: Any, iteration: int) -> None:
         """Export the best step as ``--save-hf`` ``/best``, unless it is there; a collective."""
         if self._exports_to and self.validations.is_best(iteration):
             folder = Path(self._exports_to) / BEST
@@ -188,10 +188,11 @@ class RunCheckpoints:
             shutil.rmtree(left, ignore_errors=True)
         numbers = [int(match[1]) for f in remains if (match := _INTERRUPTED.fullmatch(f.name))]
         steps = range(step, (self._run.args.train_iters or step) + 1)
-        everyone = [[n for n in numbers if n not in steps or not self._exports_step(n)]]
+        everyone = [[n for n in numbers if n not in steps or not self._is_export_due(n)]]
         dist.broadcast_object_list(everyone)
         best = self.validations.best
         keeps_best = self._settings.training.keep_best
+        # A best step before `step` has no export, and its weights are not in memory.
         if keeps_best and best and self.validations.exported != best[0] < step:
             everyone[0].append(best[0])
         for number in everyone[0]:
@@ -207,10 +208,10 @@ class RunCheckpoints:
 
     def _export(self, model: list[Any], optimizer: Any, iteration: int, folder: Path) -> None:
         """Write a step to `folder`: weights or adapter, config and processor."""
-        self._run.norms.settle()
+        self._run.norms.settle()  # raises for a step that must not be exported
         first = self._settings.parallel.rank == 0
         if first and self._exports_to:
-            claim(self._save, self._exports_to)
+            claim_folders(self._save, self._exports_to)
         with self._run.metrics.pause():
             if training.should_disable_forward_pre_hook(self._run.args):
                 training.force_param_sync(model, optimizer=optimizer)  # overlapped gathers
@@ -242,11 +243,11 @@ def explain_save_errors(directory: str, iteration: int) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:
         save = Path(directory)
-        reason = _reason(error)
+        reason = _disk_error_behind(error)
         if isinstance(error, CheckpointException):  # raised on every rank
             # Gathered before any rank frees space by removing files.
             everyone: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, reason or disk_error(save, _PROBE))
+            dist.all_gather_object(everyone, reason or find_disk_error(save, _PROBE))
             reason = next(filter(None, everyone), None)
         if reason is None:
             raise
@@ -266,7 +267,7 @@ def explain_save_errors(directory: str, iteration: int) -> Iterator[None]:
         ) from error
 
 
-def _reason(error: BaseException | None) -> str | None:
+def _disk_error_behind(error: BaseException | None) -> str | None:
     """Return the system's message if `error`, or an error that caused it, came from the disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _OF_DISKS:
@@ -307,7 +308,7 @@ class Validations:
             return False
         return len(self._losses) - 1 - self._losses.index(self.best) >= self._patience
 
-    def resume(self, iteration: int) -> None:
+    def read_losses(self, iteration: int) -> None:
         """Read the resumed run's losses up to its checkpoint's iteration; a collective."""
         if not self._wanted:
             return
@@ -320,6 +321,7 @@ class Validations:
         dist.broadcast_object_list(shared, src=0)
         if (saved := shared[0]) is not None:
             self._losses = [(i, loss) for i, loss in saved["losses"] if i <= iteration]
+            # Of another folder's checkpoints none is ours to remove.
             if load == self._checkpoints.save:
                 self._kept, self.exported = saved["kept"], saved.get("exported")
 
@@ -355,10 +357,11 @@ class Validations:
         self._write()
 
     @contextmanager
-    def due(self, iteration: int) -> Iterator[None]:
+    def forcing_save_and_exit(self, iteration: int) -> Iterator[None]:
         """Make Megatron save after the best iteration so far, and exit when patience runs out."""
         args = get_args()  # which its loop reads after each iteration
         before = args.save_interval, args.exit_interval
+        # Megatron saves and exits where the interval divides the step.
         if self.is_best(iteration):
             args.save_interval = iteration
         if self.is_exhausted:
@@ -366,7 +369,7 @@ class Validations:
         yield
         args.save_interval, args.exit_interval = before
 
-    def keep(self, iteration: int) -> None:
+    def keep_if_best(self, iteration: int) -> None:
         """Keep this iteration's checkpoint, if it is the best, and remove that of the best before.
 
         The checkpoint has been written. A collective.
@@ -375,7 +378,10 @@ class Validations:
             return
         before, interval, save = self._kept, self._checkpoints.save_interval, self._checkpoints.save
         assert save is not None  # `checks` asks for --save with --keep-best
+        # A checkpoint of --save-interval stays anyway, so it is not noted for removal.
         self._kept = None if interval and iteration % interval == 0 else iteration
+        # Written before the removal, so that a crash between them leaves one checkpoint too many,
+        # and never a file that names one that is gone.
         self._write()
         dist.barrier()
         if before not in (None, iteration) and dist.get_rank() == 0:
@@ -383,6 +389,7 @@ class Validations:
             shutil.rmtree(data_state.folder_of(save, before), ignore_errors=True)
 
     def _write(self) -> None:
+        """Write ``validation.json``, on the first rank of a run that saves."""
         if dist.get_rank() or not self._checkpoints.save:
             return
         file = Path(self._checkpoints.save) / FILE

@@ -39,7 +39,7 @@ class Work:
     def add(self, batch: Batch) -> None:
         """Add a micro-batch, whose tensors are on the host."""
         self.counts += batch.counts
-        self.squared_lengths += float(_lengths(batch).square().sum())
+        self.squared_lengths += float(_sample_lengths(batch).square().sum())
         if batch.visual is not None:
             self.squared_frames += float(batch.visual.frame_patches.double().square().sum())
 
@@ -54,7 +54,7 @@ class Work:
         ]
 
 
-def _lengths(batch: Batch) -> Tensor:
+def _sample_lengths(batch: Batch) -> Tensor:
     """Return (samples,) float64 lengths; when packed, with the padding between samples."""
     if batch.cu_seqlens is None:
         return (~batch.padding_mask).sum(1).double()
@@ -108,7 +108,7 @@ class Metrics:
         """
         device = torch.cuda.current_device()
         total = torch.tensor(self._work.vector(), dtype=torch.float64, device=device)
-        most = total[4:5].clone()  # patches
+        most = total[4:5].clone()  # this rank's patches, before `total` becomes that of all ranks
         dist.all_reduce(total, group=group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         now = self._clock()
@@ -142,7 +142,7 @@ def device_peak_tflops() -> float | None:
     return next((gpu.tflops for gpu in GPUS.values() if gpu.model in name), None)
 
 
-def write(report: Mapping[str, float], iteration: int, tensorboard: Any, wandb: Any) -> None:
+def write_report(report: Mapping[str, float], iteration: int, tensorboard: Any, wandb: Any) -> None:
     """Write `report` to TensorBoard and W&B, if Megatron's flags opened them."""
     if tensorboard:
         for name, value in report.items():
@@ -196,7 +196,7 @@ def append_json(file: str, numbers: Mapping[str, float | None]) -> None:
         with open(file, "ab", buffering=0) as stream:
             end = stream.tell()
             if stream.write(line) < len(line):
-                stream.truncate(end)
+                stream.truncate(end)  # a part of a line would make the file unreadable
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         _LOGGER.warning(
@@ -205,6 +205,6 @@ def append_json(file: str, numbers: Mapping[str, float | None]) -> None:
         )  # fmt: skip
 
 
-def line(report: Mapping[str, float]) -> str:
+def log_line(report: Mapping[str, float]) -> str:
     """Format `report` as one line of the log."""
     return " qwen3-vl | " + " | ".join(f"{name}: {value:.4g}" for name, value in report.items())

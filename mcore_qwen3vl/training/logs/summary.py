@@ -20,7 +20,7 @@ from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.losses import DistillationSettings
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ParallelSettings
-from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings, statement
+from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings, statement_of_defaults
 from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.second_model import architecture_of, source_of
 
@@ -81,18 +81,18 @@ def summary(
     ]
     if not model.cpu and c_compiler() is None:
         rows.append(("kernels", "not fused: there is no C compiler (CC, gcc, clang)"))
-    taken = statement(settings, explicit)
+    taken = statement_of_defaults(settings, explicit)
     return [*rows, ("defaults", taken)] if taken else rows
 
 
 def _model_text(path: str | Path, a: Architecture) -> str:
-    size = _millions(parameters.total(a))
+    size = _count_text(parameters.total(a))
     kind = f"MoE, {a.num_experts} experts" if a.is_moe else "dense"
     layers = f"{a.num_hidden_layers} decoder layers, {a.vision.depth} vision blocks"
     return f"{a.brand} of {size} parameters ({kind}; {layers}), {path}"
 
 
-def _millions(count: int) -> str:
+def _count_text(count: int) -> str:
     return f"{count / 1e9:.2f}B" if count >= 1e8 else f"{count / 1e6:.2f}M"
 
 
@@ -105,7 +105,7 @@ def _adapter_text(flags: LoraSettings, a: Architecture, lora: LoraRun) -> str:
     )
     return (
         f"a LoRA adapter of rank {ranks or 'none'}, alpha {config.lora_alpha:g} on "
-        f"{len(lora.targets)} matrices ({where}){saved_modules}: {_millions(count)} parameters, "
+        f"{len(lora.targets)} matrices ({where}){saved_modules}: {_count_text(count)} parameters, "
         f"{count / parameters.total(a):.2%} of the model's"
     )
 
@@ -169,11 +169,11 @@ def _distillation_rows(distillation: DistillationSettings) -> list[tuple[str, st
 
 def _weights_text(settings: Settings, lora: LoraRun | None, other: OtherMaker | None) -> str:
     checkpoints = settings.checkpoints
-    from mcore_qwen3vl.training.model import resuming
+    from mcore_qwen3vl.training.model import is_resuming
 
     if other:
         return f"from {other.folder}, written by {other.maker}"
-    if resuming(checkpoints.load):
+    if is_resuming(checkpoints.load):
         return f"the newest checkpoint in {checkpoints.load}"
     start = settings.model.load_hf or checkpoints.pretrained_checkpoint
     if base := lora.base.path if lora else start:

@@ -115,8 +115,8 @@ class LogFile(io.TextIOBase):
                     self._stream = self._path.open("a", buffering=1, encoding="utf-8")
                 self._stream.write(text)
             except OSError:
-                self._path = None
-        return len(text)
+                self._path = None  # nothing more is written
+        return len(text)  # as if all were written: who prints must not fail
 
     def close(self) -> None:
         if self._stream is not None:
@@ -135,6 +135,7 @@ class AboveProgress:
         self._at_start = True
 
     def write(self, text: str) -> int:
+        # A line that has begun has cleared the bar already.
         self._stream.write((CLEAR_LINE if self._at_start else "") + text)
         self._at_start = text.endswith("\n")
         return len(text)
@@ -250,12 +251,12 @@ class RunProgress:
             return
         assert self._last is not None
         at, now = self._last, self._clock()
-        parts = [f"{name} {text}" for name, text in _parts(numbers)]
+        parts = [f"{name} {text}" for name, text in _short_numbers(numbers)]
         if "tokens/s" in numbers:
             parts.append(f"{numbers['tokens/s']:,.0f} tokens/s")
         if step > at[0]:
             parts.append(f"{(now - at[1]) / (step - at[0]):.3g} s/step")
-            parts.append(f"{self._left(step, now)} left")
+            parts.append(f"{self._time_left(step, now)} left")
             self._last = step, now
         if self._screen.is_terminal:
             self._update_bar(numbers="  ".join(parts))
@@ -267,7 +268,7 @@ class RunProgress:
         if self._screen is not None:
             self._screen.print(visible(text), markup=False, soft_wrap=True)
 
-    def _left(self, step: int, now: float) -> timedelta:
+    def _time_left(self, step: int, now: float) -> timedelta:
         """Return the time left at this run's mean pace, which includes saving and validation."""
         assert self._first is not None
         first, since = self._first
@@ -275,6 +276,7 @@ class RunProgress:
         return timedelta(seconds=round(pace * (self._total - step)))
 
     def _update_bar(self, **change: object) -> None:
+        """Draw the bar with `change`; the first call makes it."""
         assert self._screen is not None
         if self._bar is None:
             self._bar = Progress(
@@ -293,7 +295,7 @@ class RunProgress:
         self._bar.update(self._task, refresh=True, **change)  # type: ignore[arg-type]
 
 
-def _parts(numbers: Mapping[str, float | None]) -> list[tuple[str, str]]:
+def _short_numbers(numbers: Mapping[str, float | None]) -> list[tuple[str, str]]:
     """Return short names and formatted values, for a narrow line."""
     loss = loss_name(numbers)
     chosen = (

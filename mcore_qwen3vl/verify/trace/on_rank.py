@@ -22,7 +22,7 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.live import Part, factor_parts, hf_parts
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.model.inputs import local_positions
-from mcore_qwen3vl.model.lora import whole_tensors, with_tied
+from mcore_qwen3vl.model.lora import whole_tensors, with_tied_embedding
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.vision import share_frames
 from mcore_qwen3vl.runtime.launch import initialize
@@ -74,7 +74,7 @@ def _compare_weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measu
     checkpoint = HuggingFaceCheckpoint(request.hf)
     of_adapter: dict[str, Tensor] = {}
     if request.adapter is not None:
-        of_adapter = with_tied(chunks[0].architecture, whole_tensors(request.adapter))
+        of_adapter = with_tied_embedding(chunks[0].architecture, whole_tensors(request.adapter))
         of_adapter |= request.adapter.tensors()
 
     def compare(part: Part) -> Measurement:

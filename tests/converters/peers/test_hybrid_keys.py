@@ -30,7 +30,7 @@ from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
+from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker
 from mcore_qwen3vl.verify.audit import audit
 from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors, copy
@@ -155,7 +155,7 @@ def test_our_model_loads_it(tiny: Tiny, converted: Converted, case: str, layout:
 
 def test_a_run_starts_from_it_at_iteration_0(tiny: Tiny, converted: Converted) -> None:
     flags = ("--load", str(converted("dense")))
-    found = from_other_maker(arguments(tiny("dense"), *flags).settings.checkpoints)
+    found = checkpoint_of_other_maker(arguments(tiny("dense"), *flags).settings.checkpoints)
     assert found is not None
     assert (found.folder, found.maker) == (converted("dense") / "release", HYBRID.maker)
 

@@ -25,7 +25,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
+from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker
 from mcore_qwen3vl.verify.audit import audit
 from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
 from mcore_qwen3vl.verify.curves import Job, train
@@ -177,7 +177,9 @@ def test_every_folder_is_understood(tmp_path: Path, model: str) -> None:
         assert_same_tensors(SOURCE, out)
         assert inspect_path(folder).maker == MAKERS["verl"]
         assert hf_folder_of(folder, None, "generate") == actor / model / "huggingface"
-        found = from_other_maker(arguments(SOURCE, "--load", str(folder)).settings.checkpoints)
+        found = checkpoint_of_other_maker(
+            arguments(SOURCE, "--load", str(folder)).settings.checkpoints
+        )
         assert found is not None
         assert found.folder == actor / model / "dist_ckpt"
 
@@ -264,7 +266,7 @@ def test_its_optimizer_state_is_not_resumed(maker: str, runs: Path) -> None:
     assert "\n" not in str(error.value)
     for flags in ((*load, "--finetune"), ("--pretrained-checkpoint", str(run))):
         check_surroundings(arguments(START, *flags).settings)
-        found = from_other_maker(arguments(START, *flags).settings.checkpoints)
+        found = checkpoint_of_other_maker(arguments(START, *flags).settings.checkpoints)
         assert found is not None
         assert found.folder == iteration_of(run)
     assert run_layout(into_model, 1, Layout(), run) == [True]

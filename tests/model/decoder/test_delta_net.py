@@ -122,10 +122,10 @@ def test_chunks_of_packed_samples_are_listed_once_for_all_layers() -> None:
     packed = PackedSequence.from_params(
         PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds), torch.device("cpu")
     )
-    chunks = delta_net._packing(packed)["chunk_indices"]
+    chunks = delta_net._packing_arguments(packed)["chunk_indices"]
     assert chunks.tolist() == [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2], [3, 0]]
     assert chunks.dtype == packed.cu_seqlens_q.dtype
-    assert delta_net._packing(packed)["chunk_indices"] is chunks
+    assert delta_net._packing_arguments(packed)["chunk_indices"] is chunks
 
 
 def test_a_gpu_needs_kernels_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:

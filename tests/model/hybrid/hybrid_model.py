@@ -139,8 +139,8 @@ class HybridQwen3VL(HybridModel):
 
     head_labels = None
     local_tokens: Any = Qwen3VLModel.local_tokens
-    pack: Any = Qwen3VLModel.pack
-    _prepare: Any = Qwen3VLModel._prepare
+    append_features: Any = Qwen3VLModel.append_features
+    _prepare_forward: Any = Qwen3VLModel._prepare_forward
     _embed: Any = Qwen3VLModel._embed
     _receive: Any = Qwen3VLModel._receive
     rows_received: Any = Qwen3VLModel.rows_received
@@ -211,7 +211,7 @@ class HybridQwen3VL(HybridModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute logits or losses; see :meth:`Qwen3VLModel.forward`."""
-        embed, destination, arguments = self._prepare(*args, **kwargs)
+        embed, destination, arguments = self._prepare_forward(*args, **kwargs)
         hidden, features = embed()
         seen = features
         full = self.config.recompute_granularity == "full"
@@ -225,7 +225,7 @@ class HybridQwen3VL(HybridModel):
         packed, positions = arguments["packed_seq_params"], arguments["position_ids"]
         arguments["packed_seq_params"] = Load(packed, positions, seen, destination)
         output = super().forward(**arguments, decoder_input=hidden)
-        return self.pack(output, features)
+        return self.append_features(output, features)
 
 
 def _submodules(config: TransformerConfig, architecture: Architecture) -> HybridStackSubmodules:

@@ -51,7 +51,7 @@ def adapted(
     names += [f"{LAYER}mlp.experts.gate_up_proj"] if moe else [f"{LAYER}mlp.down_proj.weight"]
     attach(chunk, dict.fromkeys(names, Target()), dropout=dropout)
     choice = adapter_freezing()
-    choice.train(whole_patterns(chunk, ["model.visual.merger.norm.bias"]))
+    choice.add_trainable(whole_patterns(chunk, ["model.visual.merger.norm.bias"]))
     choice.apply(chunk)
     for parameter in chunk.adapter.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -245,7 +245,7 @@ class FusedNorm(nn.Module):
 
 def test_a_fused_norm_gives_adapters_what_it_gives_its_weight() -> None:
     linear, beside = FusedNorm(), site(3, 5)
-    lora._install(linear, Kind(None, None), [beside])
+    lora._install_sites(linear, Kind(None, None), [beside])
     x = torch.randn(7, 1, 3)
     output, bias = linear(x)
     a, b = beside.pairs[0]()

@@ -111,14 +111,14 @@ def test_context_parallel_ranks_hold_two_chunks(
 def test_adapters_beside_a_fused_norm_take_its_output(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install = lora._install
+    install = lora._install_sites
 
     def unnormed(module: Any, kind: Any, sites: Any) -> None:
         install(module, kind, sites)
         if hasattr(module, "return_layernorm_output"):
             module.return_layernorm_output = False
 
-    monkeypatch.setattr(lora, "_install", unnormed)
+    monkeypatch.setattr(lora, "_install_sites", unnormed)
     report = matrix.compare_row(row("dense", "single", "mixed", "language"))
     assert worst(report, "logits") > FAR_OFF
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF

@@ -42,7 +42,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
         build(self, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Qwen3VLModel, "__init__", only_te)
-    monkeypatch.setattr(parser, "_spec", lambda value, cpu: "te")
+    monkeypatch.setattr(parser, "_chosen_spec", lambda value, cpu: "te")
 
 
 @pytest.mark.parametrize(

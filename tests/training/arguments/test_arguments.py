@@ -27,7 +27,7 @@ from mcore_qwen3vl.training.arguments.checks import (
 )
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.parser import Parsed, validate
-from mcore_qwen3vl.training.arguments.settings import statement
+from mcore_qwen3vl.training.arguments.settings import statement_of_defaults
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.data_provider import data_config
 from mcore_qwen3vl.training.logs.summary import summary
@@ -339,7 +339,7 @@ def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Pa
     argv = ["--cpu", "--hf-model", str(dense), "--train-iters", "20", "--save", str(tmp_path)]
     run = validate(argv, 2)
     assert run.args.exit_signal_handler
-    assert statement(run.settings, {"train_iters", "save"}) == (
+    assert statement_of_defaults(run.settings, {"train_iters", "save"}) == (
         "--micro-batch-size 1 --global-batch-size 2 --seq-length 4096 --lr 1e-05 "
         "--log-interval 10 --save-interval 500 --pad-to-longest"
     )
@@ -352,12 +352,14 @@ def test_half_precision_is_the_default_on_gpus(dense: Path) -> None:
     argv = ["--hf-model", str(dense), "--train-iters", "20", "--spec", "torch"]
     run = validate(argv, 1)
     assert run.args.params_dtype == torch.bfloat16
-    assert " --bf16" in (statement(run.settings, {"train_iters"}) or "")
-    assert " --bf16" not in (statement(validate([*argv, "--bf16"], 1).settings, {"bf16"}) or "")
+    assert " --bf16" in (statement_of_defaults(run.settings, {"train_iters"}) or "")
+    assert " --bf16" not in (
+        statement_of_defaults(validate([*argv, "--bf16"], 1).settings, {"bf16"}) or ""
+    )
     for flags, dtype in ((["--fp32"], torch.float32), (["--fp16"], torch.float16)):
         run = validate([*argv, *flags], 1)
         assert run.args.params_dtype == dtype
-        assert "--bf16" not in (statement(run.settings, {}) or "")
+        assert "--bf16" not in (statement_of_defaults(run.settings, {}) or "")
     assert validate([*argv, "--cpu"], 1).args.params_dtype == torch.float32
     with pytest.raises(BadInput, match="--fp32 and --fp16 contradict each other"):
         validate([*argv, "--fp32", "--fp16"], 1)
@@ -385,11 +387,11 @@ def test_pointwise_kernels_are_compiled_on_gpus_with_a_compiler(
     monkeypatch.setenv("CC", "/elsewhere/cc")
     run = validate(argv, 1)
     assert run.args.compile_pointwise
-    assert " --compile-pointwise" in (statement(run.settings, {}) or "")
+    assert " --compile-pointwise" in (statement_of_defaults(run.settings, {}) or "")
     for flag in ("--no-compile-pointwise", "--cpu"):
         run = validate([*argv, flag], 1)
         assert not run.args.compile_pointwise
-        assert "--compile-pointwise" not in (statement(run.settings, {}) or "")
+        assert "--compile-pointwise" not in (statement_of_defaults(run.settings, {}) or "")
 
 
 def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mcore_qwen3vl.machine import version_of
 from mcore_qwen3vl.training.arguments import checks, command_line
 from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import FLAGS, LISTED, CommandLine, Sorting
-from mcore_qwen3vl.training.folders import claim
+from mcore_qwen3vl.training.folders import claim_folders
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_a_finished_run_is_refused_the_folder_of_another_runs_exports(
 ) -> None:
     """It would have taken the other's export of its last step for its own."""
     for run in ("first", "second"):
-        claim(str(tmp_path / run), str(tmp_path / f"{run}-hf"))
+        claim_folders(str(tmp_path / run), str(tmp_path / f"{run}-hf"))
         for folder in (run, f"{run}-hf"):
             (tmp_path / folder / "iter_0000010").mkdir()
 
@@ -223,7 +223,7 @@ def test_a_finished_run_is_refused_the_folder_of_another_runs_exports(
         check_early(CommandLine([*model, *flags]))
 
     check("first", "first-hf")
-    claim(str(tmp_path / "first"), str(tmp_path / "first-hf"))  # as each export does
+    claim_folders(str(tmp_path / "first"), str(tmp_path / "first-hf"))  # as each export does
     check("first", "first-hf")
     with pytest.raises(BadInput, match="first-hf holds the export iter_0000010 of another run"):
         check("second", "first-hf")

@@ -29,7 +29,7 @@ from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.training.arguments.command_line import (
     COMMON,
     CommandLine,
-    asked_words,
+    help_words,
     print_help,
 )
 from mcore_qwen3vl.training.arguments.lora import RANK, LoraSettings
@@ -85,8 +85,8 @@ def test_no_flag_about_a_word() -> None:
 
 
 def test_words_come_after_help() -> None:
-    assert asked_words(["--cpu", "-h", "Pipeline", "--size"]) == ["pipeline", "size"]
-    assert asked_words(["--cpu"]) is None
+    assert help_words(["--cpu", "-h", "Pipeline", "--size"]) == ["pipeline", "size"]
+    assert help_words(["--cpu"]) is None
 
 
 def test_every_flag_of_ours_has_a_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_under_a_split_of_its_own_a_run_saves_and_exports_what_it_holds(
     still = replace(job(dense, data, "pp2+E|t|tt|tL", *flags), steps=1)
     save, hf = tmp_path / "save", tmp_path / "hf"
     train(still, tmp_path, "--save", str(save), "--save-interval", "1", "--save-hf", str(hf))
-    saved = data_state.first_of(save, 1)
+    saved = data_state.first_state_of(save, 1)
     assert saved is not None
     assert saved[data_state.GLOBAL_BATCH] == still.batch
     (live,) = (folder.parent for folder in hf.rglob("config.json"))
@@ -183,11 +183,11 @@ def lose_metadata(folder: Path) -> None:
 def test_a_damaged_checkpoint_is_named(
     spoil: Any, two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    from mcore_qwen3vl.training.checkpoints.resume import damage, readable_iteration
+    from mcore_qwen3vl.training.checkpoints.resume import find_damage, readable_iteration
 
     save = tmp_path / "save"
     shutil.copytree(two_checkpoints[1], save)
-    assert damage(save / LAST) is None
+    assert find_damage(save / LAST) is None
     assert readable_iteration(save, fallback=False) == STEPS
     spoil(save / LAST)
     assert readable_iteration(save, fallback=True) == HALF
@@ -336,6 +336,6 @@ def test_another_folder_is_not_taken_for_the_one_of_the_checkpoint(tmp_path: Pat
     with pytest.raises(BadInput, match=r"on ours \(107 bytes\), .* names other \(108 bytes\)"):
         data_state.load(loader, tmp_path, 3, 0, 1, [folder_of(tmp_path / "other", 101)])
     (tmp_path / "ours" / "1.tar.idx").write_bytes(bytes(50))  # made after the checkpoint
-    data_state._size.cache_clear()  # as in the process that resumes
+    data_state._size_of_data.cache_clear()  # as in the process that resumes
     data_state.load(loader, tmp_path, 3, 0, 1, [ours])
     assert loader.state["num_workers"] == 0

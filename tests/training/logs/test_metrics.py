@@ -94,13 +94,13 @@ def test_the_peak_is_that_of_the_device(
 
 def test_a_report_is_written_where_flags_opened_a_log(tmp_path: Path) -> None:
     tensorboard, wandb = Writer(), Writer()
-    metrics.write({"MFU": 0.5}, 7, tensorboard, wandb)
-    metrics.write({"MFU": 0.5}, 7, None, None)
+    metrics.write_report({"MFU": 0.5}, 7, tensorboard, wandb)
+    metrics.write_report({"MFU": 0.5}, 7, None, None)
     assert tensorboard.seen == [("qwen3-vl/MFU", 0.5, 7)]
     assert wandb.seen == [({"qwen3-vl/MFU": 0.5}, 7)]
     metrics.append_json(str(tmp_path / "log"), {"MFU": 0.1 + 0.2})
     assert json.loads((tmp_path / "log").read_text()) == {"MFU": 0.1 + 0.2}
-    assert metrics.line({"MFU": 0.5, "tokens/s": 12.0}) == " qwen3-vl | MFU: 0.5 | tokens/s: 12"
+    assert metrics.log_line({"MFU": 0.5, "tokens/s": 12.0}) == " qwen3-vl | MFU: 0.5 | tokens/s: 12"
 
 
 def test_a_full_disk_leaves_out_whole_lines(

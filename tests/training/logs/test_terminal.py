@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.folders import log_file
-from mcore_qwen3vl.training.local import death_of_a_rank
+from mcore_qwen3vl.training.local import describe_failure
 from mcore_qwen3vl.training.logs.terminal import (
     CLEAR_LINE,
     LogFile,
@@ -224,6 +224,6 @@ def _ended(code: int, at: float) -> SimpleNamespace:
 
 def test_the_rank_that_was_killed_is_the_cause_whoever_is_noticed_first() -> None:
     failures = {0: _ended(1, 1.0), 1: _ended(-9, 2.0), 2: _ended(-15, 0.5)}
-    assert death_of_a_rank(failures).startswith("rank 1 was killed by SIGKILL, as the system does")
+    assert describe_failure(failures).startswith("rank 1 was killed by SIGKILL, as the system does")
     del failures[1], failures[2]
-    assert death_of_a_rank({**failures, 4: _ended(1, 0.1)}) == "rank 4 ended with exit code 1"
+    assert describe_failure({**failures, 4: _ended(1, 0.1)}) == "rank 4 ended with exit code 1"
