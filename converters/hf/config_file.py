@@ -45,7 +45,7 @@ class Changes:
     vocab_size: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
 
-    def config(self, config: Config) -> bytes | None:
+    def changed_config(self, config: Config) -> bytes | None:
         """Return the ``config.json`` for the converted weights, which are never quantised.
 
         None if `config`, which the source weights came with, is right as it is.

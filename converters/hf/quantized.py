@@ -25,7 +25,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import declared_expert_layout
 from mcore_qwen3vl.converters.hf.shards import FLOATS, FP8, TensorHeader
 from mcore_qwen3vl.converters.mapping.table import EXPERT_MATRICES
-from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
+from mcore_qwen3vl.converters.storage.boxes import Selection, with_explicit_bounds
 from mcore_qwen3vl.converters.storage.dtypes import cast, dtype_name
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused import Fields, Unused
@@ -141,7 +141,7 @@ def pair_factors(
     for name, entry in stored.items():
         if entry.stored == FP8:
             scale = f"{name}{SUFFIX}"
-            _check(name, entry, stored.get(scale), quantization)
+            _check_factors(name, entry, stored.get(scale), quantization)
             tensors[name] = replace(entry, dtype=DEQUANTIZED, scale=scale)
             scales[scale] = tensors.pop(scale)
     for name, entry in tensors.items():
@@ -184,7 +184,7 @@ def dequantize(
     return result
 
 
-def _check(
+def _check_factors(
     name: str,
     entry: TensorHeader,
     factors: TensorHeader | None,
@@ -236,7 +236,7 @@ class SplitExperts:
 
     def take(self, box: Selection, get: Callable[[str, Selection], Tensor]) -> Tensor:
         """Return `box` of the fused tensor; ``get(name, box)`` reads a box of one matrix."""
-        expert, rows, columns = explicit(box, self.shape)
+        expert, rows, columns = with_explicit_bounds(box, self.shape)
         if self.swapped:
             rows, columns = columns, rows
         if isinstance(expert, int):

@@ -95,46 +95,48 @@ class LegacyCheckpoint(MegatronCheckpoint):
         """Fill the index with the parts of each row's tensor in the ranks' files."""
         pp, vpp = range(self.layout.pp), range(self.layout.vpp)
         pipeline = pipeline_stages([[self._by_tp[rank, 0].layers(vp) for rank in pp] for vp in vpp])
-        self._layers = sum(len(stage.layers) for stage in pipeline)
+        self._layer_count = sum(len(stage.layers) for stage in pipeline)
         vocabulary = self._by_tp[0, 0].models[0].get(EMBEDDING)
         padded = len(vocabulary) * self.layout.tp if isinstance(vocabulary, Tensor) else 0
         rows = table(a, expert_layout="published", padded_vocab_size=max(padded, a.vocab_size))
-        shares = share_out(rows, pipeline, tied=a.tie_word_embeddings)
+        shares = rows_by_stage(rows, pipeline, tied=a.tie_word_embeddings)
         for stage, stage_rows in zip(pipeline, shares, strict=True):
             known = set()
             for row in stage_rows:
-                for name in self._names(row, stage):
+                for name in self._stored_names(row, stage):
                     known.add(name)
                     if not (a.tie_word_embeddings and name == OUTPUT):  # the embedding's copy
-                        self._add(row, stage, name)
+                        self._add_parts(row, stage, name)
             self._add_unknown(stage, known)
 
-    def _names(self, row: Row, stage: Stage) -> set[str]:
+    def _stored_names(self, row: Row, stage: Stage) -> set[str]:
         """Return the names of `row` in the files of `stage`: at most one if no file is damaged."""
-        states = [self._file(row, stage, n).models[stage.vp] for n in range(self._count(row))]
+        states = [
+            self._file_of_part(row, stage, n).models[stage.vp] for n in range(self._part_count(row))
+        ]
         names = {local_name(row, stage, self._experts, spec) for spec in get_args(Spec)}
         return {name for name in names if any(name in state for state in states)}
 
-    def _count(self, row: Row) -> int:
+    def _part_count(self, row: Row) -> int:
         """Return how many tensor-parallel parts `row` is stored in; 1 if it is not divided."""
         if row.tp_axis is None:
             return 1
         return self.layout.tp if row.expert is None else self.layout.etp
 
-    def _file(self, row: Row, stage: Stage, part: int) -> RankFile:
+    def _file_of_part(self, row: Row, stage: Stage, part: int) -> RankFile:
         """Return one file with part number `part` of `row`; other files may have copies of it."""
         if row.expert is None:
             return self._by_tp[stage.pp, part]
         return self._by_etp[stage.pp, row.expert // self._experts, part]
 
-    def _add(self, row: Row, stage: Stage, name: str) -> None:
+    def _add_parts(self, row: Row, stage: Stage, name: str) -> None:
         """Add the ranks' parts of `row` to the index, each cut into boxes of the whole."""
-        count = self._count(row)
+        count = self._part_count(row)
         for part in range(count):
-            file = self._file(row, stage, part)
+            file = self._file_of_part(row, stage, part)
             local = file.tensor(stage.vp, name)
             size = [n * count if axis == row.tp_axis else n for axis, n in enumerate(local.shape)]
-            stored = self._entry(row, local, tuple(size), f"{file.path}: {name}")
+            stored = self._index_entry(row, local, tuple(size), f"{file.path}: {name}")
             places = rank_boxes(row, tuple(size), part, count)
             pieces, axis = len(places), row.tp_axis or 0
             cuts = [local] if pieces == 1 else local.tensor_split(pieces, axis)
@@ -144,14 +146,14 @@ class LegacyCheckpoint(MegatronCheckpoint):
                 stored.chunks.append(Chunk(corner, tuple(values.shape), FileRange(FILE, 0, 0)))
                 self._values[row.key, corner] = values
 
-    def _entry(self, row: Row, local: Tensor, shape: Shape, where: str) -> ChunkedTensor:
+    def _index_entry(self, row: Row, local: Tensor, shape: Shape, where: str) -> ChunkedTensor:
         """Return the index entry of the row's tensor, with the shape in the files, not the config.
 
         Raise BadInput if ranks or layers disagree on its dtype or shape.
         """
         stacked = list(row.global_shape[: len(row.offset)])
         if len(stacked) > (row.expert is not None):
-            stacked[0] = self._layers
+            stacked[0] = self._layer_count
         global_shape = (*stacked, *shape)
         entry = self.index.tensors.setdefault(row.key, ChunkedTensor(local.dtype, global_shape))
         if (entry.dtype, entry.shape) != (local.dtype, global_shape):
@@ -190,11 +192,11 @@ def saved_arguments(folder: Path) -> Namespace:
     Raises:
         BadInput: there is no such checkpoint, or it is damaged or holds no arguments.
     """
-    path = _rank_files(folder)[0]
-    return _arguments(load(path), path)
+    path = _paths_of_ranks(folder)[0]
+    return _arguments_in(load(path), path)
 
 
-def _rank_files(folder: Path) -> list[Path]:
+def _paths_of_ranks(folder: Path) -> list[Path]:
     if not (paths := sorted(folder.glob(f"mp_rank_*/{FILE}"))):
         raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is not a legacy checkpoint.")
     return paths
@@ -240,14 +242,14 @@ def open_ranks(folder: Path, sums: Sums | None = None) -> list[RankFile]:
             checkpoints.
     """
     rank_files = []
-    for path in _rank_files(folder):
+    for path in _paths_of_ranks(folder):
         refuse_special_files(path.parent)
         content = load(path, sums=sums)
-        layout = _layout(content, path)
+        layout = _layout_in(content, path)
         models = [
             _named_parameters(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)
         ]
-        rank_files.append(RankFile(path, _rank(path, layout), layout, models))
+        rank_files.append(RankFile(path, _rank_in_path(path, layout), layout, models))
     for file in rank_files:
         if file.layout != rank_files[0].layout:
             raise BadInput(
@@ -277,7 +279,7 @@ def _require_all_ranks(folder: Path, rank_files: list[RankFile]) -> None:
             )
 
 
-def _arguments(content: Any, path: Path) -> Namespace:
+def _arguments_in(content: Any, path: Path) -> Namespace:
     args = content.get("args") if isinstance(content, dict) else None
     if not isinstance(args, Namespace):
         raise BadInput(
@@ -287,8 +289,8 @@ def _arguments(content: Any, path: Path) -> Namespace:
     return args
 
 
-def _layout(content: Any, path: Path) -> Layout:
-    args = _arguments(content, path)
+def _layout_in(content: Any, path: Path) -> Layout:
+    args = _arguments_in(content, path)
     tp = getattr(args, "tensor_model_parallel_size", None)
     sizes: dict[str, Any] = {
         "tp": tp,
@@ -314,7 +316,7 @@ def _layout(content: Any, path: Path) -> Layout:
     return layout
 
 
-def _rank(path: Path, layout: Layout) -> Rank:
+def _rank_in_path(path: Path, layout: Layout) -> Rank:
     """Parse the rank from the folder's name, whose form depends on the layout."""
     pattern = r"mp_rank_(\d{2,})" + r"_(\d{3,})" * ((layout.pp > 1) + (layout.ep > 1))
     match = re.fullmatch(pattern, path.parent.name)
@@ -471,7 +473,7 @@ def pipeline_stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
     return pipeline
 
 
-def share_out(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> list[list[Row]]:
+def rows_by_stage(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> list[list[Row]]:
     """Return the rows of each chunk.
 
     If the embedding is tied and the last chunk does not hold it, Megatron gives that chunk a copy
@@ -512,7 +514,7 @@ def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
     return f"{_LAYERS}{layer - stage.layers.start}.{part}"
 
 
-def extra_state(row: Row, name: str, spec: Spec) -> Iterator[str]:
+def extra_state_names(row: Row, name: str, spec: Spec) -> Iterator[str]:
     """Yield the names of the ``_extra_state`` that ``state_dict()`` has beside parameter `name`.
 
     Linear layers and standalone norms have one (FP8 scales; None or empty without FP8). So have

@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.mapping.table import (
     LAYERS,
     Row,
     extra_state_keys,
-    shard,
+    shard_suffix,
     unstacked,
     vision_rows,
 )
@@ -121,12 +121,12 @@ class Dialect:
         A row that joins several stands in the place of the first of them.
         """
         rearranged, in_others = {}, set()
-        for fused, parts in self.rearranged(rows, a):
+        for fused, parts in self.rearranged_rows(rows, a):
             rearranged[parts[0].key] = fused
             in_others |= {row.key for row in parts[1:]}
         for row in rows:
             if row.key.startswith(_VISION):
-                yield self.vision_row(row, a.vision)
+                yield self.stored_vision_row(row, a.vision)
             elif row.key in rearranged:
                 yield rearranged[row.key]
             elif row.key not in in_others:
@@ -148,7 +148,9 @@ class Dialect:
             "num_attention_heads": a.num_attention_heads,
         }
 
-    def rearranged(self, rows: Iterable[Row], a: Architecture) -> Iterator[tuple[Row, list[Row]]]:
+    def rearranged_rows(
+        self, rows: Iterable[Row], a: Architecture
+    ) -> Iterator[tuple[Row, list[Row]]]:
         """Yield the language model's rows that have other rows than the table's, and the latter."""
         if self.delta_nets is None or not self.delta_nets.by_head or a.delta_net is None:
             return
@@ -189,13 +191,13 @@ class Dialect:
             keys = map(hybrid_key, extra_state_keys(a, stacked=False))
             return [*keys, "output_layer._extra_state/shard_0_1"]
         modules: dict[str, None] = {}  # a weight and a bias have one module
-        for row in (self.vision_row(row, a.vision) for row in vision_rows(a.vision)):
+        for row in (self.stored_vision_row(row, a.vision) for row in vision_rows(a.vision)):
             place = list(zip(row.offset, row.global_shape, strict=False)) or [(0, 1)]
             if row.key.startswith(tuple(self.vision + start for start in self.stateful)):
-                modules[f"{row.key.rpartition('.')[0]}._extra_state/{shard(place)}"] = None
+                modules[f"{row.key.rpartition('.')[0]}._extra_state/{shard_suffix(place)}"] = None
         return [*(self.language + key for key in extra_state_keys(a, mtp=mtp)), *modules]
 
-    def vision_row(self, row: Row, v: VisionArchitecture) -> Row:
+    def stored_vision_row(self, row: Row, v: VisionArchitecture) -> Row:
         """Return how the dialect stores what `row`, a row of the vision tower, stores."""
         name = row.key.removeprefix(_VISION)
         for module in self.modules:
@@ -358,7 +360,7 @@ def dialect_named(key: str) -> Dialect:
     return dialect
 
 
-def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
+def dialect_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
     """Tell the dialect of the checkpoint in `folder` from its keys; None for the table's own keys.
 
     In a legacy checkpoint, a folder's name may precede a key.

@@ -174,7 +174,7 @@ def stream_hf(
         )
 
 
-def _stated_checksums(
+def _entries_with_checksums(
     checkpoint: MegatronCheckpoint, names: Names, layout: ExpertLayout | None
 ) -> dict[str, dict[str, Any]]:
     """Return the checksums in the checkpoint's manifest; none for iterations trained since.
@@ -218,7 +218,7 @@ def plan_mcore_to_hf(
     checkpoint = open_megatron(place, architecture)
     layout = chosen_layout(architecture, expert_layout)
     form = read_form(folder)
-    stated = _stated_checksums(checkpoint, form.names, layout)
+    stated = _entries_with_checksums(checkpoint, form.names, layout)
     form = form if expert_layout == "source" else form.for_transformers
     padded, mtp = checkpoint.vocab_size, checkpoint.has_mtp
     rows = table(

@@ -157,7 +157,7 @@ def map_file(file: Path) -> memoryview:
         raise OSError(str(error)) from None
 
 
-def bring_in(tensor: Tensor) -> Tensor:
+def load_pages(tensor: Tensor) -> Tensor:
     """Load the pages that a view of a mapped file covers; return `tensor`.
 
     The pages of a view whose elements lie far apart are not loaded here, but when it is used.

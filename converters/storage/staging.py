@@ -67,7 +67,7 @@ class Staging:
         write_durably(self._journal, "".join(lines).encode())
         self.tree.mkdir(exist_ok=True)
 
-    def finish(self, unit: str, result: Any) -> None:
+    def record_finished(self, unit: str, result: Any) -> None:
         """Record in the journal that `unit` is durably written, with its `result`."""
         line = json.dumps({"unit": unit, "result": result}) + "\n"
         with self._lock, self._journal.open("a", encoding="utf-8") as journal:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions, write_form
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, maker_of
+from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, dialect_of
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
 from mcore_qwen3vl.converters.megatron_checkpoint import FileRange, format_of
@@ -36,7 +36,7 @@ from mcore_qwen3vl.converters.place import (
     numbered_iterations,
     read_tracker,
 )
-from mcore_qwen3vl.converters.storage.archive import refused_by_torch
+from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
 from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
 from mcore_qwen3vl.data.processor import with_budgets
 from mcore_qwen3vl.errors import BadInput
@@ -123,7 +123,7 @@ def from_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | None:
         index = read_metadata(folder)
     except BadInput:
         return None  # `choose_iteration` says what is wrong with it
-    dialect = maker_of(folder, index.tensors)
+    dialect = dialect_of(folder, index.tensors)
     if dialect is None:
         return None
     if checkpoints.save and Path(checkpoints.save).resolve() == Path(source).resolve():
@@ -258,7 +258,7 @@ def explain_load_errors(checkpoints: CheckpointSettings, batch: int | None) -> I
             if isinstance(failure, BadInput):  # by a guard of ours
                 raise failure from None
             if isinstance(failure, pickle.UnpicklingError):
-                raise refused_by_torch(f"The checkpoint in {directory}", failure) from None
+                raise torch_refusal_error(f"The checkpoint in {directory}", failure) from None
             if lacks := _explain_missing_parameter(directory, failure):
                 raise lacks from None
         raise
