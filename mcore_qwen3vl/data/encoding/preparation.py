@@ -38,7 +38,7 @@ from mcore_qwen3vl.data.records.parse import (
     Document,
     is_classification,
     is_labelled,
-    is_pair,
+    is_preference,
     is_retrieval,
     join_parts,
     parse_classification,
@@ -47,7 +47,7 @@ from mcore_qwen3vl.data.records.parse import (
     parse_pair,
     parse_record,
     parse_retrieval,
-    require_pair,
+    require_preference,
 )
 from mcore_qwen3vl.data.records.reading import (
     BadSample,
@@ -145,7 +145,7 @@ class Planner:
             )
         self._check_placeholders(rendered)
         measured = [self._measure(media) for media in rendered.media]
-        return self._fit(self._tokenise(rendered, measured), rendered.trains)
+        return self._fit_to_length(self._tokenise(rendered, measured), rendered.trains)
 
     def _check_placeholders(self, rendered: Rendered) -> None:
         for kind, token in self._tokens.items():
@@ -213,11 +213,11 @@ class Planner:
             # A token is trained if it overlaps the span, as in HF's own assistant mask.
             weights[(begins < span.end) & (ends > span.start)] = span.weight
 
-        repeats = self._repeats(ids, measured)
+        repeats = self._repeat_counts(ids, measured)
         bounds = np.concatenate([[0], np.cumsum(repeats)])  # (t + 1,) bounds of a token's repeats
         planned = []
         for item, place in zip(measured, replaced, strict=True):
-            inside = self._with_brackets(text, *place["new_span"])
+            inside = self._widen_to_brackets(text, *place["new_span"])
             within = np.flatnonzero((begins < inside[1]) & (ends > inside[0]))
             weights[within] = 0
             start, end = bounds[within[0]], bounds[within[-1] + 1]
@@ -271,7 +271,7 @@ class Planner:
             length += len(piece)
         return np.hstack(columns)
 
-    def _repeats(self, ids: np.ndarray, measured: list[PlannedMedia]) -> np.ndarray:
+    def _repeat_counts(self, ids: np.ndarray, measured: list[PlannedMedia]) -> np.ndarray:
         """Return how often each token is repeated, (t,) int64: 1, except for placeholders."""
         repeats = np.ones(len(ids), np.int64)
         for kind, token_id in (
@@ -283,14 +283,14 @@ class Planner:
             repeats[ids == token_id] = np.concatenate([[], *counts]).astype(np.int64)
         return repeats
 
-    def _with_brackets(self, text: str, start: int, end: int) -> tuple[int, int]:
+    def _widen_to_brackets(self, text: str, start: int, end: int) -> tuple[int, int]:
         """Return the characters of one placeholder with the vision tokens around it."""
         opening, closing = self._processor.vision_start_token, self._processor.vision_end_token
         if text[:start].endswith(opening) and text[end:].startswith(closing):
             return start - len(opening), end + len(closing)
         return start, end
 
-    def _fit(self, plan: Plan, trains: bool) -> Plan:
+    def _fit_to_length(self, plan: Plan, trains: bool) -> Plan:
         length, limit = len(plan.input_ids), self._config.seq_length
         if length > limit:
             if self._config.overlong == "drop":
@@ -350,7 +350,9 @@ class PixelLoader:
         """Decode the media of one sample."""
         images = [item for item in media if item.media.kind == "image"]
         videos = [item for item in media if item.media.kind == "video"]
-        return Pixels(*_in_runs(images, self._load_images), *_in_runs(videos, self._load_videos))
+        return Pixels(
+            *_load_in_runs(images, self._load_images), *_load_in_runs(videos, self._load_videos)
+        )
 
     def _options_for(self, items: list[PlannedMedia]) -> dict[str, Any]:
         """Return the options of a call for media of one size."""
@@ -378,7 +380,7 @@ class PixelLoader:
         return _require_expected_patches(items, out["pixel_values_videos"], out["video_grid_thw"])
 
 
-def _in_runs(
+def _load_in_runs(
     items: list[PlannedMedia], load: Callable[[list[PlannedMedia]], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Load media of one ``size`` after another at once, since HF's processors take one a call."""
@@ -496,7 +498,7 @@ class Preparation:
         """Parse a record."""
         with time_limit(self._max_seconds):
             return parse_record(
-                self._record(sample), sample.folder, self._sources[sample.source].reading
+                self._json_record(sample), sample.folder, self._sources[sample.source].reading
             )
 
     def parse_each(
@@ -516,9 +518,9 @@ class Preparation:
         """
         reading = self._sources[sample.source].reading
         with time_limit(self._max_seconds):
-            record = preprocess_record(self._record(sample), reading)
+            record = preprocess_record(self._json_record(sample), reading)
         reading = replace(reading, preprocess=None)
-        pair = is_pair(record)
+        pair = is_preference(record)
         if task == "any":
             task = "classify" if is_classification(record) and not pair else None
             task = "embedding" if is_retrieval(record) else task
@@ -535,13 +537,13 @@ class Preparation:
             return {"": parse_classification(record, sample.folder, reading, self._labels)}
         if task in ("pairs", "reward"):
             loss = "--loss dpo, simpo and orpo need"
-            require_pair(record, "--task reward needs" if task == "reward" else loss)
+            require_preference(record, "--task reward needs" if task == "reward" else loss)
         if pair:
             return dict(parse_pair(record, sample.folder, reading))
         parse = parse_labelled if is_labelled(record) else parse_record
         return {"": parse(record, sample.folder, reading)}
 
-    def _record(self, sample: RawSample) -> Any:
+    def _json_record(self, sample: RawSample) -> Any:
         """Return the record in JSON's types, with the parts of a WebDataset sample filled in."""
         record = sample.record
         if isinstance(record, bytes):  # from a WebDataset, or read by `data check`
@@ -567,7 +569,7 @@ class Preparation:
         parts = self.parse_each(sample, task=task)
         return {name: self.plan(sample, part) for name, part in parts.items()}
 
-    def pixels(self, plan: Plan, source: int) -> Pixels:
+    def load_pixels(self, plan: Plan, source: int) -> Pixels:
         """Decode the images and videos of a plan from the data set with number `source`."""
         with time_limit(self._max_seconds):
             return self._pixels[source].load(plan.media)

@@ -38,7 +38,7 @@ from mcore_qwen3vl.converters.place import (
 )
 from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
 from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
-from mcore_qwen3vl.data.processor import with_budgets
+from mcore_qwen3vl.data.processor import configs_with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.flags import fill
@@ -234,7 +234,7 @@ def changed_files(settings: Settings) -> dict[str, bytes]:
     source = settings.model.folder
     # A model that is trained on turns stops at their end.
     stopping = {} if settings.task.task else with_turn_end(source)
-    return {**with_budgets(source, settings.data.media), **stopping}
+    return {**configs_with_budgets(source, settings.data.media), **stopping}
 
 
 @contextmanager
