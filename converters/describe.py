@@ -489,6 +489,7 @@ def _adapter_parts(adapter: Adapter) -> list[AdapterPart]:
 
 
 def _with_stars(name: str) -> str:
+    """Return `name` with ``*`` for each number between dots."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 

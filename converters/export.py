@@ -107,6 +107,7 @@ def save_hf(
     files = shards.plan_shards(tensors, shards.parse_size(max_shard_size))
     with ExitStack() as stack:
         stage = run_together(lambda: _create_shards(stack, path, files, force), path)
+        # Only the first rank has a stage; the others learn its folder.
         first: list[Any] = [stage and stage.tree]
         dist.broadcast_object_list(first)
         thread = stack.enter_context(ThreadPoolExecutor(1))
@@ -179,6 +180,7 @@ class Gatherer:
         value comes from one rank, so its bits arrive unchanged. With `only`, the result is
         undefined on the other ranks.
         """
+        # The memory ends on a multiple of four values, so that it can be summed as int32.
         sizes = [prod(self.tensors[name].shape) for name in names]
         flat = torch.zeros(
             sum(sizes) + -sum(sizes) % 4, dtype=self.tensors[names[0]].dtype, device=self._device
@@ -292,6 +294,7 @@ def save_adapter(
     tied = unwrap(models)[0].architecture.tie_word_embeddings
     saved = {name: shape for name, shape in applied.saved.items() if not (tied and name == LM_HEAD)}
     if tied and LM_HEAD in applied.saved:
+        # A running model has one weight for both, under the name of the embedding.
         saved[INPUT_EMBEDDING] = applied.saved[LM_HEAD]
     tensors = _gather_on_first(models, saved | _factor_shapes(targets))
 

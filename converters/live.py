@@ -369,6 +369,7 @@ def initialize_factors(models: Models, seed: int) -> None:
 def _require_row(
     rows: Mapping[tuple[str, Shape], Row], parameter: str, piece: ShardedTensor
 ) -> Row:
+    # The axes that Megatron puts before the parameter's own are those of layers and experts.
     stacked = piece.global_offset[: piece.prepend_axis_num]
     row = rows.get((piece.key, tuple(stacked)))
     if row is None:
@@ -397,6 +398,7 @@ def _sharded_pieces(entry: Any, tensor: Tensor) -> Iterator[ShardedTensor]:
 
 
 def _parts_of_piece(row: Row, piece: ShardedTensor, parameter: str) -> Iterator[Part]:
+    """Yield the parts of Hugging Face tensors that make a box of a row's piece."""
     start, *others = piece.global_offset[piece.prepend_axis_num :]
     length, *widths = piece.local_shape
     columns = tuple(slice(o, o + n) for o, n in zip(others, widths, strict=True))

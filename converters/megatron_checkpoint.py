@@ -182,6 +182,7 @@ class MegatronCheckpoint(ABC):
         out: Tensor | None = None
         filled = 0
         chunks = self._chunks[key]
+        # Axes along which chunks are longer are not indexed: a shorter corner finds them.
         while corner and corner not in chunks:
             corner = corner[:-1]
         for chunk in chunks[corner]:
@@ -189,6 +190,7 @@ class MegatronCheckpoint(ABC):
             if inside is None:
                 continue
             part = load_pages(self._read_chunk(key, chunk)[inside.stored])
+            # One chunk covers the whole box, and no copy is needed.
             if part.numel() == prod(size):
                 return part
             out = torch.empty(size, dtype=self.dtype(key)) if out is None else out

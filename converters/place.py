@@ -288,7 +288,7 @@ def _finder_of(*names: str) -> Callable[[Path], Path | None]:
 
 
 def _run_of_adapter(path: Path) -> Path | None:
-    """ms-swift alone writes a tracker beside an adapter."""
+    """Return the adapter's folder above an iteration: ms-swift writes a tracker beside adapters."""
     trained = all((path.parent / name).is_file() for name in (ADAPTER_CONFIG, TRACKER))
     return path.parent if trained and _format_in(path) else None
 
@@ -324,10 +324,14 @@ def _verl_huggingface(path: Path) -> Path | None:
 
 
 def _tracked_folder(path: Path) -> Path | None:
-    """ms-swift writes a tracker beside Hugging Face weights, with or without Megatron's."""
+    """Return the folder that the tracker names; None if only Hugging Face's weights are there.
+
+    ms-swift writes a tracker beside Hugging Face weights, with or without Megatron's.
+    """
     if not (path / TRACKER).is_file() or _newest_verl_step(path) != path:
         return None
     newest = _tracked_iteration(path)
+    # A tracker that cannot be read still makes a run, whose flaw `identify` notes.
     folder = path if newest is None else path / folder_name(newest)
     only_beside = newest is not None and not _format_in(folder) and _finder_of(SINGLE, INDEX)(path)
     return None if only_beside else folder

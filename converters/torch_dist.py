@@ -124,6 +124,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         return tensor
 
     def _map_range(self, place: FileRange) -> memoryview:
+        """Return the bytes of a range, of a file that is mapped once."""
         file = self.folder / place.file
         try:
             mapped = self._mapped.get(place.file) or map_file(file)
@@ -286,7 +287,10 @@ def guard_reads() -> None:
 
 @cache
 def _own_state_methods() -> tuple[Any, Any]:
-    """Return the ``__getstate__`` and ``__setstate__`` that torch's ``TensorProperties`` has."""
+    """Return the ``__getstate__`` and ``__setstate__`` that torch's ``TensorProperties`` has.
+
+    They are looked up once, since `_keep_to_old_fields` then replaces them.
+    """
     from torch.distributed.checkpoint.metadata import TensorProperties
 
     return TensorProperties.__getstate__, TensorProperties.__setstate__
@@ -331,7 +335,7 @@ class _Admitting(pickle.Unpickler):
     """An unpickler that builds torch's own classes, but only those that `_Unpickler` admits."""
 
     def find_class(self, module: str, name: str) -> Any:
-        _stand_in_of(module, name)
+        _stand_in_of(module, name)  # raises Refused for what is not admitted
         return super().find_class(CALLED.get(module, module), name)
 
 
@@ -401,6 +405,7 @@ def _is_record(value: Any, name: str) -> bool:
 
 
 def _index_of(metadata: Any) -> CheckpointIndex:
+    """Make the index of unpickled metadata; raise one of `FAILURES` if they are damaged."""
     if not (_is_record(metadata, "Metadata") or _is_record(metadata, "MCoreMetadata")):
         raise pickle.UnpicklingError("it does not hold a Metadata object")
     ranges = _ranges_in(metadata["storage_data"])

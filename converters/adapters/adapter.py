@@ -268,6 +268,7 @@ def unused_of_adapter(path: str | Path, base: str | Path | None = None) -> list[
         BadInput: see :meth:`.config.AdapterConfig.from_file`.
     """
     unused = AdapterConfig.from_file(path).unused
+    # Without a base the folder is compared with itself, which finds nothing.
     folders = Path(path), Path(base or path)
     if not all(folder.is_dir() for folder in folders):
         return unused
@@ -413,6 +414,7 @@ def _require_keys(file: Path, keys: set[str], saved: Mapping[str, str], applied:
 
 
 def _read_factors(name: str, slot: Slot, tensors: AdapterFile, roles: Roles, file: Path) -> Factors:
+    """Read one parameter's factors in the canonical roles; raise BadInput for a wrong shape."""
     fused = len(slot.base) == 3
     pairs = ((slot.a_key, slot.a_shape), (slot.b_key, slot.b_shape))
     for key, shape in () if fused else pairs:  # `find_roles` has checked fused experts

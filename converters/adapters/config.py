@@ -211,6 +211,7 @@ class AdapterConfig:
 
 
 def _as_json(value: Any) -> Any:
+    """Return a field's value with JSON's lists and objects in place of tuples and mappings."""
     if isinstance(value, tuple):
         return list(value)
     return dict(value) if isinstance(value, Mapping) else value
@@ -523,6 +524,7 @@ def _unsupported_error(name: str) -> BadInput:
 
 
 def _target_parameters_hint(text: str) -> str:
+    """Return what to name in ``target_parameters`` if PEFT's message `text` asks for it, or ""."""
     if "TopKRouter" in text or "'gate'" in text:
         return " The router is a parameter here: name mlp.gate.weight in target_parameters."
     if "Experts" in text:

@@ -206,6 +206,7 @@ class HuggingFaceCheckpoint:
         self.entries[name] = TensorHeader(name, file, dtype, shape, dtype)
 
     def _require_index_fits(self, index: dict[str, str]) -> None:
+        """Raise BadInput unless the index names exactly the tensors of each file."""
         holders = {name: entry.file for name, entry in self.entries.items()}
         for name in index | holders:
             said, holder = index.get(name), holders.get(name)
@@ -218,6 +219,7 @@ class HuggingFaceCheckpoint:
 
 
 def _only_file(path: Path) -> str:
+    """Return the name of the one file of a checkpoint without an index; raise BadInput if none."""
     if (path / SINGLE).is_file():
         return SINGLE
     if others := sorted(file.name for file in path.glob("*.safetensors")):
@@ -272,6 +274,7 @@ def _check_shard_count(index: Path, files: set[str]) -> None:
 
 
 def _check_shard_name(index: Path, name: str, target: Any) -> None:
+    """Raise BadInput unless the index puts a tensor in a file beside it that exists."""
     safe = isinstance(target, str) and target == PurePosixPath(target).name and "\\" not in target
     if not safe or target in ("", ".", "..") or "\0" in target or len(target) > 255:
         raise BadInput(

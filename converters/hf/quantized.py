@@ -294,6 +294,7 @@ def fuse_experts(
             swapped = declared_expert_layout(config) == "published"
             shape = (len(experts), *((columns, rows) if swapped else (rows, columns)))
             split[name] = SplitExperts(tuple(map(tuple, names)), shape, height, swapped)
+            # The factors of each part are applied when that part is read.
             fused[name] = replace(first, shape=shape, scale=None)
     return fused, split
 

@@ -142,6 +142,8 @@ class LegacyCheckpoint(MegatronCheckpoint):
             cuts = [local] if pieces == 1 else local.tensor_split(pieces, axis)
             for box, values in zip(places, cuts, strict=True):
                 corner = (*row.offset, *(side.start for side in box))
+                # Each stacked axis has size 1 in a chunk. The values are in memory, so no range is
+                # given.
                 values = values[(None,) * len(row.offset)]
                 stored.chunks.append(Chunk(corner, tuple(values.shape), FileRange(FILE, 0, 0)))
                 self._values[row.key, corner] = values
@@ -152,6 +154,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
         Raise BadInput if ranks or layers disagree on its dtype or shape.
         """
         stacked = list(row.global_shape[: len(row.offset)])
+        # An axis of layers comes before that of experts: the files say how many there are.
         if len(stacked) > (row.expert is not None):
             stacked[0] = self._layer_count
         global_shape = (*stacked, *shape)
@@ -164,6 +167,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
         return entry
 
     def _add_unknown(self, stage: Stage, known: set[str]) -> None:
+        """List the parameters that no row makes, so that `require` refuses them."""
         for file in self._ranks:
             if file.rank.pp != stage.pp:
                 continue
@@ -290,6 +294,7 @@ def _arguments_in(content: Any, path: Path) -> Namespace:
 
 
 def _layout_in(content: Any, path: Path) -> Layout:
+    """Return the layout in a rank's file; without experts, EP and ETP are 1."""
     args = _arguments_in(content, path)
     tp = getattr(args, "tensor_model_parallel_size", None)
     sizes: dict[str, Any] = {
@@ -321,6 +326,7 @@ def _rank_in_path(path: Path, layout: Layout) -> Rank:
     pattern = r"mp_rank_(\d{2,})" + r"_(\d{3,})" * ((layout.pp > 1) + (layout.ep > 1))
     match = re.fullmatch(pattern, path.parent.name)
     numbers = [int(number) for number in match.groups()] if match else []
+    # Without a number the rank is out of range, and refused below.
     tp, *others = numbers or [layout.tp]
     pp = others.pop(0) if others and layout.pp > 1 else 0
     ep = others.pop(0) if others else 0
@@ -440,6 +446,7 @@ def require_equal_parts(a: Architecture) -> None:
 
 def ranks_with_files(layout: Layout) -> list[Rank]:
     """Return one rank per file: the pairs of TP and EP rank that occur in each pipeline stage."""
+    # The pairs repeat after so many ranks.
     numbers = range(lcm(layout.tp, layout.etp * layout.ep))
     pairs = {(n % layout.tp, n // layout.etp % layout.ep) for n in numbers}
     return [Rank(tp, pp, ep) for pp in range(layout.pp) for tp, ep in sorted(pairs)]

@@ -131,6 +131,7 @@ class ToLegacy:
         """Return what ``megatron.training.checkpointing.generate_state_dict`` would make."""
         content: dict[str, Any] = {"args": Namespace(**self.args)}
         content |= {"checkpoint_version": 3.0, "iteration": 0}
+        # Numbered in the order in which `_storages` yields them.
         numbers = count()
         for stage, tensors in models:
             state: OrderedDict[str, Any] = OrderedDict()
@@ -145,6 +146,7 @@ class ToLegacy:
     def _storages(
         self, models: _Models, advance: Callable[[int, str], None]
     ) -> Iterator[tuple[int, Iterator[Tensor]]]:
+        """Yield the bytes and the chunks of each tensor; report it once its chunks are written."""
         for _, tensors in models:
             for tensor in tensors:
                 yield tensor.nbytes, self._stream_values(tensor)

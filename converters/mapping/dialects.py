@@ -310,6 +310,7 @@ def keys_of_pairs(folder: Path, keys: Iterable[str], prefix: str) -> dict[str, s
         sorted({number for number, name in layers.values() if _is_attention(name) is half})
         for half in (True, False)
     )
+    # The two may be one layer, a group such as [*E], but the next pair begins after it.
     pairs = zip(attention, mlps, strict=False)
     later = zip(mlps, attention[1:], strict=False)
     turns = all(a <= mlp for a, mlp in pairs) and all(mlp < a for mlp, a in later)

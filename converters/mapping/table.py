@@ -106,6 +106,7 @@ class SourceTensor:
             rows, first = box[0], self.rows[0]
             assert isinstance(rows, slice)
             box = (slice(first + rows.start, first + rows.stop), *box[1:])
+        # An empty box is the whole piece.
         elif self.rows is not None:
             box = (slice(*self.rows),)
         return box if self.index is None else (self.index, *box)
@@ -371,6 +372,7 @@ class _Layer:
 
 
 def _layer(a: Architecture, index: int, layout: ExpertLayout | None) -> Iterator[Row]:
+    """Yield the rows of a decoder layer."""
     layer = _Layer(index, a.num_hidden_layers, stacked=a.stacks_layers)
     if a.delta_net is not None and a.delta_net_layers[index]:
         yield from _delta_net_rows(a, a.delta_net, layer)

@@ -324,6 +324,7 @@ def _run_units(
         finally:
             stop.set()  # after an error or an interrupt, the other workers stop at the next tensor
     errors = [error for future in done if (error := future.exception()) is not None]
+    # The cause is raised; that the other workers were stopped by it comes last.
     for error in sorted(errors, key=lambda e: isinstance(e, _Stopped)):
         raise error
     return len(kept)

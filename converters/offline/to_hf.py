@@ -355,6 +355,7 @@ def chosen_layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLay
 
 
 def _units(rows: list[Row], names: Names, files: tuple[Shard, ...]) -> Iterator[Unit]:
+    """Yield the work by shard, in the order of its tensors; no unit writes to two shards."""
     places: dict[str, list[tuple[Row, int]]] = {}
     for row in rows:
         for number, source in enumerate(row.sources):
@@ -441,6 +442,7 @@ def stream_copy(
         return
     step, stored = max_rows(row, dtype), checkpoint.entries[source.name].shape[0]
     added, total = source.shape[0] - stored, torch.zeros(source.shape[1:], dtype=torch.float64)
+    # Only embedding and head may have more rows than are stored, and neither is divided.
     end = stored if source.rows is None else source.piece_shape[0]
     for first in range(0, end, step):
         box = source.place((slice(first, min(first + step, end)),))

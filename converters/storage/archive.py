@@ -506,6 +506,7 @@ class TensorUnpickler(RestrictedUnpickler):
         """Rebuild a tensor whose dtype has no storage class, from untyped bytes."""
         if not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError("a tensor without a dtype")
+        # An untyped storage counts bytes.
         typed = memory._replace(dtype=dtype, values=memory.values // dtype.itemsize)
         return self._rebuild(typed, offset, size, stride)
 

@@ -82,6 +82,7 @@ def boxes_of_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Extent]
 
 
 def _boxes_in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Extent]:
+    """Yield the boxes of elements `start` to `stop` of one row of the first axis."""
     for box in boxes_of_flat_range(shape[1:], start, stop):
         yield Extent((row, *box.offsets), (1, *box.sizes))
 

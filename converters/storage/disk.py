@@ -100,6 +100,7 @@ class DirectFile:
         self._last = self._first
 
     def _write_blocks(self, blocks: memoryview, offset: int) -> None:
+        """Write whole blocks directly, and buffered what direct I/O refuses or leaves."""
         if self._direct is not None and blocks:
             try:
                 written = os.pwrite(self._direct, blocks, offset)

@@ -129,6 +129,7 @@ def staging(
     except OSError as error:
         raise BadInput(f"{target} cannot be written: {error}. Check its folder.") from None
     with lock:
+        # A run was killed between the two renames of `publish`: put back what it had moved away.
         if (folder / REPLACED).exists() and not os.path.lexists(target):
             (folder / REPLACED).rename(target)
             check_target(target, force=force, replaceable=replaceable)

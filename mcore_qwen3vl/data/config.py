@@ -321,6 +321,7 @@ def _read_yaml(path: Path) -> Any:
 
 
 def _parse_source(entry: Any, where: str, file: Path) -> Source:
+    """Parse one entry of a mixture file, in whose folder its paths start."""
     if not isinstance(entry, Mapping) or "path" not in entry:
         raise BadInput(f"{where} must be an object with a path.")
     for key, value in entry.items():
@@ -356,6 +357,7 @@ def _parse_source(entry: Any, where: str, file: Path) -> Source:
 
 
 def _check_entry_value(key: str, value: Any, where: str) -> None:
+    """Raise BadInput if a key is unknown, or its value has another type or is not above 0."""
     kind = _KEYS.get(key)
     if kind is None:
         raise BadInput(f"{where}: unknown key {key!r}; the known keys are {', '.join(_KEYS)}.")

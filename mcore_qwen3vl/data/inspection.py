@@ -268,6 +268,7 @@ def _add_sample(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
 
 
 def _measure_packing(report: DataReport, config: DataConfig) -> None:
+    """Pack the samples in their order, buffer by buffer, and note how full the sequences are."""
     size = config.packing_buffer
     for start in range(0, len(report.tokens), size):
         lengths = [config.padded(length) for length in report.tokens[start : start + size]]

@@ -218,6 +218,7 @@ def _count_taken(worker: dict[str, Any]) -> int:
 
 
 def _loader_state_or_fresh(state: dict[str, Any], workers: int) -> dict[str, Any]:
+    """Return a rank's loader state, or that of `workers` that have read nothing."""
     if state["loader"] is not None:
         return state["loader"]
     # Nothing was read before saving: every worker starts at its beginning.
@@ -318,6 +319,7 @@ class Loader(Iterator[Batch]):
             self._temporary = ExitStack()  # closes with this object, after its workers
             # The prefix is multiprocessing's, and short: a socket's path has at most 107 bytes.
             temporary = self._temporary.enter_context(scratch_folder("pymp-"))
+            # Energon's own initialiser runs first, in `start_worker`.
             start = self._loader.worker_init_fn
             self._loader.worker_init_fn = partial(start_worker, start, temporary)
         self._iterator: Iterator[Batch] | None = None
@@ -357,6 +359,7 @@ class Loader(Iterator[Batch]):
         return packs
 
     def _open_parts(self, datasets: Sequence[LoadedDataset]) -> list[Part]:
+        """Open the data sets for the encoder, and tell its guard how many records they have."""
         self._encoder.parts = parts = [Part(dataset.dataset) for dataset in datasets]
         records, per_rank = sum(map(len, parts)), max(1, self._workers.num_workers)
         share = -(-records // (self._workers.world_size * per_rank))
@@ -364,6 +367,7 @@ class Loader(Iterator[Batch]):
         return parts
 
     def _block_batches(self, order: Order, **ends: Any) -> Any:
+        """Make batches of an order's records, one a row; `ends` are those of :class:`Blocks`."""
         self._order, self._rows = RECORDS, self._config.micro_batch_size
         self._turns = blocks = Blocks(order, self._rows, self._workers, **ends)
         read = self._encoder.read_block
@@ -459,6 +463,7 @@ class Loader(Iterator[Batch]):
 
         With a `position`, of one or two batches ago, resuming gives the batch after that.
         """
+        # Energon saves a state at its counters, which stand at `position` meanwhile.
         energon = self._loader
         now = list(energon._worker_sample_counters), energon._next_worker_id
         if position is not None:
@@ -515,12 +520,19 @@ class Loader(Iterator[Batch]):
         restored = from_plain(state["loader"])
         self._loader.restore_state_rank(restored)
         if restored is not None and workers > 0:
-            # Energon restores a worker's batch counter from the state that the worker noted and
-            # omits the batches since: a state saved before its next batch would repeat them.
-            self._loader._worker_sample_counters = [
-                (worker.state.sample_index if worker.state else 0) + worker.offset - 1
-                for worker in restored.worker_states
-            ]
+            self._restore_counters(restored.worker_states)
+
+    def _restore_counters(self, worker_states: Sequence[SavableDatasetCheckpoint]) -> None:
+        """Set the number of the last batch of each worker, from 0; -1: it has delivered none.
+
+        Energon restores it from the state that the worker noted and omits the batches since: a
+        state saved before the worker's next batch would repeat them.
+        """
+        self._loader._worker_sample_counters = [
+            # Batches up to the noted state, and since then; the last one's number is one less.
+            (worker.state.sample_index if worker.state else 0) + worker.offset - 1
+            for worker in worker_states
+        ]
 
 
 def _make_encoder(
@@ -580,6 +592,7 @@ def _note_start(info: Any) -> None:
 
 
 def _exit_with_parent(parent: int) -> None:
+    """Wait until the parent sends SIGTERM or is gone, then end this process at once."""
     while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGTERM}, _LOOK)
         if received is not None and received.si_pid == parent:

@@ -199,6 +199,7 @@ def write_teacher(lines: Path, out: Path) -> None:
 
 
 def _teacher_rows(lines: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of JSON with the arrays that `encode_top` encoded."""
     with lines.open(encoding="utf-8") as file:
         for entry in map(json.loads, file):
             for name, dtype in _ENCODED.items():

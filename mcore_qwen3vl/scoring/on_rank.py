@@ -54,6 +54,7 @@ class Readout:
 
     def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
         """Return the results on the last stage, where all ranks call this."""
+        # A spare sequence has no name.
         return {name: v for name, v in zip(batch.names, self.values(output), strict=True) if name}
 
 

@@ -130,7 +130,11 @@ class Records:
             yield self._make_batch(micro)
 
     def _plan_record(self, record: int) -> list[Planned]:
-        """Tokenise the sequences of a record; return none if the record cannot be used."""
+        """Tokenise the sequences of a record; return none if the record cannot be used.
+
+        Its place is noted among the results, with its digests and what is not used of it, or else
+        with the reason why it cannot be used.
+        """
         crude = self._samples[record]
         self._results.places[record] = place_of(crude["__sources__"][0])
         try:
@@ -154,6 +158,7 @@ class Records:
         ]
 
     def _make_batch(self, micro: Sequence[Planned]) -> Batch:
+        """Make a micro-batch of the sequences whose pixels can be decoded, as wide as they need."""
         named = {each.name: plan for each in micro if (plan := self._with_pixels(each))}
         # A rank may have no records left while others have.
         named = named or {"": spare_plan(self._pad_id)}
@@ -169,6 +174,7 @@ class Records:
         return assemble(list(named.values()), list(named))
 
     def _with_pixels(self, sequence: Planned) -> Plan | None:
+        """Return a sequence's plan with pixels; None, and note why, if they cannot be decoded."""
         try:
             pixels = self._preparation.load_pixels(sequence.plan, sequence.source)
         except Exception as error:
@@ -241,6 +247,7 @@ def write_npy(lines: Path, out: Path) -> None:
 
 
 def _embedding_rows(lines: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row for each embedding of a line of JSON; a line without any is one row."""
     with lines.open(encoding="utf-8") as file:
         for entry in map(json.loads, file):
             texts = values_in(entry, "embedding")
@@ -287,7 +294,7 @@ class Output:
             )
 
     def open(self, *, force: bool = False) -> int:
-        """Start the file, or continue it."""
+        """Start the file, or cut it to whole blocks to continue it; return the number of these."""
         if force:
             self._partial.unlink(missing_ok=True)
         if not self._partial.exists():
@@ -330,6 +337,7 @@ class Output:
         if write := _TABLES.get(self.path.suffix):
             finished = self._partial.with_suffix(".table")
             write(self._partial, finished)
+        # The scores come last: who finds them finds their facts.
         os.replace(self._partial_facts, facts_file_of(self.path))
         os.replace(finished, self.path)
         self._partial.unlink(missing_ok=True)

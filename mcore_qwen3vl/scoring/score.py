@@ -110,7 +110,7 @@ class Request(ModelRequest):
 
 
 def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
-    """Compute log-probabilities on all ranks of the layout, and write them.
+    """Compute what the task asks for on all ranks of the layout, and write it.
 
     Returns:
         The summary of the file; under torchrun None on all ranks but the first.
@@ -177,6 +177,7 @@ class _ScoringJob:
         overrides = {"variable_seq_lengths": True} if request.layout.pp > 1 else {}
         scorer = Scorer(self._model.load(readout.kind, **overrides), self._open_records, readout)
         first = dist.get_rank() == 0
+        # The first rank tells the others how many blocks are finished.
         message = [self.output.open(force=request.force) if first else 0]
         dist.broadcast_object_list(message)
         begin, total = message[0] * self._block, self._total
@@ -268,6 +269,7 @@ def _classifier_labels(model: CheckedModel) -> Labels:
 
 
 def _data_config(request: Request, architecture: Architecture, multiple: int) -> DataConfig:
+    """Return the data settings; raise BadInput if the length does not fit model or layout."""
     longest = min(LONGEST, architecture.max_position_embeddings)
     seq_length = request.seq_length or longest - longest % multiple
     if seq_length % multiple:

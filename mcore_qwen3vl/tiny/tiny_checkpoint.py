@@ -373,6 +373,7 @@ def write_tiny_checkpoint(
 
 
 def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
+    """Make Hugging Face's model with random values; those of `FLOAT32` are in float32."""
     import transformers
 
     name = config["architectures"][0]

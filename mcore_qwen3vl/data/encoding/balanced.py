@@ -302,6 +302,7 @@ _work: Callable[[int], Any]
 
 
 def _begin_child(work: Callable[[int], Any]) -> None:
+    """Prepare a child process, which keeps `work` in a global for `_work_on_each`."""
     global _work
     end_with_parent()
     _work = work
@@ -395,6 +396,7 @@ class SharedPacking(EpochPacking):
         count, turn = self._ranks * self._workers, self._rank
         if self._workers > 1:
             turn += self.worker_config.rank_worker_id() * self._ranks
+        # Packs before `_base` are taken already; from there on, every `count`-th is this worker's.
         ahead = self._base - self._place
         ahead = ahead + turn if ahead > 0 else (turn + ahead) % count
         dropped = min(ahead, waiting)
@@ -563,7 +565,8 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         count, epoch, carried = 0, 0, 0
         waiting: list[Any] = []
 
-        def pack(ended: bool) -> None:
+        def pack_waiting(ended: bool) -> None:
+            """Count the packs of the waiting samples, as a rank forms them; some may wait on."""
             nonlocal count, carried, waiting
             rows, waiting = pack_into_rows(
                 waiting, self._divide, self._ranks, carried, self.config.micro_batches, ended
@@ -575,14 +578,15 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             size = self._data_sets[part].sizes[self.parts[part].first + number]
             if isinstance(size, Unusable):
                 continue
+            # The first sample of an epoch ends the packs of the one before.
             if waiting and place // require_epoch_length(order) != epoch:
-                pack(ended=True)
+                pack_waiting(ended=True)
             epoch = place // require_epoch_length(order)
             waiting.append(SimpleNamespace(size=size))
             if len(waiting) == buffer:
-                pack(ended=False)
+                pack_waiting(ended=False)
         if waiting:
-            pack(ended=True)
+            pack_waiting(ended=True)
         return count
 
     def _divide(self, samples: Sequence[Any], **options: int) -> Division:

@@ -88,6 +88,7 @@ class BadSampleGuard:
 
     def expect_records(self, data_set: int, worker: int) -> None:
         """Set about how many records the data set has, and how many of them a worker gets."""
+        # The share is of the worker's own records; if these are few, of the floor or of all.
         self._records = max(worker, min(data_set, self._floor))
 
     def take_counts(self) -> tuple[int, int]:
@@ -140,13 +141,14 @@ class BadSampleGuard:
     def on_error(self, error: Exception, sample: Any, _: list[SourceInfo] | None) -> None:
         """Handle energon's own errors, such as a broken JSON line, before :meth:`skip_bad_samples`.
 
-        BadInput is raised if too many samples were bad.
+        BadInput is raised if too many samples were bad. The arguments are those that energon gives.
         """
         if isinstance(error, BadInput):  # raised by this guard, and passing through energon
             raise error
         self._count_bad(sample_id(sample), error)
 
     def _count_bad(self, name: str, error: Exception) -> None:
+        """Count and log a bad record, once in all epochs; raise BadInput if there are too many."""
         if name in self._bad:  # counted in an earlier epoch
             return
         self._bad.add(name)
@@ -241,9 +243,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         pixels: list[Pixels] = []
         with self.guard.skip_bad_samples(sample):
             for number, plan in enumerate(sample.plans):
-                again = number and _media_of(plan) == _media_of(sample.plans[number - 1])
+                same_media = number and _media_of(plan) == _media_of(sample.plans[number - 1])
                 pixels.append(
-                    pixels[-1] if again else self.preparation.load_pixels(plan, sample.source)
+                    pixels[-1] if same_media else self.preparation.load_pixels(plan, sample.source)
                 )
             top = None
             if self._teachers:
@@ -271,6 +273,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         return self.batch(records)
 
     def _read_record(self, part: int, number: int) -> Record:
+        """Read and decode one record; raise SkipSample if it cannot be used."""
         of = self.parts[part]
         record: Record = self.postencode_sample(self.read_and_plan(of, of.raw(number)))
         return record
@@ -310,6 +313,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
                 **dict.fromkeys(("__key__", "__restore_key__"), ""),
                 plans=[spare_plan(self._pad_id)], source=0, name="",
             )  # fmt: skip
+        # The first record that can be used is read once, and stands in for all.
         for part, number in ((p, n) for p, of in enumerate(self.parts) for n in range(len(of))):
             if self._carrier is not None:
                 break
@@ -320,6 +324,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         return self._carrier
 
     def _make_batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+        """Make a batch with the counts since the last one; without records, a spare batch."""
         skipped, dropped = self.guard.take_counts()
         is_spare = not records
         if is_spare:

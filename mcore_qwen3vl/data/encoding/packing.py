@@ -129,10 +129,12 @@ def _fill_packs(
     rooms = [capacity] * count
     least = [(0.0, pack) for pack in range(count)]  # a heap: packs by their work
     left = []
+    # Without any work, all shares of it are 0.
     share = sum(sample.work for sample in samples) / count or 1.0
     # Long samples need room as expensive ones need work: the larger share of a pack decides.
     weights = [max(sample.length / capacity, sample.work / share) for sample in samples]
     order = sorted(range(len(samples)), key=lambda i: (i >= carried, -weights[i]))
+    # The shortest sample from each place of the order on.
     shortest = list(accumulate((samples[i].length for i in reversed(order)), min))[::-1]
     for place, index in enumerate(order):
         length = samples[index].length
@@ -282,6 +284,7 @@ class EpochPacking(PackingDataset):
         return bool(keys) and self._epoch_of(keys[0]) != self._epoch_of(keys[-1])
 
     def _pack_first_epoch(self, samples: list[Any]) -> list[list[Any]]:
+        """Pack the samples of one epoch; the first of the next goes back to the reading buffer."""
         keys = [get_sample_restore_key(sample) for sample in samples]
         count = len(samples) - self._crosses_epochs(keys)
         self._ended = count < len(samples)

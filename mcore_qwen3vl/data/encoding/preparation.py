@@ -198,6 +198,7 @@ class Planner:
             )
 
     def _tokenise(self, rendered: Rendered, measured: list[PlannedMedia]) -> Plan:
+        """Tokenise the text with a placeholder for each frame, and then repeat the placeholders."""
         (text,), (replaced,) = self._processor.get_text_with_replacements(
             [rendered.text],
             [m.replacement for m in measured if m.media.kind == "image"],
@@ -219,6 +220,7 @@ class Planner:
         for item, place in zip(measured, replaced, strict=True):
             inside = self._widen_to_brackets(text, *place["new_span"])
             within = np.flatnonzero((begins < inside[1]) & (ends > inside[0]))
+            # Placeholders are never trained, nor are the vision tokens around them.
             weights[within] = 0
             start, end = bounds[within[0]], bounds[within[-1] + 1]
             planned.append(replace(item, start=start, end=end))
@@ -245,6 +247,7 @@ class Planner:
         encoded = self._encode_pieces([prompt, answer])
         apart = self._encode_pieces(pieces)
         if not np.array_equal(apart[0], encoded[0]):
+            # The first answer up to whose successor the tokens differ.
             unequal = next(
                 span
                 for span, start in zip(answers[:-1], starts[2:], strict=True)
@@ -291,6 +294,7 @@ class Planner:
         return start, end
 
     def _fit_to_length(self, plan: Plan, trains: bool) -> Plan:
+        """Return the plan, or its beginning if it is too long; raise if it cannot be used."""
         length, limit = len(plan.input_ids), self._config.seq_length
         if length > limit:
             if self._config.overlong == "drop":

@@ -98,6 +98,7 @@ def load_sources(
 def _load(
     number: int, source: Source, split: str, training: bool, shuffle: bool, workers: WorkerConfig
 ) -> tuple[list[LoadedDataset], DatasetBlendMode]:
+    """Make energon's data sets of one source, several for a metadataset; return their blend too."""
     path = source.path.absolute()
     place = ensure_index(path)
     is_metadataset = place.suffix in (".yaml", ".yml")
@@ -116,6 +117,7 @@ def _load(
     if shuffle:
         options["max_samples_per_sequence"] = _RUN_LENGTH
     elif training:
+        # Without shuffling, training reads one shard at a time, to keep the order.
         options["parallel_shard_iters"] = 1
     reader: Any = None  # of ours, if energon cannot read the data
     if path.suffix == ".json":
@@ -123,6 +125,7 @@ def _load(
     elif is_table(path):
         reader = TableReader(path, split)
         options |= {"max_samples_per_sequence": None}  # a row group is read in one go
+        # Unless it is set above, to keep the order.
         options.setdefault("parallel_shard_iters", _OPEN_GROUPS)
     if reader is not None:
         factory = CrudeFactory(path, reader, shuffle_over_epochs=1 if shuffle else None, **options)
@@ -392,6 +395,7 @@ class Order:
                 self._random_state(chunk).shuffle(self._turns)
         else:
             # Packing goes back and forth between chunks when it resumes.
+            # The draws of chunks that were skipped are made only to be counted.
             for earlier in range(len(self._before) - 1, chunk):
                 drawn = np.bincount(self._draw_turns(earlier), minlength=count)
                 self._before.append(self._before[earlier] + drawn)
@@ -413,6 +417,7 @@ class Order:
     def _permutation(self, part: int, epoch: int) -> Sequence[int]:
         if self._seed is None:
             return range(len(self._parts[part]))
+        # Only the last epoch's is kept.
         if self._permutations.get(part, (-1,))[0] != epoch:
             self._permutations[part] = epoch, self._draw_permutation(part, epoch)
         return self._permutations[part][1]
@@ -475,7 +480,7 @@ class _Ordered(SavableDataset[Any]):
         self._taken = 0
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        return 1  # only whether there are any matters
+        return 1  # energon only asks whether there are any
 
     def worker_has_samples(self) -> bool:
         return True
@@ -523,7 +528,7 @@ class Blocks(_Ordered):
         workers = self.worker_config
         while True:
             turn = self._taken * max(workers.num_workers, 1) + workers.rank_worker_id()
-            self._taken += 1
+            self._taken += 1  # before it is yielded, so that a state saved then includes it
             yield self.restore_sample((turn * workers.world_size + workers.rank,))
 
     def restore_sample(self, restore_key: Any) -> Block:
@@ -567,7 +572,7 @@ class Stream(_Ordered):
         if self._shared:
             step, first = 1, 0
         while True:
-            self._taken += 1
+            self._taken += 1  # before it is yielded, so that a state saved then includes it
             yield self.restore_sample((first + (self._taken - 1) * step,))
 
     def restore_sample(self, restore_key: Any) -> RawSampleData:
@@ -587,6 +592,7 @@ class Stream(_Ordered):
         place, epoch = restore_key[-1], self._order.epoch_length
         if epoch is None:
             return 0
+        # All samples after the end are of the epoch after the last.
         last = place if self._end is None else min(place, self._end)
         return int(last // epoch)
 

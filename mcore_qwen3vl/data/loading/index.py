@@ -225,6 +225,7 @@ def _records_before_blanks(path: Path) -> np.ndarray:
 
 @cache
 def _read_blanks(file: Path, written: int) -> np.ndarray:
+    """Read the file; `written`, its time, makes the cache forget one that was written again."""
     return np.fromfile(file, np.int64)
 
 

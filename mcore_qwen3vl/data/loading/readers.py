@@ -196,6 +196,7 @@ def _first_byte(file: BinaryIO) -> bytes:
 
 
 def _line_bounds(file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of the lines that are not blank."""
     start = 0
     for line in file:
         if line.strip():
@@ -222,11 +223,13 @@ def _element_bounds(file: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
             if before == "[" and text[start : start + 1] == "]":
                 return
             _, end = decoder.raw_decode(text, start)
+            # What ends where the text does may go on in the file, as a number does.
             if _skip_blanks(text, end) == len(text):
                 raise ValueError("the file ends within the array")
         except RecursionError:
             raise BadInput(f"{path}: record {count + 1} is nested too deeply. Remove it.") from None
         except ValueError as error:
+            # At least as much again, so that a large record is parsed only a few times.
             more = file.read(max(_WINDOW, room)).decode("latin-1")
             if not more:
                 line += text[: _skip_blanks(text, min(place + 1, len(text)))].count("\n")
@@ -345,6 +348,7 @@ class TableReader:
             if group.file not in self._tables:
                 self._tables[group.file] = _arrow_table(group.file)
             return self._tables[group.file].slice(number * group.batch, group.batch)
+        # Batches are decoded in order: an earlier one is decoded anew from the group's first.
         upcoming, rest = self._open.pop(place, (0, iter(())))
         if upcoming == 0 or number < upcoming:
             upcoming, rest = 0, self._decode_batches(group)
@@ -397,6 +401,7 @@ def _rebatch(batches: Iterator[Any], size: int) -> Iterator[Any]:
 
 
 def _table_files(path: Path, split: str) -> list[Path]:
+    """Return the Parquet or Arrow files of a split; raise BadInput if there is none of it."""
     if not path.is_dir():
         return [path]
     if (path / _DICT).exists():

@@ -252,6 +252,7 @@ class MediaFolder:
         return Media("video", frames, name, options)
 
     def _locate(self, kind: Kind, reference: Any) -> Media:
+        """Return the media of a path, part name, data URI, base64 text or bytes, not opened yet."""
         if isinstance(reference, bytes | bytearray):
             return Media(kind, bytes(reference), f"{len(reference)} bytes")
         if not isinstance(reference, str) or not reference:
@@ -358,6 +359,7 @@ def media_list(record: Mapping[str, Any], kind: str) -> list[Any]:
 
 @contextmanager
 def _open_image(media: Media) -> Iterator[Image.Image]:
+    """Open an image; raise BadSample if it, or the code in the block, cannot decode it."""
     try:
         with media.open() as stream, Image.open(stream, formats=_readable_formats()) as image:
             yield image
@@ -427,6 +429,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:
+    """Scale 16 bits to 8; raise ValueError for other values."""
     values = np.asarray(image)
     if image.mode == "F" or values.min() < 0 or values.max() > _MOST_16_BITS:
         raise ValueError(

@@ -102,6 +102,7 @@ def _box_texts(objects: Mapping[str, Any], images: Sequence[Media]) -> list[str]
 
 
 def _box_text(box: Any, height: int, width: int) -> str:
+    """Return a box in thousandths, as ``[x, y, x, y]``, of one in an image of that size."""
     if not isinstance(box, list) or not box or len(box) % 2:
         raise BadSample(f"a bbox of objects is {box!r:.60}; a list of x, y, x, y is needed.")
     numbers = [require_number("a coordinate of bbox", value, least=0) for value in box]
@@ -207,9 +208,10 @@ def records_of_turns(record: Any) -> list[Any]:
     records = []
     for turn, role, following in zip(turns, roles, [*roles[1:], None], strict=True):
         answers = role in ("assistant", _CALL)
-        calls = role == following == _CALL  # consecutive calls are one turn
-        if answers and not calls and weight_of(turn) * weight_of(turn, "loss") > 0:
+        call_goes_on = role == following == _CALL  # consecutive calls are one turn
+        if answers and not call_goes_on and weight_of(turn) * weight_of(turn, "loss") > 0:
             start = len(prompt)
+            # The calls before are of the same turn, and keep their weights.
             while role == _CALL and start and roles[start - 1] == _CALL:
                 start -= 1
             messages = [*prompt[:start], *turns[start : len(prompt) + 1]]

@@ -218,11 +218,13 @@ def _select_turns(parsed: Conversation, reading: Reading) -> Conversation:
     if not any(weights):
         raise BadSample(f"train_on {reading.train_on!r} selects no assistant turn.")
     messages = reading.add_system_prompt(parsed.messages)
+    # The system prompt that was added has a weight too.
     weights = [0.0] * (len(messages) - len(weights)) + weights
     return replace(parsed, messages=messages, weights=weights)
 
 
 def _weights_of_turns(parsed: Conversation, train_on: str | None) -> list[float]:
+    """Return the messages' weights, with 0 for turns that `train_on` does not choose."""
     if train_on in (None, "all"):
         return parsed.weights
     if train_on == "last":
@@ -270,7 +272,7 @@ _LABEL, _PROMPT, _ANSWER = "label", "prompt", "completion"
 
 
 def is_preference(record: Mapping[str, Any]) -> bool:
-    """Return whether a JSON record is a preference record."""
+    """Return whether a JSON record is a preference record, even one that lacks a side."""
     return any(side in record for side in SIDES)
 
 
@@ -321,6 +323,7 @@ def parse_pair(
     pairs = zip(*sides, strict=False)
     unequal = (place for place, (a, b) in enumerate(pairs) if a != b)
     common = next(unequal, min(map(len, sides)))  # messages at the beginning that both share
+    # Both sides get the system prompt, or neither does.
     common += len(reading.add_system_prompt(sides[0])) - len(sides[0])
     pair = {
         side: _read_compared_answer(rest, side, reading.add_system_prompt(messages), common, folder)
@@ -604,6 +607,7 @@ def labels_in(record: Mapping[str, Any]) -> list[int | str]:
 
 
 def _target_of_labels(named: list[int | str], labels: Labels) -> tuple[float, ...]:
+    """Return 1 for each of `labels` that a record names, by name or number, and 0 for others."""
     numbers = {name: number for number, name in enumerate(labels.names)}
     right = {numbers.get(label) if isinstance(label, str) else int(label) for label in named}
     if any(label is None or label >= len(labels) for label in right):

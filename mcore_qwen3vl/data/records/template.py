@@ -317,6 +317,7 @@ class Renderer:
         return len(prompt), len(prompt) + len(turn)
 
     def _apply_template(self, record: Conversation, count: int, **options: bool) -> str:
+        """Render the first `count` messages; raise BadSample, naming one, if it is refused."""
         try:
             return self._processor.apply_chat_template(
                 record.messages[:count], tools=record.tools, tokenize=False, **options

@@ -27,6 +27,7 @@ LISTED_FPS = 2.0
 
 @contextmanager
 def _open_video(media: Media) -> Iterator[Any]:
+    """Open a container; raise BadSample if it, or the code in the block, cannot decode it."""
     import av  # here, because most data have no videos
 
     try:
@@ -158,6 +159,7 @@ def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.n
 
 
 def _sample_clip(media: Media, metadata: VideoMetadata, processor: Any) -> np.ndarray:
+    """Choose frames between the start and the end that the record gives, by their index."""
     options, most = media.options, metadata.total_num_frames - 1
     # A time that is a frame's own, but for rounding, is that frame.
     first = 0 if options.start is None else math.ceil(options.start * metadata.fps - 1e-6)
@@ -225,6 +227,7 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
 
 
 def _load_listed(frames: tuple[Media, ...], name: str) -> np.ndarray:
+    """Decode all frames of a list, which must have one size."""
     height, width = image_size(frames[0])
     for frame in frames[1:]:
         if (size := image_size(frame)) != (height, width):
