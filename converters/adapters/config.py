@@ -190,7 +190,7 @@ class AdapterConfig:
         if not self.names_a_linear_router or selects:
             return self
         modules = self.target_modules or ()
-        routers = {f"{_spell_out(name)}.weight" for name in modules if _is_router(name)}
+        routers = {f"{_spelled_out(name)}.weight" for name in modules if _is_router(name)}
         ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
         return replace(
             self,
@@ -274,12 +274,12 @@ def _is_router(name: object) -> bool:
     return isinstance(name, str) and (name == "gate" or name.endswith(".gate"))
 
 
-def _spell_out(name: str) -> str:
+def _spelled_out(name: str) -> str:
     return "mlp.gate" if name == "gate" else name
 
 
 def _as_parameter_pattern(key: str) -> str:
-    return f"{_spell_out(key)}.weight" if _is_router(key) else key
+    return f"{_spelled_out(key)}.weight" if _is_router(key) else key
 
 
 Preset = Literal["language", "language-aligner", "all"]

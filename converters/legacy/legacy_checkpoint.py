@@ -91,21 +91,29 @@ class LegacyCheckpoint(MegatronCheckpoint):
             "an expert is missing from a rank's file."
         )
 
-    def _find_parts(self, a: Architecture) -> None:
+    def _find_parts(self, architecture: Architecture) -> None:
         """Fill the index with the parts of each row's tensor in the ranks' files."""
         pp, vpp = range(self.layout.pp), range(self.layout.vpp)
-        pipeline = pipeline_stages([[self._by_tp[rank, 0].layers(vp) for rank in pp] for vp in vpp])
+        pipeline = pipeline_stages(
+            [[self._by_tp[rank, 0].layer_count(vp) for rank in pp] for vp in vpp]
+        )
         self._layer_count = sum(len(stage.layers) for stage in pipeline)
         vocabulary = self._by_tp[0, 0].models[0].get(EMBEDDING)
         padded = len(vocabulary) * self.layout.tp if isinstance(vocabulary, Tensor) else 0
-        rows = table(a, expert_layout="published", padded_vocab_size=max(padded, a.vocab_size))
-        shares = rows_by_stage(rows, pipeline, tied=a.tie_word_embeddings)
+        rows = table(
+            architecture,
+            expert_layout="published",
+            padded_vocab_size=max(padded, architecture.vocab_size),
+        )
+        shares = rows_by_stage(rows, pipeline, tied=architecture.tie_word_embeddings)
         for stage, stage_rows in zip(pipeline, shares, strict=True):
             known = set()
             for row in stage_rows:
                 for name in self._stored_names(row, stage):
                     known.add(name)
-                    if not (a.tie_word_embeddings and name == OUTPUT):  # the embedding's copy
+                    if not (
+                        architecture.tie_word_embeddings and name == OUTPUT
+                    ):  # the embedding's copy
                         self._add_parts(row, stage, name)
             self._add_unknown(stage, known)
 
@@ -231,7 +239,7 @@ class RankFile:
             )
         return value
 
-    def layers(self, vp: int) -> int:
+    def layer_count(self, vp: int) -> int:
         """Return the number of decoder layers in chunk `vp`: one more than the highest index."""
         # A larger number is no layer's; it is left over, and refused by its name.
         numbers = (re.match(r"decoder\.layers\.(\d{1,4})\.", name) for name in self.models[vp])
@@ -414,7 +422,7 @@ class Rank:
     pp: int
     ep: int
 
-    def folder(self, layout: Layout) -> str:
+    def folder_name(self, layout: Layout) -> str:
         """Return the name of the rank's folder.
 
         Source: ``megatron.training.checkpointing.get_checkpoint_name``.
@@ -434,9 +442,9 @@ class Rank:
         return self.tp % layout.etp, layout.etp
 
 
-def require_equal_parts(a: Architecture) -> None:
+def require_equal_parts(architecture: Architecture) -> None:
     """Raise BadInput for a model whose tensors a rank does not hold in equal parts of one kind."""
-    if a.delta_net is not None:
+    if architecture.delta_net is not None:
         raise BadInput(
             "The legacy format (--format torch) is neither written nor read for Qwen3.5, whose "
             "delta nets join six tensors of unequal sizes in each rank's file: use torch_dist, "

@@ -186,7 +186,7 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
     files = []
     for rank in ranks_with_files(layout):
         nbytes = sum(tensor.nbytes for _, tensors in conversion.models(rank) for tensor in tensors)
-        files.append(Unit(rank.folder(layout), nbytes, (rank,)))
+        files.append(Unit(rank.folder_name(layout), nbytes, (rank,)))
     checksums = [Unit(f"checksums {unit.name}", 0, unit.work) for unit in same.units]
     return replace(
         same,

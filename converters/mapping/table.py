@@ -337,12 +337,12 @@ class _Layer:
     hf: str = ""
     mcore: str = ""
 
-    def name(self, name: str) -> str:
+    def hf_name(self, name: str) -> str:
         """Return HF's name of a tensor of the layer."""
         return f"{self.hf or f'{TEXT}layers.{self.index}.'}{name}"
 
     def source(self, name: str, *shape: int) -> SourceTensor:
-        return SourceTensor(self.name(f"{name}.weight"), shape)
+        return SourceTensor(self.hf_name(f"{name}.weight"), shape)
 
     def row(
         self,
@@ -454,7 +454,7 @@ def _delta_net_rows(a: Architecture, net: DeltaNetArchitecture, layer: _Layer) -
         key = f"{prefix}in_proj.weight.{part}"
         yield layer.unchanged_row(key, f"linear_attn.in_proj_{name}", count, hidden, tp_axis=0)
     for name in ("A_log", "dt_bias"):
-        source = SourceTensor(layer.name(f"linear_attn.{name}"), (heads,))
+        source = SourceTensor(layer.hf_name(f"linear_attn.{name}"), (heads,))
         how = transforms.identity(heads)
         yield layer.row(f"{prefix}{name}", (heads,), (source,), how, tp_axis=0)
     yield layer.unchanged_row(f"{prefix}out_norm.weight", "linear_attn.norm", net.value_head_dim)
@@ -493,7 +493,7 @@ def _expert_rows(a: Architecture, layer: _Layer, *, swapped: bool) -> Iterator[R
     )
     for linear, name, shape, tp_axis, tp_parts in fused:
         key = f"mlp.experts.experts.{linear}.weight"
-        name = layer.name(f"mlp.experts.{name}")
+        name = layer.hf_name(f"mlp.experts.{name}")
         stored = (count, *(shape[::-1] if swapped else shape))
         how = transforms.transpose(shape[0]) if swapped else transforms.identity(shape[0])
         for expert in range(count):

@@ -71,15 +71,15 @@ class ToMcore:
     def tracker(self) -> str | int:
         return RELEASE if self.dialect is None else self.dialect.tracker
 
-    def folder(self, tree: Path) -> Path:
+    def iteration_folder(self, tree: Path) -> Path:
         """Return the iteration's folder in `tree`."""
         return tree / folder_name(self.tracker)
 
     def prepare(self, tree: Path) -> None:
-        self.folder(tree).mkdir(exist_ok=True)
+        self.iteration_folder(tree).mkdir(exist_ok=True)
 
     def file(self, unit: Unit, tree: Path) -> Path:
-        return self.folder(tree) / unit.name
+        return self.iteration_folder(tree) / unit.name
 
     def run_unit(self, unit: Unit, tree: Path, advance: Callable[[int, str], None]) -> Any:
         file = self.file(unit, tree)
@@ -97,7 +97,7 @@ class ToMcore:
         return {"size": file.stat().st_size, "chunks": chunks, **unit_result(readers)}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
-        folder = self.folder(tree)
+        folder = self.iteration_folder(tree)
         index = CheckpointIndex({key: replace(t, chunks=[]) for key, t in self.tensors.items()})
         for file, result in results.items():
             for key, offsets, sizes, start, length in result["chunks"]:

@@ -104,7 +104,7 @@ class Request(ModelRequest):
         """Return the data sets."""
         return parse_sources([str(self.data)], self.preprocess, self.train_on)
 
-    def samples(self) -> CrudeSamples:
+    def open_samples(self) -> CrudeSamples:
         """Open the records; each process opens the files by itself."""
         return CrudeSamples(self.sources(), split=self.split, trust=self.trust_data)
 
@@ -155,7 +155,7 @@ class _ScoringJob:
             _classifier_labels(self._model)
         if request.task == "embedding":
             require_last_token(self._model.folder)
-        samples = request.samples()
+        samples = request.open_samples()
         self._total = len(samples)
         self._multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         self._config = _data_config(request, architecture, self._multiple)
@@ -217,7 +217,7 @@ class _ScoringJob:
 
     def _open_records(self) -> Records:
         return Records(
-            self._request.samples(),
+            self._request.open_samples(),
             self._request.sources(),
             self._model.architecture,
             load_processor(self._model.folder),

@@ -123,7 +123,7 @@ class Sizes(Sequence[Size | Unusable]):
             unusable = np.frombuffer(said.encode(), np.uint8)
             np.savez(stream, table=self._table, stamps=self.stamps, unusable=unusable)
 
-    def doubtful(self) -> list[int]:
+    def samples_to_compare(self) -> list[int]:
         """Return samples whose stamps tell whether media were replaced: all unusable, some usable.
 
         Samples that cannot be used are never read, so nothing else would notice a change.
@@ -250,7 +250,10 @@ def load_or_measure(
         if not file.exists():
             return None
         sizes = Sizes.load(file)
-        compared, title = sizes.doubtful(), f"comparing the media of {data} with their measurement"
+        compared, title = (
+            sizes.samples_to_compare(),
+            f"comparing the media of {data} with their measurement",
+        )
         now = _map_in_children(partial(stamp, factory), data, compared, processes, title)
         return sizes if now == sizes.stamps[compared].tolist() else None
 
