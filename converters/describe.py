@@ -128,6 +128,7 @@ def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> In
 
 
 def _inspect_megatron(place: Place, hf_config: Path | None) -> Inspection:
+    """Inspect a Megatron checkpoint; without a config, the error says whose checkpoint it is."""
     try:
         folder = hf_config or place.config()
     except BadInput as error:
@@ -167,6 +168,7 @@ def _inspect_huggingface(path: Path) -> Inspection:
 
 
 def _inspect_config(path: Path) -> Inspection:
+    """Inspect a config; the tensors are those that its weights would have."""
     architecture = Architecture.from_hf(path)
     dtype, itemsize = architecture.dtype, {"float32": 4}.get(architecture.dtype, 2)
     has_mtp = architecture.mtp_num_hidden_layers > 0
@@ -480,6 +482,7 @@ def require_base(config: AdapterConfig, hf_config: str | Path | None) -> Path:
 
 
 def _adapter_parts(adapter: Adapter) -> list[AdapterPart]:
+    """Group parameters that differ only in numbers of their names."""
     alike: Counter[tuple[str, int | None, float | None, tuple[Shape, ...]]] = Counter()
     for name, f in adapter.factors.items():
         alike[_with_stars(name), f.r, f.scaling, (tuple(f.a.shape), tuple(f.b.shape))] += 1

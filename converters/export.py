@@ -379,6 +379,7 @@ def _factor_shapes(targets: Mapping[str, Slot]) -> dict[str, Shape]:
 def _named_factors(
     tensors: Mapping[str, Tensor], targets: Mapping[str, Slot]
 ) -> dict[str, Factors]:
+    """Return the factors of each parameter, from tensors named as by `factor_parts`."""
     return {
         name: Factors(tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"], spec.r, spec.scaling)
         for name, spec in targets.items()

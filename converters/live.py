@@ -369,6 +369,7 @@ def initialize_factors(models: Models, seed: int) -> None:
 def _require_row(
     rows: Mapping[tuple[str, Shape], Row], parameter: str, piece: ShardedTensor
 ) -> Row:
+    """Return the table's row of a piece; raise BadInput if there is none, or of another shape."""
     # The axes that Megatron puts before the parameter's own are those of layers and experts.
     stacked = piece.global_offset[: piece.prepend_axis_num]
     row = rows.get((piece.key, tuple(stacked)))

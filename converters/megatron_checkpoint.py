@@ -179,6 +179,7 @@ class MegatronCheckpoint(ABC):
         return self._read_chunks(row.key, row.offset, start, size).view(size[len(row.offset) :])
 
     def _read_chunks(self, key: str, corner: Shape, start: Shape, size: Shape) -> Tensor:
+        """Return the box at `start`; `corner` is where its chunks are indexed."""
         out: Tensor | None = None
         filled = 0
         chunks = self._chunks[key]

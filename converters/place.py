@@ -434,6 +434,7 @@ def origin_of(path: Path) -> dict[str, str]:
 
 
 def _download_snapshot(repo: str, revision: str | None, weights: bool) -> Path:
+    """Return the folder of a hub repository in the cache, after fetching what it lacks."""
     from huggingface_hub import constants, errors, snapshot_download
 
     patterns = [*SMALL, *(["*.safetensors"] if weights else [])]

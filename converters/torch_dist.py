@@ -142,6 +142,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
 
 
 def _check_backend(folder: Path) -> None:
+    """Raise BadInput unless ``metadata.json`` names the format and the version that are read."""
     file = folder / "metadata.json"
     try:
         content = parse_json(file.read_bytes())
@@ -440,6 +441,7 @@ def _ranges_in(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], Fil
 
 
 def _chunked_tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -> ChunkedTensor:
+    """Make the index entry of a tensor, after checking that its chunks lie inside it."""
     dtype = described["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError(f"{key} has no dtype")
@@ -456,6 +458,7 @@ def _chunked_tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -
 
 
 def _read_range(info: Record) -> FileRange:
+    """Return where data lie; raise UnpicklingError for a file elsewhere or compressed data."""
     file, offset, length = info["relative_path"], info["offset"], info["length"]
     if not isinstance(file, str) or file != PurePosixPath(file).name or file in ("", "..", "."):
         raise pickle.UnpicklingError(

@@ -497,6 +497,7 @@ def lora_layers(wrapped: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _slots(wrapped: Any) -> Iterator[tuple[str, Slot]]:
+    """Yield name and slot of each adapted parameter; raise BadInput for one not supported."""
     for path, name, layer in lora_layers(wrapped):
         if not ADAPTED.fullmatch(name):
             raise _unsupported_error(name)
@@ -593,6 +594,7 @@ def unused_name_notes(config: AdapterConfig, applied: Applied) -> Iterator[str]:
 def _unmatched_name_notes(
     field: str, names: Iterable[str], adapted: list[str], applied: Applied
 ) -> Iterator[str]:
+    """Yield a sentence for each of `names` that ends no adapted name, with what it is instead."""
     for name in names:
         if _is_end_of_any(name, adapted):
             continue

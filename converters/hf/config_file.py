@@ -108,6 +108,7 @@ def dumps(config: Config) -> bytes:
 
 
 def _change_to_published(text: Config, vision: Config, family: str) -> None:
+    """Change the sections in place to the form of transformers 4.57."""
     rope = rope_of(text)
     text.pop("rope_parameters", None)
     text["rope_theta"] = rope.pop("rope_theta")
@@ -119,6 +120,7 @@ def _change_to_published(text: Config, vision: Config, family: str) -> None:
 
 
 def _change_to_v5(text: Config, vision: Config, family: str) -> None:
+    """Change the sections in place to the form of transformers 5."""
     text["rope_parameters"] = rope_of(text)
     text.pop("rope_scaling", None)
     text.pop("rope_theta", None)

@@ -191,6 +191,7 @@ class HuggingFaceCheckpoint:
             )
 
     def _add_entry(self, file: str, name: str, stored: str, shape: Shape) -> None:
+        """Add a tensor's header; raise BadInput if it is there twice or its dtype is unknown."""
         if name in self.entries:
             raise BadInput(
                 f"{self.path}: tensor {name} is in both {self.entries[name].file} and {file}. "

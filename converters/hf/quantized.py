@@ -95,6 +95,7 @@ def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None
 
 
 def _declarations(config: Mapping[str, Any]) -> list[Any]:
+    """Return every value that declares a quantisation, at the top level or in a section."""
     sections = (config, config.get("text_config"), config.get("vision_config"))
     keys = ("quantization_config", "compression_config")
     return [
@@ -190,6 +191,7 @@ def _check_factors(
     factors: TensorHeader | None,
     quantization: Mapping[str, Any] | None,
 ) -> None:
+    """Raise BadInput unless an FP8 tensor is declared as such and has a factor for each block."""
     scale = f"{name}{SUFFIX}"
     if quantization is None:
         raise BadInput(

@@ -346,6 +346,7 @@ def _rank_in_path(path: Path, layout: Layout) -> Rank:
 
 
 def _named_parameters(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """Return the state of one virtual stage in a rank's file; raise BadInput without it."""
     state = content.get(key)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         there = ", ".join(_shorten(name) for name in content)

@@ -114,6 +114,7 @@ class ToLegacy:
         return list(zip(pipeline, shares, strict=True))
 
     def _local_tensors(self, stage: Stage, rows: list[Row], rank: Rank) -> Iterator[_LocalTensor]:
+        """Yield the rank's parameters of one pipeline chunk, without other ranks' experts."""
         layout = self.layout
         experts = self.mcore.architecture.num_experts // layout.ep
         for row in rows:

@@ -334,6 +334,7 @@ def _require_exact(
 
 
 def _dry_run_lines(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[PlannedTensor]:
+    """Yield a line for each tensor of a layer; its experts share one."""
     for row in rows:
         first = row.sources[0]
         if first.index:

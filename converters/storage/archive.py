@@ -341,6 +341,7 @@ def _data_start(view: memoryview, part: zipfile.ZipInfo) -> int:
 def _add_part(
     archive: zipfile.ZipFile, name: str, chunks: Iterable[bytes | memoryview], size: int = 0
 ) -> None:
+    """Write one part of an archive; `size` decides whether its header is for large parts."""
     info = zipfile.ZipInfo(f"{FOLDER}/{name}", EPOCH)
     with archive.open(info, "w", force_zip64=size >= 2**31) as entry:
         for chunk in chunks:
@@ -485,6 +486,7 @@ class TensorUnpickler(RestrictedUnpickler):
     dispatch = {**RestrictedUnpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: RUF012
 
     def _rebuild(self, memory: _Memory, offset: int, size: Any, stride: Any, *_: Any) -> Any:
+        """Make a view of the data, after checking that it lies within them."""
         dtype, key, count = memory
         numbers = (count, offset, *size, *stride)
         if len(size) != len(stride) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):

@@ -115,6 +115,7 @@ class DirectFile:
 
 
 def _open_direct(path: Path, flags: int) -> int | None:
+    """Open a file for direct I/O; None if the system or the file system has none."""
     if not hasattr(os, "O_DIRECT"):  # macOS
         return None
     try:

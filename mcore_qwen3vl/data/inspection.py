@@ -514,6 +514,7 @@ def _split_runs(plan: Plan, processor: Any) -> list[Run]:
 
 
 def _shown_media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
+    """Return the images and videos of a sample in the form that the page shows."""
     images, videos = processor.image_processor, processor.video_processor
     queues = {
         "image": _reassemble_pictures(pixels.pixel_values, pixels.image_grid_thw, images),

@@ -180,6 +180,7 @@ class Classes(Readout):
         return [self._label_of(row) for row in chances.tolist()]
 
     def _label_of(self, row: list[float]) -> dict[str, Any]:
+        """Return the likeliest label, or all above 0.5, from the probabilities of a record."""
         chances = dict(zip(self._labels.names, row, strict=True))
         if self._labels.is_single:
             label: Any = max(chances, key=chances.__getitem__)

@@ -298,6 +298,7 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
 def _settings(
     request: Request, paths: Sequence[Path], config: DataConfig, block: int
 ) -> dict[str, Any]:
+    """Return all that a line depends on; a run continues only with the same settings."""
     names = (
         "split", "preprocess", "train_on", "allow_dropped", "spec", "dtype", "task", "answers",
         "temperature", "entropy", "top_k",

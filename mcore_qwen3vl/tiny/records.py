@@ -66,6 +66,7 @@ def _sum_question(generator: random.Random) -> list[dict[str, Any]]:
 def _write_colour_question(
     folder: Path, index: int, generator: random.Random
 ) -> list[dict[str, Any]]:
+    """Write the image of a question, and return the messages about it."""
     left, right = generator.sample(sorted(COLOURS), 2)
     width, height = generator.choice(SIDES), generator.choice(SIDES)
     image = Image.new("RGB", (width, height), COLOURS[left])

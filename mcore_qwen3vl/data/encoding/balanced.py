@@ -247,6 +247,7 @@ def load_or_measure(
     file = cache_of(data) / f"{data.name}.{key}.sizes"
 
     def read_sizes() -> Sizes | None:
+        """Return the kept sizes; None if there are none, or media have changed since."""
         if not file.exists():
             return None
         sizes = Sizes.load(file)

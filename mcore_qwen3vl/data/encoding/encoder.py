@@ -336,6 +336,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         return replace(batch, counts=replace(batch.counts, skipped=skipped, dropped=dropped))
 
     def _assemble(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+        """Make a batch of records, with what their task needs and the names of their data sets."""
         owners = [record for record in records for _ in record.plans]
         plans = [plan for record in records for plan in record.plans]
         batch = assemble(plans, [record.name for record in owners])

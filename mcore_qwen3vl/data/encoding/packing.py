@@ -270,6 +270,7 @@ class EpochPacking(PackingDataset):
         super().__init__(pre_packer=self._pack_first_epoch, **kept)
 
     def _fill_reading_buffer(self, source_iter: Iterator[Any], log_progress: bool = False) -> bool:
+        """Read until the buffer is full or holds the first sample of the next epoch."""
         reading, packed = self._reading_buffer, self._pre_packing_buffer
         while not self._crosses_epochs(reading._restore_keys):
             if reading.len_worker() + packed.len_worker() >= self._size:

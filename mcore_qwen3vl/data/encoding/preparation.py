@@ -148,6 +148,7 @@ class Planner:
         return self._fit_to_length(self._tokenise(rendered, measured), rendered.trains)
 
     def _check_placeholders(self, rendered: Rendered) -> None:
+        """Raise BadSample unless the text has one placeholder for each image and video."""
         for kind, token in self._tokens.items():
             expected = sum(media.kind == kind for media in rendered.media)
             count = rendered.text.count(token)
@@ -158,6 +159,7 @@ class Planner:
                 )
 
     def _measure(self, media: Media) -> PlannedMedia:
+        """Read the size of an image or a video and compute its patches; nothing is decoded."""
         if media.kind == "image":
             height, width = image_size(media)
             self._check_pixels(media, height, width)
@@ -189,6 +191,7 @@ class Planner:
         return PlannedMedia(media, patches, frames, metadata, size, text)
 
     def _check_pixels(self, media: Media, height: int, width: int) -> None:
+        """Raise BadSample for an image or a frame with more pixels than may be decoded."""
         most = self._config.max_decoded_pixels
         if height * width > most:
             what = "" if media.kind == "image" else " a frame"

@@ -298,6 +298,7 @@ def refuse_code(*, unless: bool) -> Iterator[None]:
 
 
 def _load_yaml_without_code(stream: BinaryIO) -> Any:
+    """Parse a file as energon does; raise BadInput if it names code to run."""
     text = stream.read()
     content = load_yaml(text)
     for key, value in _code_names(content):
@@ -415,6 +416,7 @@ class Order:
         return np.random.RandomState([(self._seed or 0) % 2**32, *which])
 
     def _permutation(self, part: int, epoch: int) -> Sequence[int]:
+        """Return the order in which an epoch reads a data set: its own without a seed."""
         if self._seed is None:
             return range(len(self._parts[part]))
         # Only the last epoch's is kept.

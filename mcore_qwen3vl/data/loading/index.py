@@ -79,6 +79,7 @@ def index_beside(path: Path) -> None:
 
 
 def _needs_index(path: Path) -> bool:
+    """Return whether energon needs an index; raise BadInput for what is not a data set."""
     require_data_set(path)
     if is_table(path) or path.suffix in (".yaml", ".yml"):
         return False
@@ -143,6 +144,7 @@ def _index_jsonl(path: Path) -> None:
 
 
 def _index_tars(path: Path) -> None:
+    """Make energon's index of a folder of tars; raise BadInput for what it cannot index."""
     tars = sorted(str(tar.relative_to(path)) for tar in path.rglob("*.tar"))
     if not tars:
         raise BadInput(

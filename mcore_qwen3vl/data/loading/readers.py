@@ -373,6 +373,7 @@ class TableReader:
             self.buffered_bytes -= self._batches.popitem(last=False)[1].nbytes
 
     def _decode_batches(self, group: RowGroup) -> Iterator[Any]:
+        """Yield the batches of a row group from its first on."""
         import pyarrow.parquet as pq
 
         if group.file not in self._parquet_files:
@@ -443,6 +444,7 @@ def _split_in_path(file: Path) -> str | None:
 
 
 def _row_groups(file: Path) -> Iterator[RowGroup]:
+    """Yield the row groups of a Parquet file, or an Arrow file as one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -462,6 +464,7 @@ def _row_groups(file: Path) -> Iterator[RowGroup]:
 
 
 def _refuse_bomb(file: Path, number: int, group: Any) -> None:
+    """Raise BadInput for a row group that unpacks to far more than it has in the file."""
     stored = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
     unpacked = sum(group.column(i).total_uncompressed_size for i in range(group.num_columns))
     if unpacked > max(_BOMB_BYTES, _BOMB_RATIO * stored):

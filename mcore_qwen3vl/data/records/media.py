@@ -168,6 +168,7 @@ def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
 
 
 def _ascending_numbers(key: str, values: Any) -> tuple[float, ...]:
+    """Return the values of a list of numbers from 0; raise BadSample unless they ascend."""
     if not isinstance(values, list | tuple):
         what = "second" if key == "timestamps" else "number"
         raise BadSample(f"{key} is {values!r:.40}; a list with the {what} of each frame.")
@@ -238,6 +239,7 @@ class MediaFolder:
         return replace(self._locate(kind, reference), options=options)
 
     def _resolve_frames(self, references: Sequence[Any], options: MediaOptions) -> Media:
+        """Return the video that a list of images is; raise BadSample for options of files."""
         frames = tuple(self.resolve("image", reference) for reference in references)
         name = f"of {len(frames)} frames from {frames[0].name}"
         for option, called in _OF_FILES.items():

@@ -80,6 +80,7 @@ def _object_names(objects: Mapping[str, Any]) -> list[str]:
 
 
 def _box_texts(objects: Mapping[str, Any], images: Sequence[Media]) -> list[str]:
+    """Return the record's boxes as the text that Qwen3-VL writes for them."""
     boxes, indices = objects.get("bbox") or [], objects.get("image_id") or []
     kind = objects.get("bbox_type") or "real"
     if kind not in _TYPES:
@@ -272,6 +273,7 @@ def _make_conversation(
     *,
     prompt: bool = False,
 ) -> Conversation:
+    """Make a conversation of a record, whose turns have a role and content each."""
     media = RecordMedia(record, folder)
     sample_weight = weight_of(record)
     rendered: list[dict[str, Any]] = []
@@ -437,6 +439,7 @@ def _template_content(
 
 
 def _template_part(part: Any, media: RecordMedia, unused: list[Unused]) -> dict[str, Any]:
+    """Return one part of a content for the template; media are added to `media`."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     declared = part.get("type") if isinstance(part, Mapping) else None

@@ -521,6 +521,7 @@ def parse_judgements(
 
 
 def _make_judgement(query: Conversation, document: Conversation, name: str) -> Conversation:
+    """Make the prompt by which a reranker judges one document."""
     instruction, asked = _split_system(query, QUERY)
     system, offered = _split_system(document, name)
     if system not in (None, instruction):

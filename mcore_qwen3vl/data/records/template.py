@@ -117,6 +117,7 @@ class _Marks:
         return marked
 
     def _mark_call(self, call: Any, place: str) -> Any:
+        """Return a tool call with marks in its name and arguments, parsed or as JSON text."""
         if not isinstance(call, Mapping):
             return call
         if isinstance(call.get("function"), Mapping):
@@ -189,6 +190,7 @@ class Renderer:
         return self._render_conversation(record)
 
     def _render_conversation(self, record: Conversation) -> Rendered:
+        """Render a conversation and find the characters of its trained turns."""
         trains = not record.prompt
         text = self._apply_template(
             record, len(record.messages), add_generation_prompt=record.prompt
@@ -339,6 +341,7 @@ class Renderer:
         return f"message {count}, of role {record.messages[count - 1]['role']}"
 
     def _render_document(self, record: Document) -> Rendered:
+        """Render the parts one after the other; all text is trained, with the end token."""
         pieces: list[str] = []
         spans = []
         length = 0

@@ -239,6 +239,7 @@ def _load_listed(frames: tuple[Media, ...], name: str) -> np.ndarray:
 
 
 def _decode_in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
+    """Decode frames from the first on, and keep the wanted ones by their index."""
     frames: dict[int, np.ndarray] = {}
     left = set(wanted)
     with _open_video(media) as container:
