@@ -22,7 +22,7 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping import parameters
-from mcore_qwen3vl.converters.mapping.dialects import maker_of
+from mcore_qwen3vl.converters.mapping.dialects import dialect_of
 from mcore_qwen3vl.converters.mapping.forms import Form
 from mcore_qwen3vl.converters.mapping.table import (
     Row,
@@ -121,26 +121,27 @@ def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> In
     if place.kind is not Kind.CONFIG or place.path.is_dir():
         place.require_whole(or_config=True)
     if place.kind in (Kind.MEGATRON, Kind.UNKNOWN):
-        return _megatron(place, None if hf_config is None else Path(hf_config))
+        return _inspect_megatron(place, None if hf_config is None else Path(hf_config))
     if hf_config is not None:
         raise BadInput(f"{path} is no Megatron-Core checkpoint: --hf-config is not for it.")
-    return (_huggingface if place.kind is Kind.HUGGINGFACE else _config)(place.path)
+    return (_inspect_huggingface if place.kind is Kind.HUGGINGFACE else _inspect_config)(place.path)
 
 
-def _megatron(place: Place, hf_config: Path | None) -> Inspection:
+def _inspect_megatron(place: Place, hf_config: Path | None) -> Inspection:
+    """Inspect a Megatron checkpoint; without a config, the error says whose checkpoint it is."""
     try:
         folder = hf_config or place.config()
     except BadInput as error:
         newest = place.weights()
         keys = read_metadata(newest).tensors if (newest / METADATA).is_file() else ()
-        if (dialect := maker_of(newest, keys)) is None:
+        if (dialect := dialect_of(newest, keys)) is None:
             raise
         raise BadInput(f"Written by {dialect.maker}. {error}") from None
     architecture = Architecture.from_hf(folder)
     checkpoint = open_megatron(place, architecture)
     stored = ((key, checkpoint.index.tensors[key]) for key in sorted(checkpoint.model_keys()))
-    tensors = tuple(_info(key, t.shape, t.dtype) for key, t in stored)
-    return _inspection(
+    tensors = tuple(_tensor_info(key, t.shape, t.dtype) for key, t in stored)
+    return _make_inspection(
         place.path,
         architecture,
         read_form(folder),
@@ -155,28 +156,29 @@ def _megatron(place: Place, hf_config: Path | None) -> Inspection:
     )
 
 
-def _huggingface(path: Path) -> Inspection:
+def _inspect_huggingface(path: Path) -> Inspection:
     checkpoint = HuggingFaceCheckpoint(path)
     tensors = tuple(
-        _info(checkpoint.form.names.stored_name(name), entry.shape, entry.stored)
+        _tensor_info(checkpoint.form.names.stored_name(name), entry.shape, entry.stored)
         for name, entry in (checkpoint.headers | checkpoint.scales).items()
     )
     facts: dict[str, Any] = {"kind": "huggingface", "files": len(checkpoint.files)}
     facts["has_mtp"] = checkpoint.has_mtp
-    return _inspection(path, Architecture.from_hf(path), checkpoint.form, tensors, **facts)
+    return _make_inspection(path, Architecture.from_hf(path), checkpoint.form, tensors, **facts)
 
 
-def _config(path: Path) -> Inspection:
+def _inspect_config(path: Path) -> Inspection:
+    """Inspect a config; the tensors are those that its weights would have."""
     architecture = Architecture.from_hf(path)
     dtype, itemsize = architecture.dtype, {"float32": 4}.get(architecture.dtype, 2)
     has_mtp = architecture.mtp_num_hidden_layers > 0
     shapes = hf_shapes(table(architecture, mtp=has_mtp))
     tensors = tuple(TensorInfo(n, s, dtype, prod(s) * itemsize) for n, s in shapes.items())
     facts: dict[str, Any] = {"kind": "config", "files": 0, "has_mtp": has_mtp}
-    return _inspection(path, architecture, Form(), tensors, **facts)
+    return _make_inspection(path, architecture, Form(), tensors, **facts)
 
 
-def _inspection(
+def _make_inspection(
     path: Path,
     architecture: Architecture,
     form: Form,
@@ -194,14 +196,14 @@ def _inspection(
         expert_layout=architecture.expert_layout,
         tensors=tensors,
         has_mtp=has_mtp,
-        parameters=dict(parameters.by_part(architecture, form.head, mtp=has_mtp)),
+        parameters=dict(parameters.count_by_part(architecture, form.head, mtp=has_mtp)),
         active_parameters=parameters.active(architecture, form.head),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         **facts,
     )
 
 
-def _info(name: str, shape: Shape, dtype: torch.dtype) -> TensorInfo:
+def _tensor_info(name: str, shape: Shape, dtype: torch.dtype) -> TensorInfo:
     return TensorInfo(name, shape, dtype_name(dtype), prod(shape) * dtype.itemsize)
 
 
@@ -244,7 +246,7 @@ def mapping_lines(rows: Iterable[Row]) -> list[MappingLine]:
     lines = []
     for group in groups.values():
         first = group[0]
-        sources = zip(*(map(_show_source, row.sources) for row in group), strict=True)
+        sources = zip(*(map(_source_name, row.sources) for row in group), strict=True)
         cut_by = "ETP" if ".experts." in first.key else "TP"
         line = MappingLine(
             hf=tuple(map(_fold_names, sources)),
@@ -252,7 +254,7 @@ def mapping_lines(rows: Iterable[Row]) -> list[MappingLine]:
             mcore=_fold_names([row.key for row in group]),
             shape=first.shape,
             stacked=first.global_shape[: len(first.offset)],
-            transform=describe(first.rearrangement),
+            transform=transform_name(first.rearrangement),
             tp_axis=first.tp_axis,
             tp_parts=first.tp_parts,
             cut_by=None if first.tp_axis is None else cut_by,
@@ -262,7 +264,7 @@ def mapping_lines(rows: Iterable[Row]) -> list[MappingLine]:
     return lines
 
 
-def describe(rearrangement: Rearrangement) -> str:
+def transform_name(rearrangement: Rearrangement) -> str:
     """Return the name of the transform, in a few words."""
     if rearrangement.transposed:
         return "transpose"
@@ -277,7 +279,7 @@ def describe(rearrangement: Rearrangement) -> str:
     return f"interleave rows in {groups} groups"
 
 
-def _show_source(source: SourceTensor) -> str:
+def _source_name(source: SourceTensor) -> str:
     """Return the name, with the rows if the piece is a part of the tensor of that name."""
     if source.rows is None or source.alone:
         return source.name
@@ -434,11 +436,11 @@ def inspect_adapter(path: str | Path, hf_config: str | Path | None = None) -> Ad
     roles: Roles | None = None
     notes: tuple[str, ...] = ()
     if base is None:
-        keys = Counter((_pattern(key), shape) for key, shape in file.shapes.items())
+        keys = Counter((_with_stars(key), shape) for key, shape in file.shapes.items())
         parts = [AdapterPart(key, n, None, None, (shape,)) for (key, shape), n in keys.items()]
     else:
         adapter = read_adapter(path, base)
-        parts = _parts(adapter)
+        parts = _adapter_parts(adapter)
         architecture = Architecture.from_hf(base)
         notes = (*adapter.notes, *vllm_notes(adapter, architecture))
         if any(".mlp.experts." in name for name in adapter.factors):
@@ -480,16 +482,18 @@ def require_base(config: AdapterConfig, hf_config: str | Path | None) -> Path:
     return base
 
 
-def _parts(adapter: Adapter) -> list[AdapterPart]:
+def _adapter_parts(adapter: Adapter) -> list[AdapterPart]:
+    """Group parameters that differ only in numbers of their names."""
     alike: Counter[tuple[str, int | None, float | None, tuple[Shape, ...]]] = Counter()
     for name, f in adapter.factors.items():
-        alike[_pattern(name), f.r, f.scaling, (tuple(f.a.shape), tuple(f.b.shape))] += 1
+        alike[_with_stars(name), f.r, f.scaling, (tuple(f.a.shape), tuple(f.b.shape))] += 1
     for name, tensor in adapter.saved.items():
-        alike[f"{_pattern(name)} (whole)", None, None, (tuple(tensor.shape),)] += 1
+        alike[f"{_with_stars(name)} (whole)", None, None, (tuple(tensor.shape),)] += 1
     return [AdapterPart(name, n, r, s, shapes) for (name, r, s, shapes), n in alike.items()]
 
 
-def _pattern(name: str) -> str:
+def _with_stars(name: str) -> str:
+    """Return `name` with ``*`` for each number between dots."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Factors, add_update, write_adapter
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig, Slot, apply
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig, Slot, apply_with_peft
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes
@@ -106,7 +106,8 @@ def save_hf(
     tensors = exporter.tensors | copied
     files = shards.plan_shards(tensors, shards.parse_size(max_shard_size))
     with ExitStack() as stack:
-        stage = run_together(lambda: _prepare(stack, path, files, force), path)
+        stage = run_together(lambda: _create_shards(stack, path, files, force), path)
+        # Only the first rank has a stage; the others learn its folder.
         first: list[Any] = [stage and stage.tree]
         dist.broadcast_object_list(first)
         thread = stack.enter_context(ThreadPoolExecutor(1))
@@ -119,7 +120,7 @@ def save_hf(
             # `exception` waits for the previous bucket, which bounds the memory. After an error the
             # rank writes no more, but still joins the collectives.
             if writing is None or writing.exception() is None:
-                writing = thread.submit(_write, first[0], files, gathered)
+                writing = thread.submit(_write_tensors, first[0], files, gathered)
         run_together(lambda: writing and writing.result(), path)
         changes = Changes(labels=unwrap(models)[0].head_labels, files=changed_files or {})
 
@@ -128,7 +129,7 @@ def save_hf(
                 return
             if further is not None:  # it has what the running model has not
                 for name in copied:
-                    _write(stage.tree, files, {name: further.read_tensor(name)})
+                    _write_tensors(stage.tree, files, {name: further.read_tensor(name)})
             copy_companions(hf_config, stage.tree, changes)
             if len(files) > 1:
                 write_durably(stage.tree / INDEX, shards.index_json(files))
@@ -179,6 +180,7 @@ class Gatherer:
         value comes from one rank, so its bits arrive unchanged. With `only`, the result is
         undefined on the other ranks.
         """
+        # The memory ends on a multiple of four values, so that it can be summed as int32.
         sizes = [prod(self.tensors[name].shape) for name in names]
         flat = torch.zeros(
             sum(sizes) + -sum(sizes) % 4, dtype=self.tensors[names[0]].dtype, device=self._device
@@ -219,7 +221,7 @@ class Gatherer:
         return agreed
 
 
-def _write(tree: Path, files: Sequence[shards.Shard], tensors: dict[str, Tensor]) -> None:
+def _write_tensors(tree: Path, files: Sequence[shards.Shard], tensors: dict[str, Tensor]) -> None:
     """Write gathered tensors to their places in the shards."""
     for shard in files:
         names = [name for name in tensors if name in shard.tensors]
@@ -232,7 +234,7 @@ def _write(tree: Path, files: Sequence[shards.Shard], tensors: dict[str, Tensor]
             out.sync()
 
 
-def _prepare(
+def _create_shards(
     stack: ExitStack, path: Path, files: Sequence[shards.Shard], force: bool
 ) -> Staging | None:
     """Create the files at their full size, on the first rank only."""
@@ -287,11 +289,12 @@ def save_adapter(
         BadInput: the first rank cannot write, or the ranks together do not hold the whole adapter;
             raised on every rank.
     """
-    applied = apply(config, hf_config)
+    applied = apply_with_peft(config, hf_config)
     targets = applied.slots
     tied = unwrap(models)[0].architecture.tie_word_embeddings
     saved = {name: shape for name, shape in applied.saved.items() if not (tied and name == LM_HEAD)}
     if tied and LM_HEAD in applied.saved:
+        # A running model has one weight for both, under the name of the embedding.
         saved[INPUT_EMBEDDING] = applied.saved[LM_HEAD]
     tensors = _gather_on_first(models, saved | _factor_shapes(targets))
 
@@ -299,7 +302,7 @@ def save_adapter(
         if dist.get_rank() != 0:
             return
         saved_tensors = {name: tensors[name] for name in saved}
-        factors = _factors(tensors, targets)
+        factors = _named_factors(tensors, targets)
         write_adapter(path, config, factors, saved_tensors, hf_config, force=force)
 
     run_together(write, path)
@@ -358,7 +361,7 @@ def export_merged(
         tensors = weights.gather(bucket)
         adapted = {name: targets[name] for name in bucket if name in targets}
         names = list(_factor_shapes(adapted))
-        updates = _factors(gatherer.gather(names) if names else {}, adapted)
+        updates = _named_factors(gatherer.gather(names) if names else {}, adapted)
         for name, update in updates.items():
             add_update(tensors[name], update, name, swapped=layout == "published")
         yield from tensors.items()
@@ -373,7 +376,10 @@ def _factor_shapes(targets: Mapping[str, Slot]) -> dict[str, Shape]:
     }
 
 
-def _factors(tensors: Mapping[str, Tensor], targets: Mapping[str, Slot]) -> dict[str, Factors]:
+def _named_factors(
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Slot]
+) -> dict[str, Factors]:
+    """Return the factors of each parameter, from tensors named as by `factor_parts`."""
     return {
         name: Factors(tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"], spec.r, spec.scaling)
         for name, spec in targets.items()

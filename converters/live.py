@@ -223,7 +223,7 @@ def hf_parts(
         BadInput: the table does not know a parameter, or has another shape for it.
     """
     for name, row, piece in mcore_pieces(models, values, expert_layout=expert_layout):
-        yield from _parts(row, piece, name)
+        yield from _parts_of_piece(row, piece, name)
 
 
 def mcore_pieces(
@@ -242,8 +242,8 @@ def mcore_pieces(
             if name not in parameters or name.startswith(ADAPTER):
                 continue  # _extra_state, or an adapter, which is not part of the base model
             tensor = values(parameters[name])
-            for piece in _pieces(entry, tensor) if tensor is not None else ():
-                yield name, _row_of(rows, name, piece), piece
+            for piece in _sharded_pieces(entry, tensor) if tensor is not None else ():
+                yield name, _require_row(rows, name, piece), piece
 
 
 def table_of(
@@ -366,7 +366,11 @@ def initialize_factors(models: Models, seed: int) -> None:
             part.local.copy_(values[part.box])
 
 
-def _row_of(rows: Mapping[tuple[str, Shape], Row], parameter: str, piece: ShardedTensor) -> Row:
+def _require_row(
+    rows: Mapping[tuple[str, Shape], Row], parameter: str, piece: ShardedTensor
+) -> Row:
+    """Return the table's row of a piece; raise BadInput if there is none, or of another shape."""
+    # The axes that Megatron puts before the parameter's own are those of layers and experts.
     stacked = piece.global_offset[: piece.prepend_axis_num]
     row = rows.get((piece.key, tuple(stacked)))
     if row is None:
@@ -383,7 +387,7 @@ def _row_of(rows: Mapping[tuple[str, Shape], Row], parameter: str, piece: Sharde
     return row
 
 
-def _pieces(entry: Any, tensor: Tensor) -> Iterator[ShardedTensor]:
+def _sharded_pieces(entry: Any, tensor: Tensor) -> Iterator[ShardedTensor]:
     """Yield the boxes of checkpoint tensors that `tensor` fills: one, or two for a gated linear.
 
     mcore derives the sharding of optimizer states from that of their parameters in the same way.
@@ -394,7 +398,8 @@ def _pieces(entry: Any, tensor: Tensor) -> Iterator[ShardedTensor]:
         yield replace(entry, data=tensor, dtype=tensor.dtype)
 
 
-def _parts(row: Row, piece: ShardedTensor, parameter: str) -> Iterator[Part]:
+def _parts_of_piece(row: Row, piece: ShardedTensor, parameter: str) -> Iterator[Part]:
+    """Yield the parts of Hugging Face tensors that make a box of a row's piece."""
     start, *others = piece.global_offset[piece.prepend_axis_num :]
     length, *widths = piece.local_shape
     columns = tuple(slice(o, o + n) for o, n in zip(others, widths, strict=True))

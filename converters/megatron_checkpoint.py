@@ -26,13 +26,13 @@ from mcore_qwen3vl.converters.mapping.dialects import (
     HYBRID,
     HYBRID_NORM,
     Dialect,
+    dialect_of,
     keys_of_pairs,
-    maker_of,
 )
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, MTP, Row, table, vision_rows
 from mcore_qwen3vl.converters.place import DEFAULT_FORMAT, FORMATS, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
-from mcore_qwen3vl.converters.storage.disk import bring_in
+from mcore_qwen3vl.converters.storage.disk import load_pages
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -93,7 +93,7 @@ class MegatronCheckpoint(ABC):
     ) -> None:
         self.folder, self.index = folder, index
         self.data_files, self.files = data_files, [*others, *data_files]
-        self._chunks = {key: _by_corner(tensor) for key, tensor in index.tensors.items()}
+        self._chunks = {key: _chunks_by_corner(tensor) for key, tensor in index.tensors.items()}
 
     @abstractmethod
     def _read_chunk(self, key: str, chunk: Chunk) -> Tensor:
@@ -179,16 +179,19 @@ class MegatronCheckpoint(ABC):
         return self._read_chunks(row.key, row.offset, start, size).view(size[len(row.offset) :])
 
     def _read_chunks(self, key: str, corner: Shape, start: Shape, size: Shape) -> Tensor:
+        """Return the box at `start`; `corner` is where its chunks are indexed."""
         out: Tensor | None = None
         filled = 0
         chunks = self._chunks[key]
+        # Axes along which chunks are longer are not indexed: a shorter corner finds them.
         while corner and corner not in chunks:
             corner = corner[:-1]
         for chunk in chunks[corner]:
             inside = overlap(Extent(start, size), chunk)
             if inside is None:
                 continue
-            part = bring_in(self._read_chunk(key, chunk)[inside.stored])
+            part = load_pages(self._read_chunk(key, chunk)[inside.stored])
+            # One chunk covers the whole box, and no copy is needed.
             if part.numel() == prod(size):
                 return part
             out = torch.empty(size, dtype=self.dtype(key)) if out is None else out
@@ -207,7 +210,7 @@ def wrong_shape_error(folder: Path, key: str, stored: Shape, wanted: Shape) -> B
     )
 
 
-def _by_corner(tensor: ChunkedTensor) -> dict[Shape, list[Chunk]]:
+def _chunks_by_corner(tensor: ChunkedTensor) -> dict[Shape, list[Chunk]]:
     """Index the chunks by corner: () for all, (layer,), and (layer, expert).
 
     Megatron stores each layer and each expert separately, so a chunk has size 1 on those axes. Its
@@ -359,16 +362,16 @@ class TranslatedCheckpoint(OtherKeys):
             return entry
 
         rows = table(architecture, mtp=True)
-        for fused, parts in dialect.rearranged(rows, architecture):
+        for fused, parts in dialect.rearranged_rows(rows, architecture):
             if (entry := stored_tensor(fused)) is None:
                 continue
             for row in parts:
-                chunks = [*_rows_in(fused, row)]
+                chunks = [*_chunks_of_rows(fused, row)]
                 index.tensors[row.key] = ChunkedTensor(entry.dtype, row.global_shape, chunks)
                 self._rearranged[row.key] = fused.key
         vision = architecture.vision
         for row in vision_rows(vision):
-            theirs = dialect.vision_row(row, vision)
+            theirs = dialect.stored_vision_row(row, vision)
             if theirs == row or (entry := stored_tensor(theirs)) is None:
                 continue
             corner = (0,) * len(row.shape)
@@ -386,7 +389,7 @@ class TranslatedCheckpoint(OtherKeys):
             index.tensors[name] = entry
         self._centred = dialect.centred_keys(rows) & index.tensors.keys()
         super().__init__(stored, index)
-        if any(_is_rounded(stored.tensor(dialect.language + key)) for key in self._centred):
+        if any(_would_be_rounded(stored.tensor(dialect.language + key)) for key in self._centred):
             for key in self._centred:
                 index.tensors[key] = replace(index.tensors[key], dtype=torch.float32)
 
@@ -404,7 +407,7 @@ class TranslatedCheckpoint(OtherKeys):
         return row.to_mcore(*theirs.to_hf(values))
 
 
-def _rows_in(fused: Row, row: Row) -> Iterator[Chunk]:
+def _chunks_of_rows(fused: Row, row: Row) -> Iterator[Chunk]:
     """Yield the chunks of `row`, whose data's offset is a row of the tensor of `fused`."""
     columns = row.shape[1:]
     for source, start, stop, first in row.rearrangement.placed():
@@ -416,7 +419,7 @@ def _rows_in(fused: Row, row: Row) -> Iterator[Chunk]:
                 yield Chunk(corner, (high - low, *columns), data)
 
 
-def _is_rounded(centred: Tensor) -> bool:
+def _would_be_rounded(centred: Tensor) -> bool:
     """Return whether any weight, which is stored less one, would be rounded in the dtype stored."""
     weight = centred.float() + 1
     return not torch.equal(weight.to(centred.dtype).float(), weight)
@@ -480,7 +483,7 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
     if format.plan is not None:
         require_own_keys(folder, stored.index.tensors)
         return stored
-    dialect = maker_of(folder, stored.index.tensors)
+    dialect = dialect_of(folder, stored.index.tensors)
     if dialect is None:
         try:
             return stack_layers(stored, None, architecture)
@@ -495,7 +498,7 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
 
 def require_own_keys(folder: Path, keys: Iterable[str]) -> None:
     """Raise BadInput if a checkpoint written for one layout has another maker's keys, `keys`."""
-    dialect = maker_of(folder, keys)
+    dialect = dialect_of(folder, keys)
     if dialect is not None:
         title = format_of(identify(folder)).title
         raise BadInput(

@@ -282,13 +282,13 @@ def numbered_iterations(path: Path) -> list[int]:
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
-def _holding(*names: str) -> Callable[[Path], Path | None]:
+def _finder_of(*names: str) -> Callable[[Path], Path | None]:
     """Return a rule's function: whether a folder directly holds a file of one of these names."""
     return lambda path: path if any((path / name).is_file() for name in names) else None
 
 
 def _run_of_adapter(path: Path) -> Path | None:
-    """ms-swift alone writes a tracker beside an adapter."""
+    """Return the adapter's folder above an iteration: ms-swift writes a tracker beside adapters."""
     trained = all((path.parent / name).is_file() for name in (ADAPTER_CONFIG, TRACKER))
     return path.parent if trained and _format_in(path) else None
 
@@ -298,7 +298,7 @@ def _format_in(folder: Path) -> str | None:
     return next((name for name, f in FORMATS.items() if any(folder.glob(f.pattern))), None)
 
 
-def _newest(path: Path) -> str | int | None:
+def _tracked_iteration(path: Path) -> str | int | None:
     """Return what the tracker names, if it can be read."""
     try:
         return read_tracker(path)
@@ -306,34 +306,38 @@ def _newest(path: Path) -> str | int | None:
         return None
 
 
-def _verl_step(path: Path) -> Path:
+def _newest_verl_step(path: Path) -> Path:
     """Return the newest step's folder if `path` is a run of VERL's; other paths unchanged."""
-    newest = _newest(path)
+    newest = _tracked_iteration(path)
     step = path / f"global_step_{newest}"
     return step if isinstance(newest, int) and step.is_dir() else path
 
 
 def _verl_weights(path: Path) -> Path | None:
-    places = [_verl_step(path) / folder for folder in VERL_FOLDERS]
+    places = [_newest_verl_step(path) / folder for folder in VERL_FOLDERS]
     return next((place for place in places if _format_in(place)), None)
 
 
 def _verl_huggingface(path: Path) -> Path | None:
-    places = [(_verl_step(path) / f).parent / VERL_HF_FOLDER for f in VERL_FOLDERS]
+    places = [(_newest_verl_step(path) / f).parent / VERL_HF_FOLDER for f in VERL_FOLDERS]
     return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def _tracked_folder(path: Path) -> Path | None:
-    """ms-swift writes a tracker beside Hugging Face weights, with or without Megatron's."""
-    if not (path / TRACKER).is_file() or _verl_step(path) != path:
+    """Return the folder that the tracker names; None if only Hugging Face's weights are there.
+
+    ms-swift writes a tracker beside Hugging Face weights, with or without Megatron's.
+    """
+    if not (path / TRACKER).is_file() or _newest_verl_step(path) != path:
         return None
-    newest = _newest(path)
+    newest = _tracked_iteration(path)
+    # A tracker that cannot be read still makes a run, whose flaw `identify` notes.
     folder = path if newest is None else path / folder_name(newest)
-    only_beside = newest is not None and not _format_in(folder) and _holding(SINGLE, INDEX)(path)
+    only_beside = newest is not None and not _format_in(folder) and _finder_of(SINGLE, INDEX)(path)
     return None if only_beside else folder
 
 
-def _swift_run(path: Path) -> Path | None:
+def _newest_swift_checkpoint(path: Path) -> Path | None:
     named = ((re.fullmatch(r"checkpoint-(\d+)", f.name), f) for f in path.glob("checkpoint-*"))
     steps = {int(match[1]): f for match, f in named if match and (f / TRACKER).is_file()}
     return steps[max(steps)] if steps else None
@@ -355,16 +359,16 @@ RULES = (
     Rule(
         "an adapter beside weights",
         Kind.ADAPTER,
-        lambda path: _holding(ADAPTER_CONFIG)(path) and _holding(SINGLE, INDEX)(path),
+        lambda path: _finder_of(ADAPTER_CONFIG)(path) and _finder_of(SINGLE, INDEX)(path),
         "{path} holds a whole model and a LoRA adapter, and which is meant is not known. "
         "Move the adapter to a folder of its own.",
     ),
-    Rule("an adapter", Kind.ADAPTER, _holding(ADAPTER_CONFIG), _ADAPTER),
+    Rule("an adapter", Kind.ADAPTER, _finder_of(ADAPTER_CONFIG), _ADAPTER),
     Rule("an iteration of an adapter's run", Kind.ADAPTER, _run_of_adapter, _ADAPTER),
     Rule("an iteration", Kind.MEGATRON, lambda path: path if _format_in(path) else None),
     Rule("a step of VERL's", Kind.MEGATRON, _verl_weights),
     Rule("a run, or a conversion", Kind.MEGATRON, _tracked_folder),
-    Rule("Hugging Face weights", Kind.HUGGINGFACE, _holding(SINGLE, INDEX)),
+    Rule("Hugging Face weights", Kind.HUGGINGFACE, _finder_of(SINGLE, INDEX)),
     Rule(
         "a step of VERL's without Megatron's weights",
         Kind.ELSEWHERE,
@@ -375,10 +379,10 @@ RULES = (
     Rule(
         "a run of ms-swift's",
         Kind.ELSEWHERE,
-        _swift_run,
+        _newest_swift_checkpoint,
         "{path} is a run of ms-swift's, whose checkpoints are below: name {folder}.",
     ),
-    Rule("a config", Kind.CONFIG, _holding(CONFIG)),
+    Rule("a config", Kind.CONFIG, _finder_of(CONFIG)),
     Rule("something else", Kind.UNKNOWN, lambda path: path),
 )
 """The forms that a path may have; the first that fits counts.
@@ -410,7 +414,7 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
     named = HUB_ID.fullmatch(str(source))
     if named is None or identify(source).kind is not Kind.HUB_ID:
         return Path(source)
-    snapshot = _snapshot(named["repo"], named["revision"], weights)
+    snapshot = _download_snapshot(named["repo"], named["revision"], weights)
     if weights and not any(snapshot.glob("*.safetensors")):
         raise BadInput(
             f"{source} is in the Hugging Face cache ({snapshot}) without its safetensors weights. "
@@ -429,7 +433,8 @@ def origin_of(path: Path) -> dict[str, str]:
     return {"path": str(path)}
 
 
-def _snapshot(repo: str, revision: str | None, weights: bool) -> Path:
+def _download_snapshot(repo: str, revision: str | None, weights: bool) -> Path:
+    """Return the folder of a hub repository in the cache, after fetching what it lacks."""
     from huggingface_hub import constants, errors, snapshot_download
 
     patterns = [*SMALL, *(["*.safetensors"] if weights else [])]

@@ -55,7 +55,7 @@ from mcore_qwen3vl.converters.storage.archive import (
     write_archive,
 )
 from mcore_qwen3vl.converters.storage.boxes import Shape, are_exact_cover
-from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in, map_file
+from mcore_qwen3vl.converters.storage.disk import DirectFile, load_pages, map_file
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_special_files
 
@@ -81,7 +81,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         self._sums = Sums()
         self._tensors: dict[Chunk, Tensor] = {}
         for chunk in chunks:
-            self._view(chunk.data)
+            self._map_range(chunk.data)
         for key in self.model_keys():
             if not are_exact_cover(self.index.tensors[key].chunks, self.index.tensors[key].shape):
                 raise self._unfilled_error(key)
@@ -107,9 +107,9 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             return known
         where = f"{self.folder / chunk.data.file}: the data of {key} at {list(chunk.offsets)}"
         try:
-            view = self._view(chunk.data)
+            view = self._map_range(chunk.data)
             for end in (view[:ENDS], view[-ENDS:]):
-                bring_in(torch.frombuffer(end, dtype=torch.uint8))
+                load_pages(torch.frombuffer(end, dtype=torch.uint8))
             tensor = read_tensor(view, self._sums)
             if self.checks:
                 self._sums.check(tensor)
@@ -123,7 +123,8 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         self._tensors[chunk] = tensor
         return tensor
 
-    def _view(self, place: FileRange) -> memoryview:
+    def _map_range(self, place: FileRange) -> memoryview:
+        """Return the bytes of a range, of a file that is mapped once."""
         file = self.folder / place.file
         try:
             mapped = self._mapped.get(place.file) or map_file(file)
@@ -141,6 +142,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
 
 
 def _check_backend(folder: Path) -> None:
+    """Raise BadInput unless ``metadata.json`` names the format and the version that are read."""
     file = folder / "metadata.json"
     try:
         content = parse_json(file.read_bytes())
@@ -253,7 +255,7 @@ def read_metadata(folder: Path) -> CheckpointIndex:
     refuse_special_files(folder)
     file = folder / METADATA
     try:
-        return _index(loads_metadata(file.read_bytes()))
+        return _index_of(loads_metadata(file.read_bytes()))
     except Refused as error:
         raise refusal_error(file, error) from None
     except FileNotFoundError:
@@ -286,7 +288,10 @@ def guard_reads() -> None:
 
 @cache
 def _own_state_methods() -> tuple[Any, Any]:
-    """Return the ``__getstate__`` and ``__setstate__`` that torch's ``TensorProperties`` has."""
+    """Return the ``__getstate__`` and ``__setstate__`` that torch's ``TensorProperties`` has.
+
+    They are looked up once, since `_keep_to_old_fields` then replaces them.
+    """
     from torch.distributed.checkpoint.metadata import TensorProperties
 
     return TensorProperties.__getstate__, TensorProperties.__setstate__
@@ -331,7 +336,7 @@ class _Admitting(pickle.Unpickler):
     """An unpickler that builds torch's own classes, but only those that `_Unpickler` admits."""
 
     def find_class(self, module: str, name: str) -> Any:
-        _record_of(module, name)
+        _stand_in_of(module, name)  # raises Refused for what is not admitted
         return super().find_class(CALLED.get(module, module), name)
 
 
@@ -384,10 +389,10 @@ CALLED = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "p
 
 class _Unpickler(RestrictedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
-        return _record_of(module, name)
+        return _stand_in_of(module, name)
 
 
-def _record_of(module: str, name: str) -> Any:
+def _stand_in_of(module: str, name: str) -> Any:
     """Return the stand-in for a class or function; raise Refused if no sound file names it."""
     if (stand_in := STAND_INS.get((CALLED.get(module, module), name))) is not None:
         return stand_in
@@ -400,10 +405,11 @@ def _is_record(value: Any, name: str) -> bool:
     return isinstance(value, Record) and type(value).__name__ == name
 
 
-def _index(metadata: Any) -> CheckpointIndex:
+def _index_of(metadata: Any) -> CheckpointIndex:
+    """Make the index of unpickled metadata; raise one of `FAILURES` if they are damaged."""
     if not (_is_record(metadata, "Metadata") or _is_record(metadata, "MCoreMetadata")):
         raise pickle.UnpicklingError("it does not hold a Metadata object")
-    ranges = _ranges(metadata["storage_data"])
+    ranges = _ranges_in(metadata["storage_data"])
     index = CheckpointIndex()
     for key, described in metadata["state_dict_metadata"].items():
         if _is_record(described, "BytesStorageMetadata"):
@@ -415,14 +421,16 @@ def _index(metadata: Any) -> CheckpointIndex:
     return index
 
 
-def _ranges(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], FileRange]:
+def _ranges_in(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], FileRange]:
     """Return the range of each chunk and object, after checking that no two ranges overlap."""
     ranges: dict[tuple[str, Shape | None], FileRange] = {}
     for at, info in storage.items():
         key, offset = at["fqn"], at.state.get("offset")
         if not isinstance(key, str):
             raise pickle.UnpicklingError("a key that is not text")
-        known = ranges.setdefault((key, offset and _shape(offset)), file_range := _read_range(info))
+        known = ranges.setdefault(
+            (key, offset and _require_shape(offset)), file_range := _read_range(info)
+        )
         if known is not file_range:
             raise pickle.UnpicklingError(f"{key:.100} is in two places")
     ordered = sorted((r for r in ranges.values() if r.length), key=lambda r: (r.file, r.offset))
@@ -433,12 +441,13 @@ def _ranges(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], FileRa
 
 
 def _chunked_tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -> ChunkedTensor:
+    """Make the index entry of a tensor, after checking that its chunks lie inside it."""
     dtype = described["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError(f"{key} has no dtype")
-    tensor = ChunkedTensor(dtype, _shape(described["size"]))
+    tensor = ChunkedTensor(dtype, _require_shape(described["size"]))
     for chunk in described["chunks"]:
-        offsets, sizes = _shape(chunk["offsets"]), _shape(chunk["sizes"])
+        offsets, sizes = _require_shape(chunk["offsets"]), _require_shape(chunk["sizes"])
         inside = len(offsets) == len(sizes) == len(tensor.shape) and all(
             at + n <= extent for at, n, extent in zip(offsets, sizes, tensor.shape, strict=True)
         )
@@ -449,6 +458,7 @@ def _chunked_tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -
 
 
 def _read_range(info: Record) -> FileRange:
+    """Return where data lie; raise UnpicklingError for a file elsewhere or compressed data."""
     file, offset, length = info["relative_path"], info["offset"], info["length"]
     if not isinstance(file, str) or file != PurePosixPath(file).name or file in ("", "..", "."):
         raise pickle.UnpicklingError(
@@ -461,7 +471,7 @@ def _read_range(info: Record) -> FileRange:
     return FileRange(file, offset, length)
 
 
-def _shape(value: Any) -> Shape:
+def _require_shape(value: Any) -> Shape:
     if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
         raise pickle.UnpicklingError(f"a {type(value).__name__} that is not a shape")
     return value

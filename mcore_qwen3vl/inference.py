@@ -143,7 +143,7 @@ def adapter_for(
                 f"uses: `score {checkpoint} DATA --lora {lora} --task {used_by}`."
             )
     if os.environ.get("RANK", "0") == "0":
-        for note in adapter.other_base(checkpoint):
+        for note in adapter.other_base_notes(checkpoint):
             console.messages.print(f"warning: {console.plain(note)}", soft_wrap=True)
     return adapter
 

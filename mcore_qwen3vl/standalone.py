@@ -165,7 +165,7 @@ def prepare_batch(
         try:
             raw = RawSample(**common, record=record, folder=MediaFolder(Path.cwd(), {}), source=0)
             plan = preparation.plan(raw)
-            plans[name] = replace(plan, pixels=preparation.pixels(plan, raw.source))
+            plans[name] = replace(plan, pixels=preparation.load_pixels(plan, raw.source))
         except (BadSample, OverlongSample) as error:
             raise BadInput(f"{name.capitalize()} cannot be used: {error}") from error
     if not plans:

@@ -15,7 +15,7 @@ from mcore_qwen3vl.converters.legacy.legacy_checkpoint import open_ranks
 from mcore_qwen3vl.data.config import parse_sources
 from mcore_qwen3vl.data.loading.readers import TableReader, write_index
 from mcore_qwen3vl.data.records.reading import time_limit
-from mcore_qwen3vl.data.scores import References, facts_of, file_digest, scores_of
+from mcore_qwen3vl.data.scores import References, facts_file_of, file_digest, scores_file_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.training.arguments.checks import check_early
@@ -122,12 +122,12 @@ def _mixture(folder: Path) -> None:
 def _scores(folder: Path) -> None:
     data = folder / "a.jsonl"
     data.write_text("{}\n")
-    facts_of(scores_of(data)).write_text(DEEP)
-    scores_of(data).write_text(DEEP)
+    facts_file_of(scores_file_of(data)).write_text(DEEP)
+    scores_file_of(data).write_text(DEEP)
     with pytest.raises(BadInput, match="nested too deeply"):
         References(data)
     facts = {"settings": {"data": file_digest(data), "temperature": 1}}
-    facts_of(scores_of(data)).write_text(json.dumps(facts))
+    facts_file_of(scores_file_of(data)).write_text(json.dumps(facts))
     References(data)
 
 

@@ -37,10 +37,10 @@ from mcore_qwen3vl.converters.adapters.config import (
     Applied,
     HFConfig,
     Slot,
-    apply,
+    apply_with_peft,
     config_content,
     labels_of,
-    unused_names,
+    unused_name_notes,
 )
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.hf.shards import FLOATS, SafetensorsFile
@@ -48,7 +48,7 @@ from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, ref
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, origin_of
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.disk import bring_in
+from mcore_qwen3vl.converters.storage.disk import load_pages
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, cast, dtype_name
 from mcore_qwen3vl.converters.storage.staging import staging, write_durably
 from mcore_qwen3vl.errors import BadInput
@@ -104,14 +104,14 @@ class Adapter:
     notes: tuple[str, ...] = ()
     labels: Labels | None = None
 
-    def tensors(self) -> dict[str, Tensor]:
+    def factor_tensors(self) -> dict[str, Tensor]:
         """Return all factors, as ``PARAMETER.lora_A`` and ``PARAMETER.lora_B``."""
         named: dict[str, Tensor] = {}
         for name, factors in self.factors.items():
             named |= {f"{name}.lora_A": factors.a, f"{name}.lora_B": factors.b}
         return named
 
-    def other_base(self, base: Path) -> list[str]:
+    def other_base_notes(self, base: Path) -> list[str]:
         """Return a note if the adapter names another model that is on this machine.
 
         The checkpoint that `base` was converted from is no other model.
@@ -140,7 +140,7 @@ def some_of(names: list[str]) -> str:
     return ", ".join(name[:200] for name in names[:SHOWN]) + more
 
 
-def swap(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def swap_roles(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Convert factors of fused experts to the other roles; exact, and its own inverse.
 
     From `a` (E*r, n) and `b` (m, r*E) they are (E*r, m) and (n, r*E), contiguous.
@@ -200,12 +200,12 @@ def find_roles(
     return possible.pop()
 
 
-def product(a: Tensor, b: Tensor, scaling: float) -> Tensor:
+def scaled_product(a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Compute s·B·A in float32: (out, in) from (r, in) and (out, r)."""
     return (b.float() @ a.float()).mul_(scaling)
 
 
-def of_expert(factors: Factors, index: int) -> tuple[Tensor, Tensor]:
+def factors_of_expert(factors: Factors, index: int) -> tuple[Tensor, Tensor]:
     """Return A (r, in) and B (out, r) of one of the fused experts."""
     rows = slice(index * factors.r, (index + 1) * factors.r)
     experts = factors.a.shape[0] // factors.r
@@ -233,12 +233,16 @@ def add_update(weight: Tensor, factors: Factors, name: str, *, swapped: bool) ->
     """
     if weight.ndim == 3:
         experts = weight.mT if swapped else weight
-        parts = [(expert, *of_expert(factors, index)) for index, expert in enumerate(experts)]
+        parts = [
+            (expert, *factors_of_expert(factors, index)) for index, expert in enumerate(experts)
+        ]
     else:
         chunks = row_chunks(*weight.shape)
         parts = [(weight[rows], factors.a, factors.b[rows]) for rows in chunks]
     for part, a, b in parts:
-        part.copy_(cast(product(a, b, factors.scaling).add_(part.float()), weight.dtype, name))
+        part.copy_(
+            cast(scaled_product(a, b, factors.scaling).add_(part.float()), weight.dtype, name)
+        )
 
 
 PICKLE = "adapter_model.bin"
@@ -264,18 +268,19 @@ def unused_of_adapter(path: str | Path, base: str | Path | None = None) -> list[
         BadInput: see :meth:`.config.AdapterConfig.from_file`.
     """
     unused = AdapterConfig.from_file(path).unused
+    # Without a base the folder is compared with itself, which finds nothing.
     folders = Path(path), Path(base or path)
     if not all(folder.is_dir() for folder in folders):
         return unused
     for name in OF_TOKENS:
-        here, there = (_content(folder / name) for folder in folders)
+        here, there = (_parsed_content(folder / name) for folder in folders)
         if here is not None and here != there:
             why = "the base has none" if there is None else "it differs from the base's"
             unused.append(Unused("the adapter's folder", name, f"{why}, and only the base counts"))
     return unused
 
 
-def _content(file: Path) -> Any:
+def _parsed_content(file: Path) -> Any:
     """Return what a file says, whatever its spaces and order; None if there is none."""
     if not file.is_file():
         return None
@@ -300,8 +305,8 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     """
     path = Path(path)
     config = AdapterConfig.from_file(path)
-    content = _with_labels(path, config, hf_config)
-    applied = apply(config, content, linear_router=True)
+    content = _config_with_labels(path, config, hf_config)
+    applied = apply_with_peft(config, content, linear_router=True)
     file = path / WEIGHTS
     tensors = AdapterFile(path)
     keys = {f"{PREFIX}{name}": name for name in applied.saved}  # of the tensors stored whole
@@ -310,14 +315,15 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     _require_keys(file, set(tensors.shapes), keys, applied)
     stored = find_roles(applied.slots, tensors.shapes, roles, str(file))
     factors = {
-        name: _factors(name, slot, tensors, stored, file) for name, slot in applied.slots.items()
+        name: _read_factors(name, slot, tensors, stored, file)
+        for name, slot in applied.slots.items()
     }
     saved = {
-        name: _check_saved(name, tensors.read_tensor(key), whole_shape(name, applied), file)
+        name: _checked_saved(name, tensors.read_tensor(key), whole_shape(name, applied), file)
         for key, name in keys.items()
         if key in tensors.shapes
     }
-    notes = [*unused_names(config, applied)]
+    notes = [*unused_name_notes(config, applied)]
     if stored == "swapped":
         notes.append("The factors of fused experts are stored in the swapped roles.")
     router = any(name.endswith(".mlp.gate.weight") for name in applied.slots)
@@ -330,7 +336,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     return Adapter(config, factors, saved, stored, tuple(notes), labels)
 
 
-def _with_labels(path: Path, config: AdapterConfig, hf_config: HFConfig) -> dict[str, Any]:
+def _config_with_labels(path: Path, config: AdapterConfig, hf_config: HFConfig) -> dict[str, Any]:
     """Return the model's config; if the adapter has a head and names its labels, with these."""
     content = config_content(hf_config)
     head_config = path / "config.json"
@@ -370,7 +376,7 @@ class AdapterFile:
     def read_tensor(self, key: str) -> Tensor:
         """Return the tensor under `key`, a view of the file."""
         try:
-            tensor = bring_in(self._tensors.tensor(key))
+            tensor = load_pages(self._tensors.tensor(key))
         except OSError as error:
             raise BadInput(f"{self._file} cannot be read: {error}.") from None
         if not all_finite(tensor):
@@ -407,7 +413,8 @@ def _require_keys(file: Path, keys: set[str], saved: Mapping[str, str], applied:
         )
 
 
-def _factors(name: str, slot: Slot, tensors: AdapterFile, roles: Roles, file: Path) -> Factors:
+def _read_factors(name: str, slot: Slot, tensors: AdapterFile, roles: Roles, file: Path) -> Factors:
+    """Read one parameter's factors in the canonical roles; raise BadInput for a wrong shape."""
     fused = len(slot.base) == 3
     pairs = ((slot.a_key, slot.a_shape), (slot.b_key, slot.b_shape))
     for key, shape in () if fused else pairs:  # `find_roles` has checked fused experts
@@ -419,11 +426,11 @@ def _factors(name: str, slot: Slot, tensors: AdapterFile, roles: Roles, file: Pa
             )
     a, b = tensors.read_tensor(slot.a_key), tensors.read_tensor(slot.b_key)
     if fused and roles == "swapped":
-        a, b = swap(a, b, slot.base[0])
+        a, b = swap_roles(a, b, slot.base[0])
     return Factors(a, b, slot.r, slot.scaling)
 
 
-def _check_saved(name: str, tensor: Tensor, shape: Shape, file: Path) -> Tensor:
+def _checked_saved(name: str, tensor: Tensor, shape: Shape, file: Path) -> Tensor:
     """Check a whole parameter; swap the last two axes of experts of transformers 4.57."""
     if tuple(tensor.shape) == shape:
         return tensor
@@ -463,9 +470,11 @@ def write_adapter(
             not set, or is not an adapter; or writing failed, in which case nothing is left.
     """
     config.require_supported()
-    applied = apply(config, hf_config, linear_router=True)
+    applied = apply_with_peft(config, hf_config, linear_router=True)
     tied = Architecture.from_hf(config_content(hf_config)).tie_word_embeddings
-    tensors = dict(_checked_tensors(applied, factors, _with_tied(saved, applied, tied), roles))
+    tensors = dict(
+        _checked_tensors(applied, factors, _with_both_embeddings(saved, applied, tied), roles)
+    )
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         # PEFT too stores the names that it matches; releases differ on them.
         config = replace(config, target_modules=applied.spelled_out)
@@ -485,7 +494,9 @@ def write_adapter(
             raise BadInput(f"{target} cannot be written: {error!s:.200}.") from error
 
 
-def _with_tied(saved: Mapping[str, Tensor], applied: Applied, tied: bool) -> dict[str, Tensor]:
+def _with_both_embeddings(
+    saved: Mapping[str, Tensor], applied: Applied, tied: bool
+) -> dict[str, Tensor]:
     """Return `saved` with both of the tied embeddings if only one of them was given."""
     embeddings = {LM_HEAD, INPUT_EMBEDDING} & saved.keys()
     if not tied or len(embeddings) != 1 or not {LM_HEAD, INPUT_EMBEDDING} <= applied.saved.keys():
@@ -516,7 +527,7 @@ def _checked_tensors(
                 f"them {list(slot.a_shape)} and {list(slot.b_shape)}."
             )
         if len(slot.base) == 3 and roles == "swapped":
-            a, b = swap(a, b, slot.base[0])
+            a, b = swap_roles(a, b, slot.base[0])
         yield slot.a_key, _storable(a, memory)
         yield slot.b_key, _storable(b, memory)
     for name, tensor in saved.items():

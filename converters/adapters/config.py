@@ -190,19 +190,19 @@ class AdapterConfig:
         if not self.names_a_linear_router or selects:
             return self
         modules = self.target_modules or ()
-        routers = {f"{_spell_out(name)}.weight" for name in modules if _is_router(name)}
+        routers = {f"{_spelled_out(name)}.weight" for name in modules if _is_router(name)}
         ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
         return replace(
             self,
             target_modules=tuple(name for name in modules if not _is_router(name)),
             target_parameters=(*(self.target_parameters or ()), *sorted(routers)),
-            rank_pattern={_router_pattern(key): rank for key, rank in ranks.items()},
-            alpha_pattern={_router_pattern(key): alpha for key, alpha in alphas.items()},
+            rank_pattern={_as_parameter_pattern(key): rank for key, rank in ranks.items()},
+            alpha_pattern={_as_parameter_pattern(key): alpha for key, alpha in alphas.items()},
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the file, ready for JSON."""
-        known = {name: _plain(getattr(self, name)) for name in _FIELDS}
+        known = {name: _as_json(getattr(self, name)) for name in _FIELDS}
         return {**REST, **self.raw, **known}
 
     def to_json(self) -> str:
@@ -210,7 +210,8 @@ class AdapterConfig:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
+    """Return a field's value with JSON's lists and objects in place of tuples and mappings."""
     if isinstance(value, tuple):
         return list(value)
     return dict(value) if isinstance(value, Mapping) else value
@@ -220,45 +221,45 @@ def _is_number_within(value: Any, low: float, high: float) -> bool:
     return type(value) in (int, float) and low <= value <= high
 
 
-def _rank(value: Any) -> bool:
+def _is_rank(value: Any) -> bool:
     return type(value) is int and 1 <= value <= MOST
 
 
-def _pattern(value: Any, good: Callable[[Any], bool]) -> bool:
+def _is_pattern(value: Any, good: Callable[[Any], bool]) -> bool:
     return value is None or (isinstance(value, dict) and all(map(good, value.values())))
 
 
-def _layers(value: Any) -> bool:
+def _are_layers(value: Any) -> bool:
     numbers = value if isinstance(value, list) else [value]
     return value is None or all(type(n) is int and n >= 0 for n in numbers)
 
 
-def _names(value: Any) -> bool:
+def _are_names(value: Any) -> bool:
     listed = isinstance(value, list) and all(isinstance(name, str) and name for name in value)
     return value is None or listed
 
 
-def _selection(value: Any) -> bool:
-    return isinstance(value, str) or _names(value)
+def _is_selection(value: Any) -> bool:
+    return isinstance(value, str) or _are_names(value)
 
 
-def _alpha(value: Any) -> bool:
+def _is_alpha(value: Any) -> bool:
     return _is_number_within(value, -1e6, 1e6)
 
 
 _FIELDS: dict[str, Callable[[Any], bool]] = {
-    "r": _rank,
-    "lora_alpha": _alpha,
+    "r": _is_rank,
+    "lora_alpha": _is_alpha,
     "lora_dropout": lambda value: _is_number_within(value, 0, 1),
     "use_rslora": lambda value: isinstance(value, bool),
-    "target_modules": _selection,
-    "target_parameters": _names,
-    "rank_pattern": lambda value: _pattern(value, _rank),
-    "alpha_pattern": lambda value: _pattern(value, _alpha),
-    "exclude_modules": _selection,
-    "layers_to_transform": _layers,
-    "layers_pattern": _selection,
-    "modules_to_save": _names,
+    "target_modules": _is_selection,
+    "target_parameters": _are_names,
+    "rank_pattern": lambda value: _is_pattern(value, _is_rank),
+    "alpha_pattern": lambda value: _is_pattern(value, _is_alpha),
+    "exclude_modules": _is_selection,
+    "layers_to_transform": _are_layers,
+    "layers_pattern": _is_selection,
+    "modules_to_save": _are_names,
     "ensure_weight_tying": lambda value: isinstance(value, bool),
 }
 """The fields that are attributes of `AdapterConfig`, with a check of each one's value in a file.
@@ -273,12 +274,12 @@ def _is_router(name: object) -> bool:
     return isinstance(name, str) and (name == "gate" or name.endswith(".gate"))
 
 
-def _spell_out(name: str) -> str:
+def _spelled_out(name: str) -> str:
     return "mlp.gate" if name == "gate" else name
 
 
-def _router_pattern(key: str) -> str:
-    return f"{_spell_out(key)}.weight" if _is_router(key) else key
+def _as_parameter_pattern(key: str) -> str:
+    return f"{_spelled_out(key)}.weight" if _is_router(key) else key
 
 
 Preset = Literal["language", "language-aligner", "all"]
@@ -303,7 +304,7 @@ class Targets(NamedTuple):
     parameters: tuple[str, ...] | None
 
 
-def preset(name: str, architecture: Architecture) -> Targets:
+def preset_targets(name: str, architecture: Architecture) -> Targets:
     """Return PEFT's names for a preset.
 
     Parts that the model lacks are not named, since a target that matches nothing is an error.
@@ -384,7 +385,9 @@ class Applied:
     spelled_out: tuple[str, ...] | None
 
 
-def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = False) -> Applied:
+def apply_with_peft(
+    config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = False
+) -> Applied:
     """Apply the adapter's config to the model with PEFT, on the meta device.
 
     Args:
@@ -430,7 +433,8 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
         except Exception as error:  # PEFT's checks raise exceptions of many classes
             text = " ".join(str(error).split())
             raise BadInput(
-                f"PEFT does not apply this adapter's config to the model: {text:.600}{_hint(text)}"
+                f"PEFT does not apply this adapter's config to the model: {text:.600}"
+                f"{_target_parameters_hint(text)}"
             ) from None
     order = {name: at for at, name in enumerate(parameters)}
     slots = dict(sorted(_slots(wrapped), key=lambda named: order[named[0]]))
@@ -493,6 +497,7 @@ def lora_layers(wrapped: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _slots(wrapped: Any) -> Iterator[tuple[str, Slot]]:
+    """Yield name and slot of each adapted parameter; raise BadInput for one not supported."""
     for path, name, layer in lora_layers(wrapped):
         if not ADAPTED.fullmatch(name):
             raise _unsupported_error(name)
@@ -519,7 +524,8 @@ def _unsupported_error(name: str) -> BadInput:
     return BadInput(f"LoRA on {name} is not supported. {remedy}")
 
 
-def _hint(text: str) -> str:
+def _target_parameters_hint(text: str) -> str:
+    """Return what to name in ``target_parameters`` if PEFT's message `text` asks for it, or ""."""
     if "TopKRouter" in text or "'gate'" in text:
         return " The router is a parameter here: name mlp.gate.weight in target_parameters."
     if "Experts" in text:
@@ -538,13 +544,13 @@ def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, Slo
             supported (embeddings, the patch embedding, norms); or PEFT refuses the config.
     """
     config.require_supported()
-    applied = apply(config, hf_config)
-    for problem in unused_names(config, applied):
+    applied = apply_with_peft(config, hf_config)
+    for problem in unused_name_notes(config, applied):
         raise BadInput(problem)
     return applied.slots
 
 
-def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
+def unused_name_notes(config: AdapterConfig, applied: Applied) -> Iterator[str]:
     """Yield a sentence for each name in the config without effect; PEFT warns of some at most."""
     adapted = [name.rpartition(".")[0] for name in applied.slots]
     for module in applied.matched:
@@ -554,9 +560,9 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
                 "experts and the router are named in target_parameters."
             )
     if isinstance(config.target_modules, tuple):
-        yield from _unmatched_names("target_modules", config.target_modules, adapted, applied)
+        yield from _unmatched_name_notes("target_modules", config.target_modules, adapted, applied)
     parameters = list(applied.slots)
-    yield from _unmatched_names(
+    yield from _unmatched_name_notes(
         "target_parameters", config.target_parameters or (), parameters, applied
     )
     for name, pattern in (("rank", config.rank_pattern), ("alpha", config.alpha_pattern)):
@@ -565,12 +571,12 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
             rule = re.compile(rf"(.*\.)?({key})$")
             if not any(rule.match(each) for each in (*adapted, *parameters)):
                 yield (
-                    f"{name}_pattern has the key {key!r}, which matches no adapted module or "
+                    f"{name}_is_pattern has the key {key!r}, which matches no adapted module or "
                     "parameter."
                 )
     if isinstance(config.exclude_modules, tuple):
         for name in config.exclude_modules:
-            if not _ends(name, applied.modules):
+            if not _is_end_of_any(name, applied.modules):
                 yield f"exclude_modules names {name!r}, which is not a module of the model."
     layers = config.layers_to_transform
     for layer in (layers,) if isinstance(layers, int) else layers or ():
@@ -585,20 +591,21 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
             yield f"modules_to_save names {name!r}, which is not a module of the model."
 
 
-def _unmatched_names(
+def _unmatched_name_notes(
     field: str, names: Iterable[str], adapted: list[str], applied: Applied
 ) -> Iterator[str]:
+    """Yield a sentence for each of `names` that ends no adapted name, with what it is instead."""
     for name in names:
-        if _ends(name, adapted):
+        if _is_end_of_any(name, adapted):
             continue
         where = ""
-        if field == "target_modules" and _ends(name, applied.parameters):
+        if field == "target_modules" and _is_end_of_any(name, applied.parameters):
             where = " It is a parameter: name it in target_parameters."
-        elif field == "target_parameters" and _ends(name, applied.modules):
+        elif field == "target_parameters" and _is_end_of_any(name, applied.modules):
             where = " It is a module: name it in target_modules, or add .weight."
         yield f"{field} names {name!r}, which matches nothing that PEFT can adapt.{where}"
 
 
-def _ends(name: str, names: Iterable[str]) -> bool:
+def _is_end_of_any(name: str, names: Iterable[str]) -> bool:
     """Return whether `name` is one of `names` or the end of one after a dot, as in PEFT's lists."""
     return any(each == name or each.endswith(f".{name}") for each in names)

@@ -21,10 +21,10 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     Adapter,
     Factors,
     Roles,
-    of_expert,
-    product,
+    factors_of_expert,
     read_adapter,
     row_chunks,
+    scaled_product,
     unused_of_adapter,
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
@@ -100,7 +100,7 @@ def plan_merge(
     if lora.labels:
         form = replace(form, head=replace(head_of(lora.labels), bias=form.head.bias))
     tied = architecture.tie_word_embeddings and form.head.is_language_model
-    untied = tied and _parts_embeddings(lora)
+    untied = tied and _makes_embeddings_differ(lora)
     merged = Merged(checkpoint, lora, architecture, swapped=layout == "published")
     written = replace(architecture, tie_word_embeddings=False) if untied else architecture
     plan = lay_out(
@@ -124,7 +124,7 @@ def plan_merge(
             *reading_notes(checkpoint, wanted),
             *layout_notes(architecture, layout),
             *lora.notes,
-            *lora.other_base(base),
+            *lora.other_base_notes(base),
             *((_UNTIED,) if untied else ()),
         ),
     )
@@ -138,7 +138,7 @@ _UNTIED = (
 )
 
 
-def _parts_embeddings(adapter: Adapter) -> bool:
+def _makes_embeddings_differ(adapter: Adapter) -> bool:
     """Return whether the adapter makes the tied embedding and head of the base differ."""
     if LM_HEAD in adapter.factors:
         return True
@@ -197,8 +197,10 @@ class Merged:
         if factors is None:
             return weight
         if named.index is not None:
-            return product(*of_expert(factors, named.index), factors.scaling).add_(weight)
-        return product(factors.a, factors.b[box], factors.scaling).add_(weight)
+            return scaled_product(*factors_of_expert(factors, named.index), factors.scaling).add_(
+                weight
+            )
+        return scaled_product(factors.a, factors.b[box], factors.scaling).add_(weight)
 
     def _stored_name(self, name: str) -> str:
         tied = self.architecture.tie_word_embeddings and name == LM_HEAD

@@ -46,7 +46,7 @@ def companion_files(path: Path) -> dict[str, Path]:
     """
     files = [
         file
-        for file in _files(path)
+        for file in _files_below(path)
         if file.name not in (INDEX, FORM_FILE) and file.suffix not in WEIGHTS and _is_small(file)
     ]
     refuse_links_out(files, path)
@@ -61,7 +61,7 @@ def unused_files(path: Path) -> list[Unused]:
     :class:`.hf_checkpoint.HuggingFaceCheckpoint` judges.
     """
     unused = {}
-    for file in _files(path):
+    for file in _files_below(path):
         if file.is_dir():
             unused[file] = "a link to a folder"
         elif file.suffix in WEIGHTS and (file.suffix != ".safetensors" or file.parent != path):
@@ -74,7 +74,7 @@ def unused_files(path: Path) -> list[Unused]:
     ]
 
 
-def _files(path: Path) -> list[Path]:
+def _files_below(path: Path) -> list[Path]:
     """Return the files below `path`, sorted, and links to folders, without what is left out."""
     below = []
     for folder, folders, files in path.walk():
@@ -97,7 +97,7 @@ def copy_companions(source: Path, target: Path, changes: Changes) -> None:
         BadInput: the config cannot be read.
         OSError: reading or writing failed.
     """
-    config = changes.config(read_config_file(source))
+    config = changes.changed_config(read_config_file(source))
     for name, file in companion_files(source).items():
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def copy_companions(source: Path, target: Path, changes: Changes) -> None:
         write_durably(copy, file.read_bytes() if changed is None else changed)
 
 
-def digest(file: Path) -> str:
+def sha256_of(file: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
@@ -157,7 +157,7 @@ _PROCESSOR = {
 """What data needs, and the sets of files that each provide it; the set on the hub comes first."""
 
 
-def lacking_processor(folder: Path) -> str | None:
+def lacking_processor_note(folder: Path) -> str | None:
     """Return a sentence on what `folder` lacks to prepare data, and the remedy; None if nothing."""
     lacking: dict[str, tuple[str, ...]] = {}
     for what, choices in _PROCESSOR.items():
@@ -181,7 +181,7 @@ def lacking_processor(folder: Path) -> str | None:
 def require_processor(folder: Path) -> None:
     """Raise BadInput if `folder` lacks what prepares data, or holds a special file."""
     refuse_special_files(folder)
-    if said := lacking_processor(folder):
+    if said := lacking_processor_note(folder):
         raise BadInput(said)
 
 
@@ -194,5 +194,5 @@ def _has_template(file: Path) -> bool:
 
 def processor_notes(folder: Path) -> tuple[str, ...]:
     """Return a conversion's note on missing processor files; empty if none are missing."""
-    lacking = lacking_processor(folder)
+    lacking = lacking_processor_note(folder)
     return (f"Weights and config are converted. {lacking}",) if lacking else ()

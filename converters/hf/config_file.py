@@ -45,7 +45,7 @@ class Changes:
     vocab_size: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
 
-    def config(self, config: Config) -> bytes | None:
+    def changed_config(self, config: Config) -> bytes | None:
         """Return the ``config.json`` for the converted weights, which are never quantised.
 
         None if `config`, which the source weights came with, is right as it is.
@@ -108,6 +108,7 @@ def dumps(config: Config) -> bytes:
 
 
 def _change_to_published(text: Config, vision: Config, family: str) -> None:
+    """Change the sections in place to the form of transformers 4.57."""
     rope = rope_of(text)
     text.pop("rope_parameters", None)
     text["rope_theta"] = rope.pop("rope_theta")
@@ -119,6 +120,7 @@ def _change_to_published(text: Config, vision: Config, family: str) -> None:
 
 
 def _change_to_v5(text: Config, vision: Config, family: str) -> None:
+    """Change the sections in place to the form of transformers 5."""
     text["rope_parameters"] = rope_of(text)
     text.pop("rope_scaling", None)
     text.pop("rope_theta", None)

@@ -21,8 +21,8 @@ from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHe
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import MTP, TEXT, Row, hf_shapes
 from mcore_qwen3vl.converters.place import INDEX, SINGLE, Kind, identify
-from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
-from mcore_qwen3vl.converters.storage.disk import bring_in
+from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, with_explicit_bounds
+from mcore_qwen3vl.converters.storage.disk import load_pages
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_special_files
@@ -78,16 +78,16 @@ class HuggingFaceCheckpoint:
         refuse_special_files(path)
         config = read_config_file(path) if (path / "config.json").exists() else {}
         self.quantization = quantized.declared_quantization(config)
-        index = _index(path)
+        index = _read_index(path)
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
         self.files = [path / file for file in files]
         self._files = {file: SafetensorsFile(path / file) for file in files}
         self.entries: dict[str, TensorHeader] = {}
         for file, tensors in self._files.items():
             for name, (dtype, shape) in tensors.described.items():
-                self._add(file, name, dtype, shape)
+                self._add_entry(file, name, dtype, shape)
         if index is not None:
-            self._compare_with(index)
+            self._require_index_fits(index)
         shapes = {name: entry.shape for name, entry in self.entries.items()}
         family = MODEL_TYPES.get(str(config.get("model_type")), MODEL_TYPES["qwen3_vl"])
         tied, has_vision = ties_embeddings(config), family.has_vision
@@ -113,7 +113,7 @@ class HuggingFaceCheckpoint:
         if (split := self.split.get(name)) is not None:
             return split.take(box, self.read_stored)
         entry = self.headers.get(name) or self.scales[name]
-        return bring_in(self._files[entry.file].tensor(entry.name)[box])
+        return load_pages(self._files[entry.file].tensor(entry.name)[box])
 
     def read_tensor(
         self, name: str, box: Selection = (), dtype: torch.dtype | None = None
@@ -135,7 +135,7 @@ class HuggingFaceCheckpoint:
         stored = self.read_stored(name, box)
         if entry.scale is None:
             return cast(stored, dtype or entry.dtype, name)
-        place = explicit(box, entry.shape)
+        place = with_explicit_bounds(box, entry.shape)
         factors, (rows, columns) = self.read_stored(entry.scale, place[:-2]), place[-2:]
         return quantized.dequantize(stored, factors, rows, columns, dtype or entry.dtype, name)
 
@@ -174,9 +174,9 @@ class HuggingFaceCheckpoint:
                     "was converted."
                 )
         if self.form.head.kind == forms.TIED_COPY:
-            self._compare_tied()
+            self._require_tied_copy()
 
-    def _compare_tied(self) -> None:
+    def _require_tied_copy(self) -> None:
         """Refuse a stored head that is not the embedding to which the config ties it."""
         head = self.read_stored(forms.LM_HEAD)
         embedding = self.read_stored(forms.INPUT_EMBEDDING)
@@ -193,7 +193,8 @@ class HuggingFaceCheckpoint:
                 f"{forms.LM_HEAD}."
             )
 
-    def _add(self, file: str, name: str, stored: str, shape: Shape) -> None:
+    def _add_entry(self, file: str, name: str, stored: str, shape: Shape) -> None:
+        """Add a tensor's header; raise BadInput if it is there twice or its dtype is unknown."""
         if name in self.entries:
             raise BadInput(
                 f"{self.path}: tensor {name} is in both {self.entries[name].file} and {file}. "
@@ -208,7 +209,8 @@ class HuggingFaceCheckpoint:
             )
         self.entries[name] = TensorHeader(name, file, dtype, shape, dtype)
 
-    def _compare_with(self, index: dict[str, str]) -> None:
+    def _require_index_fits(self, index: dict[str, str]) -> None:
+        """Raise BadInput unless the index names exactly the tensors of each file."""
         holders = {name: entry.file for name, entry in self.entries.items()}
         for name in index | holders:
             said, holder = index.get(name), holders.get(name)
@@ -222,6 +224,7 @@ class HuggingFaceCheckpoint:
 
 
 def _only_file(path: Path) -> str:
+    """Return the name of the one file of a checkpoint without an index; raise BadInput if none."""
     if (path / SINGLE).is_file():
         return SINGLE
     if others := sorted(file.name for file in path.glob("*.safetensors")):
@@ -236,7 +239,7 @@ def _only_file(path: Path) -> str:
     )
 
 
-def _index(path: Path) -> dict[str, str] | None:
+def _read_index(path: Path) -> dict[str, str] | None:
     """Return a map from tensor name to file name, or None for a single-file checkpoint."""
     file = path / INDEX
     if not file.exists():
@@ -255,12 +258,12 @@ def _index(path: Path) -> dict[str, str] | None:
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadInput(f"{file} has no tensor in its weight_map. Copy it again.")
     for name, target in weight_map.items():
-        _check_target(file, name, target)
-    _check_shards(file, set(weight_map.values()))
+        _check_shard_name(file, name, target)
+    _check_shard_count(file, set(weight_map.values()))
     return weight_map
 
 
-def _check_shards(index: Path, files: set[str]) -> None:
+def _check_shard_count(index: Path, files: set[str]) -> None:
     """Refuse an index that skips a shard of a set named ``model-00001-of-00007.safetensors``.
 
     Nothing else would show it where the shard holds `LM_HEAD` alone, without which the rest has
@@ -275,7 +278,8 @@ def _check_shards(index: Path, files: set[str]) -> None:
             )
 
 
-def _check_target(index: Path, name: str, target: Any) -> None:
+def _check_shard_name(index: Path, name: str, target: Any) -> None:
+    """Raise BadInput unless the index puts a tensor in a file beside it that exists."""
     safe = isinstance(target, str) and target == PurePosixPath(target).name and "\\" not in target
     if not safe or target in ("", ".", "..") or "\0" in target or len(target) > 255:
         raise BadInput(

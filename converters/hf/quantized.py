@@ -25,7 +25,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import declared_expert_layout
 from mcore_qwen3vl.converters.hf.shards import FLOATS, FP8, TensorHeader
 from mcore_qwen3vl.converters.mapping.table import EXPERT_MATRICES
-from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
+from mcore_qwen3vl.converters.storage.boxes import Selection, with_explicit_bounds
 from mcore_qwen3vl.converters.storage.dtypes import cast, dtype_name
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused import Fields, Unused
@@ -95,6 +95,7 @@ def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None
 
 
 def _declarations(config: Mapping[str, Any]) -> list[Any]:
+    """Return every value that declares a quantisation, at the top level or in a section."""
     sections = (config, config.get("text_config"), config.get("vision_config"))
     keys = ("quantization_config", "compression_config")
     return [
@@ -141,7 +142,7 @@ def pair_factors(
     for name, entry in stored.items():
         if entry.stored == FP8:
             scale = f"{name}{SUFFIX}"
-            _check(name, entry, stored.get(scale), quantization)
+            _check_factors(name, entry, stored.get(scale), quantization)
             tensors[name] = replace(entry, dtype=DEQUANTIZED, scale=scale)
             scales[scale] = tensors.pop(scale)
     for name, entry in tensors.items():
@@ -184,12 +185,13 @@ def dequantize(
     return result
 
 
-def _check(
+def _check_factors(
     name: str,
     entry: TensorHeader,
     factors: TensorHeader | None,
     quantization: Mapping[str, Any] | None,
 ) -> None:
+    """Raise BadInput unless an FP8 tensor is declared as such and has a factor for each block."""
     scale = f"{name}{SUFFIX}"
     if quantization is None:
         raise BadInput(
@@ -236,7 +238,7 @@ class SplitExperts:
 
     def take(self, box: Selection, get: Callable[[str, Selection], Tensor]) -> Tensor:
         """Return `box` of the fused tensor; ``get(name, box)`` reads a box of one matrix."""
-        expert, rows, columns = explicit(box, self.shape)
+        expert, rows, columns = with_explicit_bounds(box, self.shape)
         if self.swapped:
             rows, columns = columns, rows
         if isinstance(expert, int):
@@ -294,6 +296,7 @@ def fuse_experts(
             swapped = declared_expert_layout(config) == "published"
             shape = (len(experts), *((columns, rows) if swapped else (rows, columns)))
             split[name] = SplitExperts(tuple(map(tuple, names)), shape, height, swapped)
+            # The factors of each part are applied when that part is read.
             fused[name] = replace(first, shape=shape, scale=None)
     return fused, split
 

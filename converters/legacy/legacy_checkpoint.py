@@ -91,67 +91,80 @@ class LegacyCheckpoint(MegatronCheckpoint):
             "an expert is missing from a rank's file."
         )
 
-    def _find_parts(self, a: Architecture) -> None:
+    def _find_parts(self, architecture: Architecture) -> None:
         """Fill the index with the parts of each row's tensor in the ranks' files."""
         pp, vpp = range(self.layout.pp), range(self.layout.vpp)
-        pipeline = pipeline_stages([[self._by_tp[rank, 0].layers(vp) for rank in pp] for vp in vpp])
-        self._layers = sum(len(stage.layers) for stage in pipeline)
+        pipeline = pipeline_stages(
+            [[self._by_tp[rank, 0].layer_count(vp) for rank in pp] for vp in vpp]
+        )
+        self._layer_count = sum(len(stage.layers) for stage in pipeline)
         vocabulary = self._by_tp[0, 0].models[0].get(EMBEDDING)
         padded = len(vocabulary) * self.layout.tp if isinstance(vocabulary, Tensor) else 0
-        rows = table(a, expert_layout="published", padded_vocab_size=max(padded, a.vocab_size))
-        shares = share_out(rows, pipeline, tied=a.tie_word_embeddings)
+        rows = table(
+            architecture,
+            expert_layout="published",
+            padded_vocab_size=max(padded, architecture.vocab_size),
+        )
+        shares = rows_by_stage(rows, pipeline, tied=architecture.tie_word_embeddings)
         for stage, stage_rows in zip(pipeline, shares, strict=True):
             known = set()
             for row in stage_rows:
-                for name in self._names(row, stage):
+                for name in self._stored_names(row, stage):
                     known.add(name)
-                    if not (a.tie_word_embeddings and name == OUTPUT):  # the embedding's copy
-                        self._add(row, stage, name)
+                    if not (
+                        architecture.tie_word_embeddings and name == OUTPUT
+                    ):  # the embedding's copy
+                        self._add_parts(row, stage, name)
             self._add_unknown(stage, known)
 
-    def _names(self, row: Row, stage: Stage) -> set[str]:
+    def _stored_names(self, row: Row, stage: Stage) -> set[str]:
         """Return the names of `row` in the files of `stage`: at most one if no file is damaged."""
-        states = [self._file(row, stage, n).models[stage.vp] for n in range(self._count(row))]
+        states = [
+            self._file_of_part(row, stage, n).models[stage.vp] for n in range(self._part_count(row))
+        ]
         names = {local_name(row, stage, self._experts, spec) for spec in get_args(Spec)}
         return {name for name in names if any(name in state for state in states)}
 
-    def _count(self, row: Row) -> int:
+    def _part_count(self, row: Row) -> int:
         """Return how many tensor-parallel parts `row` is stored in; 1 if it is not divided."""
         if row.tp_axis is None:
             return 1
         return self.layout.tp if row.expert is None else self.layout.etp
 
-    def _file(self, row: Row, stage: Stage, part: int) -> RankFile:
+    def _file_of_part(self, row: Row, stage: Stage, part: int) -> RankFile:
         """Return one file with part number `part` of `row`; other files may have copies of it."""
         if row.expert is None:
             return self._by_tp[stage.pp, part]
         return self._by_etp[stage.pp, row.expert // self._experts, part]
 
-    def _add(self, row: Row, stage: Stage, name: str) -> None:
+    def _add_parts(self, row: Row, stage: Stage, name: str) -> None:
         """Add the ranks' parts of `row` to the index, each cut into boxes of the whole."""
-        count = self._count(row)
+        count = self._part_count(row)
         for part in range(count):
-            file = self._file(row, stage, part)
+            file = self._file_of_part(row, stage, part)
             local = file.tensor(stage.vp, name)
             size = [n * count if axis == row.tp_axis else n for axis, n in enumerate(local.shape)]
-            stored = self._entry(row, local, tuple(size), f"{file.path}: {name}")
+            stored = self._index_entry(row, local, tuple(size), f"{file.path}: {name}")
             places = rank_boxes(row, tuple(size), part, count)
             pieces, axis = len(places), row.tp_axis or 0
             cuts = [local] if pieces == 1 else local.tensor_split(pieces, axis)
             for box, values in zip(places, cuts, strict=True):
                 corner = (*row.offset, *(side.start for side in box))
+                # Each stacked axis has size 1 in a chunk. The values are in memory, so no range is
+                # given.
                 values = values[(None,) * len(row.offset)]
                 stored.chunks.append(Chunk(corner, tuple(values.shape), FileRange(FILE, 0, 0)))
                 self._values[row.key, corner] = values
 
-    def _entry(self, row: Row, local: Tensor, shape: Shape, where: str) -> ChunkedTensor:
+    def _index_entry(self, row: Row, local: Tensor, shape: Shape, where: str) -> ChunkedTensor:
         """Return the index entry of the row's tensor, with the shape in the files, not the config.
 
         Raise BadInput if ranks or layers disagree on its dtype or shape.
         """
         stacked = list(row.global_shape[: len(row.offset)])
+        # An axis of layers comes before that of experts: the files say how many there are.
         if len(stacked) > (row.expert is not None):
-            stacked[0] = self._layers
+            stacked[0] = self._layer_count
         global_shape = (*stacked, *shape)
         entry = self.index.tensors.setdefault(row.key, ChunkedTensor(local.dtype, global_shape))
         if (entry.dtype, entry.shape) != (local.dtype, global_shape):
@@ -162,6 +175,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
         return entry
 
     def _add_unknown(self, stage: Stage, known: set[str]) -> None:
+        """List the parameters that no row makes, so that `require` refuses them."""
         for file in self._ranks:
             if file.rank.pp != stage.pp:
                 continue
@@ -190,11 +204,11 @@ def saved_arguments(folder: Path) -> Namespace:
     Raises:
         BadInput: there is no such checkpoint, or it is damaged or holds no arguments.
     """
-    path = _rank_files(folder)[0]
-    return _arguments(load(path), path)
+    path = _paths_of_ranks(folder)[0]
+    return _arguments_in(load(path), path)
 
 
-def _rank_files(folder: Path) -> list[Path]:
+def _paths_of_ranks(folder: Path) -> list[Path]:
     if not (paths := sorted(folder.glob(f"mp_rank_*/{FILE}"))):
         raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is not a legacy checkpoint.")
     return paths
@@ -225,7 +239,7 @@ class RankFile:
             )
         return value
 
-    def layers(self, vp: int) -> int:
+    def layer_count(self, vp: int) -> int:
         """Return the number of decoder layers in chunk `vp`: one more than the highest index."""
         # A larger number is no layer's; it is left over, and refused by its name.
         numbers = (re.match(r"decoder\.layers\.(\d{1,4})\.", name) for name in self.models[vp])
@@ -240,14 +254,14 @@ def open_ranks(folder: Path, sums: Sums | None = None) -> list[RankFile]:
             checkpoints.
     """
     rank_files = []
-    for path in _rank_files(folder):
+    for path in _paths_of_ranks(folder):
         refuse_special_files(path.parent)
         content = load(path, sums=sums)
-        layout = _layout(content, path)
+        layout = _layout_in(content, path)
         models = [
             _named_parameters(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)
         ]
-        rank_files.append(RankFile(path, _rank(path, layout), layout, models))
+        rank_files.append(RankFile(path, _rank_in_path(path, layout), layout, models))
     for file in rank_files:
         if file.layout != rank_files[0].layout:
             raise BadInput(
@@ -277,7 +291,7 @@ def _require_all_ranks(folder: Path, rank_files: list[RankFile]) -> None:
             )
 
 
-def _arguments(content: Any, path: Path) -> Namespace:
+def _arguments_in(content: Any, path: Path) -> Namespace:
     args = content.get("args") if isinstance(content, dict) else None
     if not isinstance(args, Namespace):
         raise BadInput(
@@ -287,8 +301,9 @@ def _arguments(content: Any, path: Path) -> Namespace:
     return args
 
 
-def _layout(content: Any, path: Path) -> Layout:
-    args = _arguments(content, path)
+def _layout_in(content: Any, path: Path) -> Layout:
+    """Return the layout in a rank's file; without experts, EP and ETP are 1."""
+    args = _arguments_in(content, path)
     tp = getattr(args, "tensor_model_parallel_size", None)
     sizes: dict[str, Any] = {
         "tp": tp,
@@ -314,11 +329,12 @@ def _layout(content: Any, path: Path) -> Layout:
     return layout
 
 
-def _rank(path: Path, layout: Layout) -> Rank:
+def _rank_in_path(path: Path, layout: Layout) -> Rank:
     """Parse the rank from the folder's name, whose form depends on the layout."""
     pattern = r"mp_rank_(\d{2,})" + r"_(\d{3,})" * ((layout.pp > 1) + (layout.ep > 1))
     match = re.fullmatch(pattern, path.parent.name)
     numbers = [int(number) for number in match.groups()] if match else []
+    # Without a number the rank is out of range, and refused below.
     tp, *others = numbers or [layout.tp]
     pp = others.pop(0) if others and layout.pp > 1 else 0
     ep = others.pop(0) if others else 0
@@ -330,6 +346,7 @@ def _rank(path: Path, layout: Layout) -> Rank:
 
 
 def _named_parameters(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """Return the state of one virtual stage in a rank's file; raise BadInput without it."""
     state = content.get(key)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         there = ", ".join(_shorten(name) for name in content)
@@ -406,7 +423,7 @@ class Rank:
     pp: int
     ep: int
 
-    def folder(self, layout: Layout) -> str:
+    def folder_name(self, layout: Layout) -> str:
         """Return the name of the rank's folder.
 
         Source: ``megatron.training.checkpointing.get_checkpoint_name``.
@@ -426,9 +443,9 @@ class Rank:
         return self.tp % layout.etp, layout.etp
 
 
-def require_equal_parts(a: Architecture) -> None:
+def require_equal_parts(architecture: Architecture) -> None:
     """Raise BadInput for a model whose tensors a rank does not hold in equal parts of one kind."""
-    if a.delta_net is not None:
+    if architecture.delta_net is not None:
         raise BadInput(
             "The legacy format (--format torch) is neither written nor read for Qwen3.5, whose "
             "delta nets join six tensors of unequal sizes in each rank's file: use torch_dist, "
@@ -438,6 +455,7 @@ def require_equal_parts(a: Architecture) -> None:
 
 def ranks_with_files(layout: Layout) -> list[Rank]:
     """Return one rank per file: the pairs of TP and EP rank that occur in each pipeline stage."""
+    # The pairs repeat after so many ranks.
     numbers = range(lcm(layout.tp, layout.etp * layout.ep))
     pairs = {(n % layout.tp, n // layout.etp % layout.ep) for n in numbers}
     return [Rank(tp, pp, ep) for pp in range(layout.pp) for tp, ep in sorted(pairs)]
@@ -471,7 +489,7 @@ def pipeline_stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
     return pipeline
 
 
-def share_out(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> list[list[Row]]:
+def rows_by_stage(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> list[list[Row]]:
     """Return the rows of each chunk.
 
     If the embedding is tied and the last chunk does not hold it, Megatron gives that chunk a copy
@@ -512,7 +530,7 @@ def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
     return f"{_LAYERS}{layer - stage.layers.start}.{part}"
 
 
-def extra_state(row: Row, name: str, spec: Spec) -> Iterator[str]:
+def extra_state_names(row: Row, name: str, spec: Spec) -> Iterator[str]:
     """Yield the names of the ``_extra_state`` that ``state_dict()`` has beside parameter `name`.
 
     Linear layers and standalone norms have one (FP8 scales; None or empty without FP8). So have

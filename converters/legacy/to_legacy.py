@@ -24,14 +24,14 @@ from mcore_qwen3vl.converters.legacy.legacy_checkpoint import (
     Rank,
     Spec,
     Stage,
-    extra_state,
+    extra_state_names,
     local_name,
     model_key,
     pipeline_stages,
     rank_boxes,
     ranks_with_files,
     require_equal_parts,
-    share_out,
+    rows_by_stage,
 )
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, max_rows
 from mcore_qwen3vl.converters.offline import to_mcore
@@ -92,7 +92,7 @@ class ToLegacy:
         file.parent.mkdir(exist_ok=True)
         models = list(self.models(unit.work[0]))
         with DirectFile(file, create=True) as out:
-            write_archive(out, self._content(models), self._storages(models, advance))
+            write_archive(out, self._state_dict_content(models), self._storages(models, advance))
             out.sync()
         return {"size": file.stat().st_size}
 
@@ -103,17 +103,18 @@ class ToLegacy:
         """Yield the rank's pipeline chunks with their parameters, in the order of the network."""
         for stage, rows in self._pipeline:
             if stage.pp == rank.pp:
-                yield stage, list(self._tensors(stage, rows, rank))
+                yield stage, list(self._local_tensors(stage, rows, rank))
 
     @cached_property
     def _pipeline(self) -> list[tuple[Stage, list[Row]]]:
         a, layout = self.mcore.architecture, self.layout
         counts = [len(layers) for layers in layout.virtual_stages(a.num_hidden_layers)]
         pipeline = pipeline_stages([list(counts) for counts in batched(counts, layout.pp)])
-        shares = share_out(self.rows, pipeline, tied=a.tie_word_embeddings)
+        shares = rows_by_stage(self.rows, pipeline, tied=a.tie_word_embeddings)
         return list(zip(pipeline, shares, strict=True))
 
-    def _tensors(self, stage: Stage, rows: list[Row], rank: Rank) -> Iterator[_LocalTensor]:
+    def _local_tensors(self, stage: Stage, rows: list[Row], rank: Rank) -> Iterator[_LocalTensor]:
+        """Yield the rank's parameters of one pipeline chunk, without other ranks' experts."""
         layout = self.layout
         experts = self.mcore.architecture.num_experts // layout.ep
         for row in rows:
@@ -127,16 +128,17 @@ class ToLegacy:
             shape = tuple(n // size if i == row.tp_axis else n for i, n in enumerate(row.shape))
             yield _LocalTensor(name, row, places, shape, dtype)
 
-    def _content(self, models: _Models) -> dict[str, Any]:
+    def _state_dict_content(self, models: _Models) -> dict[str, Any]:
         """Return what ``megatron.training.checkpointing.generate_state_dict`` would make."""
         content: dict[str, Any] = {"args": Namespace(**self.args)}
         content |= {"checkpoint_version": 3.0, "iteration": 0}
+        # Numbered in the order in which `_storages` yields them.
         numbers = count()
         for stage, tensors in models:
             state: OrderedDict[str, Any] = OrderedDict()
             for tensor in tensors:
                 state[tensor.name] = Described(tensor.dtype, tensor.shape, next(numbers))
-                state |= dict.fromkeys(extra_state(tensor.row, tensor.name, self.spec))
+                state |= dict.fromkeys(extra_state_names(tensor.row, tensor.name, self.spec))
             if stage.last:
                 state["output_layer._extra_state"] = None
             content[model_key(stage.vp, self.layout.vpp)] = state
@@ -145,12 +147,13 @@ class ToLegacy:
     def _storages(
         self, models: _Models, advance: Callable[[int, str], None]
     ) -> Iterator[tuple[int, Iterator[Tensor]]]:
+        """Yield the bytes and the chunks of each tensor; report it once its chunks are written."""
         for _, tensors in models:
             for tensor in tensors:
-                yield tensor.nbytes, self._memory(tensor)
+                yield tensor.nbytes, self._stream_values(tensor)
                 advance(tensor.nbytes, tensor.name)
 
-    def _memory(self, tensor: _LocalTensor) -> Iterator[Tensor]:
+    def _stream_values(self, tensor: _LocalTensor) -> Iterator[Tensor]:
         """Yield the tensor's values in order, in chunks; views of the source where possible."""
         row, source = tensor.row, self.mcore.source
 
@@ -180,11 +183,11 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
     rows = [row for unit in same.units for row in unit.work]
     _check_layout(layout, base, rows)
     divisor = options.get("make_vocab_size_divisible_by", 1)
-    conversion = ToLegacy(base, rows, layout, spec, _arguments(layout, spec, base, divisor))
+    conversion = ToLegacy(base, rows, layout, spec, _loader_arguments(layout, spec, base, divisor))
     files = []
     for rank in ranks_with_files(layout):
         nbytes = sum(tensor.nbytes for _, tensors in conversion.models(rank) for tensor in tensors)
-        files.append(Unit(rank.folder(layout), nbytes, (rank,)))
+        files.append(Unit(rank.folder_name(layout), nbytes, (rank,)))
     checksums = [Unit(f"checksums {unit.name}", 0, unit.work) for unit in same.units]
     return replace(
         same,
@@ -225,7 +228,7 @@ def _check_layout(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
             )
 
 
-def _arguments(layout: Layout, spec: Spec, mcore: ToMcore, divisor: int) -> dict[str, Any]:
+def _loader_arguments(layout: Layout, spec: Spec, mcore: ToMcore, divisor: int) -> dict[str, Any]:
     """Return the arguments that Megatron's loader compares with, or takes from, a checkpoint."""
     a = mcore.architecture
     dtype = mcore.tensors[EMBEDDING].dtype

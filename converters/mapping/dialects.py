@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.mapping.table import (
     LAYERS,
     Row,
     extra_state_keys,
-    shard,
+    shard_suffix,
     unstacked,
     vision_rows,
 )
@@ -115,18 +115,18 @@ class Dialect:
     language: str = LANGUAGE
     hybrid_model: bool = False
 
-    def stored_rows(self, rows: Sequence[Row], a: Architecture) -> Iterator[Row]:
+    def stored_rows(self, rows: Sequence[Row], architecture: Architecture) -> Iterator[Row]:
         """Yield how the dialect stores what `rows`, rows of the table, store.
 
         A row that joins several stands in the place of the first of them.
         """
         rearranged, in_others = {}, set()
-        for fused, parts in self.rearranged(rows, a):
+        for fused, parts in self.rearranged_rows(rows, architecture):
             rearranged[parts[0].key] = fused
             in_others |= {row.key for row in parts[1:]}
         for row in rows:
             if row.key.startswith(_VISION):
-                yield self.vision_row(row, a.vision)
+                yield self.stored_vision_row(row, architecture.vision)
             elif row.key in rearranged:
                 yield rearranged[row.key]
             elif row.key not in in_others:
@@ -135,23 +135,25 @@ class Dialect:
                     row = replace(row, key=hybrid_key(row.key))
                 yield replace(row, key=self.language + row.key)
 
-    def arguments(self, a: Architecture) -> dict[str, Any]:
+    def arguments(self, architecture: Architecture) -> dict[str, Any]:
         """Return the arguments of Megatron's that the maker's loader compares with a run's."""
         common = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
         common |= {"no_save_optim": True, "no_save_rng": True}  # it looks for no optimizer state
         if not self.hybrid_model:
             return common
-        pattern = "".join("*E" if moe else "*-" for moe in a.moe_layers)
+        pattern = "".join("*E" if moe else "*-" for moe in architecture.moe_layers)
         return common | {
             "hybrid_layer_pattern": pattern,
             "num_layers": len(pattern),
-            "hidden_size": a.hidden_size,
-            "num_attention_heads": a.num_attention_heads,
+            "hidden_size": architecture.hidden_size,
+            "num_attention_heads": architecture.num_attention_heads,
         }
 
-    def rearranged(self, rows: Iterable[Row], a: Architecture) -> Iterator[tuple[Row, list[Row]]]:
+    def rearranged_rows(
+        self, rows: Iterable[Row], architecture: Architecture
+    ) -> Iterator[tuple[Row, list[Row]]]:
         """Yield the language model's rows that have other rows than the table's, and the latter."""
-        if self.delta_nets is None or not self.delta_nets.by_head or a.delta_net is None:
+        if self.delta_nets is None or not self.delta_nets.by_head or architecture.delta_net is None:
             return
         parts: dict[str, list[Row]] = {}
         for row in rows:
@@ -160,7 +162,11 @@ class Dialect:
             elif row.key.endswith(".linear_qkv.weight"):
                 parts[row.key] = [row]
         for key, fused_rows in parts.items():
-            heads = a.num_key_value_heads if len(fused_rows) == 1 else a.delta_net.num_key_heads
+            heads = (
+                architecture.num_key_value_heads
+                if len(fused_rows) == 1
+                else architecture.delta_net.num_key_heads
+            )
             sources = tuple(source for row in fused_rows for source in row.sources)
             how = transforms.by_head(heads, *(s.piece_shape[0] // heads for s in sources))
             shape = (how.rows, *fused_rows[0].shape[1:])
@@ -173,30 +179,33 @@ class Dialect:
             return set()
         return {row.key for row in rows if row.key.endswith(".out_norm.weight")}
 
-    def require_architecture(self, a: Architecture) -> None:
+    def require_architecture(self, architecture: Architecture) -> None:
         """Raise BadInput for a model with gated delta nets, if it is not known how they are stored.
 
         A norm's weight w may be stored as w - 1, in a tensor of the same shape.
         """
-        if a.delta_net is not None and self.delta_nets is None:
+        if architecture.delta_net is not None and self.delta_nets is None:
             raise BadInput(
                 f"Qwen3.5 is neither read nor written in the keys of {self.maker}: how its gated "
                 "delta nets are stored there is not known here. Use that project's own tool."
             )
 
-    def extra_state_keys(self, a: Architecture, *, mtp: bool) -> list[str]:
+    def extra_state_keys(self, architecture: Architecture, *, mtp: bool) -> list[str]:
         """Return the keys of the ``_extra_state`` objects that the maker's strict loading wants."""
         if self.hybrid_model:
-            keys = map(hybrid_key, extra_state_keys(a, stacked=False))
+            keys = map(hybrid_key, extra_state_keys(architecture, stacked=False))
             return [*keys, "output_layer._extra_state/shard_0_1"]
         modules: dict[str, None] = {}  # a weight and a bias have one module
-        for row in (self.vision_row(row, a.vision) for row in vision_rows(a.vision)):
+        for row in (
+            self.stored_vision_row(row, architecture.vision)
+            for row in vision_rows(architecture.vision)
+        ):
             place = list(zip(row.offset, row.global_shape, strict=False)) or [(0, 1)]
             if row.key.startswith(tuple(self.vision + start for start in self.stateful)):
-                modules[f"{row.key.rpartition('.')[0]}._extra_state/{shard(place)}"] = None
-        return [*(self.language + key for key in extra_state_keys(a, mtp=mtp)), *modules]
+                modules[f"{row.key.rpartition('.')[0]}._extra_state/{shard_suffix(place)}"] = None
+        return [*(self.language + key for key in extra_state_keys(architecture, mtp=mtp)), *modules]
 
-    def vision_row(self, row: Row, v: VisionArchitecture) -> Row:
+    def stored_vision_row(self, row: Row, v: VisionArchitecture) -> Row:
         """Return how the dialect stores what `row`, a row of the vision tower, stores."""
         name = row.key.removeprefix(_VISION)
         for module in self.modules:
@@ -309,6 +318,7 @@ def keys_of_pairs(folder: Path, keys: Iterable[str], prefix: str) -> dict[str, s
         sorted({number for number, name in layers.values() if _is_attention(name) is half})
         for half in (True, False)
     )
+    # The two may be one layer, a group such as [*E], but the next pair begins after it.
     pairs = zip(attention, mlps, strict=False)
     later = zip(mlps, attention[1:], strict=False)
     turns = all(a <= mlp for a, mlp in pairs) and all(mlp < a for mlp, a in later)
@@ -359,7 +369,7 @@ def dialect_named(key: str) -> Dialect:
     return dialect
 
 
-def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
+def dialect_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
     """Tell the dialect of the checkpoint in `folder` from its keys; None for the table's own keys.
 
     In a legacy checkpoint, a folder's name may precede a key.

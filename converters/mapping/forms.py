@@ -255,10 +255,10 @@ def recognise_form(shapes: Mapping[str, Shape], *, tied: bool, has_vision: bool)
     if len(schemes) > 1:
         both = " and ".join(schemes)
         raise BadInput(f"the checkpoint holds both {both}: files of two checkpoints are mixed.")
-    return Form(next(iter(schemes.values()), CURRENT), _head(shapes, tied))
+    return Form(next(iter(schemes.values()), CURRENT), _stored_head(shapes, tied))
 
 
-def _head(shapes: Mapping[str, Shape], tied: bool) -> Head:
+def _stored_head(shapes: Mapping[str, Shape], tied: bool) -> Head:
     if (score := shapes.get(SCORE)) is not None:
         return Head(CLASSIFIER, labels=score[0] if score else 0, bias=SCORE_BIAS in shapes)
     if LM_HEAD in shapes:

@@ -63,7 +63,7 @@ def count(
     return counts
 
 
-def by_part(
+def count_by_part(
     architecture: Architecture, head: Head = AS_CONFIG, *, mtp: bool = False
 ) -> Counter[str]:
     """Count the parameters of each part; a part that the model lacks has 0."""
@@ -80,15 +80,15 @@ def total(architecture: Architecture, head: Head = AS_CONFIG) -> int:
 
 def active(architecture: Architecture, head: Head = AS_CONFIG) -> int:
     """Count the parameters used for one token: all parts, but only the top k experts a layer."""
-    idle = by_part(architecture, head)["experts"] - active_experts(architecture)
+    idle = count_by_part(architecture, head)["experts"] - count_active_experts(architecture)
     return total(architecture, head) - idle
 
 
-def active_experts(architecture: Architecture) -> int:
+def count_active_experts(architecture: Architecture) -> int:
     """Count the parameters of the experts used for one token, summed over layers."""
     if not architecture.num_experts:
         return 0
-    experts = by_part(architecture)["experts"]
+    experts = count_by_part(architecture)["experts"]
     return experts * architecture.num_experts_per_tok // architecture.num_experts
 
 

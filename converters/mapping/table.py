@@ -106,6 +106,7 @@ class SourceTensor:
             rows, first = box[0], self.rows[0]
             assert isinstance(rows, slice)
             box = (slice(first + rows.start, first + rows.stop), *box[1:])
+        # An empty box is the whole piece.
         elif self.rows is not None:
             box = (slice(*self.rows),)
         return box if self.index is None else (self.index, *box)
@@ -176,7 +177,7 @@ def max_rows(row: Row, dtype: torch.dtype) -> int:
     return max(CHUNK_BYTES // max(width, 1), 1)
 
 
-def same(key: str, name: str, shape: Shape) -> Row:
+def unchanged_row(key: str, name: str, shape: Shape) -> Row:
     """Return the row of a tensor that is the same on both sides and not stacked."""
     return Row(key, shape, (), (SourceTensor(name, shape),), transforms.identity(shape[0]))
 
@@ -214,11 +215,11 @@ def table(
         raise BadInput(
             f"padded vocabulary {padded} is smaller than vocab_size {architecture.vocab_size}."
         )
-    rows = [*vision_rows(architecture.vision), *_ends(architecture, padded, head)]
+    rows = [*vision_rows(architecture.vision), *_rows_outside_layers(architecture, padded, head)]
     for layer in range(architecture.num_hidden_layers):
         rows += _layer(architecture, layer, layout)
     if mtp and architecture.mtp_num_hidden_layers:
-        rows += _mtp(architecture, layout)
+        rows += _mtp_rows(architecture, layout)
     return rows
 
 
@@ -272,14 +273,14 @@ def extra_state_keys(a: Architecture, *, mtp: bool = False, stacked: bool = True
         prefix = LAYERS if stacked else f"{LAYERS}{layer}."
         place = [(layer, a.num_hidden_layers)] if stacked else []
         moe, delta_net = a.moe_layers[layer], a.delta_net_layers[layer]
-        yield from _extra_states(a, prefix, place, moe=moe, delta_net=delta_net)
+        yield from _extra_state_keys_of_layer(a, prefix, place, moe=moe, delta_net=delta_net)
     if mtp:
         for module in ("enorm", "hnorm", "eh_proj", "final_layernorm"):
             yield f"{MTP}layers.0.{module}._extra_state/shard_0_1"
-        yield from _extra_states(a, _MTP_LAYER, [], moe=a.is_moe, delta_net=False)
+        yield from _extra_state_keys_of_layer(a, _MTP_LAYER, [], moe=a.is_moe, delta_net=False)
 
 
-def _extra_states(
+def _extra_state_keys_of_layer(
     a: Architecture, prefix: str, place: list[tuple[int, int]], *, moe: bool, delta_net: bool
 ) -> Iterator[str]:
     attention = ["linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"]
@@ -290,19 +291,19 @@ def _extra_states(
     if moe and a.shared_expert_intermediate_size:
         modules += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     for module in modules:
-        yield f"{prefix}{module}._extra_state/{shard(place or [(0, 1)])}"
+        yield f"{prefix}{module}._extra_state/{shard_suffix(place or [(0, 1)])}"
     for expert in range(a.num_experts if moe else 0):
         for linear in ("linear_fc1", "linear_fc2"):
-            end = shard([*place, (expert, a.num_experts)])
+            end = shard_suffix([*place, (expert, a.num_experts)])
             yield f"{prefix}mlp.experts.experts.{linear}._extra_state/{end}"
 
 
-def shard(place: list[tuple[int, int]]) -> str:
+def shard_suffix(place: list[tuple[int, int]]) -> str:
     """Return the end of mcore's ``ShardedObject.unique_key``: index, then size, of each axis."""
     return f"shard_{'.'.join(str(at) for at, _ in place)}_{'.'.join(str(n) for _, n in place)}"
 
 
-def _ends(a: Architecture, padded: int, head: forms.Head) -> Iterator[Row]:
+def _rows_outside_layers(a: Architecture, padded: int, head: forms.Head) -> Iterator[Row]:
     """Yield the rows outside the layers: embedding, head and final norm."""
     vocabulary = [(EMBEDDING, forms.INPUT_EMBEDDING)]
     if head.kind == forms.TIED_COPY:
@@ -310,14 +311,14 @@ def _ends(a: Architecture, padded: int, head: forms.Head) -> Iterator[Row]:
     elif head.kind == forms.LANGUAGE_MODEL and not a.tie_word_embeddings:
         vocabulary.append(("output_layer.weight", forms.LM_HEAD))
     elif head.kind == forms.CLASSIFIER:
-        yield same("output_layer.weight", forms.SCORE, (head.labels, a.hidden_size))
+        yield unchanged_row("output_layer.weight", forms.SCORE, (head.labels, a.hidden_size))
         if head.bias:
-            yield same("output_layer.bias", forms.SCORE_BIAS, (head.labels,))
+            yield unchanged_row("output_layer.bias", forms.SCORE_BIAS, (head.labels,))
     how = transforms.pad_rows(a.vocab_size, padded)
     for key, name in vocabulary:
         source = SourceTensor(name, (a.vocab_size, a.hidden_size))
         yield Row(key, (padded, a.hidden_size), (), (source,), how, tp_axis=0)
-    yield same("decoder.final_layernorm.weight", f"{TEXT}norm.weight", (a.hidden_size,))
+    yield unchanged_row("decoder.final_layernorm.weight", f"{TEXT}norm.weight", (a.hidden_size,))
 
 
 @dataclass(frozen=True)
@@ -337,12 +338,12 @@ class _Layer:
     hf: str = ""
     mcore: str = ""
 
-    def name(self, name: str) -> str:
+    def hf_name(self, name: str) -> str:
         """Return HF's name of a tensor of the layer."""
         return f"{self.hf or f'{TEXT}layers.{self.index}.'}{name}"
 
     def source(self, name: str, *shape: int) -> SourceTensor:
-        return SourceTensor(self.name(f"{name}.weight"), shape)
+        return SourceTensor(self.hf_name(f"{name}.weight"), shape)
 
     def row(
         self,
@@ -365,22 +366,23 @@ class _Layer:
             prefix + key, shape, offset, sources, how, tp_axis, tp_parts, layer=layer, expert=expert
         )
 
-    def same(self, key: str, name: str, *shape: int, tp_axis: int | None = None) -> Row:
+    def unchanged_row(self, key: str, name: str, *shape: int, tp_axis: int | None = None) -> Row:
         """Return the row of HF's ``name.weight``, which is the same on both sides."""
         how = transforms.identity(shape[0])
         return self.row(key, shape, (self.source(name, *shape),), how, tp_axis)
 
 
 def _layer(a: Architecture, index: int, layout: ExpertLayout | None) -> Iterator[Row]:
+    """Yield the rows of a decoder layer."""
     layer = _Layer(index, a.num_hidden_layers, stacked=a.stacks_layers)
     if a.delta_net is not None and a.delta_net_layers[index]:
-        yield from _delta_net(a, a.delta_net, layer)
+        yield from _delta_net_rows(a, a.delta_net, layer)
     else:
-        yield from _attention(a, layer)
+        yield from _attention_rows(a, layer)
     if a.moe_layers[index]:
-        yield from _experts(a, layer, swapped=layout == "published")
+        yield from _expert_rows(a, layer, swapped=layout == "published")
     else:
-        yield from _mlp(a, layer)
+        yield from _mlp_rows(a, layer)
 
 
 # The GPT model's MTP block calls the module mtp_model_layer, and keeps this name of checkpoints
@@ -388,7 +390,7 @@ def _layer(a: Architecture, index: int, layout: ExpertLayout | None) -> Iterator
 _MTP_LAYER = f"{MTP}layers.0.transformer_layer."
 
 
-def _mtp(a: Architecture, layout: ExpertLayout | None) -> Iterator[Row]:
+def _mtp_rows(a: Architecture, layout: ExpertLayout | None) -> Iterator[Row]:
     """Yield the rows of the layer that predicts a further token, as Megatron's MTP block has them.
 
     It joins the embedding of a token with the state of the one before. Source of HF's names:
@@ -397,23 +399,25 @@ def _mtp(a: Architecture, layout: ExpertLayout | None) -> Iterator[Row]:
     hidden, block = a.hidden_size, f"{MTP}layers.0."
     norms = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
     for key, name in (norms | {"final_layernorm": "norm"}).items():
-        yield same(f"{block}{key}.weight", f"{MTP}{name}.weight", (hidden,))
+        yield unchanged_row(f"{block}{key}.weight", f"{MTP}{name}.weight", (hidden,))
     yield replace(
-        same(f"{block}eh_proj.weight", f"{MTP}fc.weight", (hidden, 2 * hidden)), tp_axis=0
+        unchanged_row(f"{block}eh_proj.weight", f"{MTP}fc.weight", (hidden, 2 * hidden)), tp_axis=0
     )
     layer = _Layer(0, 1, stacked=False, hf=block, mcore=_MTP_LAYER)
-    yield from _attention(a, layer)
+    yield from _attention_rows(a, layer)
     if a.is_moe:
-        yield from _experts(a, layer, swapped=layout == "published")
+        yield from _expert_rows(a, layer, swapped=layout == "published")
     else:
-        yield from _mlp(a, layer)
+        yield from _mlp_rows(a, layer)
 
 
-def _attention(a: Architecture, layer: _Layer) -> Iterator[Row]:
+def _attention_rows(a: Architecture, layer: _Layer) -> Iterator[Row]:
     hidden, d = a.hidden_size, a.head_dim
     query, kv = a.num_attention_heads * d, a.num_key_value_heads * d
     projected = query * (2 if a.attn_output_gate else 1)
-    yield layer.same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm", hidden)
+    yield layer.unchanged_row(
+        "self_attention.linear_qkv.layer_norm_weight", "input_layernorm", hidden
+    )
     yield layer.row(
         "self_attention.linear_qkv.weight",
         (projected + 2 * kv, hidden),
@@ -425,20 +429,20 @@ def _attention(a: Architecture, layer: _Layer) -> Iterator[Row]:
         transforms.qkv(a.num_attention_heads, a.num_key_value_heads, d, gated=a.attn_output_gate),
         tp_axis=0,
     )
-    yield layer.same("self_attention.q_layernorm.weight", "self_attn.q_norm", d)
-    yield layer.same("self_attention.k_layernorm.weight", "self_attn.k_norm", d)
+    yield layer.unchanged_row("self_attention.q_layernorm.weight", "self_attn.q_norm", d)
+    yield layer.unchanged_row("self_attention.k_layernorm.weight", "self_attn.k_norm", d)
     key = "self_attention.linear_proj.weight"
-    yield layer.same(key, "self_attn.o_proj", hidden, query, tp_axis=1)
+    yield layer.unchanged_row(key, "self_attn.o_proj", hidden, query, tp_axis=1)
 
 
-def _delta_net(a: Architecture, net: DeltaNetArchitecture, layer: _Layer) -> Iterator[Row]:
+def _delta_net_rows(a: Architecture, net: DeltaNetArchitecture, layer: _Layer) -> Iterator[Row]:
     """Yield the rows of a gated delta net.
 
     mcore keeps apart what a parameter joins, because TP cuts each part (``GatedDeltaNet``).
     """
     hidden, heads, qk, v = a.hidden_size, net.num_value_heads, net.key_dim, net.value_dim
     prefix, joined = "self_attention.", 2 * qk + v
-    yield layer.same(f"{prefix}in_proj.layer_norm_weight", "input_layernorm", hidden)
+    yield layer.unchanged_row(f"{prefix}in_proj.layer_norm_weight", "input_layernorm", hidden)
     for key, source_tensor in (
         ("in_proj", layer.source("linear_attn.in_proj_qkv", joined, hidden)),
         ("conv1d", layer.source("linear_attn.conv1d", joined, 1, net.conv_kernel_dim)),
@@ -449,44 +453,48 @@ def _delta_net(a: Architecture, net: DeltaNetArchitecture, layer: _Layer) -> Ite
             yield layer.row(f"{prefix}{key}.weight.{part}", shape, (source,), how, tp_axis=0)
     for part, name, count in (("z", "z", v), ("beta", "b", heads), ("alpha", "a", heads)):
         key = f"{prefix}in_proj.weight.{part}"
-        yield layer.same(key, f"linear_attn.in_proj_{name}", count, hidden, tp_axis=0)
+        yield layer.unchanged_row(key, f"linear_attn.in_proj_{name}", count, hidden, tp_axis=0)
     for name in ("A_log", "dt_bias"):
-        source = SourceTensor(layer.name(f"linear_attn.{name}"), (heads,))
+        source = SourceTensor(layer.hf_name(f"linear_attn.{name}"), (heads,))
         how = transforms.identity(heads)
         yield layer.row(f"{prefix}{name}", (heads,), (source,), how, tp_axis=0)
-    yield layer.same(f"{prefix}out_norm.weight", "linear_attn.norm", net.value_head_dim)
-    yield layer.same(f"{prefix}out_proj.weight", "linear_attn.out_proj", hidden, v, tp_axis=1)
+    yield layer.unchanged_row(f"{prefix}out_norm.weight", "linear_attn.norm", net.value_head_dim)
+    yield layer.unchanged_row(
+        f"{prefix}out_proj.weight", "linear_attn.out_proj", hidden, v, tp_axis=1
+    )
 
 
-def _mlp(a: Architecture, layer: _Layer) -> Iterator[Row]:
+def _mlp_rows(a: Architecture, layer: _Layer) -> Iterator[Row]:
     key = "mlp.linear_fc1.layer_norm_weight"
-    yield layer.same(key, "post_attention_layernorm", a.hidden_size)
-    yield from _gated_linears(a, layer, "mlp.", "mlp.", a.intermediate_size)
+    yield layer.unchanged_row(key, "post_attention_layernorm", a.hidden_size)
+    yield from _gated_linear_rows(a, layer, "mlp.", "mlp.", a.intermediate_size)
 
 
-def _gated_linears(a: Architecture, layer: _Layer, key: str, name: str, ffn: int) -> Iterator[Row]:
+def _gated_linear_rows(
+    a: Architecture, layer: _Layer, key: str, name: str, ffn: int
+) -> Iterator[Row]:
     hidden = a.hidden_size
     gate, up = (layer.source(f"{name}{linear}", ffn, hidden) for linear in ("gate_proj", "up_proj"))
     how = transforms.concatenate(ffn, ffn)
     yield layer.row(f"{key}linear_fc1.weight", (2 * ffn, hidden), (gate, up), how, 0, tp_parts=2)
-    yield layer.same(f"{key}linear_fc2.weight", f"{name}down_proj", hidden, ffn, tp_axis=1)
+    yield layer.unchanged_row(f"{key}linear_fc2.weight", f"{name}down_proj", hidden, ffn, tp_axis=1)
 
 
-def _experts(a: Architecture, layer: _Layer, *, swapped: bool) -> Iterator[Row]:
+def _expert_rows(a: Architecture, layer: _Layer, *, swapped: bool) -> Iterator[Row]:
     hidden, ffn, count = a.hidden_size, a.moe_intermediate_size, a.num_experts
-    yield layer.same("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden)
-    yield layer.same("mlp.router.weight", "mlp.gate", count, hidden)
+    yield layer.unchanged_row("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden)
+    yield layer.unchanged_row("mlp.router.weight", "mlp.gate", count, hidden)
     if shared := a.shared_expert_intermediate_size:
         key = "mlp.shared_experts."
-        yield from _gated_linears(a, layer, key, "mlp.shared_expert.", shared)
-        yield layer.same(f"{key}gate_weight", "mlp.shared_expert_gate", 1, hidden)
+        yield from _gated_linear_rows(a, layer, key, "mlp.shared_expert.", shared)
+        yield layer.unchanged_row(f"{key}gate_weight", "mlp.shared_expert_gate", 1, hidden)
     fused = (
         ("linear_fc1", "gate_up_proj", (2 * ffn, hidden), 0, 2),
         ("linear_fc2", "down_proj", (hidden, ffn), 1, 1),
     )
     for linear, name, shape, tp_axis, tp_parts in fused:
         key = f"mlp.experts.experts.{linear}.weight"
-        name = layer.name(f"mlp.experts.{name}")
+        name = layer.hf_name(f"mlp.experts.{name}")
         stored = (count, *(shape[::-1] if swapped else shape))
         how = transforms.transpose(shape[0]) if swapped else transforms.identity(shape[0])
         for expert in range(count):
@@ -497,7 +505,7 @@ def _experts(a: Architecture, layer: _Layer, *, swapped: bool) -> Iterator[Row]:
 def vision_rows(v: VisionArchitecture) -> Iterator[Row]:
     """Yield the vision tower's rows: the same tensors, under ``visual.`` for ``model.visual.``."""
     for name, shape in _vision_shapes(v) if v != NO_VISION else ():
-        yield same(f"visual.{name}", f"model.visual.{name}", shape)
+        yield unchanged_row(f"visual.{name}", f"model.visual.{name}", shape)
 
 
 def _vision_shapes(v: VisionArchitecture) -> Iterator[tuple[str, Shape]]:

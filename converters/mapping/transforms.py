@@ -86,6 +86,7 @@ class Rearrangement:
         tensors as a transposed view).
         """
         row = 0
+        # The padding is a block of its own here: only its number of rows counts.
         for _, start, stop in (*self.blocks, Block(0, 0, self.padding)):
             last = row + stop - start
             while row < last:
@@ -115,6 +116,7 @@ class Rearrangement:
     def spans(self, start: int, stop: int) -> Iterator[Block]:
         """Yield the parts of `blocks` that fill mcore rows ``start:stop``, in order, no padding."""
         for source, first, last, row in self.placed():
+            # In rows of the HF tensor, of which `first` is mcore's `row`.
             low, high = max(first, first + start - row), min(last, first + stop - row)
             if low < high:
                 yield Block(source, low, high)

@@ -100,7 +100,7 @@ class ConversionPlan:
     @property
     def tensors_in_words(self) -> str:
         """The number of tensors in the target and their format: ``98 Megatron-Core tensors``."""
-        return tensors_in(self.direction, self.tensors)
+        return tensor_count_in_words(self.direction, self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +117,7 @@ class ConversionPlan:
         return hashlib.sha256(content.encode()).hexdigest()
 
 
-def tensors_in(direction: str, number: int) -> str:
+def tensor_count_in_words(direction: str, number: int) -> str:
     """Return a number of tensors in the target of a conversion, with their format."""
     form = "Megatron-Core" if direction == "hf-to-mcore" else "Hugging Face"
     return f"{number:,} {form} tensor{'' if number == 1 else 's'}"
@@ -205,7 +205,7 @@ class ConversionResult:
     @property
     def tensors_in_words(self) -> str:
         """The number of tensors in the target and their format: ``98 Megatron-Core tensors``."""
-        return tensors_in(self.direction, self.tensors)
+        return tensor_count_in_words(self.direction, self.tensors)
 
 
 class Interrupted(BadInput):
@@ -249,7 +249,7 @@ def write(
     check_target(dst, force=force, replaceable=_is_checkpoint)
     planned = plan()
     started = time.monotonic()
-    _keep_apart(planned, dst)
+    _require_apart(planned, dst)
     try:
         with staging(dst, planned.fingerprint, force=force, replaceable=_is_checkpoint) as stage:
             resumed = _run_units(planned, stage, workers or default_workers(), progress)
@@ -315,7 +315,7 @@ def _run_units(
 
     def work(unit: Unit) -> None:
         if not stop.is_set():
-            stage.finish(unit.name, plan.conversion.run_unit(unit, stage.tree, advance))
+            stage.record_finished(unit.name, plan.conversion.run_unit(unit, stage.tree, advance))
 
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work, unit) for unit in plan.units if unit.name not in kept]
@@ -324,6 +324,7 @@ def _run_units(
         finally:
             stop.set()  # after an error or an interrupt, the other workers stop at the next tensor
     errors = [error for future in done if (error := future.exception()) is not None]
+    # The cause is raised; that the other workers were stopped by it comes last.
     for error in sorted(errors, key=lambda e: isinstance(e, _Stopped)):
         raise error
     return len(kept)
@@ -333,7 +334,7 @@ class _Stopped(Exception):
     """Another worker failed."""
 
 
-def _keep_apart(plan: ConversionPlan, dst: Path) -> None:
+def _require_apart(plan: ConversionPlan, dst: Path) -> None:
     """Raise BadInput if source and target overlap, since --force would then delete the source."""
     source, target = Path(plan.source).resolve(), dst.resolve()
     if source == target or source in target.parents or target in source.parents:

@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from mcore_qwen3vl import __version__
-from mcore_qwen3vl.converters.hf.companions import digest
+from mcore_qwen3vl.converters.hf.companions import sha256_of
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.quantized import SUFFIX
 from mcore_qwen3vl.converters.mapping.table import SourceTensor
@@ -79,7 +79,7 @@ def dumps(
         },
         "source": {  # what distinguishes it from another
             **origin_of(checkpoint.path),
-            "config_sha256": digest(checkpoint.path / "config.json"),
+            "config_sha256": sha256_of(checkpoint.path / "config.json"),
             "files": {file.name: file.stat().st_size for file in files},
         },
         **facts,
@@ -111,14 +111,16 @@ def _tensor_entry(
             part.replace(".experts.0.", ".experts.{expert}.") for part in parts[0]
         ]
         scales = (f"{part}{SUFFIX}" for expert in parts for part in expert)
-        factors = [_scale(checkpoint, scale) for scale in scales if scale in checkpoint.scales]
+        factors = [
+            _scale_entry(checkpoint, scale) for scale in scales if scale in checkpoint.scales
+        ]
         tensor["source_scales"] = factors
     if entry.scale is not None:
-        tensor["source_scale"] = _scale(checkpoint, entry.scale)
+        tensor["source_scale"] = _scale_entry(checkpoint, entry.scale)
     return tensor
 
 
-def _scale(checkpoint: HuggingFaceCheckpoint, name: str) -> dict[str, Any]:
+def _scale_entry(checkpoint: HuggingFaceCheckpoint, name: str) -> dict[str, Any]:
     """Return the manifest's entry for the factors of a quantised tensor."""
     factors = checkpoint.read_stored(name)
     return {

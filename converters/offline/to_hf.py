@@ -174,7 +174,7 @@ def stream_hf(
         )
 
 
-def _stated_checksums(
+def _entries_with_checksums(
     checkpoint: MegatronCheckpoint, names: Names, layout: ExpertLayout | None
 ) -> dict[str, dict[str, Any]]:
     """Return the checksums in the checkpoint's manifest; none for iterations trained since.
@@ -218,7 +218,7 @@ def plan_mcore_to_hf(
     checkpoint = open_megatron(place, architecture)
     layout = chosen_layout(architecture, expert_layout)
     form = read_form(folder)
-    stated = _stated_checksums(checkpoint, form.names, layout)
+    stated = _entries_with_checksums(checkpoint, form.names, layout)
     form = form if expert_layout == "source" else form.for_transformers
     padded, mtp = checkpoint.vocab_size, checkpoint.has_mtp
     rows = table(
@@ -355,6 +355,7 @@ def chosen_layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLay
 
 
 def _units(rows: list[Row], names: Names, files: tuple[Shard, ...]) -> Iterator[Unit]:
+    """Yield the work by shard, in the order of its tensors; no unit writes to two shards."""
     places: dict[str, list[tuple[Row, int]]] = {}
     for row in rows:
         for number, source in enumerate(row.sources):
@@ -441,6 +442,7 @@ def stream_copy(
         return
     step, stored = max_rows(row, dtype), checkpoint.entries[source.name].shape[0]
     added, total = source.shape[0] - stored, torch.zeros(source.shape[1:], dtype=torch.float64)
+    # Only embedding and head may have more rows than are stored, and neither is divided.
     end = stored if source.rows is None else source.piece_shape[0]
     for first in range(0, end, step):
         box = source.place((slice(first, min(first + step, end)),))

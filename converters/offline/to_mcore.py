@@ -71,15 +71,15 @@ class ToMcore:
     def tracker(self) -> str | int:
         return RELEASE if self.dialect is None else self.dialect.tracker
 
-    def folder(self, tree: Path) -> Path:
+    def iteration_folder(self, tree: Path) -> Path:
         """Return the iteration's folder in `tree`."""
         return tree / folder_name(self.tracker)
 
     def prepare(self, tree: Path) -> None:
-        self.folder(tree).mkdir(exist_ok=True)
+        self.iteration_folder(tree).mkdir(exist_ok=True)
 
     def file(self, unit: Unit, tree: Path) -> Path:
-        return self.folder(tree) / unit.name
+        return self.iteration_folder(tree) / unit.name
 
     def run_unit(self, unit: Unit, tree: Path, advance: Callable[[int, str], None]) -> Any:
         file = self.file(unit, tree)
@@ -97,7 +97,7 @@ class ToMcore:
         return {"size": file.stat().st_size, "chunks": chunks, **unit_result(readers)}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
-        folder = self.folder(tree)
+        folder = self.iteration_folder(tree)
         index = CheckpointIndex({key: replace(t, chunks=[]) for key, t in self.tensors.items()})
         for file, result in results.items():
             for key, offsets, sizes, start, length in result["chunks"]:
@@ -105,7 +105,7 @@ class ToMcore:
                 index.tensors[key].chunks.append(chunk)
         with DistcpFile(folder / OBJECTS) as out:
             mtp = self.source.has_mtp
-            for key, content in _objects(self.architecture, self.dialect, mtp=mtp):
+            for key, content in _pickled_objects(self.architecture, self.dialect, mtp=mtp):
                 out.write_object(key, content)
             out.sync()
         index.objects = out.index.objects
@@ -228,7 +228,7 @@ def plan(
         centred = frozenset(dialect.language + key for key in dialect.centred_keys(rows))
         rows = [*dialect.stored_rows(rows, architecture)]
         _require_exact(checkpoint, [r for r in rows if r.key in centred], wanted, dialect.maker)
-    tensors = _targets(checkpoint, rows, wanted)
+    tensors = _target_tensors(checkpoint, rows, wanted)
     companions = companion_files(source)
     work = [(row, row.numel * tensors[row.key].dtype.itemsize) for row in rows]
     size = unit_bytes(sum(nbytes for _, nbytes in work))
@@ -242,7 +242,7 @@ def plan(
     return ConversionPlan(
         direction="hf-to-mcore",
         source=str(source),
-        planned=tuple(_plan_tensors(rows, tensors)),
+        planned=tuple(_dry_run_lines(rows, tensors)),
         units=units,
         companion_files=companions,
         expert_layout=architecture.expert_layout,
@@ -298,7 +298,7 @@ def mtp_notes(architecture: Architecture, has_mtp: bool) -> tuple[str, ...]:
     )
 
 
-def _targets(
+def _target_tensors(
     checkpoint: HuggingFaceCheckpoint, rows: list[Row], wanted: torch.dtype | None
 ) -> dict[str, ChunkedTensor]:
     """Return the dtype and shape of each mcore tensor; raise BadInput if it would have several."""
@@ -333,7 +333,8 @@ def _require_exact(
             )
 
 
-def _plan_tensors(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[PlannedTensor]:
+def _dry_run_lines(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[PlannedTensor]:
+    """Yield a line for each tensor of a layer; its experts share one."""
     for row in rows:
         first = row.sources[0]
         if first.index:
@@ -351,7 +352,7 @@ def _plan_tensors(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterato
         )
 
 
-def _objects(
+def _pickled_objects(
     architecture: Architecture, dialect: Dialect | None, *, mtp: bool
 ) -> Iterator[tuple[str, bytes]]:
     """Yield a checkpoint's pickled objects: Megatron's common state and empty ``_extra_state``."""

@@ -45,7 +45,7 @@ except ImportError:  # a platform or a container without it
     from zlib import crc32
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.disk import DirectFile, bring_in, map_file
+from mcore_qwen3vl.converters.storage.disk import DirectFile, load_pages, map_file
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
 
@@ -175,7 +175,7 @@ def refusal_error(
     )
 
 
-def refused_by_torch(place: str | Path, error: pickle.UnpicklingError) -> BadInput:
+def torch_refusal_error(place: str | Path, error: pickle.UnpicklingError) -> BadInput:
     """Turn an error of ``torch.load(weights_only=True)`` into BadInput, without its long advice."""
     if named := re.search(r"GLOBAL (\S+)", str(error)):
         return refusal_error(place, named[1])
@@ -210,11 +210,11 @@ def write_archive(
     """
     file: Any = _Unseekable(stream)
     with zipfile.ZipFile(file, "w") as archive:
-        _add(archive, "data.pkl", [dumps(value)])
-        _add(archive, "byteorder", [b"little"])
+        _add_part(archive, "data.pkl", [dumps(value)])
+        _add_part(archive, "byteorder", [b"little"])
         for number, (size, chunks) in enumerate(storages):
-            _add(archive, f"data/{number}", (as_bytes(chunk) for chunk in chunks), size)
-        _add(archive, "version", [b"3\n"])
+            _add_part(archive, f"data/{number}", (as_bytes(chunk) for chunk in chunks), size)
+        _add_part(archive, "version", [b"3\n"])
 
 
 CHECKED_BYTES = 2**24
@@ -243,7 +243,7 @@ class Sums:
             return
         actual = 0
         for piece in data.split(CHECKED_BYTES):
-            actual = crc32(as_bytes(bring_in(piece)), actual)
+            actual = crc32(as_bytes(load_pages(piece)), actual)
         if actual != stated:
             raise BadArchive(f"its CRC-32 is {actual:08x}, and {stated:08x} was saved")
         self._stated[data.data_ptr()] = None
@@ -258,7 +258,7 @@ def read_tensor(view: memoryview, sums: Sums | None = None) -> Tensor:
     Raises:
         BadArchive: the archive is damaged, or holds anything but one strided CPU tensor.
     """
-    with _damage():
+    with _damage_as_bad_archive():
         tensor = TensorUnpickler(Archive(view, sums), LARGEST_PICKLE).load()
         if not isinstance(tensor, Tensor):
             raise BadArchive(f"it holds {type(tensor).__name__}, not a tensor")
@@ -276,7 +276,7 @@ class Archive:
     def __init__(self, view: memoryview, sums: Sums | None = None) -> None:
         self._view = view
         self._sums = sums or Sums()
-        with _damage():
+        with _damage_as_bad_archive():
             self._zip = zipfile.ZipFile(_View(view))
             self._folder = self._zip.namelist()[0].split("/")[0]
         self._parts: dict[str, list[zipfile.ZipInfo]] = {}
@@ -284,21 +284,21 @@ class Archive:
             self._parts.setdefault(part.filename, []).append(part)
         # Old archives do not state the byte order; all machines were little-endian.
         stated = any(name.endswith("/byteorder") for name in self._parts)
-        if stated and self.small("byteorder", LARGEST_PICKLE) != b"little":
+        if stated and self.read_small("byteorder", LARGEST_PICKLE) != b"little":
             raise BadArchive("it was written by a big-endian machine")
 
-    def small(self, name: str, largest: int) -> bytes:
+    def read_small(self, name: str, largest: int) -> bytes:
         """Return the content of a part of at most `largest` bytes, after checking its checksum."""
         part = self._part(name)
         if part.file_size > largest:
             raise BadArchive(f"{name} has {part.file_size} bytes")
-        with _damage():
+        with _damage_as_bad_archive():
             return self._zip.read(part)
 
-    def data(self, key: str) -> memoryview:
+    def tensor_data(self, key: str) -> memoryview:
         """Return the data of a tensor without a copy; its checksum is noted, but not checked."""
         part = self._part(f"data/{key}")
-        with _damage():
+        with _damage_as_bad_archive():
             start = _data_start(self._view, part)
         data = self._view[start : start + part.file_size]
         if data:
@@ -315,7 +315,7 @@ class Archive:
 
 
 @contextmanager
-def _damage() -> Iterator[None]:
+def _damage_as_bad_archive() -> Iterator[None]:
     """Turn the exceptions of reading a damaged archive into BadArchive."""
     try:
         yield
@@ -343,9 +343,10 @@ def _data_start(view: memoryview, part: zipfile.ZipInfo) -> int:
     return start
 
 
-def _add(
+def _add_part(
     archive: zipfile.ZipFile, name: str, chunks: Iterable[bytes | memoryview], size: int = 0
 ) -> None:
+    """Write one part of an archive; `size` decides whether its header is for large parts."""
     info = zipfile.ZipInfo(f"{FOLDER}/{name}", EPOCH)
     with archive.open(info, "w", force_zip64=size >= 2**31) as entry:
         for chunk in chunks:
@@ -454,7 +455,7 @@ class TensorUnpickler(RestrictedUnpickler):
             stand_ins: classes that are used in place of those that the pickle names, by module and
                 name; nothing of that module is imported.
         """
-        super().__init__(archive.small("data.pkl", largest))
+        super().__init__(archive.read_small("data.pkl", largest))
         self._archive, self._stand_ins = archive, stand_ins or {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -490,6 +491,7 @@ class TensorUnpickler(RestrictedUnpickler):
     dispatch = {**RestrictedUnpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: RUF012
 
     def _rebuild(self, memory: _Memory, offset: int, size: Any, stride: Any, *_: Any) -> Any:
+        """Make a view of the data, after checking that it lies within them."""
         dtype, key, count = memory
         numbers = (count, offset, *size, *stride)
         if len(size) != len(stride) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
@@ -497,7 +499,7 @@ class TensorUnpickler(RestrictedUnpickler):
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if prod(size) > count or last >= max(count, 1):
             raise pickle.UnpicklingError("the tensor is larger than its data")
-        data = self._archive.data(key)
+        data = self._archive.tensor_data(key)
         if len(data) != count * dtype.itemsize:
             raise pickle.UnpicklingError(f"{len(data)} bytes of data, not {count} values")
         if 0 in size:
@@ -511,6 +513,7 @@ class TensorUnpickler(RestrictedUnpickler):
         """Rebuild a tensor whose dtype has no storage class, from untyped bytes."""
         if not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError("a tensor without a dtype")
+        # An untyped storage counts bytes.
         typed = memory._replace(dtype=dtype, values=memory.values // dtype.itemsize)
         return self._rebuild(typed, offset, size, stride)
 

@@ -33,7 +33,7 @@ class Overlap:
     wanted: Box
 
 
-def explicit(box: Selection, shape: Shape) -> tuple[Any, ...]:
+def with_explicit_bounds(box: Selection, shape: Shape) -> tuple[Any, ...]:
     """Return `box` with a slice for every axis, and explicit bounds in every slice."""
     full = (*box, *(slice(None) for _ in shape[len(box) :]))
     return tuple(
@@ -56,7 +56,7 @@ def overlap(wanted: Extent, stored: Extent) -> Overlap | None:
     return Overlap(tuple(of_stored), tuple(of_wanted))
 
 
-def flat_range(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
+def boxes_of_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
     """Yield the boxes that make up elements `start` to `stop` of a flattened row-major tensor.
 
     In order: the boxes of a partial first row, one box of all whole rows, and the boxes of a
@@ -70,28 +70,29 @@ def flat_range(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
     row = prod(shape[1:])
     (first, before), (last, after) = divmod(start, row), divmod(stop, row)
     if first == last:
-        yield from _of_row(shape, first, before, after)
+        yield from _boxes_in_row(shape, first, before, after)
         return
     if before:
-        yield from _of_row(shape, first, before, row)
+        yield from _boxes_in_row(shape, first, before, row)
         first += 1
     if first < last:
         zeros = (0,) * (len(shape) - 1)
         yield Extent((first, *zeros), (last - first, *shape[1:]))
-    yield from _of_row(shape, last, 0, after)
+    yield from _boxes_in_row(shape, last, 0, after)
 
 
-def _of_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Extent]:
-    for box in flat_range(shape[1:], start, stop):
+def _boxes_in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Extent]:
+    """Yield the boxes of elements `start` to `stop` of one row of the first axis."""
+    for box in boxes_of_flat_range(shape[1:], start, stop):
         yield Extent((row, *box.offsets), (1, *box.sizes))
 
 
 def are_exact_cover(boxes: Sequence[Extent], shape: Shape) -> bool:
     """Return whether `boxes`, which lie inside `shape`, cover every element exactly once."""
-    return sum(prod(box.sizes) for box in boxes) == prod(shape) and _disjoint(boxes, 0)
+    return sum(prod(box.sizes) for box in boxes) == prod(shape) and _are_disjoint(boxes, 0)
 
 
-def _disjoint(boxes: Sequence[Extent], axis: int) -> bool:
+def _are_disjoint(boxes: Sequence[Extent], axis: int) -> bool:
     """Return whether no two boxes overlap from `axis` on.
 
     Boxes are separated along one axis after another, so that a grid needs no pairwise comparison.
@@ -100,10 +101,10 @@ def _disjoint(boxes: Sequence[Extent], axis: int) -> bool:
         return True
     if axis == len(boxes[0].sizes):
         return not any(overlap(a, b) for a, b in combinations(boxes, 2))
-    return all(_disjoint(group, axis + 1) for group in _groups(boxes, axis))
+    return all(_are_disjoint(group, axis + 1) for group in _groups_apart(boxes, axis))
 
 
-def _groups(boxes: Sequence[Extent], axis: int) -> Iterator[list[Extent]]:
+def _groups_apart(boxes: Sequence[Extent], axis: int) -> Iterator[list[Extent]]:
     """Yield the boxes in groups that do not overlap along `axis`."""
     group: list[Extent] = []
     reach = 0

@@ -100,6 +100,7 @@ class DirectFile:
         self._last = self._first
 
     def _write_blocks(self, blocks: memoryview, offset: int) -> None:
+        """Write whole blocks directly, and buffered what direct I/O refuses or leaves."""
         if self._direct is not None and blocks:
             try:
                 written = os.pwrite(self._direct, blocks, offset)
@@ -114,6 +115,7 @@ class DirectFile:
 
 
 def _open_direct(path: Path, flags: int) -> int | None:
+    """Open a file for direct I/O; None if the system or the file system has none."""
     if not hasattr(os, "O_DIRECT"):  # macOS
         return None
     try:
@@ -157,7 +159,7 @@ def map_file(file: Path) -> memoryview:
         raise OSError(str(error)) from None
 
 
-def bring_in(tensor: Tensor) -> Tensor:
+def load_pages(tensor: Tensor) -> Tensor:
     """Load the pages that a view of a mapped file covers; return `tensor`.
 
     The pages of a view whose elements lie far apart are not loaded here, but when it is used.

@@ -67,7 +67,7 @@ class Staging:
         write_durably(self._journal, "".join(lines).encode())
         self.tree.mkdir(exist_ok=True)
 
-    def finish(self, unit: str, result: Any) -> None:
+    def record_finished(self, unit: str, result: Any) -> None:
         """Record in the journal that `unit` is durably written, with its `result`."""
         line = json.dumps({"unit": unit, "result": result}) + "\n"
         with self._lock, self._journal.open("a", encoding="utf-8") as journal:
@@ -129,6 +129,7 @@ def staging(
     except OSError as error:
         raise BadInput(f"{target} cannot be written: {error}. Check its folder.") from None
     with lock:
+        # A run was killed between the two renames of `publish`: put back what it had moved away.
         if (folder / REPLACED).exists() and not os.path.lexists(target):
             (folder / REPLACED).rename(target)
             check_target(target, force=force, replaceable=replaceable)

@@ -86,7 +86,7 @@ def check(
     console.quiet_libraries()
     from mcore_qwen3vl.converters.place import identify
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.data.inspection import check_data, clean_file, plot_report
+    from mcore_qwen3vl.data.inspection import check_data, clean_writer, plot_report
     from mcore_qwen3vl.machine import require_extra
     from mcore_qwen3vl.owners import unused_of
 
@@ -100,7 +100,7 @@ def check(
         seq_length, packing=True, teacher_temperature=distill_temperature, **reading
     )
     folder = identify(hf_model).config()
-    with nullcontext() if write_clean is None else clean_file(write_clean, path) as write:
+    with nullcontext() if write_clean is None else clean_writer(write_clean, path) as write:
         report = check_data(
             path,
             load_processor(folder),

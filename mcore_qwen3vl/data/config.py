@@ -69,6 +69,7 @@ class MediaLimits:
             videos.min_frames = min(videos.min_frames, most)
 
     def _set_size(self, processor: Any, kind: str, token_pixels: int) -> None:
+        """Set the lower and the upper budget of one processor; what is None stays as it is."""
         least, most, tokens = (
             getattr(self, f"{kind}_{name}") for name in ("min_pixels", "max_pixels", "max_tokens")
         )
@@ -288,7 +289,7 @@ def _expand_mixture(path: Path, weight: float) -> list[Source]:
     """Return the data sets of `path`, if it is a mixture file and not data or a metadataset."""
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return [Source(path, weight)]
-    content = _content(path)
+    content = _read_yaml(path)
     # A file that names code, by a key such as __function__, is refused as such where it is loaded.
     if not isinstance(content, Mapping) or not any(
         key in _OF_YAML or str(key).startswith("__") for key in content
@@ -304,12 +305,14 @@ def _expand_mixture(path: Path, weight: float) -> list[Source]:
     entries = content["datasets"]
     if not isinstance(entries, list) or not entries:
         raise BadInput(f"{path}: datasets must be a list with at least one entry.")
-    sources = [_source(entry, f"{path}: data set {i}", path) for i, entry in enumerate(entries, 1)]
+    sources = [
+        _parse_source(entry, f"{path}: data set {i}", path) for i, entry in enumerate(entries, 1)
+    ]
     total = sum(source.weight for source in sources)
     return [replace(source, weight=weight * source.weight / total) for source in sources]
 
 
-def _content(path: Path) -> Any:
+def _read_yaml(path: Path) -> Any:
     import yaml  # here, because every command imports this module
 
     try:
@@ -318,14 +321,15 @@ def _content(path: Path) -> Any:
         raise BadInput(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
-def _source(entry: Any, where: str, file: Path) -> Source:
+def _parse_source(entry: Any, where: str, file: Path) -> Source:
+    """Parse one entry of a mixture file, in whose folder its paths start."""
     if not isinstance(entry, Mapping) or "path" not in entry:
         raise BadInput(f"{where} must be an object with a path.")
     for key, value in entry.items():
-        _check(key, value, where)
+        _check_entry_value(key, value, where)
     if "weight" in entry and "epochs" in entry:
         raise BadInput(f"{where} has both weight and epochs; keep one of them.")
-    if "format" in entry and (name := entry["format"]) not in (names := _formats()):
+    if "format" in entry and (name := entry["format"]) not in (names := _format_names()):
         raise BadInput(f"{where}: format is {name!r}; the formats are {', '.join(names)}.")
     if "preprocess" in entry and "format" in entry:
         raise BadInput(
@@ -338,7 +342,7 @@ def _source(entry: Any, where: str, file: Path) -> Source:
 
     here = file.absolute().parent
     if (inner := here / entry["path"]).suffix in (".yaml", ".yml") and inner.is_file():
-        content = _content(inner)
+        content = _read_yaml(inner)
         if isinstance(content, Mapping) and "datasets" in content:
             raise BadInput(
                 f"{where} is a mixture file itself, {entry['path']}: write its data sets here."
@@ -353,7 +357,8 @@ def _source(entry: Any, where: str, file: Path) -> Source:
     )
 
 
-def _check(key: str, value: Any, where: str) -> None:
+def _check_entry_value(key: str, value: Any, where: str) -> None:
+    """Raise BadInput if a key is unknown, or its value has another type or is not above 0."""
     kind = _KEYS.get(key)
     if kind is None:
         raise BadInput(f"{where}: unknown key {key!r}; the known keys are {', '.join(_KEYS)}.")
@@ -364,7 +369,7 @@ def _check(key: str, value: Any, where: str) -> None:
         raise BadInput(f"{where}: {key} is {value!r}; it must be above 0.")
 
 
-def _formats() -> list[str]:
+def _format_names() -> list[str]:
     from mcore_qwen3vl.data.records.parse import FORMATS
 
     return [form.name for form in FORMATS]

@@ -45,7 +45,7 @@ from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import ensure_index, number_of, record_of, sample_id
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.media import peculiarities
-from mcore_qwen3vl.data.records.messages import each_turn
+from mcore_qwen3vl.data.records.messages import records_of_turns
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.video import is_uneven
 from mcore_qwen3vl.data.scores import teachers_of
@@ -138,7 +138,7 @@ class DataReport:
         for what, samples in self.peculiar.items():
             rows.append((what, f"{len(samples):,}, the first in {samples[0]}"))
         places = dict.fromkeys(item.where for item in self.unused)
-        rows += [(f"not used of {where}", self._left(where)) for where in places]
+        rows += [(f"not used of {where}", self._unused_in_words(where)) for where in places]
         for name, values in self._numbers_by_name().items():
             low, median, high = np.percentile(values, [0, 50, 100]).astype(int)
             rows.append((f"{name} a sample", f"{low:,} to {high:,}, median {median:,}"))
@@ -156,7 +156,7 @@ class DataReport:
         tokens, trained = self.tokens, self.trained_tokens
         return {"tokens": tokens, "trained tokens": trained, "patches": self.patches}
 
-    def _left(self, where: str) -> str:
+    def _unused_in_words(self, where: str) -> str:
         left = [item for item in self.unused if item.where == where]
         names = [str(item) for item in left[:_KEYS_NAMED]]
         more = f" and {len(left) - _KEYS_NAMED:,} more" if len(left) > _KEYS_NAMED else ""
@@ -224,7 +224,7 @@ def check_data(
                 teacher.top_of(number_of(crude), plans[0].input_ids, plans[0].trained_tokens)
             if decode:
                 for plan in plans:
-                    preparation.pixels(plan, raw.source)
+                    preparation.load_pixels(plan, raw.source)
             media = (item.media for plan in plans for item in plan.media)
             uneven = decode and any(is_uneven(medium) for medium in media if medium.kind == "video")
         except OverlongSample as error:
@@ -233,16 +233,16 @@ def check_data(
             report.bad.append(Flaw(sample_id(crude), reason_of(error)))
         else:
             usable(crude)
-            _record(report, sample_id(crude), plans)
+            _add_sample(report, sample_id(crude), plans)
             if uneven:
                 report.peculiar.setdefault(_UNEVEN, []).append(sample_id(crude))
-    _pack(report, config)
+    _measure_packing(report, config)
     if architecture is not None and ranks > 1 and report.sizes:
-        report.balance = _balance(report, config, architecture, ranks, micro_batches)
+        report.balance = _measure_balance(report, config, architecture, ranks, micro_batches)
     return report
 
 
-def _record(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
+def _add_sample(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
     """Add one sample to the report; the two sequences of a pair are added up."""
     media = [item.media for plan in plans for item in plan.media]
     images = [medium for medium in media if medium.kind == "image"]
@@ -267,7 +267,8 @@ def _record(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
         left.samples.append(sample)
 
 
-def _pack(report: DataReport, config: DataConfig) -> None:
+def _measure_packing(report: DataReport, config: DataConfig) -> None:
+    """Pack the samples in their order, buffer by buffer, and note how full the sequences are."""
     size = config.packing_buffer
     for start in range(0, len(report.tokens), size):
         lengths = [config.padded(length) for length in report.tokens[start : start + size]]
@@ -277,7 +278,7 @@ def _pack(report: DataReport, config: DataConfig) -> None:
         report.packing_efficiency = sum(report.tokens) / capacity
 
 
-def _balance(
+def _measure_balance(
     report: DataReport,
     config: DataConfig,
     architecture: Architecture,
@@ -342,7 +343,7 @@ def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
 
 
 @contextmanager
-def clean_file(
+def clean_writer(
     out: Path, data: Path, flag: str = "--write-clean"
 ) -> Iterator[Callable[[Any], object]]:
     """Write records to a file, which appears complete at the end, or not at all if it is empty.
@@ -366,26 +367,26 @@ def clean_file(
             f"the folder of {data}."
         )
     with atomic_write(out) as partial, partial.open("wb") as lines:
-        yield lambda sample: lines.write(_line(sample["json"]))
+        yield lambda sample: lines.write(_on_one_line(sample["json"]))
     if not out.stat().st_size:
         out.unlink()
 
 
 def write_turns(data: Path, out: Path) -> tuple[int, int]:
-    """Write a record for each trained turn of the conversations in a file, see :func:`each_turn`.
+    """Write a record for each trained turn of a file's conversations, see :func:`records_of_turns`.
 
     Returns:
         The numbers of records read and written.
 
     Raises:
-        BadInput: see :func:`clean_file`; or a record is malformed.
+        BadInput: see :func:`clean_writer`; or a record is malformed.
     """
     read = written = 0
-    with clean_file(out, data, "--out") as write:
+    with clean_writer(out, data, "--out") as write:
         for crude in CrudeSamples(parse_sources([str(data)]), split="train", trust=False):
             read += 1
             try:
-                records = each_turn(parse_json(crude["json"]))
+                records = records_of_turns(parse_json(crude["json"]))
             except (BadSample, ValueError) as error:
                 raise BadInput(f"{sample_id(crude)}: {error}") from error
             for record in records:
@@ -394,7 +395,7 @@ def write_turns(data: Path, out: Path) -> tuple[int, int]:
     return read, written
 
 
-def _line(record: bytes) -> bytes:
+def _on_one_line(record: bytes) -> bytes:
     """Return JSON text on one line; text that is on one line already keeps its bytes."""
     text = record.strip()
     if b"\n" in text:
@@ -477,7 +478,7 @@ def read_sample(
         raw = preparation.raw(crude)
         parsed = preparation.parse(raw)
         plan = preparation.plan(raw, parsed)
-        pixels = preparation.pixels(plan, raw.source)
+        pixels = preparation.load_pixels(plan, raw.source)
     except Exception as error:  # as in the loader, any exception makes the sample bad
         raise CheckFailed(f"{sample_id(crude)} cannot be used: {reason_of(error)}") from error
     return Seen(
@@ -485,8 +486,8 @@ def read_sample(
         format=parsed.format,
         tokens=len(plan.input_ids),
         trained=plan.trained_tokens,
-        runs=_runs(plan, processor),
-        media=_media(plan, pixels, processor),
+        runs=_split_runs(plan, processor),
+        media=_shown_media(plan, pixels, processor),
         unused=plan.unused,
     )
 
@@ -498,7 +499,7 @@ def write_page(seen: Seen, file: Path) -> None:
         partial.write_text(template.render(seen=seen), "utf-8", "backslashreplace")
 
 
-def _runs(plan: Plan, processor: Any) -> list[Run]:
+def _split_runs(plan: Plan, processor: Any) -> list[Run]:
     """Split the tokens where the weight or the kind of token changes."""
     placeholders = {processor.image_token_id: "image", processor.video_token_id: "video"}
     ids = plan.input_ids
@@ -512,11 +513,12 @@ def _runs(plan: Plan, processor: Any) -> list[Run]:
     return runs
 
 
-def _media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
+def _shown_media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
+    """Return the images and videos of a sample in the form that the page shows."""
     images, videos = processor.image_processor, processor.video_processor
     queues = {
-        "image": _pictures(pixels.pixel_values, pixels.image_grid_thw, images),
-        "video": _pictures(pixels.pixel_values_videos, pixels.video_grid_thw, videos),
+        "image": _reassemble_pictures(pixels.pixel_values, pixels.image_grid_thw, images),
+        "video": _reassemble_pictures(pixels.pixel_values_videos, pixels.video_grid_thw, videos),
     }
     shown = []
     for item in plan.media:
@@ -548,7 +550,7 @@ def _timestamp_texts(item: PlannedMedia, processor: Any) -> list[str]:
     return [f"<{second:.1f} seconds>" for second in seconds]
 
 
-def _pictures(
+def _reassemble_pictures(
     values: Tensor | None, grids: Tensor | None, processor: Any
 ) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
     """Reassemble the images, or the videos, of a sample from their patches, one after the other.

@@ -53,10 +53,10 @@ from mcore_qwen3vl.data.loading.datasets import (
     Part,
     Stream,
     are_numbered,
-    length_of_epoch,
     load_sources,
     order_of,
     position_after,
+    require_epoch_length,
     states_of,
 )
 from mcore_qwen3vl.errors import BadInput
@@ -140,7 +140,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     if world_size == len(states):
         return states
     if states[0].get("balance"):
-        return _go_on(states[0], world_size)
+        return _continue_shared_stream(states[0], world_size)
     if states[0].get("order") == RECORDS:
         return [go_on_at(states[0], rank, world_size) for rank in range(world_size)]
     workers = states[0]["num_workers"]
@@ -154,7 +154,9 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
             "start the data from the beginning: train --load DIR --finetune, and another --save."
         )
     per_rank = total // world_size
-    streams = [stream for s in states for stream in _loader_state(s, workers)["worker_states"]]
+    streams = [
+        stream for s in states for stream in _loader_state_or_fresh(s, workers)["worker_states"]
+    ]
     return [
         {
             **states[0],
@@ -162,7 +164,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
             "world_size": world_size,
             "num_workers": per_rank,
             "loader": {
-                **_loader_state(states[0], per_rank),
+                **_loader_state_or_fresh(states[0], per_rank),
                 "worker_states": streams[rank * per_rank : (rank + 1) * per_rank],
                 "next_worker_id": 0,
             },
@@ -183,7 +185,7 @@ def go_on_at(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any
     return {**state, **changed}
 
 
-def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
+def _continue_shared_stream(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
     """Continue the shared stream after the last pack that the old ranks took."""
     state = copy.deepcopy(state)
     workers = state["loader"]["worker_states"] if state["loader"] else []
@@ -195,7 +197,7 @@ def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
         ]
         if known:
             packing, worker = min(known, key=lambda each: each[0]["_place"])
-            SharedPacking.go_on(packing, state["start"])
+            SharedPacking.take_turns_from(packing, state["start"])
             worker |= {"offset": 0} if "offset" in worker else {}
             workers[:] = [copy.deepcopy(worker) for _ in workers]
         state["loader"] = {**state["loader"], "next_worker_id": 0} if known else None
@@ -203,7 +205,7 @@ def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
         for worker in workers:
             taken = _count_taken(worker) * state["world_size"]
             for packing in states_of(SharedPacking, worker):
-                SharedPacking.go_on(packing, packing["_base"] + taken)
+                SharedPacking.take_turns_from(packing, packing["_base"] + taken)
             if "offset" in worker:  # a state without data workers has none
                 worker["offset"] = 0
     return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
@@ -215,7 +217,8 @@ def _count_taken(worker: dict[str, Any]) -> int:
     return int(packing["_taken"] + packing["_giving"] + worker.get("offset", 0))
 
 
-def _loader_state(state: dict[str, Any], workers: int) -> dict[str, Any]:
+def _loader_state_or_fresh(state: dict[str, Any], workers: int) -> dict[str, Any]:
+    """Return a rank's loader state, or that of `workers` that have read nothing."""
     if state["loader"] is not None:
         return state["loader"]
     # Nothing was read before saving: every worker starts at its beginning.
@@ -290,7 +293,7 @@ class Loader(Iterator[Batch]):
         self._turns: Any = None  # what takes the positions of an order in turn, if they are kept
         self._rows: int | None = None  # of a micro-batch, if its records are read by number
         balancing = {"dp_rank": dp_rank, "dp_size": dp_size, "trained": trained}
-        self._encoder = _encoder(architecture, processor, config, sources, **balancing)
+        self._encoder = _make_encoder(architecture, processor, config, sources, **balancing)
         self._workers = WorkerConfig(
             **self._place, seed_offset=seed, global_error_handler=self._encoder.guard.on_error
         )
@@ -300,11 +303,11 @@ class Loader(Iterator[Batch]):
         datasets, blend_mode = load(training=False, shuffle=False, workers=alone)
         seed_of_order = seed if config.shuffle else None
         if batches is not None:
-            dataset = self._validation(datasets, batches)
+            dataset = self._validation_batches(datasets, batches)
         elif are_numbered(datasets):
-            dataset = self._number_parts(datasets, blend_mode, seed_of_order)
+            dataset = self._numbered_batches(datasets, blend_mode, seed_of_order)
         else:
-            dataset = self._shards(load)
+            dataset = self._tar_batches(load)
         self._loader = get_savable_loader(
             dataset,
             checkpoint_every_sec=checkpoint_every_seconds,
@@ -316,17 +319,20 @@ class Loader(Iterator[Batch]):
             self._temporary = ExitStack()  # closes with this object, after its workers
             # The prefix is multiprocessing's, and short: a socket's path has at most 107 bytes.
             temporary = self._temporary.enter_context(scratch_folder("pymp-"))
+            # Energon's own initialiser runs first, in `start_worker`.
             start = self._loader.worker_init_fn
             self._loader.worker_init_fn = partial(start_worker, start, temporary)
         self._iterator: Iterator[Batch] | None = None
 
-    def _validation(self, datasets: Sequence[LoadedDataset], batches: int) -> Any:
+    def _validation_batches(self, datasets: Sequence[LoadedDataset], batches: int) -> Any:
         """Make the batches of a validation, again and again."""
         parts = self._open_parts(datasets)
         period = batches * self._config.micro_batch_size * self._workers.world_size
-        return self._blocks(Order(parts), end=min(period, sum(map(len, parts))), period=period)
+        return self._block_batches(
+            Order(parts), end=min(period, sum(map(len, parts))), period=period
+        )
 
-    def _number_parts(
+    def _numbered_batches(
         self, datasets: Sequence[LoadedDataset], blend_mode: DatasetBlendMode, seed: int | None
     ) -> Any:
         """Make endless batches of records that are read by their number."""
@@ -335,10 +341,10 @@ class Loader(Iterator[Batch]):
             datasets = encoder.measure_data_sets(datasets, usable_cores())
         parts = self._open_parts(datasets)
         order = order_of(datasets, parts, blend_mode, seed)
-        end = None if self._epochs is None else self._epochs * length_of_epoch(order)
+        end = None if self._epochs is None else self._epochs * require_epoch_length(order)
         self.length = end
         if not config.packing:
-            return self._blocks(order, end=end)
+            return self._block_batches(order, end=end)
         buffer = config.packing_buffer * (workers.world_size if config.balance else 1)
         if end is not None:
             if not config.balance:
@@ -353,19 +359,21 @@ class Loader(Iterator[Batch]):
         return packs
 
     def _open_parts(self, datasets: Sequence[LoadedDataset]) -> list[Part]:
+        """Open the data sets for the encoder, and tell its guard how many records they have."""
         self._encoder.parts = parts = [Part(dataset.dataset) for dataset in datasets]
         records, per_rank = sum(map(len, parts)), max(1, self._workers.num_workers)
         share = -(-records // (self._workers.world_size * per_rank))
-        self._encoder.guard.expect(records, share)
+        self._encoder.guard.expect_records(records, share)
         return parts
 
-    def _blocks(self, order: Order, **ends: Any) -> Any:
+    def _block_batches(self, order: Order, **ends: Any) -> Any:
+        """Make batches of an order's records, one a row; `ends` are those of :class:`Blocks`."""
         self._order, self._rows = RECORDS, self._config.micro_batch_size
         self._turns = blocks = Blocks(order, self._rows, self._workers, **ends)
         read = self._encoder.read_block
         return MapDataset(blocks, read, stateless_map_fn=True, worker_config=self._workers)
 
-    def _shards(self, load: Callable[..., Any]) -> Any:
+    def _tar_batches(self, load: Callable[..., Any]) -> Any:
         """Make endless batches of tars, of which each worker reads a part."""
         if self._epochs is not None:
             raise BadInput(
@@ -391,9 +399,9 @@ class Loader(Iterator[Batch]):
         )
         dealt = [dataset.len_worker(worker) for worker in range(max(workers.num_workers, 1))]
         if config.balance:  # all ranks meet every bad sample; each counts its share of them
-            encoder.guard.expect(sum(dealt), max(dealt) // ranks)
+            encoder.guard.expect_records(sum(dealt), max(dealt) // ranks)
         else:
-            encoder.guard.expect(ranks * sum(dealt), max(dealt))
+            encoder.guard.expect_records(ranks * sum(dealt), max(dealt))
         if not all(dealt):
             named = ", ".join(str(path) for path in self._paths)
             raise BadInput(
@@ -455,6 +463,7 @@ class Loader(Iterator[Batch]):
 
         With a `position`, of one or two batches ago, resuming gives the batch after that.
         """
+        # Energon saves a state at its counters, which stand at `position` meanwhile.
         energon = self._loader
         now = list(energon._worker_sample_counters), energon._next_worker_id
         if position is not None:
@@ -511,15 +520,22 @@ class Loader(Iterator[Batch]):
         restored = from_plain(state["loader"])
         self._loader.restore_state_rank(restored)
         if restored is not None and workers > 0:
-            # Energon restores a worker's batch counter from the state that the worker noted and
-            # omits the batches since: a state saved before its next batch would repeat them.
-            self._loader._worker_sample_counters = [
-                (worker.state.sample_index if worker.state else 0) + worker.offset - 1
-                for worker in restored.worker_states
-            ]
+            self._restore_counters(restored.worker_states)
+
+    def _restore_counters(self, worker_states: Sequence[SavableDatasetCheckpoint]) -> None:
+        """Set the number of the last batch of each worker, from 0; -1: it has delivered none.
+
+        Energon restores it from the state that the worker noted and omits the batches since: a
+        state saved before the worker's next batch would repeat them.
+        """
+        self._loader._worker_sample_counters = [
+            # Batches up to the noted state, and since then; the last one's number is one less.
+            (worker.state.sample_index if worker.state else 0) + worker.offset - 1
+            for worker in worker_states
+        ]
 
 
-def _encoder(
+def _make_encoder(
     architecture: Architecture,
     processor: Any,
     config: DataConfig,
@@ -557,7 +573,7 @@ def start_worker(start: Callable[[int], None], temporary: Path, worker: int) -> 
     multiprocessing.current_process()._config["tempdir"] = str(temporary)  # type: ignore[attr-defined]
     if hasattr(signal, "sigtimedwait"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 def _note_start(info: Any) -> None:
@@ -575,7 +591,8 @@ def _note_start(info: Any) -> None:
     ]
 
 
-def _obey(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
+    """Wait until the parent sends SIGTERM or is gone, then end this process at once."""
     while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGTERM}, _LOOK)
         if received is not None and received.si_pid == parent:

@@ -89,9 +89,9 @@ def load_processor(checkpoint: str | Path) -> Any:
             f"{checkpoint} holds no usable processor: {' '.join(str(error).split())} Copy the "
             "tokenizer, the processor configs and chat_template.jinja from the model's repository."
         ) from error
-    _require_rows(processor.tokenizer, Path(checkpoint))
-    for section, (where, _) in _sections(Path(checkpoint)).items():
-        _check(section, getattr(processor, section), f"{checkpoint}: {where}")
+    _require_embedding_rows(processor.tokenizer, Path(checkpoint))
+    for section, (where, _) in _read_sections(Path(checkpoint)).items():
+        _check_settings(section, getattr(processor, section), f"{checkpoint}: {where}")
     videos = processor.video_processor
     if getattr(videos, "cap_pixels_per_frame", False) is None:
         # Frames may be as large as the budgets allow, even if a later transformers would cap them.
@@ -99,7 +99,7 @@ def load_processor(checkpoint: str | Path) -> Any:
     return processor
 
 
-def _require_rows(tokenizer: Any, folder: Path) -> None:
+def _require_embedding_rows(tokenizer: Any, folder: Path) -> None:
     """Raise BadInput if a token's id is beyond the rows that the model in `folder` has.
 
     Under TP the embedding has more rows than the config says, as padding: no layer can tell.
@@ -118,7 +118,7 @@ def _require_rows(tokenizer: Any, folder: Path) -> None:
         )
 
 
-def _sections(folder: Path) -> dict[str, tuple[str, Mapping[str, Any]]]:
+def _read_sections(folder: Path) -> dict[str, tuple[str, Mapping[str, Any]]]:
     """Return what transformers reads of each section: the place, for messages, and the fields."""
     nested = read_fields(folder / _NESTED)
     sections = {}
@@ -133,7 +133,7 @@ def _sections(folder: Path) -> dict[str, tuple[str, Mapping[str, Any]]]:
 
 def unused_of_processor(folder: Path) -> list[Unused]:
     """Return what nothing uses of a processor's configs; raise BadInput if one cannot be read."""
-    sections = _sections(folder)
+    sections = _read_sections(folder)
     read = {where for where, _ in sections.values()}
     unused = Fields(
         _NESTED, used=(*_FILES, "chat_template"), inert=_INERT, reasons=_REASONS
@@ -184,7 +184,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 """For each field, the values that it may have, in code and in words."""
 
 
-def _check(section: str, processor: Any, where: str) -> None:
+def _check_settings(section: str, processor: Any, where: str) -> None:
     """Raise BadInput if a setting gives pixels that are not finite, or others than here."""
     if (kind := type(processor).__name__.removesuffix("Fast")) != _CLASSES[section]:
         raise BadInput(f"{where}: a {kind} is not supported; {_CLASSES[section]} is.")
@@ -226,7 +226,7 @@ def require_fitting(processor: Any, architecture: Architecture) -> None:
                 )
 
 
-def with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
+def configs_with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
     """Return the processor configs in `folder` with the budgets of a run, by file name.
 
     Only files that the budgets change are returned.
@@ -240,7 +240,7 @@ def with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
     usual = {section: getattr(processor, section).to_dict() for section in _FILES}
     limits.apply(processor)
     files: dict[str, dict[str, Any]] = {}
-    for section, (where, fields) in _sections(folder).items():
+    for section, (where, fields) in _read_sections(folder).items():
         before, after = usual[section], getattr(processor, section).to_dict()
         # `to_dict` leaves out what is null.
         names = {**before, **after}

@@ -35,23 +35,23 @@ _ROWS = 64
 _ENCODED = {"top_ids": "<i4", "top_log_probs": "<f4"}
 
 
-def scores_of(data: Path, ending: str = "scores.jsonl") -> Path:
+def scores_file_of(data: Path, ending: str = "scores.jsonl") -> Path:
     """Return the default path of a data set's scores, or of another file beside it."""
     data = data if data.name else data.absolute()
     return data.with_name(f"{data.name.removesuffix('.jsonl')}.{ending}")
 
 
-def teacher_of(data: Path) -> Path:
+def teacher_file_of(data: Path) -> Path:
     """Return the default path of a teacher's likeliest tokens for a data set."""
-    return scores_of(data, "topk.arrow")
+    return scores_file_of(data, "topk.arrow")
 
 
-def facts_of(scores: Path) -> Path:
+def facts_file_of(scores: Path) -> Path:
     """Return the file that says which data and settings scores were made from."""
     return scores.with_suffix(".json")
 
 
-def digest(input_ids: np.ndarray) -> str:
+def token_digest(input_ids: np.ndarray) -> str:
     """Hash the tokens of a sequence, (T,) int64; different tokens practically never collide."""
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(input_ids, dtype="<i8").tobytes())
 
@@ -78,9 +78,9 @@ class References:
             BadInput: there are none, or they were made from other data, with a temperature other
                 than 1, or from records that are not pairs.
         """
-        self._data, self._scores = data, scores_of(data)
+        self._data, self._scores = data, scores_file_of(data)
         how = f"mcore-qwen3vl score REFERENCE {data} --out {self._scores}"
-        check_facts(self._scores, data, how, instead=" or --reference adapter")
+        require_facts(self._scores, data, how, instead=" or --reference adapter")
         log_probs: list[list[float]] = []
         digests: list[list[str]] = []
         self._errors: dict[int, str] = {}  # the reason, by the index of each record without scores
@@ -119,13 +119,13 @@ class References:
         """
         if index in self._errors:
             raise BadSample(f"it has no reference in {self._scores}: {self._errors[index]}")
-        if [digest(tokens) for tokens in sides] != self._digests[index].tolist():
-            raise _other_tokens(self._data, index, self._scores)
+        if [token_digest(tokens) for tokens in sides] != self._digests[index].tolist():
+            raise _other_tokens_error(self._data, index, self._scores)
         chosen, rejected = self._log_probs[index].tolist()
         return chosen, rejected
 
 
-def _other_tokens(data: Path, index: int, scores: Path) -> BadInput:
+def _other_tokens_error(data: Path, index: int, scores: Path) -> BadInput:
     line = line_of(ensure_index(data), index)
     return BadInput(
         f"{data}:{line} no longer has the tokens that it had when {scores} was made: the "
@@ -134,7 +134,7 @@ def _other_tokens(data: Path, index: int, scores: Path) -> BadInput:
     )
 
 
-def check_facts(
+def require_facts(
     scores: Path, data: Path, how: str, temperature: float = 1.0, *, instead: str = ""
 ) -> dict[str, Any]:
     """Return the settings that scores were made with.
@@ -155,7 +155,7 @@ def check_facts(
         )
     if not scores.exists():
         raise BadInput(f"{scores} does not exist. Let the model score {data} with `{how}`.")
-    file = facts_of(scores)
+    file = facts_file_of(scores)
     try:
         facts: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))["settings"]
         made_of, made_at = facts["data"], facts["temperature"]
@@ -194,11 +194,12 @@ def write_teacher(lines: Path, out: Path) -> None:
     top = {"top_ids": pa.large_list(pa.int32()), "top_log_probs": pa.large_list(pa.float32())}
     schema = pa.schema({**place, "error": pa.string(), **seen, **top})
     with pa.OSFile(str(out), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        for rows in batched(_rows(lines), _ROWS):
+        for rows in batched(_teacher_rows(lines), _ROWS):
             writer.write_batch(pa.RecordBatch.from_pylist(list(rows), schema))
 
 
-def _rows(lines: Path) -> Iterator[dict[str, Any]]:
+def _teacher_rows(lines: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of JSON with the arrays that `encode_top` encoded."""
     with lines.open(encoding="utf-8") as file:
         for entry in map(json.loads, file):
             for name, dtype in _ENCODED.items():
@@ -248,10 +249,10 @@ class Teacher:
             BadInput: there is no such file, or it is cut off, or was made from other data, with
                 another temperature, or by a teacher with another vocabulary.
         """
-        self._data, self._file = data, teacher_of(data)
+        self._data, self._file = data, teacher_file_of(data)
         how = f"mcore-qwen3vl score TEACHER {data} --top-k {TEACHER_TOP_K}"
         how += f" --temperature {temperature:g}" if temperature != 1 else ""
-        facts = check_facts(self._file, data, how, temperature)
+        facts = require_facts(self._file, data, how, temperature)
         if facts.get("vocabulary") != vocabulary:
             raise BadInput(
                 f"{self._file} was made by {facts['checkpoint']['path']}, whose vocabulary is not "
@@ -281,8 +282,8 @@ class Teacher:
         if error := row["error"][0].as_py():
             raise BadSample(f"it has no scores in {self._file}: {error}")
         seen = row["digest"][0].as_py(), row["tokens"][0].as_py()
-        if seen != (digest(input_ids), trained_tokens):
-            raise _other_tokens(self._data, index, self._file)
+        if seen != (token_digest(input_ids), trained_tokens):
+            raise _other_tokens_error(self._data, index, self._file)
         values = (row[name][0].values.to_numpy() for name in _ENCODED)
         # A copy, since a tensor on the memory map could be written to.
         ids, log_probs = (torch.from_numpy(array.copy()) for array in values)

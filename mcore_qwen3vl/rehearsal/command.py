@@ -398,11 +398,11 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
     from mcore_qwen3vl.data.loading.datasets import CrudeSamples
     from mcore_qwen3vl.data.processor import load_processor
     from mcore_qwen3vl.data.scores import (
-        digest,
         encode_top,
-        facts_of,
+        facts_file_of,
         file_digest,
-        teacher_of,
+        teacher_file_of,
+        token_digest,
         vocabulary_fingerprint,
         write_teacher,
     )
@@ -418,11 +418,11 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
         plan = micro[0].plan
         count = plan.trained_tokens
         ids, scores = np.tile(np.arange(K), (count, 1)), np.full((count, K + 1), -math.log(K + 1))
-        entry = {"digest": digest(plan.input_ids), "tokens": count}
+        entry = {"digest": token_digest(plan.input_ids), "tokens": count}
         lines.append(json.dumps(entry | encode_top(ids, scores)))
     partial = data.with_suffix(".partial")
     partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    write_teacher(partial, teacher_of(data))
+    write_teacher(partial, teacher_file_of(data))
     facts = {
         "data": file_digest(data),
         "temperature": settings.distillation.loss.temperature,
@@ -430,4 +430,6 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
         "checkpoint": {"path": "nobody"},
         "vocabulary": vocabulary_fingerprint(processor.tokenizer, architecture.vocab_size),
     }
-    facts_of(teacher_of(data)).write_text(json.dumps({"settings": facts}), encoding="utf-8")
+    facts_file_of(teacher_file_of(data)).write_text(
+        json.dumps({"settings": facts}), encoding="utf-8"
+    )

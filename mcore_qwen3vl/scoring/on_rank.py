@@ -54,6 +54,7 @@ class Readout:
 
     def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
         """Return the results on the last stage, where all ranks call this."""
+        # A spare sequence has no name.
         return {name: v for name, v in zip(batch.names, self.values(output), strict=True) if name}
 
 
@@ -66,9 +67,9 @@ class LogProbs(Readout):
         self._options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
 
     def compute(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
-        return forward(batch, model, output_processor=self._process)
+        return forward(batch, model, output_processor=self._read_out)
 
-    def _process(
+    def _read_out(
         self,
         *,
         hidden_states: Tensor,
@@ -111,9 +112,9 @@ class TopK(LogProbs):
         super().__init__(temperature=temperature)
         self._k, self._reduce = k, partial(likeliest, k=k, temperature=temperature)
 
-    def _process(self, **output: Any) -> Tensor:
+    def _read_out(self, **output: Any) -> Tensor:
         """Compute (2 k + 2, B, s): log-probabilities, k ids, theirs, and that of the rest."""
-        log_probs = super()._process(**output)
+        log_probs = super()._read_out(**output)
         ids, top = output["output_layer"](
             output["hidden_states"], output["output_weight"], reduce=self._reduce
         )
@@ -179,6 +180,7 @@ class Classes(Readout):
         return [self._label_of(row) for row in chances.tolist()]
 
     def _label_of(self, row: list[float]) -> dict[str, Any]:
+        """Return the likeliest label, or all above 0.5, from the probabilities of a record."""
         chances = dict(zip(self._labels.names, row, strict=True))
         if self._labels.is_single:
             label: Any = max(chances, key=chances.__getitem__)
@@ -218,14 +220,14 @@ class Scorer:
         self._device = next(self._chunks[0].parameters()).device
 
     @torch.no_grad()
-    def block(self, records: Sequence[int]) -> BlockResults | None:
+    def score_block(self, records: Sequence[int]) -> BlockResults | None:
         """Score `records` on all ranks; return all results on the first rank, None on others."""
         rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         mine = records[rank::ranks]
         micros = [] if self._records is None else self._records.plan(mine)
-        count = self._agree(len(micros))
+        count = self._agree_on_count(len(micros))
         read = None if self._records is None else self._records.batches(micros, count)
-        outputs = self._forward(read, count)
+        outputs = self._run_forward(read, count)
         results = BlockResults() if self._records is None else self._records.take_results()
         for batch, local, output in outputs:  # only the last stage has any
             scores = self._readout.results(batch, local, output)
@@ -235,14 +237,14 @@ class Scorer:
         dist.gather_object(results, everyone)
         return None if everyone is None else reduce(or_, everyone)
 
-    def _agree(self, count: int) -> int:
+    def _agree_on_count(self, count: int) -> int:
         """Return how many micro-batches all replicas run: the most of any, rounded up for VPP."""
         most = torch.tensor(count, device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         stages = mpu.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
         return math.ceil(int(most) / stages) * stages
 
-    def _forward(
+    def _run_forward(
         self, read: Iterator[Batch] | None, count: int
     ) -> list[tuple[Batch, Tensor, Tensor]]:
         """Run the micro-batches; return each batch, its positions and results on the last stage."""

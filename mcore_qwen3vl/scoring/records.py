@@ -30,7 +30,7 @@ from mcore_qwen3vl.data.loading.index import Place, place_of
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.parse import POSITIVE, SIDES
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
-from mcore_qwen3vl.data.scores import digest, facts_of, write_teacher
+from mcore_qwen3vl.data.scores import facts_file_of, token_digest, write_teacher
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.unused import Unused
@@ -41,7 +41,7 @@ class Planned:
     """One sequence of a record, tokenised."""
 
     record: int
-    name: str  # in its batch, see `_name`
+    name: str  # in its batch, see `_sequence_name`
     plan: Plan
     source: int  # number of its data set
 
@@ -71,13 +71,13 @@ class BlockResults:
         if record in self.errors:
             return {"error": self.errors[record]}
         sides = {
-            side: {**self.scores[_name(record, side)], "digest": digest}
+            side: {**self.scores[_sequence_name(record, side)], "digest": digest}
             for side, digest in self.digests[record].items()
         }
         return sides.get("") or sides
 
 
-def _name(record: int, side: str) -> str:
+def _sequence_name(record: int, side: str) -> str:
     """Return a sequence's name in its batch; `side` is its name among the record's, or empty."""
     return f"{record} {side}"
 
@@ -117,7 +117,7 @@ class Records:
 
     def plan(self, records: Sequence[int]) -> list[list[Planned]]:
         """Choose which sequences of `records` share a micro-batch."""
-        planned = [sequence for record in records for sequence in self._plan(record)]
+        planned = [sequence for record in records for sequence in self._plan_record(record)]
         if not self._config.packing:
             return [[sequence] for sequence in planned]
         lengths = [self._config.padded(len(sequence.plan.input_ids)) for sequence in planned]
@@ -127,10 +127,14 @@ class Records:
     def batches(self, micros: Sequence[Sequence[Planned]], count: int) -> Iterator[Batch]:
         """Yield the micro-batches with their pixels, then empty ones up to `count` in all."""
         for micro in [*micros, *[()] * (count - len(micros))]:
-            yield self._batch(micro)
+            yield self._make_batch(micro)
 
-    def _plan(self, record: int) -> list[Planned]:
-        """Tokenise the sequences of a record; return none if the record cannot be used."""
+    def _plan_record(self, record: int) -> list[Planned]:
+        """Tokenise the sequences of a record; return none if the record cannot be used.
+
+        Its place is noted among the results, with its digests and what is not used of it, or else
+        with the reason why it cannot be used.
+        """
         crude = self._samples[record]
         self._results.places[record] = place_of(crude["__sources__"][0])
         try:
@@ -146,14 +150,16 @@ class Records:
             return []
         for plan in plans.values():
             self._results.unused |= dict.fromkeys(plan.unused)
-        digests = {side: digest(plan.input_ids) for side, plan in plans.items()}
+        digests = {side: token_digest(plan.input_ids) for side, plan in plans.items()}
         self._results.digests[record] = digests
         return [
-            Planned(record, _name(record, side), plan, raw.source) for side, plan in plans.items()
+            Planned(record, _sequence_name(record, side), plan, raw.source)
+            for side, plan in plans.items()
         ]
 
-    def _batch(self, micro: Sequence[Planned]) -> Batch:
-        named = {each.name: plan for each in micro if (plan := self._decode(each))}
+    def _make_batch(self, micro: Sequence[Planned]) -> Batch:
+        """Make a micro-batch of the sequences whose pixels can be decoded, as wide as they need."""
+        named = {each.name: plan for each in micro if (plan := self._with_pixels(each))}
         # A rank may have no records left while others have.
         named = named or {"": spare_plan(self._pad_id)}
         lengths = [self._config.padded(len(plan.input_ids)) for plan in named.values()]
@@ -167,9 +173,10 @@ class Records:
         assemble = batcher.pack if self._config.packing else batcher.pad
         return assemble(list(named.values()), list(named))
 
-    def _decode(self, sequence: Planned) -> Plan | None:
+    def _with_pixels(self, sequence: Planned) -> Plan | None:
+        """Return a sequence's plan with pixels; None, and note why, if they cannot be decoded."""
         try:
-            pixels = self._preparation.pixels(sequence.plan, sequence.source)
+            pixels = self._preparation.load_pixels(sequence.plan, sequence.source)
         except Exception as error:
             self._results.errors[sequence.record] = reason_of(error)
             return None
@@ -224,22 +231,23 @@ def write_parquet(lines: Path, out: Path) -> None:
     rest = {"text": pa.string(), "embedding": pa.list_(pa.float32()), "error": pa.string()}
     schema = pa.schema({**place, **rest})
     with pq.ParquetWriter(out, schema) as writer:
-        for rows in batched(_rows(lines), 1024):
+        for rows in batched(_embedding_rows(lines), 1024):
             writer.write_table(pa.Table.from_pylist(list(rows), schema))
 
 
 def write_npy(lines: Path, out: Path) -> None:
     """Write an array (rows, H) float32 with the rows of `write_parquet`; NaN for bad records."""
     count = width = 0
-    for row in _rows(lines):  # NumPy's file begins with the shape
+    for row in _embedding_rows(lines):  # NumPy's file begins with the shape
         count, width = count + 1, max(width, len(row.get("embedding", ())))
     array = np.lib.format.open_memmap(out, "w+", np.dtype("<f4"), (count, width))
-    for number, row in enumerate(_rows(lines)):
+    for number, row in enumerate(_embedding_rows(lines)):
         array[number] = row.get("embedding", np.nan)
     array.flush()
 
 
-def _rows(lines: Path) -> Iterator[dict[str, Any]]:
+def _embedding_rows(lines: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row for each embedding of a line of JSON; a line without any is one row."""
     with lines.open(encoding="utf-8") as file:
         for entry in map(json.loads, file):
             texts = values_in(entry, "embedding")
@@ -286,7 +294,7 @@ class Output:
             )
 
     def open(self, *, force: bool = False) -> int:
-        """Start the file, or continue it."""
+        """Start the file, or cut it to whole blocks to continue it; return the number of these."""
         if force:
             self._partial.unlink(missing_ok=True)
         if not self._partial.exists():
@@ -329,7 +337,8 @@ class Output:
         if write := _TABLES.get(self.path.suffix):
             finished = self._partial.with_suffix(".table")
             write(self._partial, finished)
-        os.replace(self._partial_facts, facts_of(self.path))
+        # The scores come last: who finds them finds their facts.
+        os.replace(self._partial_facts, facts_file_of(self.path))
         os.replace(finished, self.path)
         self._partial.unlink(missing_ok=True)
         return summary

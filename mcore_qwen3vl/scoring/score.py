@@ -18,10 +18,10 @@ from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import fingerprint
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.scores import (
-    facts_of,
+    facts_file_of,
     file_digest,
-    scores_of,
-    teacher_of,
+    scores_file_of,
+    teacher_file_of,
     vocabulary_fingerprint,
 )
 from mcore_qwen3vl.errors import BadInput
@@ -91,9 +91,9 @@ class Request(ModelRequest):
     def default_out(self) -> Path:
         """The file that is written if none is named."""
         if self.top_k:
-            return teacher_of(self.data)
+            return teacher_file_of(self.data)
         endings = {"log-probabilities": "scores.jsonl", "embedding": "embeddings.parquet"}
-        return scores_of(self.data, endings.get(self.task, f"{self.task}.jsonl"))
+        return scores_file_of(self.data, endings.get(self.task, f"{self.task}.jsonl"))
 
     @property
     def out_file(self) -> Path:
@@ -104,13 +104,13 @@ class Request(ModelRequest):
         """Return the data sets."""
         return parse_sources([str(self.data)], self.preprocess, self.train_on)
 
-    def samples(self) -> CrudeSamples:
+    def open_samples(self) -> CrudeSamples:
         """Open the records; each process opens the files by itself."""
         return CrudeSamples(self.sources(), split=self.split, trust=self.trust_data)
 
 
 def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
-    """Compute log-probabilities on all ranks of the layout, and write them.
+    """Compute what the task asks for on all ranks of the layout, and write it.
 
     Returns:
         The summary of the file; under torchrun None on all ranks but the first.
@@ -152,10 +152,10 @@ class _ScoringJob:
                 other = "--entropy" if request.entropy else f"--task {request.task}"
                 raise BadInput(f"--top-k with {other}: score twice, or drop one of them.")
         if request.task == "classify":
-            _labels(self._model)
+            _classifier_labels(self._model)
         if request.task == "embedding":
             require_last_token(self._model.folder)
-        samples = request.samples()
+        samples = request.open_samples()
         self._total = len(samples)
         self._multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         self._config = _data_config(request, architecture, self._multiple)
@@ -172,11 +172,12 @@ class _ScoringJob:
 
         from mcore_qwen3vl.scoring.on_rank import Scorer
 
-        request, readout = self._request, self._readout()
+        request, readout = self._request, self._make_readout()
         # Otherwise stages expect equal lengths, but the last pack of a block is shorter.
         overrides = {"variable_seq_lengths": True} if request.layout.pp > 1 else {}
-        scorer = Scorer(self._model.load(readout.kind, **overrides), self._records, readout)
+        scorer = Scorer(self._model.load(readout.kind, **overrides), self._open_records, readout)
         first = dist.get_rank() == 0
+        # The first rank tells the others how many blocks are finished.
         message = [self.output.open(force=request.force) if first else 0]
         dist.broadcast_object_list(message)
         begin, total = message[0] * self._block, self._total
@@ -187,17 +188,17 @@ class _ScoringJob:
             unused: dict[Unused, None] = {}
             for start in range(begin, total, self._block):
                 records = range(start, min(start + self._block, total))
-                results = scorer.block(records)
+                results = scorer.score_block(records)
                 if results is not None:
                     self.output.append(
                         [_line_of(results, record, request.data) for record in records]
                     )
-                    bad = self._report(results, bad)
+                    bad = self._report_errors(results, bad)
                     unused |= results.unused
                 advance(records.stop)
         console.name_unused(unused)
 
-    def _readout(self) -> Readout:
+    def _make_readout(self) -> Readout:
         from mcore_qwen3vl.scoring import on_rank as readouts
 
         request = self._request
@@ -209,14 +210,14 @@ class _ScoringJob:
             case "reward":
                 return readouts.Rewards()
             case "classify":
-                return readouts.Classes(_labels(self._model))
+                return readouts.Classes(_classifier_labels(self._model))
         if request.top_k:
             return readouts.TopK(temperature=request.temperature, k=request.top_k)
         return readouts.LogProbs(temperature=request.temperature, entropy=request.entropy)
 
-    def _records(self) -> Records:
+    def _open_records(self) -> Records:
         return Records(
-            self._request.samples(),
+            self._request.open_samples(),
             self._request.sources(),
             self._model.architecture,
             load_processor(self._model.folder),
@@ -225,7 +226,7 @@ class _ScoringJob:
             alone=self._request.top_k is not None,
         )
 
-    def _report(self, results: BlockResults, bad: int) -> int:
+    def _report_errors(self, results: BlockResults, bad: int) -> int:
         """Print which records could not be scored; return how many are bad so far."""
         for record, error in sorted(results.errors.items()):
             say = console.plain(f"record {results.places[record]} left out: {error}")
@@ -243,7 +244,7 @@ class _ScoringJob:
 def _check_out(request: Request) -> None:
     """Raise BadInput if the file to write is the data, or its suffix is that of another format."""
     out, suffix = request.out_file, request.default_out.suffix
-    if facts_of(out) in (out, request.data) or out == request.data:
+    if facts_file_of(out) in (out, request.data) or out == request.data:
         raise BadInput(f"--out {out}: name a file that ends with {suffix} and is not the data.")
     endings = {suffix, ".npy"} if request.task == "embedding" else {suffix}
     if out.suffix not in endings and {out.suffix, *endings} & {".parquet", ".npy", ".arrow"}:
@@ -255,7 +256,7 @@ def _check_out(request: Request) -> None:
         require_extra("pyarrow", str(out))
 
 
-def _labels(model: CheckedModel) -> Labels:
+def _classifier_labels(model: CheckedModel) -> Labels:
     """Return a classifier's labels, which are the adapter's if it has a head."""
     of_adapter = None if model.adapter is None else model.adapter.labels
     labels = of_adapter or Labels.of_config(read_config_file(model.folder))
@@ -268,6 +269,7 @@ def _labels(model: CheckedModel) -> Labels:
 
 
 def _data_config(request: Request, architecture: Architecture, multiple: int) -> DataConfig:
+    """Return the data settings; raise BadInput if the length does not fit model or layout."""
     longest = min(LONGEST, architecture.max_position_embeddings)
     seq_length = request.seq_length or longest - longest % multiple
     if seq_length % multiple:
@@ -296,6 +298,7 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
 def _settings(
     request: Request, paths: Sequence[Path], config: DataConfig, block: int
 ) -> dict[str, Any]:
+    """Return all that a line depends on; a run continues only with the same settings."""
     names = (
         "split", "preprocess", "train_on", "allow_dropped", "spec", "dtype", "task", "answers",
         "temperature", "entropy", "top_k",
@@ -303,8 +306,8 @@ def _settings(
     return {
         **{name: getattr(request, name) for name in names},
         "data": _data_identity(request, paths),
-        "checkpoint": _identity(request.checkpoint),
-        "lora": None if request.lora is None else _identity(request.lora),
+        "checkpoint": _checkpoint_identity(request.checkpoint),
+        "lora": None if request.lora is None else _checkpoint_identity(request.lora),
         "layout": str(request.layout),
         "packing": config.packing,
         "seq_length": config.seq_length,
@@ -326,7 +329,7 @@ def _data_identity(request: Request, paths: Sequence[Path]) -> str:
     return hashlib.sha256(repr((said, files)).encode()).hexdigest()
 
 
-def _identity(folder: Path) -> dict[str, Any]:
+def _checkpoint_identity(folder: Path) -> dict[str, Any]:
     """Return what identifies a checkpoint: its path, and the size and time of its files."""
     stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
     newest = max((stat.st_mtime_ns for stat in stats), default=0)

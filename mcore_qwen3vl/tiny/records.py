@@ -50,7 +50,7 @@ def write_image_qa(
         if text_only_every and index % text_only_every == text_only_every - 1:
             messages = _sum_question(generator)
         else:
-            messages = _colour_question(folder, index, generator)
+            messages = _write_colour_question(folder, index, generator)
         lines.append(json.dumps({"messages": messages}))
     return _write_records(lines, folder)
 
@@ -63,7 +63,10 @@ def _sum_question(generator: random.Random) -> list[dict[str, Any]]:
     ]
 
 
-def _colour_question(folder: Path, index: int, generator: random.Random) -> list[dict[str, Any]]:
+def _write_colour_question(
+    folder: Path, index: int, generator: random.Random
+) -> list[dict[str, Any]]:
+    """Write the image of a question, and return the messages about it."""
     left, right = generator.sample(sorted(COLOURS), 2)
     width, height = generator.choice(SIDES), generator.choice(SIDES)
     image = Image.new("RGB", (width, height), COLOURS[left])

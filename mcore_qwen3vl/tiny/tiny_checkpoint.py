@@ -62,7 +62,7 @@ class Vocabulary:
     added: dict[str, int] = field(default_factory=dict)
     """Tokens that are never split, but that are text of an answer."""
 
-    def tokenizer(self) -> Any:
+    def make_tokenizer(self) -> Any:
         """Make a ``Qwen2Tokenizer``."""
         from transformers import AddedToken, Qwen2Tokenizer
 
@@ -154,7 +154,7 @@ def write_processor(
     video_size = {"shortest_edge": 4 * token_pixels, "longest_edge": 16 * 8 * token_pixels}
     processor = Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=image_size, **common),
-        tokenizer=vocabulary.tokenizer(),
+        tokenizer=vocabulary.make_tokenizer(),
         video_processor=Qwen3VLVideoProcessor(size=video_size, min_frames=2, fps=2, **common),
         chat_template=chat_template(),
     )
@@ -373,6 +373,7 @@ def write_tiny_checkpoint(
 
 
 def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
+    """Make Hugging Face's model with random values; those of `FLOAT32` are in float32."""
     import transformers
 
     name = config["architectures"][0]
@@ -381,7 +382,7 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     with torch.device("meta"), without_gpu_kernels():
         model = getattr(transformers, name)(hf_config).to(dtype)
         if layers := config["text_config"].get("mtp_num_hidden_layers"):
-            model.mtp = _mtp(model.model.language_model.layers, hf_config.text_config, layers)
+            model.mtp = _make_mtp(model.model.language_model.layers, hf_config.text_config, layers)
             model.mtp.to(dtype)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(FLOAT32):
@@ -389,7 +390,7 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     model = model.to_empty(device="cpu")
     if config["tie_word_embeddings"]:
         model.tie_weights()
-    _fill(model, seed, hybrid=MODEL_TYPES[config["model_type"]].hybrid)
+    _fill_at_random(model, seed, hybrid=MODEL_TYPES[config["model_type"]].hybrid)
     text = config["text_config"]
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=text["bos_token_id"],
@@ -403,7 +404,7 @@ FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")
 """Ends of the names of tensors that published checkpoints keep in float32."""
 
 
-def _mtp(layers: nn.ModuleList, config: Any, count: int) -> nn.Module:
+def _make_mtp(layers: nn.ModuleList, config: Any, count: int) -> nn.Module:
     """Return the layers that predict a further token, which transformers does not have.
 
     They are layers of the model, all with attention. Source: vLLM's ``Qwen3_5MultiTokenPredictor``.
@@ -418,7 +419,7 @@ def _mtp(layers: nn.ModuleList, config: Any, count: int) -> nn.Module:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, seed: int, *, hybrid: bool) -> None:
+def _fill_at_random(model: nn.Module, seed: int, *, hybrid: bool) -> None:
     """Fill norms around the weight that changes nothing, biases around 0, matrices with unit gain.
 
     All values are random. In a `hybrid` model that weight of a norm is 0 but in the vision tower

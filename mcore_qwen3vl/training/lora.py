@@ -15,7 +15,12 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig, apply, resolve_targets
+from mcore_qwen3vl.converters.adapters.config import (
+    AdapterConfig,
+    HFConfig,
+    apply_with_peft,
+    resolve_targets,
+)
 from mcore_qwen3vl.converters.export import save_adapter
 from mcore_qwen3vl.converters.live import hf_parts, initialize_factors, load_factors
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, LORA_FOLDER, Kind, identify
@@ -132,12 +137,12 @@ class LoraRun:
         self.config = replace(config, raw={**config.raw, "base_model_name_or_path": named})
         self._model = model
         self.targets = resolve_targets(self.config, model)
-        self._saved = apply(self.config, model).saved
+        self._saved = apply_with_peft(self.config, model).saved
         tied = architecture.tie_word_embeddings
         self.parameters = trained_parameters(self.targets, self._saved, tied=tied).total()
         self._start = read_adapter(settings.lora_init, model) if settings.lora_init else None
         if self._start is not None and self.base.path and Path(self.base.path).exists():
-            for note in self._start.other_base(Path(self.base.path)):
+            for note in self._start.other_base_notes(Path(self.base.path)):
                 warnings.warn(note, stacklevel=2)  # shown by the first rank
 
     @classmethod

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import Slot, apply, resolve_targets
+from mcore_qwen3vl.converters.adapters.config import Slot, apply_with_peft, resolve_targets
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.parameters import Group
@@ -92,7 +92,7 @@ def estimate_stages(
     """
     counts = parameters.count(a, mtp=mtp)
     if mtp and a.num_experts:  # EP divides the further layer's experts too
-        experts_of_layer = parameters.by_part(a)["experts"] // sum(a.moe_layers)
+        experts_of_layer = parameters.count_by_part(a)["experts"] // sum(a.moe_layers)
         counts = counts - Counter({Group("further token", None, True): experts_of_layer})
         counts[Group("experts", None, True)] += experts_of_layer
     frozen, factors = (Counter[Group](), counts) if trained is None else (counts, trained)
@@ -156,7 +156,7 @@ def trained_of(settings: Settings, a: Architecture, model: Path) -> TrainedCount
     if not settings.lora.trains_adapter:
         return None
     config = settings.lora.adapter_config(a, settings.task.task)
-    targets, saved = resolve_targets(config, model), apply(config, model).saved
+    targets, saved = resolve_targets(config, model), apply_with_peft(config, model).saved
     return trained_parameters(targets, saved, tied=a.tie_word_embeddings)
 
 

@@ -41,7 +41,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
-from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, flat_range, overlap
+from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, boxes_of_flat_range, overlap
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import PARTS, part_of
 from mcore_qwen3vl.training.arguments.run import RunSettings
@@ -413,7 +413,7 @@ def _boxes(
     """
     base = torch.empty(entry.data.shape, device="meta")
     pieces = [(piece, _extent_of(piece.data, base)) for piece in _stored_pieces(entry, base)]
-    for box in flat_range(tuple(base.shape), span.start, span.stop):
+    for box in boxes_of_flat_range(tuple(base.shape), span.start, span.stop):
         for piece, extent in pieces:
             both = overlap(box, extent)
             if both is None:

@@ -23,7 +23,7 @@ from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, read_adapter
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.hf import config_file, quantized
-from mcore_qwen3vl.converters.hf.companions import companion_files, digest, read_form
+from mcore_qwen3vl.converters.hf.companions import companion_files, read_form, sha256_of
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import rename_entries
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
@@ -189,7 +189,7 @@ class Side:
         if name == "config.json" and getattr(self.stored, "quantization", None) is not None:
             config = quantized.without_quantization(read_config_file(self.companions[name]))
             return sha256(config_file.dumps(config)).hexdigest()
-        return digest(self.companions[name])
+        return sha256_of(self.companions[name])
 
     def _has(self, row: Row, name: str) -> bool:
         """Return whether the tensor is there with the shape that the config gives it."""
@@ -450,7 +450,7 @@ def adapter_roundtrip(
         )
         returned = read_adapter(back, hf)
         report = Report(f"{lora} into {layout} and back", {"layout": str(layout)})
-        there, here = ({**a.tensors(), **whole_tensors(a)} for a in (adapter, returned))
+        there, here = ({**a.factor_tensors(), **whole_tensors(a)} for a in (adapter, returned))
         for name, tensor in there.items():
             finding = Finding(TENSORS, name, flaw="is missing after the round trip")
             if name in here:

@@ -140,7 +140,7 @@ def rank_keys(case: str, layout_text: str) -> dict[str, Any]:
         mpu.get_pipeline_model_parallel_rank(),
         mpu.get_expert_model_parallel_rank(),
     )
-    folder = rank.folder(layout)
+    folder = rank.folder_name(layout)
     chunks = {}
     for vp in range(layout.vpp):
         state = build(case, layout_text, vp if layout.vpp > 1 else None).state_dict()

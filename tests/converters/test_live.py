@@ -301,7 +301,7 @@ def test_nothing_is_left_when_a_rank_cannot_write(tiny, tmp_path, monkeypatch):
 
     def work(chunks: list[Any]) -> None:
         if dist.get_rank() == 1:
-            monkeypatch.setattr(export, "_write", full)
+            monkeypatch.setattr(export, "_write_tensors", full)
         with pytest.raises(
             BadInput, match=r"Rank 1 could not save the model to .*target: no space"
         ):

@@ -396,7 +396,7 @@ def test_parameters_are_those_of_the_hf_model(size: str) -> None:
         model = AutoModelForImageTextToText.from_config(config)
     a = Architecture.from_hf(SHAPES / f"{size}.json")
     assert parameters.total(a) == sum(p.numel() for p in model.parameters())
-    assert parameters.by_part(a)["vision"] == sum(
+    assert parameters.count_by_part(a)["vision"] == sum(
         p.numel() for p in model.model.visual.parameters()
     )
 

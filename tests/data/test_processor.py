@@ -16,7 +16,7 @@ from transformers.video_utils import VideoMetadata
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, MediaLimits, Source, load_processor
 from mcore_qwen3vl.data.inspection import check_data
-from mcore_qwen3vl.data.processor import unused_of_processor, with_budgets
+from mcore_qwen3vl.data.processor import configs_with_budgets, unused_of_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import tiny_config, write_processor
 from tests.command import exit_code
@@ -201,7 +201,7 @@ def test_a_processor_written_with_budgets_is_the_one_of_training(
         divide(folder)
     trained = load_processor(folder)
     limits.apply(trained)
-    for name, content in with_budgets(folder, limits).items():
+    for name, content in configs_with_budgets(folder, limits).items():
         (folder / name).write_bytes(content)
     served = load_processor(folder)
     rng = np.random.default_rng(0)
@@ -221,4 +221,4 @@ def test_a_processor_written_with_budgets_is_the_one_of_training(
     assert grids[0] == grids[1]
     if limits.video_max_frames is not None:
         assert grids[0][1][0][0] == limits.video_max_frames // 2
-    assert with_budgets(folder, MediaLimits()) == {}
+    assert configs_with_budgets(folder, MediaLimits()) == {}

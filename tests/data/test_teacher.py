@@ -21,12 +21,12 @@ from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.scores import (
     Teacher,
     Top,
-    digest,
     encode_top,
-    facts_of,
+    facts_file_of,
     file_digest,
     join_tops,
-    teacher_of,
+    teacher_file_of,
+    token_digest,
     vocabulary_fingerprint,
     write_teacher,
 )
@@ -58,12 +58,12 @@ def write(folder: Path) -> Path:
     lines = []
     for i in range(RECORDS):
         top = top_of(i)
-        entry = {"digest": digest(plan_of(i).input_ids), "tokens": len(top.ids)}
+        entry = {"digest": token_digest(plan_of(i).input_ids), "tokens": len(top.ids)}
         entry |= encode_top(top.ids.numpy(), top.log_probs.numpy())
         lines.append({"line": i + 1, **({"error": "it is broken"} if i == 70 else entry)})
     partial = folder / "lines"
     partial.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    write_teacher(partial, teacher_of(data))
+    write_teacher(partial, teacher_file_of(data))
     settings = {
         "data": file_digest(data),
         "temperature": 2.0,
@@ -71,7 +71,7 @@ def write(folder: Path) -> Path:
         "checkpoint": {"path": "/big"},
         "vocabulary": vocabulary_fingerprint(TOKENIZER, SIZE),
     }
-    facts_of(teacher_of(data)).write_text(json.dumps({"settings": settings}))
+    facts_file_of(teacher_file_of(data)).write_text(json.dumps({"settings": settings}))
     return data
 
 
@@ -118,7 +118,7 @@ def test_other_tokens_or_other_trained_ones_stop_the_run(tmp_path: Path) -> None
 
 
 def cut(data: Path) -> None:
-    file = teacher_of(data)
+    file = teacher_file_of(data)
     file.write_bytes(file.read_bytes()[: math.ceil(file.stat().st_size * 0.9)])
 
 
@@ -131,8 +131,8 @@ def change(data: Path) -> None:
     [
         (cut, {}, r"data\.topk\.arrow cannot be read and may be cut off .*--top-k 64"),
         (change, {}, "was not made from the current content"),
-        (lambda data: teacher_of(data).unlink(), {}, r"does not exist\. Let the model score"),
-        (lambda data: facts_of(teacher_of(data)).unlink(), {}, "cannot be read"),
+        (lambda data: teacher_file_of(data).unlink(), {}, r"does not exist\. Let the model score"),
+        (lambda data: facts_file_of(teacher_file_of(data)).unlink(), {}, "cannot be read"),
         (None, {"temperature": 1.0}, "made with temperature 2, and 1 is needed"),
         (None, {"vocab_size": SIZE + 1}, "was made by /big, whose vocabulary is not"),
         (

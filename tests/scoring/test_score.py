@@ -23,7 +23,7 @@ from mcore_qwen3vl.data import DataConfig, Source, load_processor
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.inspection import read_sample
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.scores import References, facts_of, vocabulary_fingerprint
+from mcore_qwen3vl.data.scores import References, facts_file_of, vocabulary_fingerprint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
@@ -369,7 +369,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     assert len(entries) == 60
     assert "no assistant turn" in entries[4]["error"]
     assert entries[9]["error"].startswith("over-long: ")
-    summary = json.loads(facts_of(whole).read_text())["summary"]
+    summary = json.loads(facts_file_of(whole).read_text())["summary"]
     assert (summary["scored"], summary["bad"], summary["overlong"]) == (58, 1, 1)
 
 
@@ -378,7 +378,7 @@ def test_a_damaged_beginning_is_computed_again_or_refused(
 ) -> None:
     data, whole, broken = many(folder, 24), tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     assert exit_code(*command(dense, data, whole)) == 0
-    settings = json.loads(facts_of(whole).read_text())["settings"]
+    settings = json.loads(facts_file_of(whole).read_text())["settings"]
     partial, facts = (tmp_path / f"broken.jsonl.partial{end}" for end in ("", ".json"))
     good = whole.read_bytes().splitlines(keepends=True)
     partial.write_bytes(b"".join(good[:9]) + b'{"index": 9, "lo\n' + b"".join(good[10:20]))

@@ -11,7 +11,7 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig, apply, resolve_targets
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, apply_with_peft, resolve_targets
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.parameters import Group
 from mcore_qwen3vl.layout import Layout
@@ -154,7 +154,9 @@ def trained(hf: Path, adapter: Path) -> int:
 
 
 def counted(config: AdapterConfig, hf: Path, *, tied: bool) -> Counter[Group]:
-    return trained_parameters(resolve_targets(config, hf), apply(config, hf).saved, tied=tied)
+    return trained_parameters(
+        resolve_targets(config, hf), apply_with_peft(config, hf).saved, tied=tied
+    )
 
 
 @pytest.mark.parametrize("lora", ["experts", "whole router"])
@@ -190,6 +192,6 @@ def test_parts_are_those_of_the_mapping_and_the_adapter(
     hf, config = dense if lora == "everything" else moe, ADAPTERS[lora]
     adapter = write_random_adapter(tmp_path / "adapter", config, hf)
     wanted = {part: n for part, n in parameters.by_part(Architecture.from_hf(hf)).items() if n}
-    targets, saved = resolve_targets(config, hf), apply(config, hf).saved
+    targets, saved = resolve_targets(config, hf), apply_with_peft(config, hf).saved
     factors = trained_parameters(targets, saved, tied=False).total()
     assert run_layout(parts, 1, hf, adapter) == [wanted | {"adapter": factors}]

@@ -265,7 +265,7 @@ def test_equal_adapted_models(adapted: Adapted, name: str, layout: str, moe: boo
     reference = adapted(name, moe)
     result = trace(reference, layout=Layout.parse(layout), gradients=True)
     assert result.ok, [str(f) for f in result.failures[:5]]
-    factors = set(reference.adapter.tensors())
+    factors = set(reference.adapter.factor_tensors())
     for part in (WEIGHTS, GRADIENTS):
         assert factors <= {f.name for f in result.findings if f.part == part}
 

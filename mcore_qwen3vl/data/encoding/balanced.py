@@ -59,7 +59,7 @@ from mcore_qwen3vl.data.encoding.packing import (
     uneven_work,
 )
 from mcore_qwen3vl.data.encoding.preparation import Plan
-from mcore_qwen3vl.data.loading.datasets import ABSENT, SOURCE, Order, Part, length_of_epoch
+from mcore_qwen3vl.data.loading.datasets import ABSENT, SOURCE, Order, Part, require_epoch_length
 from mcore_qwen3vl.data.loading.index import cache_of, fingerprint, origin, sample_id
 from mcore_qwen3vl.data.loading.readers import crude_sample
 from mcore_qwen3vl.data.records.media import Media
@@ -123,7 +123,7 @@ class Sizes(Sequence[Size | Unusable]):
             unusable = np.frombuffer(said.encode(), np.uint8)
             np.savez(stream, table=self._table, stamps=self.stamps, unusable=unusable)
 
-    def doubtful(self) -> list[int]:
+    def samples_to_compare(self) -> list[int]:
         """Return samples whose stamps tell whether media were replaced: all unusable, some usable.
 
         Samples that cannot be used are never read, so nothing else would notice a change.
@@ -196,7 +196,7 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
             worker_config=built.worker_config,
         )
 
-    def forget(self) -> None:
+    def forget_sizes(self) -> None:
         """Remove the file with the sizes, so that the next start measures again."""
         if self.file is not None:
             with suppress(OSError):
@@ -226,7 +226,7 @@ class _Stubs:
         return {**stub, **known, "__subflavors__": factory.subflavors}
 
 
-def measure(
+def load_or_measure(
     factory: MeasuredFactory,
     size: Callable[[MeasuredFactory, int], tuple[Size | Unusable, int]],
     stamp: Callable[[MeasuredFactory, int], int],
@@ -247,10 +247,14 @@ def measure(
     file = cache_of(data) / f"{data.name}.{key}.sizes"
 
     def read_sizes() -> Sizes | None:
+        """Return the kept sizes; None if there are none, or media have changed since."""
         if not file.exists():
             return None
         sizes = Sizes.load(file)
-        compared, title = sizes.doubtful(), f"comparing the media of {data} with their measurement"
+        compared, title = (
+            sizes.samples_to_compare(),
+            f"comparing the media of {data} with their measurement",
+        )
         now = _map_in_children(partial(stamp, factory), data, compared, processes, title)
         return sizes if now == sizes.stamps[compared].tolist() else None
 
@@ -283,11 +287,11 @@ def _map_in_children[R](
     step = max(_CHUNK, len(indices) // _CHUNKS)
     chunks = [indices[start : start + step] for start in range(0, len(indices), step)]
     fork = multiprocessing.get_context("fork")  # so that `work` needs no pickling
-    pool = ProcessPoolExecutor(max(1, min(processes, len(chunks))), fork, _begin, (work,))
+    pool = ProcessPoolExecutor(max(1, min(processes, len(chunks))), fork, _begin_child, (work,))
     results: list[R] = []
     try:
         with pool, console.count_progress(title, len(indices), "samples") as show:
-            for chunk in pool.map(_each, chunks):
+            for chunk in pool.map(_work_on_each, chunks):
                 results += chunk
                 show(len(results))
     except BrokenProcessPool:
@@ -301,7 +305,8 @@ def _map_in_children[R](
 _work: Callable[[int], Any]
 
 
-def _begin(work: Callable[[int], Any]) -> None:
+def _begin_child(work: Callable[[int], Any]) -> None:
+    """Prepare a child process, which keeps `work` in a global for `_work_on_each`."""
     global _work
     end_with_parent()
     _work = work
@@ -309,7 +314,7 @@ def _begin(work: Callable[[int], Any]) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _each(indices: Sequence[int]) -> list[Any]:
+def _work_on_each(indices: Sequence[int]) -> list[Any]:
     return [_work(index) for index in indices]
 
 
@@ -354,7 +359,7 @@ class SharedPacking(EpochPacking):
         self._rank, self._ranks = rank, ranks
         self._width, self._rows_per_step = ranks, rows_per_step
         self._start = 0
-        super().__init__(packing, epoch_of, self._take)
+        super().__init__(packing, epoch_of, self._pack_for_worker)
 
     def start_at(self, pack: int) -> None:
         """Begin at a pack instead of the first, unless a state is restored."""
@@ -376,14 +381,14 @@ class SharedPacking(EpochPacking):
         filled: bool = super()._fill_reading_buffer(source_iter, log_progress)
         return filled
 
-    def _take(self, samples: list[Any]) -> list[list[Any]]:
+    def _pack_for_worker(self, samples: list[Any]) -> list[list[Any]]:
         """Return the packs of a full buffer, from this worker's first one on."""
-        rows, left = rows_of(
+        rows, left = pack_into_rows(
             samples, self._divide, self._width, self._carried, self._rows_per_step, self._ended
         )
         self._carried = len(left)
         self._reading_buffer.extend(left)
-        packs = [pack or [absent(samples[0])] for row in rows for pack in row]
+        packs = [pack or [absent_sample(samples[0])] for row in rows for pack in row]
         return packs[self._advance(len(packs)) :]
 
     def _advance(self, waiting: int) -> int:
@@ -395,6 +400,7 @@ class SharedPacking(EpochPacking):
         count, turn = self._ranks * self._workers, self._rank
         if self._workers > 1:
             turn += self.worker_config.rank_worker_id() * self._ranks
+        # Packs before `_base` are taken already; from there on, every `count`-th is this worker's.
         ahead = self._base - self._place
         ahead = ahead + turn if ahead > 0 else (turn + ahead) % count
         dropped = min(ahead, waiting)
@@ -403,13 +409,13 @@ class SharedPacking(EpochPacking):
         return dropped
 
     @staticmethod
-    def go_on(state: dict[str, Any], base: int) -> None:
+    def take_turns_from(state: dict[str, Any], base: int) -> None:
         """Change a state so that any number of ranks can take turns from the pack `base` on."""
         state["_place"] += state["_giving"]
         state |= {"_base": base, "_taken": 0, "_giving": False}
 
 
-def rows_of(
+def pack_into_rows(
     samples: list[Any],
     divide: Callable[..., Division],
     ranks: int,
@@ -435,7 +441,7 @@ def rows_of(
     return rows, samples
 
 
-def absent(sample: MeasuredSample) -> MeasuredSample:
+def absent_sample(sample: MeasuredSample) -> MeasuredSample:
     """Return a sample without data that energon can restore, like `sample`."""
     key = (*sample.__restore_key__[:-1], ABSENT)
     return replace(sample, size=NOTHING, __restore_key__=key)
@@ -463,7 +469,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         self._architecture, self._trained = architecture, trained
         self._rank, self._ranks = dp_rank, dp_size
         self._data_sets: list[MeasuredFactory] = []
-        self._settings = _settings(processor, config)
+        self._settings = _settings_as_json(processor, config)
         self._sources = sources
 
     def measure_data_sets(
@@ -474,12 +480,14 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             factory = MeasuredFactory(dataset.dataset, number)
             source = self._sources[factory.subflavors[SOURCE]]
             said = [self._settings, repr(source.reading), repr(source.limits)]
-            measure(factory, self._measure, self._stamp, json.dumps(said), processes)
+            load_or_measure(
+                factory, self._measure_sample, self._stamp_of_sample, json.dumps(said), processes
+            )
             self._data_sets.append(factory)
             dataset.dataset = factory
         return list(datasets)
 
-    def _measure(self, factory: MeasuredFactory, index: int) -> tuple[Size | Unusable, int]:
+    def _measure_sample(self, factory: MeasuredFactory, index: int) -> tuple[Size | Unusable, int]:
         """Return the size or the flaw of a sample, and the stamp of its media."""
         shard, number = factory.path.name, index  # all that is known of one that cannot be read
         stamp = 0
@@ -498,7 +506,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             kind = OVERLONG if isinstance(error, OverlongSample) else BAD
             return Unusable(kind, reason_of(error), shard, number), stamp
 
-    def _stamp(self, factory: MeasuredFactory, index: int) -> int:
+    def _stamp_of_sample(self, factory: MeasuredFactory, index: int) -> int:
         """Return the stamp of a sample's media; 0 if it has none or cannot be read."""
         try:
             sample = factory.read_sample(index)
@@ -539,7 +547,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             packing, lambda key: 0, 1, max(1, self.config.micro_batches // workers)
         )
 
-    def _by_epoch(self, packing: Any, epoch_of: EpochOf) -> SharedPacking:
+    def _pack_by_epoch(self, packing: Any, epoch_of: EpochOf) -> SharedPacking:
         workers = max(1, packing.worker_config.num_workers)
         return self._share_packs(packing, epoch_of, workers, self.config.micro_batches)
 
@@ -561,9 +569,10 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         count, epoch, carried = 0, 0, 0
         waiting: list[Any] = []
 
-        def pack(ended: bool) -> None:
+        def pack_waiting(ended: bool) -> None:
+            """Count the packs of the waiting samples, as a rank forms them; some may wait on."""
             nonlocal count, carried, waiting
-            rows, waiting = rows_of(
+            rows, waiting = pack_into_rows(
                 waiting, self._divide, self._ranks, carried, self.config.micro_batches, ended
             )
             count, carried = count + len(rows) * self._ranks, len(waiting)
@@ -573,14 +582,15 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             size = self._data_sets[part].sizes[self.parts[part].first + number]
             if isinstance(size, Unusable):
                 continue
-            if waiting and place // length_of_epoch(order) != epoch:
-                pack(ended=True)
-            epoch = place // length_of_epoch(order)
+            # The first sample of an epoch ends the packs of the one before.
+            if waiting and place // require_epoch_length(order) != epoch:
+                pack_waiting(ended=True)
+            epoch = place // require_epoch_length(order)
             waiting.append(SimpleNamespace(size=size))
             if len(waiting) == buffer:
-                pack(ended=False)
+                pack_waiting(ended=False)
         if waiting:
-            pack(ended=True)
+            pack_waiting(ended=True)
         return count
 
     def _divide(self, samples: Sequence[Any], **options: int) -> Division:
@@ -601,10 +611,10 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             try:
                 plans = [self.preparation.plan(raw)]
             except Exception:
-                factory.forget()
+                factory.forget_sizes()
                 raise
             if (size := size_of(plans[0])) != sample.size:
-                factory.forget()
+                factory.forget_sizes()
                 raise BadSample(
                     f"it has {size.tokens} tokens and {size.patches} patches, and had "
                     f"{sample.size.tokens} and {sample.size.patches} when it was measured: its "
@@ -624,7 +634,7 @@ def size_of(plan: Plan) -> Size:
     )
 
 
-def _settings(processor: Any, config: DataConfig) -> str:
+def _settings_as_json(processor: Any, config: DataConfig) -> str:
     """Return, as JSON, all settings that a sample's size depends on, besides its data set."""
     tokenizer = processor.tokenizer.backend_tokenizer.to_str()
     said = {

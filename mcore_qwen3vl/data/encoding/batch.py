@@ -154,14 +154,14 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Move the tensors, except those that :class:`VisualInputs` keeps on the host."""
-        return self._move(
+        return self._moved(
             lambda tensor: tensor.to(device, non_blocking=non_blocking),
             self.visual and self.visual.to(device, non_blocking),
         )
 
     def pin_memory(self) -> Self:
         """Return a page-locked copy, so that ``to(device, non_blocking=True)`` overlaps compute."""
-        return self._move(Tensor.pin_memory, self.visual and self.visual.pin_memory())
+        return self._moved(Tensor.pin_memory, self.visual and self.visual.pin_memory())
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Replace each tensor by `function` of it, except `cu_seqlens`, which the host reads, and
@@ -202,7 +202,7 @@ class Batch:
         patches = {name: getattr(self.visual, name) for name in PER_PATCH}
         return replace(other, visual=replace(other.visual, **patches))
 
-    def _move(self, function: Callable[[Tensor], Tensor], visual: VisualInputs | None) -> Self:
+    def _moved(self, function: Callable[[Tensor], Tensor], visual: VisualInputs | None) -> Self:
         bounds = None if self.cu_seqlens is None else function(self.cu_seqlens)
         return replace(self.map_tensors(function), cu_seqlens=bounds, visual=visual)
 
@@ -290,21 +290,21 @@ class Batcher:
             padding_mask=padding_mask,
             cu_seqlens=cu_seqlens,
             max_seqlen=None if cu_seqlens is None else int(cu_seqlens.diff().max()),
-            visual=self._visual(input_ids, patches, image_grid, video_grid),
+            visual=self._index_patches(input_ids, patches, image_grid, video_grid),
             counts=Counts(
                 samples=len(plans),
                 tokens=int((~padding_mask).sum()),
                 capacity=padding_mask.numel(),
                 trained_tokens=int((loss_weights > 0).sum()),
-                images=_rows(image_grid),
-                videos=_rows(video_grid),
-                patches=_rows(patches),
+                images=_row_count(image_grid),
+                videos=_row_count(video_grid),
+                patches=_row_count(patches),
             ),
             names=tuple(names),
             lengths=tuple(len(plan.input_ids) for plan in plans),
         )
 
-    def _visual(
+    def _index_patches(
         self,
         input_ids: Tensor,
         patches: Tensor | None,
@@ -328,7 +328,7 @@ def without_pixels(visual: VisualInputs) -> VisualInputs:
     return replace(visual, **{n: getattr(visual, n).to("meta") for n in PER_PATCH})
 
 
-def _rows(tensor: Tensor | None) -> int:
+def _row_count(tensor: Tensor | None) -> int:
     return 0 if tensor is None else len(tensor)
 
 

@@ -86,11 +86,12 @@ class BadSampleGuard:
         self._dropped = 0
         self._overlong_in_a_row = 0
 
-    def expect(self, data_set: int, worker: int) -> None:
+    def expect_records(self, data_set: int, worker: int) -> None:
         """Set about how many records the data set has, and how many of them a worker gets."""
+        # The share is of the worker's own records; if these are few, of the floor or of all.
         self._records = max(worker, min(data_set, self._floor))
 
-    def take(self) -> tuple[int, int]:
+    def take_counts(self) -> tuple[int, int]:
         """Return the numbers of bad and over-long samples since the last call, for a batch."""
         taken = self._skipped, self._dropped
         self._skipped = self._dropped = 0
@@ -127,10 +128,10 @@ class BadSampleGuard:
             raise SkipSample from error
         except Exception as error:
             if counted:
-                self._skip(sample_id(sample), error)
+                self._count_bad(sample_id(sample), error)
             raise SkipSample from error
 
-    def name_unused(self, name: str, unused: Iterable[Unused]) -> None:
+    def log_unused(self, name: str, unused: Iterable[Unused]) -> None:
         """Log what is not used of a sample of this name, each thing once."""
         new = [item for item in dict.fromkeys(unused) if item not in self._named]
         self._named.update(new)
@@ -140,13 +141,14 @@ class BadSampleGuard:
     def on_error(self, error: Exception, sample: Any, _: list[SourceInfo] | None) -> None:
         """Handle energon's own errors, such as a broken JSON line, before :meth:`skip_bad_samples`.
 
-        BadInput is raised if too many samples were bad.
+        BadInput is raised if too many samples were bad. The arguments are those that energon gives.
         """
         if isinstance(error, BadInput):  # raised by this guard, and passing through energon
             raise error
-        self._skip(sample_id(sample), error)
+        self._count_bad(sample_id(sample), error)
 
-    def _skip(self, name: str, error: Exception) -> None:
+    def _count_bad(self, name: str, error: Exception) -> None:
+        """Count and log a bad record, once in all epochs; raise BadInput if there are too many."""
         if name in self._bad:  # counted in an earlier epoch
             return
         self._bad.add(name)
@@ -215,7 +217,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
             planned = self._plan_fields(sample)
             check_length(self.config, planned["plans"])  # an over-long pair may have no reference
             left = (item for plan in planned["plans"] for item in plan.unused)
-            self.guard.name_unused(sample_id(sample), left)
+            self.guard.log_unused(sample_id(sample), left)
             if self._references:
                 tokens = [plan.input_ids for plan in planned["plans"]]
                 references = self._references[sample.source]
@@ -228,10 +230,10 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
         """Choose which records of a full buffer share sequences."""
-        lengths = [self._length(sample) for sample in samples]
+        lengths = [self._packed_length(sample) for sample in samples]
         return [[samples[i] for i in pack] for pack in best_fit(lengths, self.config.seq_length)]
 
-    def _length(self, sample: Record) -> int:
+    def _packed_length(self, sample: Record) -> int:
         """Return how many tokens of a pack the sequences of a record take."""
         return self.config.padded(*(len(plan.input_ids) for plan in sample.plans))
 
@@ -241,8 +243,10 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         pixels: list[Pixels] = []
         with self.guard.skip_bad_samples(sample):
             for number, plan in enumerate(sample.plans):
-                again = number and _media_of(plan) == _media_of(sample.plans[number - 1])
-                pixels.append(pixels[-1] if again else self.preparation.pixels(plan, sample.source))
+                same_media = number and _media_of(plan) == _media_of(sample.plans[number - 1])
+                pixels.append(
+                    pixels[-1] if same_media else self.preparation.load_pixels(plan, sample.source)
+                )
             top = None
             if self._teachers:
                 plan, teacher = sample.plans[0], self._teachers[sample.source]
@@ -253,11 +257,11 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
 
     @stateless
     def pack_selected_samples(self, samples: list[Record]) -> Batch:
-        return self._batch(self._batcher.pack, samples)
+        return self._make_batch(self._batcher.pack, samples)
 
     @stateless
     def batch(self, samples: list[Record]) -> Batch:
-        return self._batch(self._batcher.pad, samples)
+        return self._make_batch(self._batcher.pad, samples)
 
     @stateless
     def read_block(self, block: Block) -> Batch:
@@ -265,10 +269,11 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         records = []
         for part, number in block.records:
             with suppress(SkipSample):
-                records.append(self._record(part, number))
+                records.append(self._read_record(part, number))
         return self.batch(records)
 
-    def _record(self, part: int, number: int) -> Record:
+    def _read_record(self, part: int, number: int) -> Record:
+        """Read and decode one record; raise SkipSample if it cannot be used."""
         of = self.parts[part]
         record: Record = self.postencode_sample(self.read_and_plan(of, of.raw(number)))
         return record
@@ -296,39 +301,42 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         packing = TaskEncoder.build_batch(
             self, samples, batch_size=None, packing_buffer_size=buffer, worker_config=workers
         )
-        return self._by_epoch(packing, stream.epoch_of)
+        return self._pack_by_epoch(packing, stream.epoch_of)
 
-    def _by_epoch(self, packing: Any, epoch_of: EpochOf) -> EpochPacking:
+    def _pack_by_epoch(self, packing: Any, epoch_of: EpochOf) -> EpochPacking:
         return EpochPacking(packing, epoch_of, self.select_samples_to_pack)
 
-    def _spare(self) -> Record:
+    def _spare_record(self) -> Record:
         """Return a record that stands in a batch without any; its losses are not counted."""
         if not (self._teachers or isinstance(self, GroupTaskEncoder)):
             return Record(
                 **dict.fromkeys(("__key__", "__restore_key__"), ""),
                 plans=[spare_plan(self._pad_id)], source=0, name="",
             )  # fmt: skip
+        # The first record that can be used is read once, and stands in for all.
         for part, number in ((p, n) for p, of in enumerate(self.parts) for n in range(len(of))):
             if self._carrier is not None:
                 break
             with suppress(SkipSample):
-                self._carrier = self._record(part, number)
+                self._carrier = self._read_record(part, number)
         if self._carrier is None:  # tars, of which energon reads the next record
             raise SkipSample
         return self._carrier
 
-    def _batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
-        skipped, dropped = self.guard.take()
+    def _make_batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+        """Make a batch with the counts since the last one; without records, a spare batch."""
+        skipped, dropped = self.guard.take_counts()
         is_spare = not records
         if is_spare:
-            records = [self._spare()]
-            self.guard.take()  # what it skipped is counted where it is read
+            records = [self._spare_record()]
+            self.guard.take_counts()  # what it skipped is counted where it is read
         batch = self._assemble(assemble, records)
         if is_spare:
             batch = replace(batch, is_spare=True, counts=Counts(), names=(), data_sets=())
         return replace(batch, counts=replace(batch.counts, skipped=skipped, dropped=dropped))
 
     def _assemble(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+        """Make a batch of records, with what their task needs and the names of their data sets."""
         owners = [record for record in records for _ in record.plans]
         plans = [plan for record in records for plan in record.plans]
         batch = assemble(plans, [record.name for record in owners])
@@ -377,7 +385,7 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
         if self.config.pairs:
             return {"plans": list(self.preparation.plan_each(sample, task="pairs").values())}
         plans = self.preparation.plan_each(sample, task=self.config.task)
-        _require(plans, self.config)
+        _require_sequences_of_task(plans, self.config)
         return {"plans": list(plans.values()), "target": next(iter(plans.values())).target}
 
     def _assemble(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
@@ -412,7 +420,7 @@ class LabelledTaskEncoder(GroupTaskEncoder):
             )
         return {"plans": [self.preparation.plan(sample, parsed)], "label": parsed.label}
 
-    def _length(self, sample: Record) -> int:
+    def _packed_length(self, sample: Record) -> int:
         """Return the tokens that a record may take with the answer of another.
 
         The tokens of a pack remain the same, but each sequence may need more padding.
@@ -425,7 +433,7 @@ class LabelledTaskEncoder(GroupTaskEncoder):
         """Return the labels, and the batch in which each prompt has its neighbour's answer."""
         plans = [record.plans[0] for record in records]
         pairs = zip(plans, [plans[-1], *plans[:-1]], strict=True)
-        exchanged = [_with_answer(plan, other, self.config.seq_length) for plan, other in pairs]
+        exchanged = [_with_answer_of(plan, other, self.config.seq_length) for plan, other in pairs]
         other = assemble(exchanged, [record.name for record in records])
         visual = other.visual and without_pixels(other.visual)
         return Labelled(
@@ -433,7 +441,7 @@ class LabelledTaskEncoder(GroupTaskEncoder):
         )
 
 
-def _with_answer(plan: Plan, other: Plan, most: int) -> Plan:
+def _with_answer_of(plan: Plan, other: Plan, most: int) -> Plan:
     """Return the prompt of `plan` with the answer of `other`, cut to at most `most` tokens."""
     end, start = (int(np.flatnonzero(each.loss_weights > 0)[0]) for each in (plan, other))
     return replace(
@@ -443,7 +451,7 @@ def _with_answer(plan: Plan, other: Plan, most: int) -> Plan:
     )
 
 
-def _require(plans: Mapping[str, Plan], config: DataConfig) -> None:
+def _require_sequences_of_task(plans: Mapping[str, Plan], config: DataConfig) -> None:
     """Raise BadSample if the record lacks what the task trains on, or is made for another loss."""
     needed = _NEEDED[config.task]
     for name in needed:

@@ -104,7 +104,7 @@ def divide(
     """
     tokens = sum(sample.length for sample in samples)
     row_count = max(1, tokens // (capacity * ranks))
-    bins, left = _pack(samples, capacity, row_count * ranks, carried)
+    bins, left = _fill_packs(samples, capacity, row_count * ranks, carried)
     works = [sum(samples[index].work for index in items) for items in bins]
     order = sorted(range(len(bins)), key=lambda pack: -works[pack])
     totals = [0.0] * ranks
@@ -121,7 +121,7 @@ def divide(
     return Division([row for step in range(steps) for row in rows[step::steps]], left)
 
 
-def _pack(
+def _fill_packs(
     samples: Sequence[Measure], capacity: int, count: int, carried: int
 ) -> tuple[list[list[int]], list[int]]:
     """Return samples in `count` packs, and those that find no room."""
@@ -129,10 +129,12 @@ def _pack(
     rooms = [capacity] * count
     least = [(0.0, pack) for pack in range(count)]  # a heap: packs by their work
     left = []
+    # Without any work, all shares of it are 0.
     share = sum(sample.work for sample in samples) / count or 1.0
     # Long samples need room as expensive ones need work: the larger share of a pack decides.
     weights = [max(sample.length / capacity, sample.work / share) for sample in samples]
     order = sorted(range(len(samples)), key=lambda i: (i >= carried, -weights[i]))
+    # The shortest sample from each place of the order on.
     shortest = list(accumulate((samples[i].length for i in reversed(order)), min))[::-1]
     for place, index in enumerate(order):
         length = samples[index].length
@@ -265,11 +267,12 @@ class EpochPacking(PackingDataset):
         self._epoch_of, self._pack_epoch = epoch_of, pre_packer
         self._size = packing.buffer_size  # of a full buffer
         kept = {name: getattr(packing, name) for name in _KEPT}
-        super().__init__(pre_packer=self._split, **kept)
+        super().__init__(pre_packer=self._pack_first_epoch, **kept)
 
     def _fill_reading_buffer(self, source_iter: Iterator[Any], log_progress: bool = False) -> bool:
+        """Read until the buffer is full or holds the first sample of the next epoch."""
         reading, packed = self._reading_buffer, self._pre_packing_buffer
-        while not self._ends(reading._restore_keys):
+        while not self._crosses_epochs(reading._restore_keys):
             if reading.len_worker() + packed.len_worker() >= self._size:
                 break
             reading.append(next(source_iter))
@@ -277,13 +280,14 @@ class EpochPacking(PackingDataset):
         self.buffer_size = max(1, reading.len_worker())
         return True
 
-    def _ends(self, keys: Sequence[Any]) -> bool:
+    def _crosses_epochs(self, keys: Sequence[Any]) -> bool:
         """Return whether the last of these samples is not of the first one's epoch."""
         return bool(keys) and self._epoch_of(keys[0]) != self._epoch_of(keys[-1])
 
-    def _split(self, samples: list[Any]) -> list[list[Any]]:
+    def _pack_first_epoch(self, samples: list[Any]) -> list[list[Any]]:
+        """Pack the samples of one epoch; the first of the next goes back to the reading buffer."""
         keys = [get_sample_restore_key(sample) for sample in samples]
-        count = len(samples) - self._ends(keys)
+        count = len(samples) - self._crosses_epochs(keys)
         self._ended = count < len(samples)
         packs = self._pack_epoch(samples[:count])
         self._reading_buffer.extend(samples[count:])

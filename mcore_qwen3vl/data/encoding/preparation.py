@@ -38,7 +38,7 @@ from mcore_qwen3vl.data.records.parse import (
     Document,
     is_classification,
     is_labelled,
-    is_pair,
+    is_preference,
     is_retrieval,
     join_parts,
     parse_classification,
@@ -47,7 +47,7 @@ from mcore_qwen3vl.data.records.parse import (
     parse_pair,
     parse_record,
     parse_retrieval,
-    require_pair,
+    require_preference,
 )
 from mcore_qwen3vl.data.records.reading import (
     BadSample,
@@ -145,9 +145,10 @@ class Planner:
             )
         self._check_placeholders(rendered)
         measured = [self._measure(media) for media in rendered.media]
-        return self._fit(self._tokenise(rendered, measured), rendered.trains)
+        return self._fit_to_length(self._tokenise(rendered, measured), rendered.trains)
 
     def _check_placeholders(self, rendered: Rendered) -> None:
+        """Raise BadSample unless the text has one placeholder for each image and video."""
         for kind, token in self._tokens.items():
             expected = sum(media.kind == kind for media in rendered.media)
             count = rendered.text.count(token)
@@ -158,6 +159,7 @@ class Planner:
                 )
 
     def _measure(self, media: Media) -> PlannedMedia:
+        """Read the size of an image or a video and compute its patches; nothing is decoded."""
         if media.kind == "image":
             height, width = image_size(media)
             self._check_pixels(media, height, width)
@@ -189,6 +191,7 @@ class Planner:
         return PlannedMedia(media, patches, frames, metadata, size, text)
 
     def _check_pixels(self, media: Media, height: int, width: int) -> None:
+        """Raise BadSample for an image or a frame with more pixels than may be decoded."""
         most = self._config.max_decoded_pixels
         if height * width > most:
             what = "" if media.kind == "image" else " a frame"
@@ -198,6 +201,7 @@ class Planner:
             )
 
     def _tokenise(self, rendered: Rendered, measured: list[PlannedMedia]) -> Plan:
+        """Tokenise the text with a placeholder for each frame, and then repeat the placeholders."""
         (text,), (replaced,) = self._processor.get_text_with_replacements(
             [rendered.text],
             [m.replacement for m in measured if m.media.kind == "image"],
@@ -213,12 +217,13 @@ class Planner:
             # A token is trained if it overlaps the span, as in HF's own assistant mask.
             weights[(begins < span.end) & (ends > span.start)] = span.weight
 
-        repeats = self._repeats(ids, measured)
+        repeats = self._repeat_counts(ids, measured)
         bounds = np.concatenate([[0], np.cumsum(repeats)])  # (t + 1,) bounds of a token's repeats
         planned = []
         for item, place in zip(measured, replaced, strict=True):
-            inside = self._with_brackets(text, *place["new_span"])
+            inside = self._widen_to_brackets(text, *place["new_span"])
             within = np.flatnonzero((begins < inside[1]) & (ends > inside[0]))
+            # Placeholders are never trained, nor are the vision tokens around them.
             weights[within] = 0
             start, end = bounds[within[0]], bounds[within[-1] + 1]
             planned.append(replace(item, start=start, end=end))
@@ -245,6 +250,7 @@ class Planner:
         encoded = self._encode_pieces([prompt, answer])
         apart = self._encode_pieces(pieces)
         if not np.array_equal(apart[0], encoded[0]):
+            # The first answer up to whose successor the tokens differ.
             unequal = next(
                 span
                 for span, start in zip(answers[:-1], starts[2:], strict=True)
@@ -271,7 +277,7 @@ class Planner:
             length += len(piece)
         return np.hstack(columns)
 
-    def _repeats(self, ids: np.ndarray, measured: list[PlannedMedia]) -> np.ndarray:
+    def _repeat_counts(self, ids: np.ndarray, measured: list[PlannedMedia]) -> np.ndarray:
         """Return how often each token is repeated, (t,) int64: 1, except for placeholders."""
         repeats = np.ones(len(ids), np.int64)
         for kind, token_id in (
@@ -283,14 +289,15 @@ class Planner:
             repeats[ids == token_id] = np.concatenate([[], *counts]).astype(np.int64)
         return repeats
 
-    def _with_brackets(self, text: str, start: int, end: int) -> tuple[int, int]:
+    def _widen_to_brackets(self, text: str, start: int, end: int) -> tuple[int, int]:
         """Return the characters of one placeholder with the vision tokens around it."""
         opening, closing = self._processor.vision_start_token, self._processor.vision_end_token
         if text[:start].endswith(opening) and text[end:].startswith(closing):
             return start - len(opening), end + len(closing)
         return start, end
 
-    def _fit(self, plan: Plan, trains: bool) -> Plan:
+    def _fit_to_length(self, plan: Plan, trains: bool) -> Plan:
+        """Return the plan, or its beginning if it is too long; raise if it cannot be used."""
         length, limit = len(plan.input_ids), self._config.seq_length
         if length > limit:
             if self._config.overlong == "drop":
@@ -350,7 +357,9 @@ class PixelLoader:
         """Decode the media of one sample."""
         images = [item for item in media if item.media.kind == "image"]
         videos = [item for item in media if item.media.kind == "video"]
-        return Pixels(*_in_runs(images, self._load_images), *_in_runs(videos, self._load_videos))
+        return Pixels(
+            *_load_in_runs(images, self._load_images), *_load_in_runs(videos, self._load_videos)
+        )
 
     def _options_for(self, items: list[PlannedMedia]) -> dict[str, Any]:
         """Return the options of a call for media of one size."""
@@ -378,7 +387,7 @@ class PixelLoader:
         return _require_expected_patches(items, out["pixel_values_videos"], out["video_grid_thw"])
 
 
-def _in_runs(
+def _load_in_runs(
     items: list[PlannedMedia], load: Callable[[list[PlannedMedia]], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Load media of one ``size`` after another at once, since HF's processors take one a call."""
@@ -496,7 +505,7 @@ class Preparation:
         """Parse a record."""
         with time_limit(self._max_seconds):
             return parse_record(
-                self._record(sample), sample.folder, self._sources[sample.source].reading
+                self._json_record(sample), sample.folder, self._sources[sample.source].reading
             )
 
     def parse_each(
@@ -516,9 +525,9 @@ class Preparation:
         """
         reading = self._sources[sample.source].reading
         with time_limit(self._max_seconds):
-            record = preprocess_record(self._record(sample), reading)
+            record = preprocess_record(self._json_record(sample), reading)
         reading = replace(reading, preprocess=None)
-        pair = is_pair(record)
+        pair = is_preference(record)
         if task == "any":
             task = "classify" if is_classification(record) and not pair else None
             task = "embedding" if is_retrieval(record) else task
@@ -535,13 +544,13 @@ class Preparation:
             return {"": parse_classification(record, sample.folder, reading, self._labels)}
         if task in ("pairs", "reward"):
             loss = "--loss dpo, simpo and orpo need"
-            require_pair(record, "--task reward needs" if task == "reward" else loss)
+            require_preference(record, "--task reward needs" if task == "reward" else loss)
         if pair:
             return dict(parse_pair(record, sample.folder, reading))
         parse = parse_labelled if is_labelled(record) else parse_record
         return {"": parse(record, sample.folder, reading)}
 
-    def _record(self, sample: RawSample) -> Any:
+    def _json_record(self, sample: RawSample) -> Any:
         """Return the record in JSON's types, with the parts of a WebDataset sample filled in."""
         record = sample.record
         if isinstance(record, bytes):  # from a WebDataset, or read by `data check`
@@ -567,7 +576,7 @@ class Preparation:
         parts = self.parse_each(sample, task=task)
         return {name: self.plan(sample, part) for name, part in parts.items()}
 
-    def pixels(self, plan: Plan, source: int) -> Pixels:
+    def load_pixels(self, plan: Plan, source: int) -> Pixels:
         """Decode the images and videos of a plan from the data set with number `source`."""
         with time_limit(self._max_seconds):
             return self._pixels[source].load(plan.media)

@@ -98,6 +98,7 @@ def load_sources(
 def _load(
     number: int, source: Source, split: str, training: bool, shuffle: bool, workers: WorkerConfig
 ) -> tuple[list[LoadedDataset], DatasetBlendMode]:
+    """Make energon's data sets of one source, several for a metadataset; return their blend too."""
     path = source.path.absolute()
     place = ensure_index(path)
     is_metadataset = place.suffix in (".yaml", ".yml")
@@ -116,6 +117,7 @@ def _load(
     if shuffle:
         options["max_samples_per_sequence"] = _RUN_LENGTH
     elif training:
+        # Without shuffling, training reads one shard at a time, to keep the order.
         options["parallel_shard_iters"] = 1
     reader: Any = None  # of ours, if energon cannot read the data
     if path.suffix == ".json":
@@ -123,15 +125,16 @@ def _load(
     elif is_table(path):
         reader = TableReader(path, split)
         options |= {"max_samples_per_sequence": None}  # a row group is read in one go
+        # Unless it is set above, to keep the order.
         options.setdefault("parallel_shard_iters", _OPEN_GROUPS)
     if reader is not None:
         factory = CrudeFactory(path, reader, shuffle_over_epochs=1 if shuffle else None, **options)
         datasets, mode = [LoadedDataset(dataset=factory)], DatasetBlendMode.NONE
     else:
         if is_metadataset:
-            _check_leaves(path)
+            _index_leaves(path)
         loaded = load_dataset(place).get_datasets(
-            split_part=_split_of(place, split),
+            split_part=_split_or_train(place, split),
             shuffle_over_epochs_multiplier=1 if shuffle else None,
             # WebDataset parts stay bytes; JSONL has no decoder
             **({} if place.suffix == ".jsonl" else {"decoder": None}),
@@ -150,7 +153,7 @@ def are_numbered(datasets: Sequence[LoadedDataset]) -> bool:
     return not any(isinstance(dataset.dataset, BaseWebdatasetFactory) for dataset in datasets)
 
 
-def _check_leaves(path: Path) -> None:
+def _index_leaves(path: Path) -> None:
     """Index a metadataset's data sets beside them, where energon opens all splits."""
     for split in yaml.safe_load(path.read_text(encoding="utf-8")).get("splits", {}):
         for leaf in traverse_metadataset(path, split_part=split):
@@ -170,7 +173,7 @@ def _check_leaves(path: Path) -> None:
                 ) from error
 
 
-def _split_of(path: Path, split: str) -> str:
+def _split_or_train(path: Path, split: str) -> str:
     """Return `split`, or `train` if a folder of tars has no such part, as after our indexing."""
     parts = path / ".nv-meta" / "split.yaml"
     if not parts.exists():
@@ -290,11 +293,12 @@ def refuse_code(*, unless: bool) -> Iterator[None]:
     if unless:
         yield
         return
-    with mock.patch.object(dataset_config, "load_yaml", _load_without_code):
+    with mock.patch.object(dataset_config, "load_yaml", _load_yaml_without_code):
         yield
 
 
-def _load_without_code(stream: BinaryIO) -> Any:
+def _load_yaml_without_code(stream: BinaryIO) -> Any:
+    """Parse a file as energon does; raise BadInput if it names code to run."""
     text = stream.read()
     content = load_yaml(text)
     for key, value in _code_names(content):
@@ -363,7 +367,7 @@ class Order:
         self._permutations: dict[int, tuple[int, Sequence[int]]] = {}
 
     @property
-    def epoch(self) -> int | None:
+    def epoch_length(self) -> int | None:
         """The number of positions in an epoch; None if the data sets have weights."""
         return None if self._weights else int(self._draws.sum())
 
@@ -371,16 +375,16 @@ class Order:
         """Return the number of the data set, and that of the record among its records, from 0."""
         part, draw = 0, position
         if len(self._parts) > 1:
-            chunk, place = divmod(position, self.epoch or _TURNS)
+            chunk, place = divmod(position, self.epoch_length or _TURNS)
             if chunk != self._chunk:
-                self._enter(chunk)
+                self._enter_chunk(chunk)
             part = int(self._turns[place])
             before = self._before[chunk] if self._weights else chunk * self._draws
             draw = int(before[part] + self._nth[place])
         epoch, index = divmod(draw, len(self._parts[part]))
         return part, int(self._permutation(part, epoch)[index])
 
-    def _enter(self, chunk: int) -> None:
+    def _enter_chunk(self, chunk: int) -> None:
         """Compute the turns of a chunk of positions: an epoch, or some draws by weight."""
         count = len(self._parts)
         if self._weights is None:
@@ -389,9 +393,10 @@ class Order:
                 places = [(np.arange(draws) + 0.5) / draws for draws in self._draws]
                 self._turns = self._turns[np.argsort(np.concatenate(places), kind="stable")]
             else:
-                self._random(chunk).shuffle(self._turns)
+                self._random_state(chunk).shuffle(self._turns)
         else:
             # Packing goes back and forth between chunks when it resumes.
+            # The draws of chunks that were skipped are made only to be counted.
             for earlier in range(len(self._before) - 1, chunk):
                 drawn = np.bincount(self._draw_turns(earlier), minlength=count)
                 self._before.append(self._before[earlier] + drawn)
@@ -404,22 +409,24 @@ class Order:
 
     def _draw_turns(self, chunk: int) -> np.ndarray:
         shares = np.array(self._weights) / sum(self._weights or ())
-        return self._random(chunk).choice(len(shares), _TURNS, p=shares)
+        return self._random_state(chunk).choice(len(shares), _TURNS, p=shares)
 
-    def _random(self, *which: int) -> np.random.RandomState:
+    def _random_state(self, *which: int) -> np.random.RandomState:
         """Return random numbers that stay the same in every version of numpy."""
         return np.random.RandomState([(self._seed or 0) % 2**32, *which])
 
     def _permutation(self, part: int, epoch: int) -> Sequence[int]:
+        """Return the order in which an epoch reads a data set: its own without a seed."""
         if self._seed is None:
             return range(len(self._parts[part]))
+        # Only the last epoch's is kept.
         if self._permutations.get(part, (-1,))[0] != epoch:
-            self._permutations[part] = epoch, self._permute(part, epoch)
+            self._permutations[part] = epoch, self._draw_permutation(part, epoch)
         return self._permutations[part][1]
 
-    def _permute(self, part: int, epoch: int) -> Any:
+    def _draw_permutation(self, part: int, epoch: int) -> Any:
         source = self._parts[part]
-        random = self._random(part, epoch)
+        random = self._random_state(part, epoch)
         if source.runs is None:  # kept in half the bytes, by each data worker of each rank
             return random.permutation(len(source)).astype(np.int32)
         # Rows of a table are decoded together, so some groups are read side by side, each from its
@@ -446,14 +453,14 @@ def order_of(
     return Order(parts, weights=weights if len(parts) > 1 else None, seed=seed)
 
 
-def length_of_epoch(order: Order) -> int:
+def require_epoch_length(order: Order) -> int:
     """Return the number of positions in an epoch; raise BadInput if the data sets have weights."""
-    if order.epoch is None:
+    if order.epoch_length is None:
         raise BadInput(
             "--num-epochs with data sets that have weights: each has its own epochs. Name them in "
             "a mixture file with epochs in place of weights, or give --train-iters N."
         )
-    return order.epoch
+    return order.epoch_length
 
 
 ABSENT = -1
@@ -475,7 +482,7 @@ class _Ordered(SavableDataset[Any]):
         self._taken = 0
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        return 1  # only whether there are any matters
+        return 1  # energon only asks whether there are any
 
     def worker_has_samples(self) -> bool:
         return True
@@ -523,7 +530,7 @@ class Blocks(_Ordered):
         workers = self.worker_config
         while True:
             turn = self._taken * max(workers.num_workers, 1) + workers.rank_worker_id()
-            self._taken += 1
+            self._taken += 1  # before it is yielded, so that a state saved then includes it
             yield self.restore_sample((turn * workers.world_size + workers.rank,))
 
     def restore_sample(self, restore_key: Any) -> Block:
@@ -567,7 +574,7 @@ class Stream(_Ordered):
         if self._shared:
             step, first = 1, 0
         while True:
-            self._taken += 1
+            self._taken += 1  # before it is yielded, so that a state saved then includes it
             yield self.restore_sample((first + (self._taken - 1) * step,))
 
     def restore_sample(self, restore_key: Any) -> RawSampleData:
@@ -584,9 +591,10 @@ class Stream(_Ordered):
 
     def epoch_of(self, restore_key: Any) -> int:
         """Return a sample's epoch by its restore key, or by one that begins with others'."""
-        place, epoch = restore_key[-1], self._order.epoch
+        place, epoch = restore_key[-1], self._order.epoch_length
         if epoch is None:
             return 0
+        # All samples after the end are of the epoch after the last.
         last = place if self._end is None else min(place, self._end)
         return int(last // epoch)
 

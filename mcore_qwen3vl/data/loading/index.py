@@ -79,6 +79,7 @@ def index_beside(path: Path) -> None:
 
 
 def _needs_index(path: Path) -> bool:
+    """Return whether energon needs an index; raise BadInput for what is not a data set."""
     require_data_set(path)
     if is_table(path) or path.suffix in (".yaml", ".yml"):
         return False
@@ -143,6 +144,7 @@ def _index_jsonl(path: Path) -> None:
 
 
 def _index_tars(path: Path) -> None:
+    """Make energon's index of a folder of tars; raise BadInput for what it cannot index."""
     tars = sorted(str(tar.relative_to(path)) for tar in path.rglob("*.tar"))
     if not tars:
         raise BadInput(
@@ -157,13 +159,13 @@ def _index_tars(path: Path) -> None:
             )
     # energon exits where a key comes twice, and asserts that every tar has samples.
     except (SystemExit, AssertionError) as error:
-        raise BadInput(_flaw_of(path, tars) or f"{origin(path)}: {error}") from None
+        raise BadInput(_flaw_of_tars(path, tars) or f"{origin(path)}: {error}") from None
     print(said.getvalue(), end="", file=sys.stderr)
     # Written last, so that whoever sees this file finds the rest complete.
     (path / ".nv-meta" / "dataset.yaml").write_text(_CRUDE, encoding="utf-8")
 
 
-def _flaw_of(path: Path, tars: Sequence[str]) -> str | None:
+def _flaw_of_tars(path: Path, tars: Sequence[str]) -> str | None:
     """Return a sentence on why the tars of a folder cannot be indexed."""
     places: dict[str, str] = {}
     for name in tars:
@@ -196,12 +198,12 @@ def _flaw_of(path: Path, tars: Sequence[str]) -> str | None:
 
 def line_of(path: Path, record: int) -> int:
     """Return the line, from 1, of a record, from 0, in an indexed JSONL file."""
-    return record + 1 + int(np.searchsorted(_blanks(path), record, side="right"))
+    return record + 1 + int(np.searchsorted(_records_before_blanks(path), record, side="right"))
 
 
 def record_of(path: Path, line: int) -> int:
     """Return the record, from 0, on a JSONL file's line, from 1; raise BadInput if it is blank."""
-    blanks = _blanks(path)
+    blanks = _records_before_blanks(path)
     # The n-th blank line, from 0, is line blanks[n] + n + 1.
     before = int(np.searchsorted(blanks + np.arange(len(blanks)) + 1, line))
     record = line - 1 - before
@@ -214,7 +216,7 @@ def _blanks_file(path: Path) -> Path:
     return path.with_name(path.name + ".idx.blank")
 
 
-def _blanks(path: Path) -> np.ndarray:
+def _records_before_blanks(path: Path) -> np.ndarray:
     """Return, for each blank line of a JSONL file, the number of records before it; ascending."""
     try:
         written = os.stat(_blanks_file(path)).st_mtime_ns
@@ -225,6 +227,7 @@ def _blanks(path: Path) -> np.ndarray:
 
 @cache
 def _read_blanks(file: Path, written: int) -> np.ndarray:
+    """Read the file; `written`, its time, makes the cache forget one that was written again."""
     return np.fromfile(file, np.int64)
 
 
@@ -314,11 +317,11 @@ def _make_stand_in(path: Path, made: Path) -> None:
     with atomic_write(made.parent / _ORIGIN, remedy=None) as partial:
         partial.write_text(str(path), encoding="utf-8")
     if not path.is_dir():
-        _link(made, path)
+        _link_once(made, path)
         return
     made.mkdir(exist_ok=True)
     for tar in path.rglob("*.tar"):
-        _link(made / tar.relative_to(path), tar)
+        _link_once(made / tar.relative_to(path), tar)
 
 
 @cache
@@ -329,7 +332,7 @@ def origin(path: Path) -> Path:
     return Path((path.parent / _ORIGIN).read_text(encoding="utf-8"))
 
 
-def _link(place: Path, target: Path) -> None:
+def _link_once(place: Path, target: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):  # an earlier run or another rank made it
         place.symlink_to(target)

@@ -155,7 +155,7 @@ def write_index(path: Path, data: Path) -> None:
         file.seek(0)
         if first not in (b"", b"[", b"{"):
             raise BadInput(f"{data} is neither a JSON array nor one JSON object a line.")
-        rows = list(_elements(file, data) if first == b"[" else _lines(file))
+        rows = list(_element_bounds(file, data) if first == b"[" else _line_bounds(file))
     if not rows:
         raise BadInput(f"The data set {data} is empty.")
     size = path.stat().st_size
@@ -178,11 +178,13 @@ class JsonReader:
     def __getitem__(self, index: int) -> Any:
         """Return the crude sample of one record, with its JSON not parsed yet."""
         start, end = (int(bound) for bound in self._rows[index])
-        text = os.pread(self._file.fileno(), end - start, start)  # forks share a file's position
+        text = os.pread(
+            self._open_file.fileno(), end - start, start
+        )  # forks share a file's position
         return crude_sample(self._path, self._path.name, index, index, text)
 
     @cached_property
-    def _file(self) -> BinaryIO:
+    def _open_file(self) -> BinaryIO:
         return self._path.open("rb")
 
 
@@ -193,7 +195,8 @@ def _first_byte(file: BinaryIO) -> bytes:
     return b""
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int]]:
+def _line_bounds(file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of the lines that are not blank."""
     start = 0
     for line in file:
         if line.strip():
@@ -201,13 +204,13 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int]]:
         start += len(line)
 
 
-def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
+def _element_bounds(file: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
     """Yield the bounds of an array's elements; as Latin-1, each byte is one character."""
     decoder = json.JSONDecoder()
     text, base, place, count, line = "", 0, 0, 0, 1  # `base` and `line`: where `text` begins
     before = "["
     while True:
-        place = _skip(text, place)
+        place = _skip_blanks(text, place)
         room = len(text) - place
         try:
             if not room:
@@ -216,18 +219,20 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
                 if before == "," and text[place] == "]":
                     return
                 raise ValueError(f"{before!r} is expected")
-            start = _skip(text, place + 1)
+            start = _skip_blanks(text, place + 1)
             if before == "[" and text[start : start + 1] == "]":
                 return
             _, end = decoder.raw_decode(text, start)
-            if _skip(text, end) == len(text):
+            # What ends where the text does may go on in the file, as a number does.
+            if _skip_blanks(text, end) == len(text):
                 raise ValueError("the file ends within the array")
         except RecursionError:
             raise BadInput(f"{path}: record {count + 1} is nested too deeply. Remove it.") from None
         except ValueError as error:
+            # At least as much again, so that a large record is parsed only a few times.
             more = file.read(max(_WINDOW, room)).decode("latin-1")
             if not more:
-                line += text[: _skip(text, min(place + 1, len(text)))].count("\n")
+                line += text[: _skip_blanks(text, min(place + 1, len(text)))].count("\n")
                 reason = getattr(error, "msg", error)
                 raise BadInput(
                     f"{path} is not a valid JSON array: record {count + 1}, from line {line}: "
@@ -241,7 +246,7 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
         place, before, count = end, ",", count + 1
 
 
-def _skip(text: str, place: int) -> int:
+def _skip_blanks(text: str, place: int) -> int:
     while place < len(text) and text[place] in _BLANK:
         place += 1
     return place
@@ -302,7 +307,7 @@ class TableReader:
         """
         require_extra("pyarrow", str(path))
         self.path = path
-        self.groups = [group for file in _files(path, split) for group in _row_groups(file)]
+        self.groups = [group for file in _table_files(path, split) for group in _row_groups(file)]
         self.counts = [group.rows for group in self.groups]
         self._bounds = [0, *accumulate(self.counts)]
         decoded = sum(group.bytes for group in self.groups)
@@ -327,12 +332,12 @@ class TableReader:
         """Return the crude sample of one row."""
         place = bisect_right(self._bounds, index) - 1
         group, row = self.groups[place], index - self._bounds[place]
-        batch = self._batch(place, row // group.batch)
+        batch = self._read_batch(place, row // group.batch)
         (record,) = batch.slice(row % group.batch, 1).to_pylist()
         shard = str(group.file.relative_to(self.path)) if self.path.is_dir() else group.file.name
         return crude_sample(self.path, shard, index, group.first + row, _without_nulls(record))
 
-    def _batch(self, place: int, number: int) -> Any:
+    def _read_batch(self, place: int, number: int) -> Any:
         """Return a batch of one group; batches between the last one read and it are decoded too."""
         kept = self._batches.get((place, number))
         if kept is not None:
@@ -343,15 +348,16 @@ class TableReader:
             if group.file not in self._tables:
                 self._tables[group.file] = _arrow_table(group.file)
             return self._tables[group.file].slice(number * group.batch, group.batch)
+        # Batches are decoded in order: an earlier one is decoded anew from the group's first.
         upcoming, rest = self._open.pop(place, (0, iter(())))
         if upcoming == 0 or number < upcoming:
-            upcoming, rest = 0, self._decode(group)
+            upcoming, rest = 0, self._decode_batches(group)
         for batch in rest:
             if (place, upcoming) not in self._batches:
                 self.buffered_bytes += batch.nbytes
             self._batches[place, upcoming] = batch
             upcoming += 1
-            self._forget()
+            self._drop_old_batches()
             if upcoming > number:
                 break
         self._open[place] = upcoming, rest
@@ -359,14 +365,15 @@ class TableReader:
             self._open.pop(next(iter(self._open)))
         return self._batches[place, number]
 
-    def _forget(self) -> None:
+    def _drop_old_batches(self) -> None:
         """Drop the least recently used batches beyond the limits, but never the last one."""
         while len(self._batches) > 1 and (
             len(self._batches) > self._kept or self.buffered_bytes > _KEPT_BYTES
         ):
             self.buffered_bytes -= self._batches.popitem(last=False)[1].nbytes
 
-    def _decode(self, group: RowGroup) -> Iterator[Any]:
+    def _decode_batches(self, group: RowGroup) -> Iterator[Any]:
+        """Yield the batches of a row group from its first on."""
         import pyarrow.parquet as pq
 
         if group.file not in self._parquet_files:
@@ -394,7 +401,8 @@ def _rebatch(batches: Iterator[Any], size: int) -> Iterator[Any]:
         yield pa.Table.from_batches(waiting)
 
 
-def _files(path: Path, split: str) -> list[Path]:
+def _table_files(path: Path, split: str) -> list[Path]:
+    """Return the Parquet or Arrow files of a split; raise BadInput if there is none of it."""
     if not path.is_dir():
         return [path]
     if (path / _DICT).exists():
@@ -404,7 +412,7 @@ def _files(path: Path, split: str) -> list[Path]:
             chosen = names if len(names) == 1 else []
         if not chosen:
             raise BadInput(f"{path} has the splits {', '.join(names)}, but none for {split}.")
-        return _files(path / chosen[0], split)
+        return _table_files(path / chosen[0], split)
     if (path / _STATE).exists():
         return [path / entry["filename"] for entry in _read_list(path / _STATE, "_data_files")]
     files = sorted(path.rglob("*.parquet"))
@@ -436,6 +444,7 @@ def _split_in_path(file: Path) -> str | None:
 
 
 def _row_groups(file: Path) -> Iterator[RowGroup]:
+    """Yield the row groups of a Parquet file, or an Arrow file as one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -455,6 +464,7 @@ def _row_groups(file: Path) -> Iterator[RowGroup]:
 
 
 def _refuse_bomb(file: Path, number: int, group: Any) -> None:
+    """Raise BadInput for a row group that unpacks to far more than it has in the file."""
     stored = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
     unpacked = sum(group.column(i).total_uncompressed_size for i in range(group.num_columns))
     if unpacked > max(_BOMB_BYTES, _BOMB_RATIO * stored):

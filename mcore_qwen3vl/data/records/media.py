@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from mcore_qwen3vl.data.records.reading import BadSample, Observed, number, unused_keys
+from mcore_qwen3vl.data.records.reading import BadSample, Observed, require_number, unused_keys
 from mcore_qwen3vl.unused import Fields, Unused
 
 Kind = Literal["image", "video"]
@@ -135,11 +135,11 @@ def unused_of_lists(record: Mapping[str, Any]) -> list[Unused]:
         item
         for kind in KINDS
         for reference in media_list(record, kind)
-        for item in unused_of(kind, reference)
+        for item in unused_of_reference(kind, reference)
     ]
 
 
-def unused_of(kind: Kind, reference: Any) -> list[Unused]:
+def unused_of_reference(kind: Kind, reference: Any) -> list[Unused]:
     """Return what is not used of a reference to an image or a video."""
     if not isinstance(reference, Mapping):
         return []
@@ -156,10 +156,10 @@ def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
     for option, keys in _OPTION_KEYS[kind].items():
         key = next((key for key in keys if fields.get(key) is not None), None)
         if key in ("timestamps", "frames_indices"):
-            options[option] = _ascending(key, fields[key])
+            options[option] = _ascending_numbers(key, fields[key])
         elif key is not None:
             limit = {"least" if option in ("start", "end") else "above": 0}
-            options[option] = number(f"{kind}'s {key}", fields[key], **limit)
+            options[option] = require_number(f"{kind}'s {key}", fields[key], **limit)
     if "frames" in options and options.keys() & {"fps", "min_frames", "max_frames"}:
         raise BadSample("nframes is given with fps, min_frames or max_frames: keep one of them.")
     if "frames_indices" in options and ("raw_fps" not in options or "timestamps" in options):
@@ -167,11 +167,12 @@ def read_options(kind: Kind, fields: Mapping[str, Any]) -> MediaOptions:
     return MediaOptions(**options)
 
 
-def _ascending(key: str, values: Any) -> tuple[float, ...]:
+def _ascending_numbers(key: str, values: Any) -> tuple[float, ...]:
+    """Return the values of a list of numbers from 0; raise BadSample unless they ascend."""
     if not isinstance(values, list | tuple):
         what = "second" if key == "timestamps" else "number"
         raise BadSample(f"{key} is {values!r:.40}; a list with the {what} of each frame.")
-    numbers = tuple(number(f"one of {key}", value, least=0) for value in values)
+    numbers = tuple(require_number(f"one of {key}", value, least=0) for value in values)
     if list(numbers) != sorted(numbers):
         raise BadSample(f"{key} do not ascend.")
     return numbers
@@ -231,13 +232,14 @@ class MediaFolder:
             reference = next((reference[key] for key in keys if reference.get(key)), None)
         options = read_options(kind, fields)
         if kind == "video" and isinstance(reference, list | tuple) and reference:
-            return self._frames(reference, options)
+            return self._resolve_frames(reference, options)
         for name in _OF_LISTS:
             if getattr(options, name) is not None:
                 raise BadSample(f"{name} is given for a video file; it is for a list of frames.")
         return replace(self._locate(kind, reference), options=options)
 
-    def _frames(self, references: Sequence[Any], options: MediaOptions) -> Media:
+    def _resolve_frames(self, references: Sequence[Any], options: MediaOptions) -> Media:
+        """Return the video that a list of images is; raise BadSample for options of files."""
         frames = tuple(self.resolve("image", reference) for reference in references)
         name = f"of {len(frames)} frames from {frames[0].name}"
         for option, called in _OF_FILES.items():
@@ -252,6 +254,7 @@ class MediaFolder:
         return Media("video", frames, name, options)
 
     def _locate(self, kind: Kind, reference: Any) -> Media:
+        """Return the media of a path, part name, data URI, base64 text or bytes, not opened yet."""
         if isinstance(reference, bytes | bytearray):
             return Media(kind, bytes(reference), f"{len(reference)} bytes")
         if not isinstance(reference, str) or not reference:
@@ -324,7 +327,7 @@ class RecordMedia:
             elif piece:
                 yield {"type": "text", "text": piece}
 
-    def check_empty(self, texts: Mapping[str, str]) -> None:
+    def check_all_used(self, texts: Mapping[str, str]) -> None:
         """Raise if media are left over; `texts`: tags that were read as text, and where."""
         for kind, left in self._left.items():
             if left:
@@ -357,12 +360,13 @@ def media_list(record: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 @contextmanager
-def _image(media: Media) -> Iterator[Image.Image]:
+def _open_image(media: Media) -> Iterator[Image.Image]:
+    """Open an image; raise BadSample if it, or the code in the block, cannot decode it."""
     try:
-        with media.open() as stream, Image.open(stream, formats=_formats()) as image:
+        with media.open() as stream, Image.open(stream, formats=_readable_formats()) as image:
             yield image
     except (UnidentifiedImageError, struct.error):  # the latter for a few bytes
-        kind, read = _kind_of(media), _formats()
+        kind, read = _format_of_refused(media), _readable_formats()
         what = f"a damaged {kind}" if kind in read else f"{kind}; {', '.join(read)} are read"
         raise BadSample(f"image {media.name} cannot be decoded: it is {what}.") from None
     # PIL raises the first three, `to_rgb` the last.
@@ -372,13 +376,13 @@ def _image(media: Media) -> Iterator[Image.Image]:
 
 
 @cache
-def _formats() -> list[str]:
+def _readable_formats() -> list[str]:
     """Return the names in `_FORMATS` that the installed PIL, with its plugins, can read."""
     Image.init()
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
-def _kind_of(media: Media) -> str:
+def _format_of_refused(media: Media) -> str:
     """Return the format of a refused file, as its first bytes suggest; nothing is decoded."""
     with media.open() as stream:
         beginning = stream.read(16)
@@ -390,7 +394,7 @@ def _kind_of(media: Media) -> str:
 
 def image_size(media: Media) -> tuple[int, int]:
     """Read (height, width) in pixels, as displayed, from the header."""
-    with _image(media) as image:
+    with _open_image(media) as image:
         width, height = image.size
         # getexif() decodes the whole of a PNG that has no EXIF header.
         exif = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
@@ -400,7 +404,7 @@ def image_size(media: Media) -> tuple[int, int]:
 
 def load_image(media: Media) -> Image.Image:
     """Decode an image to RGB, upright (see :func:`to_rgb`); of an animation, the first frame."""
-    with _image(media) as image:
+    with _open_image(media) as image:
         ImageOps.exif_transpose(image, in_place=True)
         image.load()  # conversion would load it too, but an RGB image is not converted
         return to_rgb(image)
@@ -422,11 +426,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
     if image.mode in _DEEP:
-        image = _eight_bits(image)
+        image = _to_eight_bits(image)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def _to_eight_bits(image: Image.Image) -> Image.Image:
+    """Scale 16 bits to 8; raise ValueError for other values."""
     values = np.asarray(image)
     if image.mode == "F" or values.min() < 0 or values.max() > _MOST_16_BITS:
         raise ValueError(
@@ -438,7 +443,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 def peculiarities(media: Media) -> list[str]:
     """Describe in words how an image is changed when it is read; only its header is read here."""
-    with _image(media) as image:
+    with _open_image(media) as image:
         animated = image.format in _ANIMATIONS and getattr(image, "is_animated", False)
         peculiar = {
             "transparent, composed on white": image.has_transparency_data,

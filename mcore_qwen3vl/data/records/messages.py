@@ -20,10 +20,10 @@ from mcore_qwen3vl.data.records.media import (
     RecordMedia,
     image_size,
     media_list,
-    unused_of,
     unused_of_lists,
+    unused_of_reference,
 )
-from mcore_qwen3vl.data.records.reading import BadSample, number, unused_keys, weight_of
+from mcore_qwen3vl.data.records.reading import BadSample, require_number, unused_keys, weight_of
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.unused import Fields, Unused
 
@@ -60,7 +60,7 @@ def ground_texts(
             f"has {'none' if objects is None else type(objects).__name__}. Write the text out, or "
             "add them."
         )
-    written = {"ref-object": _names(objects), "bbox": _boxes(objects, images)}
+    written = {"ref-object": _object_names(objects), "bbox": _box_texts(objects, images)}
     for (kind, values), key in zip(written.items(), ("ref", "bbox"), strict=True):
         if kinds.count(kind) != len(values):
             raise BadSample(
@@ -72,14 +72,15 @@ def ground_texts(
     return placed, unused_keys(_FIELDS, objects)
 
 
-def _names(objects: Mapping[str, Any]) -> list[str]:
+def _object_names(objects: Mapping[str, Any]) -> list[str]:
     names = objects.get("ref") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise BadSample("ref of objects must be a list of texts.")
     return names
 
 
-def _boxes(objects: Mapping[str, Any], images: Sequence[Media]) -> list[str]:
+def _box_texts(objects: Mapping[str, Any], images: Sequence[Media]) -> list[str]:
+    """Return the record's boxes as the text that Qwen3-VL writes for them."""
     boxes, indices = objects.get("bbox") or [], objects.get("image_id") or []
     kind = objects.get("bbox_type") or "real"
     if kind not in _TYPES:
@@ -97,14 +98,15 @@ def _boxes(objects: Mapping[str, Any], images: Sequence[Media]) -> list[str]:
             size = image_size(images[index])
         else:
             raise BadSample(f"image_id {index!r:.40} of objects: there are {len(images)} images.")
-        written.append(_box(box, *size))
+        written.append(_box_text(box, *size))
     return written
 
 
-def _box(box: Any, height: int, width: int) -> str:
+def _box_text(box: Any, height: int, width: int) -> str:
+    """Return a box in thousandths, as ``[x, y, x, y]``, of one in an image of that size."""
     if not isinstance(box, list) or not box or len(box) % 2:
         raise BadSample(f"a bbox of objects is {box!r:.60}; a list of x, y, x, y is needed.")
-    numbers = [number("a coordinate of bbox", value, least=0) for value in box]
+    numbers = [require_number("a coordinate of bbox", value, least=0) for value in box]
     limits = [width, height] * (len(box) // 2)
     if any(value > limit for value, limit in zip(numbers, limits, strict=True)):
         raise BadSample(f"bbox {box!r:.60} of objects is not inside {width} x {height}.")
@@ -166,17 +168,17 @@ def read_messages(
 ) -> Conversation:
     """Read ``messages`` with ``role`` and ``content``: text with or without tags, or parts."""
     turns = []
-    for index, message in enumerate(_turns(record, "messages"), 1):
+    for index, message in enumerate(_require_turns(record, "messages"), 1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadSample(f"message {index} must be an object with a role and content.")
-        turns.append(_legacy_call(message))
-    return _conversation(record, "messages", turns, folder, prompt=prompt)
+        turns.append(_with_tool_calls(message))
+    return _make_conversation(record, "messages", turns, folder, prompt=prompt)
 
 
 def read_conversations(record: Mapping[str, Any], folder: MediaFolder) -> Conversation:
     """Read ``conversations`` with ``from`` and ``value``, and optionally a ``system`` text."""
     turns = []
-    for index, turn in enumerate(_turns(record, "conversations"), 1):
+    for index, turn in enumerate(_require_turns(record, "conversations"), 1):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("from"), str):
             raise BadSample(f"turn {index} must be an object with from and value.")
         if not isinstance(turn.get("value"), str):
@@ -185,10 +187,10 @@ def read_conversations(record: Mapping[str, Any], folder: MediaFolder) -> Conver
             )
         kept = {key: value for key, value in turn.items() if key not in ("from", "value")}
         turns.append({**kept, "role": turn["from"], "content": turn["value"]})
-    return _conversation(record, "conversations", turns, folder)
+    return _make_conversation(record, "conversations", turns, folder)
 
 
-def each_turn(record: Any) -> list[Any]:
+def records_of_turns(record: Any) -> list[Any]:
     """Return one record for each trained turn of a conversation, which ends with that turn.
 
     Earlier turns have the weight 0, so that a template may leave their reasoning out, as it does
@@ -198,7 +200,7 @@ def each_turn(record: Any) -> list[Any]:
     if key is None or _OTHER_TASKS & record.keys():
         return [record]
     speaker, text = ("role", "content") if key == "messages" else ("from", "value")
-    turns = _turns(record, key)
+    turns = _require_turns(record, key)
     for index, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping):
             raise BadSample(f"message {index} must be an object with {speaker} and {text}.")
@@ -207,18 +209,19 @@ def each_turn(record: Any) -> list[Any]:
     records = []
     for turn, role, following in zip(turns, roles, [*roles[1:], None], strict=True):
         answers = role in ("assistant", _CALL)
-        calls = role == following == _CALL  # consecutive calls are one turn
-        if answers and not calls and weight_of(turn) * weight_of(turn, "loss") > 0:
+        call_goes_on = role == following == _CALL  # consecutive calls are one turn
+        if answers and not call_goes_on and weight_of(turn) * weight_of(turn, "loss") > 0:
             start = len(prompt)
+            # The calls before are of the same turn, and keep their weights.
             while role == _CALL and start and roles[start - 1] == _CALL:
                 start -= 1
             messages = [*prompt[:start], *turns[start : len(prompt) + 1]]
-            records.append({**_keep_used_media(record, messages, text), key: messages})
+            records.append({**_with_used_media_only(record, messages, text), key: messages})
         prompt.append({**turn, "weight": 0} if answers else turn)
     return records or [record]
 
 
-def _keep_used_media(
+def _with_used_media_only(
     record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], text: str
 ) -> dict[str, Any]:
     """Return the record with only the images, videos and objects that the messages use."""
@@ -231,7 +234,9 @@ def _keep_used_media(
     cut = dict(record)
     for kind in KINDS:
         used = sum(content.count(f"<{kind}>") for content in contents if isinstance(content, str))
-        used += sum(_kind_of(part) == kind and not _place_of(kind, part) for part in parts)
+        used += sum(
+            _media_kind_of(part) == kind and not _reference_key(kind, part) for part in parts
+        )
         left = media_list(record, kind)[:used]
         cut |= {name: left for name in (kind, f"{kind}s") if record.get(name)}
     if isinstance(objects := record.get("objects"), Mapping):
@@ -243,7 +248,7 @@ def _keep_used_media(
     return cut
 
 
-def _turns(record: Mapping[str, Any], key: str) -> list[Any]:
+def _require_turns(record: Mapping[str, Any], key: str) -> list[Any]:
     turns = parse_nested(record[key], key)
     if not isinstance(turns, list) or not turns:
         raise BadSample(f"{key} must be a list of at least one message.")
@@ -260,7 +265,7 @@ def parse_nested(value: Any, key: str) -> Any:
         raise BadSample(f"{key} is text, but not JSON: {error}.") from error
 
 
-def _conversation(
+def _make_conversation(
     record: Mapping[str, Any],
     key: str,
     turns: Sequence[Mapping[str, Any]],
@@ -268,6 +273,7 @@ def _conversation(
     *,
     prompt: bool = False,
 ) -> Conversation:
+    """Make a conversation of a record, whose turns have a role and content each."""
     media = RecordMedia(record, folder)
     sample_weight = weight_of(record)
     rendered: list[dict[str, Any]] = []
@@ -283,7 +289,7 @@ def _conversation(
             )
         rendered.append({"role": "system", "content": system})
         weights.append(0.0)
-        unused += _tags(system, "the system text")
+        unused += _unused_tags(system, "the system text")
     previous = None
     for index, turn in enumerate(turns, 1):
         role = _ROLES[key].get(turn["role"])
@@ -292,7 +298,7 @@ def _conversation(
                 f"message {index}: the role {turn['role']!r:.40} is not known; use one "
                 f"of {', '.join(_ROLES[key])}."
             )
-        message, left = _message(turn, role, index, media)
+        message, left = _template_message(turn, role, index, media)
         unused += left
         # A zero in either of them masks a turn.
         weight = weight_of(turn) * weight_of(turn, "loss") * sample_weight
@@ -306,16 +312,21 @@ def _conversation(
             rendered.append(message)
             weights.append(weight if message["role"] == "assistant" else 0.0)
         previous = role
-    media.check_empty({item.name: item.where for item in unused if item.why == _AS_TEXT})
-    unused += _ground(record, rendered, media.media)
+    media.check_all_used({item.name: item.where for item in unused if item.why == _AS_TEXT})
+    unused += _ground_messages(record, rendered, media.media)
     if not (prompt or any(weights)):
         raise BadSample("no assistant turn has a weight above 0, so nothing would be trained.")
     return Conversation(
-        rendered, media.media, weights, _tools(record), prompt, unused=tuple(dict.fromkeys(unused))
+        rendered,
+        media.media,
+        weights,
+        _parse_tools(record),
+        prompt,
+        unused=tuple(dict.fromkeys(unused)),
     )
 
 
-def _ground(
+def _ground_messages(
     record: Mapping[str, Any], messages: list[dict[str, Any]], media: Sequence[Media]
 ) -> list[Unused]:
     """Put the record's objects in place of their tags; return what is not used of them."""
@@ -343,15 +354,15 @@ def _ground(
     return unused
 
 
-def _message(
+def _template_message(
     turn: Mapping[str, Any], role: str, index: int, media: RecordMedia
 ) -> tuple[dict[str, Any], list[Unused]]:
     """Return a turn in the form that templates read, and what is not used of it."""
     kept = {name: value for name, value in turn.items() if name not in _OWN}
     unused = unused_keys(MESSAGE, turn)
-    unused += _tags(turn.get("reasoning_content"), "reasoning_content")
+    unused += _unused_tags(turn.get("reasoning_content"), "reasoning_content")
     if role == _CALL:
-        calls = _calls(turn, index, unused)
+        calls = _parse_calls(turn, index, unused)
         return {**kept, "role": "assistant", "content": "", "tool_calls": calls}, unused
     if role != "assistant":
         weights = {name: turn[name] for name in ("weight", "loss") if name in turn}
@@ -361,7 +372,7 @@ def _message(
             f"message {index} has no content; its keys are {', '.join(map(str, turn))}."
         )
     try:
-        content = _content(turn.get("content"), media, unused)
+        content = _template_content(turn.get("content"), media, unused)
     except BadSample as error:
         said = f"message {index}: {error}"
         if isinstance(turn.get("content"), str) and TAG.search(turn["content"]):
@@ -374,7 +385,7 @@ def _message(
     return {**kept, "role": role, "content": content}, unused
 
 
-def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_tool_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return `message` with OpenAI's older ``function_call`` rewritten as ``tool_calls``."""
     call = message.get("function_call")
     if call is None:
@@ -383,7 +394,7 @@ def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kept, "tool_calls": [{"type": "function", "function": call}]}
 
 
-def _calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[dict[str, Any]]:
+def _parse_calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[dict[str, Any]]:
     """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
     said = parse_nested(turn.get("content"), f"message {index}, a tool call,")
     calls = []
@@ -398,7 +409,7 @@ def _calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[di
     return calls
 
 
-def _tools(record: Mapping[str, Any]) -> list[Any] | None:
+def _parse_tools(record: Mapping[str, Any]) -> list[Any] | None:
     value = record.get("tools")
     if value is None and record.get("functions") is not None:  # OpenAI's older form
         return [{"type": "function", "function": function} for function in record["functions"]]
@@ -410,7 +421,9 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
     return [parse_nested(tool, "a tool") for tool in tools] or None
 
 
-def _content(content: Any, media: RecordMedia, unused: list[Unused]) -> str | list[dict[str, Any]]:
+def _template_content(
+    content: Any, media: RecordMedia, unused: list[Unused]
+) -> str | list[dict[str, Any]]:
     """Return content for the template; strings stay strings unless they hold media tags.
 
     What is not used of it is added to `unused`.
@@ -422,10 +435,11 @@ def _content(content: Any, media: RecordMedia, unused: list[Unused]) -> str | li
         return content if all(part["type"] == "text" for part in parts) else parts
     if not isinstance(content, list):
         raise BadSample(f"content is {type(content).__name__}, not text or parts.")
-    return [_part(part, media, unused) for part in content]
+    return [_template_part(part, media, unused) for part in content]
 
 
-def _part(part: Any, media: RecordMedia, unused: list[Unused]) -> dict[str, Any]:
+def _template_part(part: Any, media: RecordMedia, unused: list[Unused]) -> dict[str, Any]:
+    """Return one part of a content for the template; media are added to `media`."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     declared = part.get("type") if isinstance(part, Mapping) else None
@@ -436,31 +450,31 @@ def _part(part: Any, media: RecordMedia, unused: list[Unused]) -> dict[str, Any]
                 f"a part of type text has no text; its keys are {', '.join(map(str, part))}."
             )
         unused += unused_keys(Fields(where, ("type", "text")), part)
-        unused += _tags(part["text"], where)
+        unused += _unused_tags(part["text"], where)
         return {"type": "text", "text": part["text"]}
-    kind = _kind_of(part)
+    kind = _media_kind_of(part)
     if kind is None:
         raise BadSample(f"a part must be text, image or video, not {declared!r}.")
-    key = _place_of(kind, part)
+    key = _reference_key(kind, part)
     unused += unused_keys(Fields(where, ("type", key, *OPTION_NAMES[kind])), part)
-    unused += unused_of(kind, part.get(key))
+    unused += unused_of_reference(kind, part.get(key))
     media.take(kind, part.get(key), part)
     return {"type": kind}
 
 
-def _kind_of(part: Any) -> Kind | None:
+def _media_kind_of(part: Any) -> Kind | None:
     """Return the kind of media that a part of a content is."""
     declared = part.get("type") if isinstance(part, Mapping) else None
     return next((kind for kind in KINDS if declared in (kind, f"{kind}_url")), None)
 
 
-def _place_of(kind: Kind, part: Mapping[str, Any]) -> str:
+def _reference_key(kind: Kind, part: Mapping[str, Any]) -> str:
     """Return the key of a part's reference; empty: it takes the next of the record's list."""
     keys = (kind, "path", "url", f"{kind}_url", "bytes", "base64")
     return next((key for key in keys if part.get(key) is not None), "")
 
 
-def _tags(text: Any, where: str) -> list[Unused]:
+def _unused_tags(text: Any, where: str) -> list[Unused]:
     """Return the tags of media in a text where they are not the place of any."""
     tags = TAG.findall(text) if isinstance(text, str) else []
     return [Unused(where, f"<{tag}>", _AS_TEXT) for tag in tags]

@@ -42,9 +42,9 @@ from mcore_qwen3vl.data.records.reading import (
     BadSample,
     Observed,
     Reading,
-    number,
     preprocess_record,
     read_observed,
+    require_number,
     unused_keys,
     weight_of,
 )
@@ -94,7 +94,7 @@ def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document
                 "the tag out."
             )
         parts.append(text if image is None else folder.resolve("image", image))
-    return _document(parts, record)
+    return _make_document(parts, record)
 
 
 def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
@@ -107,16 +107,16 @@ def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
         media = RecordMedia(record, folder)
         for piece in media.split_tags(text):
             parts.append(piece["text"] if piece["type"] == "text" else media.media[-1])
-        media.check_empty({})
-        return _document(parts, record)
+        media.check_all_used({})
+        return _make_document(parts, record)
     options = options_of_all(record)
     for kind in KINDS:
         for reference in media_list(record, kind):
             parts.append(folder.resolve(kind, reference, options))
-    return _document([*parts, text], record)
+    return _make_document([*parts, text], record)
 
 
-def _document(parts: list[str | Media], record: Mapping[str, Any]) -> Document:
+def _make_document(parts: list[str | Media], record: Mapping[str, Any]) -> Document:
     """Make a document; without media or objects, the tags for them are text like any other."""
     texts = [part for part in parts if isinstance(part, str)]
     if not any(text.strip() for text in texts):
@@ -178,7 +178,7 @@ def is_retrieval(record: Mapping[str, Any]) -> bool:
 
 def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
     """Return the format of a JSON record."""
-    if is_pair(record):
+    if is_preference(record):
         raise BadSample(
             "it is a preference record: --loss dpo, simpo or orpo trains on these, and --task "
             "reward."
@@ -218,23 +218,25 @@ def _select_turns(parsed: Conversation, reading: Reading) -> Conversation:
     if not any(weights):
         raise BadSample(f"train_on {reading.train_on!r} selects no assistant turn.")
     messages = reading.add_system_prompt(parsed.messages)
+    # The system prompt that was added has a weight too.
     weights = [0.0] * (len(messages) - len(weights)) + weights
     return replace(parsed, messages=messages, weights=weights)
 
 
 def _weights_of_turns(parsed: Conversation, train_on: str | None) -> list[float]:
+    """Return the messages' weights, with 0 for turns that `train_on` does not choose."""
     if train_on in (None, "all"):
         return parsed.weights
     if train_on == "last":
         last = max(i for i, m in enumerate(parsed.messages) if m["role"] == "assistant")
         return [weight if i == last else 0.0 for i, weight in enumerate(parsed.weights)]
     return [
-        weight if re.search(train_on, _text(message)) else 0.0
+        weight if re.search(train_on, _text_of(message)) else 0.0
         for message, weight in zip(parsed.messages, parsed.weights, strict=True)
     ]
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text_of(message: Mapping[str, Any]) -> str:
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -269,14 +271,14 @@ SIDES = ("chosen", "rejected")
 _LABEL, _PROMPT, _ANSWER = "label", "prompt", "completion"
 
 
-def is_pair(record: Mapping[str, Any]) -> bool:
-    """Return whether a JSON record is a preference record."""
+def is_preference(record: Mapping[str, Any]) -> bool:
+    """Return whether a JSON record is a preference record, even one that lacks a side."""
     return any(side in record for side in SIDES)
 
 
-def require_pair(record: Mapping[str, Any], owner: str) -> None:
+def require_preference(record: Mapping[str, Any], owner: str) -> None:
     """Raise BadSample unless it is a preference record; `owner` is who needs one, with the verb."""
-    if is_pair(record):
+    if is_preference(record):
         return
     needs = f"{owner} chosen and rejected"
     if other := next(filter(record.get, PAIRED_ELSEWHERE), None):
@@ -314,19 +316,20 @@ def parse_pair(
     for side in SIDES:
         if not shared and not (isinstance(record[side], list) and record[side]):
             raise BadSample(f"{side} must be a list of messages.")
-    sides = [[*shared, *_messages(record[side], side, "assistant")] for side in SIDES]
+    sides = [[*shared, *_messages_under(record[side], side, "assistant")] for side in SIDES]
     rest = {k: v for k, v in record.items() if k not in (*SIDES, "messages", "margin")}
     if sides[0] == sides[1]:
         raise BadSample("chosen and rejected are the same.")
     pairs = zip(*sides, strict=False)
     unequal = (place for place, (a, b) in enumerate(pairs) if a != b)
     common = next(unequal, min(map(len, sides)))  # messages at the beginning that both share
+    # Both sides get the system prompt, or neither does.
     common += len(reading.add_system_prompt(sides[0])) - len(sides[0])
     pair = {
         side: _read_compared_answer(rest, side, reading.add_system_prompt(messages), common, folder)
         for side, messages in zip(SIDES, sides, strict=True)
     }
-    margin = 0.0 if record.get("margin") is None else number("margin", record["margin"])
+    margin = 0.0 if record.get("margin") is None else require_number("margin", record["margin"])
     return {**pair, SIDES[0]: replace(pair[SIDES[0]], target=margin)}
 
 
@@ -349,8 +352,8 @@ def parse_labelled(
 def _prompt_and_answer(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return the messages of a labelled record's prompt, and those of its answer."""
     if record.get(_PROMPT) is not None and record.get(_ANSWER) is not None:
-        prompt = _messages(record[_PROMPT], _PROMPT, "user")
-        return prompt, _messages(record[_ANSWER], _ANSWER, "assistant")
+        prompt = _messages_under(record[_PROMPT], _PROMPT, "user")
+        return prompt, _messages_under(record[_ANSWER], _ANSWER, "assistant")
     messages = record.get("messages")
     if not isinstance(messages, list) or len(messages) < 2:
         raise BadSample(
@@ -360,7 +363,7 @@ def _prompt_and_answer(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]
     return messages[:-1], messages[-1:]
 
 
-def _messages(value: Any, name: str, role: str) -> list[Any]:
+def _messages_under(value: Any, name: str, role: str) -> list[Any]:
     """Return the messages that the value of key `name` stands for; a text is one of `role`."""
     if isinstance(value, list) and value:
         return value
@@ -421,7 +424,7 @@ def parse_retrieval(
         query has the score as its target.
     """
     seen, prompts = Observed(record), {}
-    for name, text, media in _texts(seen):
+    for name, text, media in _texts_with_media(seen):
         if isinstance(text, str) and not text.strip() and not any(media.values()):
             raise BadSample(f"{name} is empty.")
         try:
@@ -437,7 +440,7 @@ def parse_retrieval(
         raise BadSample("a retrieval record has query, or messages, and positive.")
     if QUERY in prompts:
         key = next((key for key in _SCORE if seen.get(key) is not None), None)
-        score = None if key is None else number(key, record[key])
+        score = None if key is None else require_number(key, record[key])
         prompts[QUERY] = replace(prompts[QUERY], target=score)
     of_record = seen.unused
     return {
@@ -446,7 +449,7 @@ def parse_retrieval(
     }
 
 
-def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def _texts_with_media(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield the name, the text and the media of the query and of each document."""
     query = next((record[key] for key in (QUERY, "messages") if record.get(key) is not None), None)
     if query is not None:
@@ -456,7 +459,7 @@ def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]
         present = [key for key in keys if record.get(key) is not None]
         if len(present) > 1:
             raise BadSample(f"both {present[0]} and {present[1]} are given; keep one of them.")
-        documents = _documents(present[0], record[present[0]]) if present else []
+        documents = _documents_under(present[0], record[present[0]]) if present else []
         if kind == POSITIVE and len(documents) > 1:
             raise BadSample(f"{present[0]} holds {len(documents)} documents; one is needed.")
         lists = {name: record.get(f"{kind}_{name}") or [] for name in _MEDIA}
@@ -471,7 +474,7 @@ def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]
             yield name, document, {key: entries[place] for key, entries in lists.items() if entries}
 
 
-def _documents(key: str, value: Any) -> list[Any]:
+def _documents_under(key: str, value: Any) -> list[Any]:
     """Return the documents under `key`; a key in the plural, or ms-swift's, holds a list.
 
     A list of texts is one of documents under the other keys too, where a list of messages is not.
@@ -514,12 +517,13 @@ def parse_judgements(
         raise BadSample(
             f"a reranker judges a document by a query; it has no {'document' if query else QUERY}."
         )
-    return {name: _judgement(query, document, name) for name, document in texts.items()}
+    return {name: _make_judgement(query, document, name) for name, document in texts.items()}
 
 
-def _judgement(query: Conversation, document: Conversation, name: str) -> Conversation:
-    instruction, asked = _split(query, QUERY)
-    system, offered = _split(document, name)
+def _make_judgement(query: Conversation, document: Conversation, name: str) -> Conversation:
+    """Make the prompt by which a reranker judges one document."""
+    instruction, asked = _split_system(query, QUERY)
+    system, offered = _split_system(document, name)
     if system not in (None, instruction):
         raise BadSample(f"{name} has a system message; the instruction belongs to the query.")
     content = [
@@ -541,7 +545,7 @@ def _judgement(query: Conversation, document: Conversation, name: str) -> Conver
     )
 
 
-def _split(text: Conversation, name: str) -> tuple[str | None, list[dict[str, Any]]]:
+def _split_system(text: Conversation, name: str) -> tuple[str | None, list[dict[str, Any]]]:
     """Return the text of the system message, if there is one, and the other message's parts."""
     system, rest = None, text.messages
     if rest[0]["role"] == "system":
@@ -589,7 +593,7 @@ def parse_classification(
     prompt = not _is_answered(messages)
     read = partial(read_messages, folder=folder, prompt=prompt)
     named = labels_in(record)
-    target = None if labels is None else _target(named, labels)
+    target = None if labels is None else _target_of_labels(named, labels)
     return replace(read_observed(rest, "classification", read), target=target)
 
 
@@ -603,7 +607,8 @@ def labels_in(record: Mapping[str, Any]) -> list[int | str]:
     return labels
 
 
-def _target(named: list[int | str], labels: Labels) -> tuple[float, ...]:
+def _target_of_labels(named: list[int | str], labels: Labels) -> tuple[float, ...]:
+    """Return 1 for each of `labels` that a record names, by name or number, and 0 for others."""
     numbers = {name: number for number, name in enumerate(labels.names)}
     right = {numbers.get(label) if isinstance(label, str) else int(label) for label in named}
     if any(label is None or label >= len(labels) for label in right):

@@ -219,7 +219,7 @@ def unused_keys(fields: Fields, content: Mapping[Any, Any]) -> list[Unused]:
     return unused
 
 
-def number(name: str, value: Any, *, above: float = -inf, least: float = -inf) -> float:
+def require_number(name: str, value: Any, *, above: float = -inf, least: float = -inf) -> float:
     """Return a value that is a finite number, `above` one number and at `least` another."""
     fits = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
     if not fits or value <= above or value < least:

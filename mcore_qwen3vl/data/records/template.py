@@ -75,7 +75,7 @@ class _Marks:
     rendered: set[str] = field(default_factory=set)
     """Keys of the others."""
 
-    def text(self, text: str, key: str, place: str, *, reasoning: bool = False) -> str:
+    def mark_text(self, text: str, key: str, place: str, *, reasoning: bool = False) -> str:
         """Return a text with marks; in a content, what ends in ``</think>`` is reasoning."""
         self.spelt += [(token, place) for token in self.special.findall(text)]
         pieces = _BOUNDS.split(self.special.sub("", text))
@@ -83,70 +83,73 @@ class _Marks:
             if number % 2 == 0 and (stripped := piece.strip()):
                 thought = reasoning and pieces[number + 1 : number + 2] == ["</think>"]
                 middle = piece.index(stripped) + len(stripped) // 2
-                pieces[number] = piece[:middle] + self.mark(len(self.texts)) + piece[middle:]
+                pieces[number] = (
+                    piece[:middle] + self.text_of_mark(len(self.texts)) + piece[middle:]
+                )
                 self.texts.append(("reasoning_content" if thought else key, place, stripped))
         return "".join(pieces)
 
-    def values(self, value: Any, key: str, place: str) -> Any:
+    def mark_values(self, value: Any, key: str, place: str) -> Any:
         """Return a value of JSON with a mark in each text."""
         if isinstance(value, Mapping):
-            return {name: self.values(inner, key, place) for name, inner in value.items()}
+            return {name: self.mark_values(inner, key, place) for name, inner in value.items()}
         if isinstance(value, list):
-            return [self.values(inner, key, place) for inner in value]
-        return self.text(value, key, place) if isinstance(value, str) else value
+            return [self.mark_values(inner, key, place) for inner in value]
+        return self.mark_text(value, key, place) if isinstance(value, str) else value
 
-    def message(self, message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    def mark_message(self, message: Mapping[str, Any], place: str) -> dict[str, Any]:
         """Return a message with a mark in each text that a template may render."""
         marked = dict(message)
         for key, value in message.items():
             if isinstance(value, str) and key not in ("role", "content", "tool_call_id"):
-                marked[key] = self.text(value, key, place)
+                marked[key] = self.mark_text(value, key, place)
         content = message["content"]
         if isinstance(content, str):
-            marked["content"] = self.text(content, "content", place, reasoning=True)
+            marked["content"] = self.mark_text(content, "content", place, reasoning=True)
         else:
             marked["content"] = [
-                {**part, "text": self.text(part["text"], "content", place, reasoning=True)}
+                {**part, "text": self.mark_text(part["text"], "content", place, reasoning=True)}
                 if part["type"] == "text" else part
                 for part in content
             ]  # fmt: skip
         if isinstance(message.get("tool_calls"), list):
-            marked["tool_calls"] = [self._call(call, place) for call in message["tool_calls"]]
+            marked["tool_calls"] = [self._mark_call(call, place) for call in message["tool_calls"]]
         return marked
 
-    def _call(self, call: Any, place: str) -> Any:
+    def _mark_call(self, call: Any, place: str) -> Any:
+        """Return a tool call with marks in its name and arguments, parsed or as JSON text."""
         if not isinstance(call, Mapping):
             return call
         if isinstance(call.get("function"), Mapping):
-            return {**call, "function": self._call(call["function"], place)}
+            return {**call, "function": self._mark_call(call["function"], place)}
         arguments = call.get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
             except ValueError:
-                marked = self.text(arguments, "arguments of a tool call", place)
+                marked = self.mark_text(arguments, "arguments of a tool call", place)
             else:
-                marked = json.dumps(self.values(arguments, "arguments of a tool call", place))
+                marked = json.dumps(self.mark_values(arguments, "arguments of a tool call", place))
         else:
-            marked = self.values(arguments, "arguments of a tool call", place)
-        name = self.values(call.get("name"), "name of a tool call", place)
+            marked = self.mark_values(arguments, "arguments of a tool call", place)
+        name = self.mark_values(call.get("name"), "name of a tool call", place)
         return {**call, "name": name, "arguments": marked}
 
-    def tool(self, tool: Any) -> Any:
+    def mark_tool(self, tool: Any) -> Any:
         """Return a tool's definition with marks in its names and descriptions."""
         if isinstance(tool, list):
-            return [self.tool(inner) for inner in tool]
+            return [self.mark_tool(inner) for inner in tool]
         if not isinstance(tool, Mapping):
             return tool
         return {
-            key: self.text(value, key, "a tool")
+            key: self.mark_text(value, key, "a tool")
             if key in ("name", "description") and isinstance(value, str)
-            else self.tool(value)
+            else self.mark_tool(value)
             for key, value in tool.items()
         }
 
     @staticmethod
-    def mark(number: int) -> str:
+    def text_of_mark(number: int) -> str:
         return f"zQ{number}Qz"
 
 
@@ -183,19 +186,22 @@ class Renderer:
     def render(self, record: Conversation | Document) -> Rendered:
         """Render a record."""
         if isinstance(record, Document):
-            return self._document(record)
-        return self._conversation(record)
+            return self._render_document(record)
+        return self._render_conversation(record)
 
-    def _conversation(self, record: Conversation) -> Rendered:
+    def _render_conversation(self, record: Conversation) -> Rendered:
+        """Render a conversation and find the characters of its trained turns."""
         trains = not record.prompt
-        text = self._apply(record, len(record.messages), add_generation_prompt=record.prompt)
+        text = self._apply_template(
+            record, len(record.messages), add_generation_prompt=record.prompt
+        )
         self._require_media(record, text)
         spans = []
         for index, weight in enumerate(record.weights):
             if weight > 0 and trains:
-                start, end = self._turn(record, index, text)
+                start, end = self._turn_bounds(record, index, text)
                 spans.append(Span(start, end, weight, index + 1))
-        unused, spelt = self._unused(record, text)
+        unused, spelt = self._unused_and_spelt(record, text)
         return Rendered(text, spans, record.media, trains=trains, unused=unused, spelt=spelt)
 
     def _require_media(self, record: Conversation, text: str) -> None:
@@ -207,8 +213,8 @@ class Renderer:
             for index, message in enumerate(record.messages):
                 needed += sum(part == {"type": kind} for part in message["content"])
                 with suppress(BadSample):
-                    if self._apply(record, index + 1).count(token) < needed:
-                        place = f"{_place(index)}, of role {message['role']}"
+                    if self._apply_template(record, index + 1).count(token) < needed:
+                        place = f"{_message_place(index)}, of role {message['role']}"
                         break
             raise BadSample(
                 f"the chat template leaves out the {kind} of {place}, which the model then never "
@@ -216,7 +222,7 @@ class Renderer:
                 "the user."
             )
 
-    def _unused(
+    def _unused_and_spelt(
         self, record: Conversation, text: str
     ) -> tuple[tuple[Unused, ...], tuple[tuple[str, str], ...]]:
         """Return what is not used of a conversation that was rendered as `text`, and what is spelt.
@@ -225,7 +231,7 @@ class Renderer:
             BadSample: the template leaves out what the user did not allow it to, or a trained turn
                 spells a token that the template itself writes.
         """
-        marks = self._marks(record)
+        marks = self._render_with_marks(record)
         unused = [
             item
             for item in record.unused
@@ -240,7 +246,9 @@ class Renderer:
             for level in (holder, isinstance(holder, Mapping) and holder.get("function")):
                 if isinstance(level, Mapping):
                     unused += [u for u in fields.unused(level) if f'"{u.name}"' not in text]
-        untrained = {_place(index) for index, weight in enumerate(record.weights) if weight == 0}
+        untrained = {
+            _message_place(index) for index, weight in enumerate(record.weights) if weight == 0
+        }
         for key, place, dropped in marks.left_out:
             if key in named:
                 continue
@@ -257,21 +265,22 @@ class Renderer:
                 )
         return tuple(dict.fromkeys(unused)), tuple(dict.fromkeys(marks.spelt))
 
-    def _marks(self, record: Conversation) -> _Marks:
+    def _render_with_marks(self, record: Conversation) -> _Marks:
         """Render a conversation with marks."""
         marks = _Marks(self._special)
         messages = [
-            marks.message(message, _place(index)) for index, message in enumerate(record.messages)
+            marks.mark_message(message, _message_place(index))
+            for index, message in enumerate(record.messages)
         ]
-        tools = None if record.tools is None else marks.tool(record.tools)
+        tools = None if record.tools is None else marks.mark_tool(record.tools)
         marked = replace(record, messages=messages, tools=tools)
-        rendered = self._apply(marked, len(messages), add_generation_prompt=record.prompt)
+        rendered = self._apply_template(marked, len(messages), add_generation_prompt=record.prompt)
         for number, text in enumerate(marks.texts):
-            if marks.mark(number) in rendered:
+            if marks.text_of_mark(number) in rendered:
                 marks.rendered.add(text[0])
             else:
                 marks.left_out.append(text)
-        trained = {_place(index) for index, weight in enumerate(record.weights) if weight}
+        trained = {_message_place(index) for index, weight in enumerate(record.weights) if weight}
         media = {*self._placeholders.values(), *self._brackets}
         for token, place in marks.spelt:
             divides = token in rendered and token not in media
@@ -283,16 +292,16 @@ class Renderer:
                 )
         return marks
 
-    def _turn(self, record: Conversation, index: int, text: str) -> tuple[int, int]:
+    def _turn_bounds(self, record: Conversation, index: int, text: str) -> tuple[int, int]:
         """Return the characters [start, end) that the model generates as message `index`."""
         if index == 0:
             raise BadSample(
                 "the conversation begins with a turn of the assistant, so there is no prompt that "
                 "it answers. Put a user turn before it, or give it weight 0."
             )
-        prompt = self._apply(record, index, add_generation_prompt=True)
+        prompt = self._apply_template(record, index, add_generation_prompt=True)
         last = index + 1 == len(record.messages)
-        through = text if last else self._apply(record, index + 1)
+        through = text if last else self._apply_template(record, index + 1)
         if not (text.startswith(through) and through.startswith(prompt)):
             raise BadSample(
                 f"the chat template renders message {index + 1} differently once other messages "
@@ -309,7 +318,8 @@ class Renderer:
             )
         return len(prompt), len(prompt) + len(turn)
 
-    def _apply(self, record: Conversation, count: int, **options: bool) -> str:
+    def _apply_template(self, record: Conversation, count: int, **options: bool) -> str:
+        """Render the first `count` messages; raise BadSample, naming one, if it is refused."""
         try:
             return self._processor.apply_chat_template(
                 record.messages[:count], tools=record.tools, tokenize=False, **options
@@ -330,7 +340,8 @@ class Renderer:
                 return f"message {index + 1}, of role {message['role']}"
         return f"message {count}, of role {record.messages[count - 1]['role']}"
 
-    def _document(self, record: Document) -> Rendered:
+    def _render_document(self, record: Document) -> Rendered:
+        """Render the parts one after the other; all text is trained, with the end token."""
         pieces: list[str] = []
         spans = []
         length = 0
@@ -348,5 +359,5 @@ class Renderer:
         return self._placeholders[media.kind].join(self._brackets)
 
 
-def _place(index: int) -> str:
+def _message_place(index: int) -> str:
     return f"message {index + 1}"

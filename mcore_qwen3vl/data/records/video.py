@@ -26,7 +26,8 @@ LISTED_FPS = 2.0
 
 
 @contextmanager
-def _video(media: Media) -> Iterator[Any]:
+def _open_video(media: Media) -> Iterator[Any]:
+    """Open a container; raise BadSample if it, or the code in the block, cannot decode it."""
     import av  # here, because most data have no videos
 
     try:
@@ -48,8 +49,8 @@ def probe_video(media: Media) -> VideoMetadata:
     The metadata of a list of frames have ``frames_indices`` too, since none is left out.
     """
     if isinstance(media.content, tuple):
-        return _probe_frames(media.content, media.options)
-    with _video(media) as container:
+        return _probe_listed(media.content, media.options)
+    with _open_video(media) as container:
         stream = container.streams.video[0]
         if not stream.average_rate:
             raise BadSample(f"video {media.name} states no frame rate.")
@@ -77,7 +78,7 @@ def is_uneven(media: Media) -> bool:
     """
     if isinstance(media.content, tuple):
         return False
-    with _video(media) as container:
+    with _open_video(media) as container:
         stream = container.streams.video[0]
         packets = (
             packet for packet in container.demux(stream) if packet.size and not packet.is_discard
@@ -118,7 +119,7 @@ def _read_display(stream: Any) -> _Display:
     return _Display(sideways, -1 if down < 0 else 1, -1 if right < 0 else 1)
 
 
-def _probe_frames(frames: tuple[Media, ...], options: MediaOptions) -> VideoMetadata:
+def _probe_listed(frames: tuple[Media, ...], options: MediaOptions) -> VideoMetadata:
     height, width = image_size(frames[0])
     # HF divides the indices by the rate to get seconds, so at 1 frame a second they are seconds.
     times = options.timestamps or options.frames_indices
@@ -158,6 +159,7 @@ def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.n
 
 
 def _sample_clip(media: Media, metadata: VideoMetadata, processor: Any) -> np.ndarray:
+    """Choose frames between the start and the end that the record gives, by their index."""
     options, most = media.options, metadata.total_num_frames - 1
     # A time that is a frame's own, but for rounding, is that frame.
     first = 0 if options.start is None else math.ceil(options.start * metadata.fps - 1e-6)
@@ -169,10 +171,10 @@ def _sample_clip(media: Media, metadata: VideoMetadata, processor: Any) -> np.nd
             f"{metadata.total_num_frames} frames, of {metadata.duration:g} s."
         )
     clip = VideoMetadata(total_num_frames=last - first + 1, fps=metadata.fps)
-    return first + _spread(media, clip, processor)
+    return first + _choose_frames(media, clip, processor)
 
 
-def _spread(media: Media, clip: VideoMetadata, processor: Any) -> np.ndarray:
+def _choose_frames(media: Media, clip: VideoMetadata, processor: Any) -> np.ndarray:
     """Choose frames of a clip: as the record says, or else with the settings of the processor."""
     options, factor = media.options, processor.temporal_patch_size
     total = clip.total_num_frames
@@ -225,6 +227,7 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
 
 
 def _load_listed(frames: tuple[Media, ...], name: str) -> np.ndarray:
+    """Decode all frames of a list, which must have one size."""
     height, width = image_size(frames[0])
     for frame in frames[1:]:
         if (size := image_size(frame)) != (height, width):
@@ -236,9 +239,10 @@ def _load_listed(frames: tuple[Media, ...], name: str) -> np.ndarray:
 
 
 def _decode_in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
+    """Decode frames from the first on, and keep the wanted ones by their index."""
     frames: dict[int, np.ndarray] = {}
     left = set(wanted)
-    with _video(media) as container:
+    with _open_video(media) as container:
         stream = container.streams.video[0]
         to_rgb = _rgb_converter(stream)
         stream.codec_context.thread_count = 1
@@ -252,7 +256,7 @@ def _decode_in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
 
 def _decode_by_seeking(media: Media, wanted: list[int]) -> dict[int, np.ndarray] | None:
     """Decode the wanted frames by seeking; None if the packets do not tell which frame is which."""
-    with _video(media) as container:
+    with _open_video(media) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
         times, keys = [], []

@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.adapters.config import (
     VISION,
     AdapterConfig,
     Preset,
-    preset,
+    preset_targets,
 )
 from mcore_qwen3vl.data.config import SCORED, Task
 from mcore_qwen3vl.errors import BadInput
@@ -203,7 +203,7 @@ def _targets_for_peft(
                 f"--lora-target {' '.join(names)}: {presets[0]} cannot be combined with other "
                 "names. Write all names as PEFT has them, or use --lora-config."
             )
-        return preset(presets[0], architecture)
+        return preset_targets(presets[0], architecture)
     if len(names) == 1 and (names[0] == "all-linear" or not _PLAIN.fullmatch(names[0])):
         return names[0], None
     parameters = tuple(name for name in names if name.endswith(_PARAMETERS))

@@ -411,10 +411,10 @@ class TaskSettings:
                 f"lora_dropout is {config.lora_dropout:g} with --task embedding: embeddings are "
                 "computed twice in a step, and dropout would make them differ. Set it to 0."
             )
-        from mcore_qwen3vl.converters.adapters.config import apply  # PEFT takes seconds
+        from mcore_qwen3vl.converters.adapters.config import apply_with_peft  # PEFT takes seconds
         from mcore_qwen3vl.converters.mapping.forms import LM_HEAD
 
-        applied = apply(config, self.hf_config(run, lora))
+        applied = apply_with_peft(config, self.hf_config(run, lora))
         if self.labels(run, lora) is not None and LM_HEAD in {*applied.saved, *applied.slots}:
             raise BadInput(
                 f"The adapter changes {LM_HEAD} with --task {self.task}, whose model has no "

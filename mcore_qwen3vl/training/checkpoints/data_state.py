@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.converters.place import folder_name
-from mcore_qwen3vl.converters.storage.archive import refused_by_torch
+from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
 from mcore_qwen3vl.data.config import Source
 from mcore_qwen3vl.data.loader import Loader, redistribute
 from mcore_qwen3vl.errors import BadInput
@@ -144,7 +144,7 @@ def _read_state(file: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise refused_by_torch(file, error) from None
+        raise torch_refusal_error(file, error) from None
     except (RuntimeError, EOFError) as error:
         raise BadInput(f"{file} is cut short or damaged ({error}). Copy it again.") from None
     return state

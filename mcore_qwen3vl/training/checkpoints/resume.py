@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions, write_form
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, maker_of
+from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, dialect_of
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
 from mcore_qwen3vl.converters.megatron_checkpoint import FileRange, format_of
@@ -36,9 +36,9 @@ from mcore_qwen3vl.converters.place import (
     numbered_iterations,
     read_tracker,
 )
-from mcore_qwen3vl.converters.storage.archive import refused_by_torch
+from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
 from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
-from mcore_qwen3vl.data.processor import with_budgets
+from mcore_qwen3vl.data.processor import configs_with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.flags import fill
@@ -123,7 +123,7 @@ def checkpoint_of_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | N
         index = read_metadata(folder)
     except BadInput:
         return None  # `choose_iteration` says what is wrong with it
-    dialect = maker_of(folder, index.tensors)
+    dialect = dialect_of(folder, index.tensors)
     if dialect is None:
         return None
     if checkpoints.save and Path(checkpoints.save).resolve() == Path(source).resolve():
@@ -238,7 +238,7 @@ def changed_files(settings: Settings) -> dict[str, bytes]:
     source = settings.model.folder
     # A model that is trained on turns stops at their end.
     stopping = {} if settings.task.task else with_turn_end(source)
-    return {**with_budgets(source, settings.data.media), **stopping}
+    return {**configs_with_budgets(source, settings.data.media), **stopping}
 
 
 @contextmanager
@@ -262,7 +262,7 @@ def explain_load_errors(checkpoints: CheckpointSettings, batch: int | None) -> I
             if isinstance(failure, BadInput):  # by a guard of ours
                 raise failure from None
             if isinstance(failure, pickle.UnpicklingError):
-                raise refused_by_torch(f"The checkpoint in {directory}", failure) from None
+                raise torch_refusal_error(f"The checkpoint in {directory}", failure) from None
             if lacks := _explain_missing_parameter(directory, failure):
                 raise lacks from None
         raise

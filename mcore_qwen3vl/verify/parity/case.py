@@ -31,8 +31,8 @@ from mcore_qwen3vl.converters.adapters.config import (
     ROUTER,
     AdapterConfig,
     HFConfig,
-    apply,
-    preset,
+    apply_with_peft,
+    preset_targets,
     resolve_targets,
 )
 from mcore_qwen3vl.converters.mapping.forms import LM_HEAD
@@ -540,8 +540,8 @@ ADAPTERS: dict[str, AdapterConfig] = {
 
 
 def preset_config(name: str, hf_dir: str | Path) -> AdapterConfig:
-    """Return a config for one of the usual choices of targets, see ``adapters.config.preset``."""
-    modules, parameters = preset(name, Architecture.from_hf(hf_dir))
+    """Return a config for a usual choice of targets, see ``adapters.config.preset_targets``."""
+    modules, parameters = preset_targets(name, Architecture.from_hf(hf_dir))
     return AdapterConfig(r=8, lora_alpha=16, target_modules=modules, target_parameters=parameters)
 
 
@@ -558,7 +558,7 @@ def write_random_adapter(path: Path, config: AdapterConfig, hf_config: HFConfig)
     }
     saved = {
         name: _random_tensor(name, shape, 1.0)
-        for name, shape in apply(config, hf_config).saved.items()
+        for name, shape in apply_with_peft(config, hf_config).saved.items()
     }
     if config.ensure_weight_tying:
         saved.pop(LM_HEAD, None)  # the embedding's tensor stands for both

@@ -16,7 +16,7 @@ import psutil
 
 from mcore_qwen3vl.console import CountProgress, no_progress
 from mcore_qwen3vl.converters.adapters.config import Preset
-from mcore_qwen3vl.converters.mapping.parameters import by_part
+from mcore_qwen3vl.converters.mapping.parameters import count_by_part
 from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -166,7 +166,7 @@ def memory_and_disk_of(reference: ReferenceCheckpoint, case: Case, batches: Sequ
         tensors[name.partition("[")[0]] += count  # HF's experts are one tensor
     trained = tensors
     if reference.adapter is not None:
-        trained = Counter({n: t.numel() for n, t in reference.adapter.tensors().items()})
+        trained = Counter({n: t.numel() for n, t in reference.adapter.factor_tensors().items()})
     size = 8 if case.dtype == "fp64" else 4
     gradients = size * trained.total() if case.gradients else 0
     largest = size * max(trained.values()) if case.gradients else 0
@@ -193,7 +193,7 @@ def memory_and_disk_of(reference: ReferenceCheckpoint, case: Case, batches: Sequ
                 second += size * parameters if trained is tensors else ranks * gradients
         second += copies * largest / layout.tp * ranks
         if case.gradients and trained is tensors and layout.sp:
-            second += size * by_part(a)["vision"] * ranks
+            second += size * count_by_part(a)["vision"] * ranks
     disk = gradients * (1 + (case.adamw is not None) + (case.dtype == "bf16") / 2)
     if case.weights_in_files:
         disk += max(reference_weights, our_weights)

@@ -393,6 +393,8 @@ class ReferenceCheckpoint:
             for source in row.sources:
                 counts[source.label] += prod(source.piece_shape)  # a row may have a part of one
         if self.adapter is not None:
-            counts |= {name: factor.numel() for name, factor in self.adapter.tensors().items()}
+            counts |= {
+                name: factor.numel() for name, factor in self.adapter.factor_tensors().items()
+            }
         trained = {name: count - (frozen or {}).get(name, 0) for name, count in counts.items()}
         return {name: count for name, count in trained.items() if count}

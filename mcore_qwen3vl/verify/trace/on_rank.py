@@ -75,7 +75,7 @@ def _compare_weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measu
     of_adapter: dict[str, Tensor] = {}
     if request.adapter is not None:
         of_adapter = with_tied_embedding(chunks[0].architecture, whole_tensors(request.adapter))
-        of_adapter |= request.adapter.tensors()
+        of_adapter |= request.adapter.factor_tensors()
 
     def compare(part: Part) -> Measurement:
         if part.name in of_adapter:

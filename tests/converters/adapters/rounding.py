@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.adapters.adapter import Adapter, Factors, of_expert
+from mcore_qwen3vl.converters.adapters.adapter import Adapter, Factors, factors_of_expert
 
 UNIT = torch.finfo(torch.float32).eps / 2
 """Largest relative error of one rounding in float32."""
@@ -26,7 +26,7 @@ def update_range(factors: Factors) -> tuple[Tensor, Tensor]:
         Two float32 tensors (out, in), or (E, out, in) for fused experts.
     """
     experts = factors.a.shape[0] // factors.r
-    pairs = [of_expert(factors, index) for index in range(experts)]
+    pairs = [factors_of_expert(factors, index) for index in range(experts)]
     exact, size = (
         torch.stack([how(b.double()) @ how(a.double()) for a, b in pairs])
         for how in (torch.clone, torch.abs)

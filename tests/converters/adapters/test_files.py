@@ -21,7 +21,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import (
     convert_adapter,
     read_adapter,
-    swap,
+    swap_roles,
     write_adapter,
 )
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, resolve_targets
@@ -78,7 +78,7 @@ def test_a_base_from_the_hub_is_known_by_its_commit(
     adapter = read_adapter(source.folder, source.base)
     for named, notes in ((snapshot, 0), (source.base, 1)):
         config = replace(adapter.config, raw={"base_model_name_or_path": str(named)})
-        assert len(replace(adapter, config=config).other_base(tmp_path / "mcore")) == notes
+        assert len(replace(adapter, config=config).other_base_notes(tmp_path / "mcore")) == notes
 
 
 @pytest.mark.parametrize("kind", ["swapped roles", "tied", "lm_head"])
@@ -244,7 +244,7 @@ def test_ambiguous_roles(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     straight = read_adapter(folder, base, roles="canonical").factors
     swapped = read_adapter(folder, base, roles="swapped").factors
     for name, factors in straight.items():
-        a, b = swap(factors.a, factors.b, 12)
+        a, b = swap_roles(factors.a, factors.b, 12)
         assert torch.equal(a, swapped[name].a)
         assert torch.equal(b, swapped[name].b)
         assert not torch.equal(factors.a, a)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig, preset, resolve_targets
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, preset_targets, resolve_targets
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import tiny_config
@@ -62,7 +62,7 @@ def test_presets(config: dict[str, Any]) -> None:
     architecture = Architecture.from_hf(config)
     found = []
     for name in ("language", "language-aligner", "all"):
-        modules, parameters = preset(name, architecture)
+        modules, parameters = preset_targets(name, architecture)
         wanted = AdapterConfig(target_modules=modules, target_parameters=parameters)
         found.append(set(resolve_targets(wanted, config)))
     language, aligner, everything = found
@@ -77,7 +77,7 @@ def test_presets(config: dict[str, Any]) -> None:
     left = {name for name in matrices - everything if not name.endswith("mlp.gate.weight")}
     assert left == {"lm_head.weight"}
     with pytest.raises(BadInput, match="not one of language, language-aligner, all"):
-        preset("vision", architecture)
+        preset_targets("vision", architecture)
 
 
 EXPERTS = ("mlp.experts.gate_up_proj",)

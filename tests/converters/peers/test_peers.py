@@ -22,7 +22,7 @@ from mcore_qwen3vl.converters.mapping.dialects import (
     DeltaNetForm,
     Dialect,
     Module,
-    maker_of,
+    dialect_of,
 )
 from mcore_qwen3vl.converters.megatron_checkpoint import ChunkedTensor
 from mcore_qwen3vl.converters.place import identify
@@ -282,7 +282,7 @@ EMBEDDING = "language_model.embedding.word_embeddings.weight"
 def test_keys_of_others_are_refused() -> None:
     refused = "the keys of an unknown project, which are not understood here"
     with pytest.raises(BadInput, match=refused):
-        maker_of(Path("DIR"), {EMBEDDING, "tower.merger.linear_fc1.weight"})
+        dialect_of(Path("DIR"), {EMBEDDING, "tower.merger.linear_fc1.weight"})
 
 
 LEGACY = [

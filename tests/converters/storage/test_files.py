@@ -104,7 +104,7 @@ from mcore_qwen3vl.converters.storage.staging import staging
 
 with staging(Path(sys.argv[1]), "plan", force=False, replaceable=lambda path: False) as stage:
     (stage.tree / "file").write_text("half")
-    stage.finish("unit", 1)
+    stage.record_finished("unit", 1)
     print("holding", flush=True)
     sys.stdin.read()
 """
@@ -155,7 +155,7 @@ def test_work_without_a_fingerprint_is_not_gone_on_with(tmp_path: Path) -> None:
             staging(target, None, force=False, replaceable=nothing) as s,
         ):
             (s.tree / name).touch()
-            s.finish(name, 1)
+            s.record_finished(name, 1)
             if name == "killed":
                 raise KeyboardInterrupt
             assert list(s.done) == ["whole"]

@@ -21,7 +21,12 @@ from mcore_qwen3vl.converters.megatron_checkpoint import (
     FileRange,
     MegatronCheckpoint,
 )
-from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, are_exact_cover, flat_range
+from mcore_qwen3vl.converters.storage.boxes import (
+    Extent,
+    Shape,
+    are_exact_cover,
+    boxes_of_flat_range,
+)
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, cast
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
@@ -131,7 +136,7 @@ def test_a_flat_range_is_a_few_boxes_in_order(shape: Shape) -> None:
     whole = torch.arange(prod(shape)).view(shape)
     for start in range(whole.numel() + 1):
         for stop in range(start, whole.numel() + 1):
-            boxes = list(flat_range(shape, start, stop))
+            boxes = list(boxes_of_flat_range(shape, start, stop))
             parts = [
                 whole[tuple(slice(a, a + n) for a, n in zip(b.offsets, b.sizes, strict=True))]
                 for b in boxes

@@ -284,7 +284,7 @@ def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(
     before = signal.signal(signal.SIGTERM, lambda *args: None)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(balanced.BalancedTaskEncoder, "_measure", killed)
+            patched.setattr(balanced.BalancedTaskEncoder, "_measure_sample", killed)
             with pytest.raises(BadInput, match=r"measured .*data.jsonl was killed.*--no-balance"):
                 make(data, 0)
         assert not sizes_in(data.parent)

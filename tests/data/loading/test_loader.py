@@ -252,7 +252,7 @@ def test_webdataset_of_captions_interleaved_documents_and_chats(
         for suffix, content in parts.items()
     ]
     loader = make(write_tar(tmp_path / "tars" / "0.tar", members).parent)
-    tokenizer = TINY.tokenizer()
+    tokenizer = TINY.make_tokenizer()
     trained = [
         tokenizer.decode([t for t in next(loader).labels[0].tolist() if t >= 0]) for _ in range(4)
     ]

@@ -252,13 +252,13 @@ def test_a_large_table_is_permuted_among_parts_that_are_read_side_by_side(
     assert all(sorted(epoch) == list(range(600)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     decoded: list[int] = []
-    decode = TableReader._decode
+    decode = TableReader._decode_batches
 
     def counted(self: TableReader, group: readers.RowGroup) -> Any:
         decoded.append(1)
         return decode(self, group)
 
-    monkeypatch.setattr(TableReader, "_decode", counted)
+    monkeypatch.setattr(TableReader, "_decode_batches", counted)
     for number in epochs[0]:
         assert reader[number]["json"]["text"] == str(number)
     assert len(decoded) <= 2 * len(reader.groups)
@@ -271,13 +271,13 @@ def test_going_back_in_a_blend_by_weights_draws_one_chunk(monkeypatch: pytest.Mo
     order = Order([Numbers(7), Numbers(9)], weights=[1, 3], seed=0)  # type: ignore[list-item]
     straight = [order[place] for place in range(30_000)]
     drawn: list[int] = []
-    draw = Order._random
+    draw = Order._random_state
 
     def counted(self: Order, *which: int) -> Any:
         drawn.append(len(which))
         return draw(self, *which)
 
-    monkeypatch.setattr(Order, "_random", counted)
+    monkeypatch.setattr(Order, "_random_state", counted)
     for place in (29_999, 9_999, 10_000, 0, 20_000):
         drawn.clear()
         assert order[place] == straight[place]

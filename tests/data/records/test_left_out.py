@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.messages import each_turn
+from mcore_qwen3vl.data.records.messages import records_of_turns
 from mcore_qwen3vl.data.records.parse import Document, parse_record
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
 from mcore_qwen3vl.data.records.template import Rendered, Renderer
@@ -268,7 +268,7 @@ def test_a_record_of_each_turn() -> None:
         {**Q, "content": part}, {**A, "loss": False}, Q, {**A, "content": "<bbox>"},
         images=["a.png", "b.png"], objects={"ref": ["x", "y"], "bbox": [[1, 2]]},
     )  # fmt: skip
-    first, second = each_turn(record)
+    first, second = records_of_turns(record)
     assert first == {
         "messages": record["messages"][:2],
         "images": ["a.png"],
@@ -279,8 +279,8 @@ def test_a_record_of_each_turn() -> None:
     assert second["objects"] == record["objects"]
     called = {"from": "function_call", "value": json.dumps(CALL)}
     human, gpt = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
-    one, two = each_turn({"conversations": [human, called, called, gpt]})
+    one, two = records_of_turns({"conversations": [human, called, called, gpt]})
     assert one == {"conversations": [human, called, called]}
     assert two == {"conversations": [human, {**called, "weight": 0}, {**called, "weight": 0}, gpt]}
     for whole in ({"text": "x"}, talk(Q, A, label=True), talk(Q, {**A, "weight": 0})):
-        assert each_turn(whole) == [whole]
+        assert records_of_turns(whole) == [whole]
