@@ -151,12 +151,17 @@ def rehearse(
     command = read_command(context.args, gpus)  # before the imports below, which take seconds
     console.quiet_libraries()
     from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, check_command
-    from mcore_qwen3vl.rehearsal.report import show, show_estimate, show_fits, write_page
+    from mcore_qwen3vl.rehearsal.report import (
+        print_estimate,
+        print_fits,
+        print_rehearsal,
+        write_page,
+    )
     from mcore_qwen3vl.rehearsal.search import (
+        memory_of_stages,
         search,
-        stages_of_command,
         suggest_remedies,
-        trained_of_command,
+        trained_counts,
     )
     from mcore_qwen3vl.rehearsal.step_time import Constants
     from mcore_qwen3vl.runtime.gpus import find_gpu
@@ -166,13 +171,13 @@ def rehearse(
     options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed)
     architecture = check_command(command) if not fit else command.line.architecture
     if estimate:
-        stages = stages_of_command(command, architecture, trained_of_command(command, architecture))
-        show_estimate(command, architecture, stages, json=json)
+        stages = memory_of_stages(command, architecture, trained_counts(command, architecture))
+        print_estimate(command, architecture, stages, json=json)
         return
     if fit:
         with console.progress("searching") as say, Rehearser(options, say) as rehearser:
             fits = search(rehearser, command, architecture)
-        console.present(json, [fitting.to_dict() for fitting in fits], show_fits, fits, command)
+        console.present(json, [fitting.to_dict() for fitting in fits], print_fits, fits, command)
         require(any(fitting.good for fitting in fits), "none of the rehearsed layouts fits.")
         return
     with console.progress("rehearsing") as say, Rehearser(options, say) as rehearser:
@@ -181,7 +186,7 @@ def rehearse(
             rehearsal.remedies = suggest_remedies(rehearser, command, rehearsal)
     if report is not None:
         write_page(rehearsal, report)
-    console.present(json, rehearsal.to_dict(), show, rehearsal)
+    console.present(json, rehearsal.to_dict(), print_rehearsal, rehearsal)
     require(rehearsal.fits, rehearsal.verdict)
 
 
