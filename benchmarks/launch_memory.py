@@ -125,7 +125,7 @@ def main() -> int:
                 write_header(script, rehearsal)
                 write_rows(STEPS, f"`{name}`", [step_row(name, rehearsal)])
             label = name if options.spec == "torch" else f"{name}, {options.spec}"
-            write_rows(ROLES, label, list(rows(label, command, rehearsal)))
+            write_rows(ROLES, label, list(role_rows(label, command, rehearsal)))
     return 0
 
 
@@ -159,7 +159,7 @@ def write_header(script: Path, rehearsal: Rehearsal) -> None:
     script.write_text(re.sub(r"^# Memory.*\n(?:# .*\n)*", lambda _: comment, old, flags=re.M))
 
 
-def rows(name: str, command: Command, rehearsal: Rehearsal) -> Iterator[str]:
+def role_rows(name: str, command: Command, rehearsal: Rehearsal) -> Iterator[str]:
     """Yield a line of the table for each role."""
     a = command.line.architecture
     estimates = memory_of_stages(command, a, trained_counts(command, a))

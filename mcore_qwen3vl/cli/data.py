@@ -114,7 +114,7 @@ def check(
             unused=unused_of(folder),
             ranks=dp,
             micro_batches=max(1, global_batch_size // dp),
-            **({} if write is None else {"usable": write}),
+            **({} if write is None else {"usable": write}),  # else its default
         )
     if plot is not None:
         plot_report(report, plot)

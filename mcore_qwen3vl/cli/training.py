@@ -22,7 +22,7 @@ launch = typer.Typer(help="Scripts that start training on a cluster.", no_args_i
 def list_scripts(json: Json = False) -> None:
     """Name every script, and what it is for."""
     scripts = catalogue.scripts().items()
-    entries = [{"name": n, "file": s.name, "what": _title(s)} for n, s in scripts]
+    entries = [{"name": n, "file": s.name, "what": _title_of_script(s)} for n, s in scripts]
     rows = [(entry["name"], console.plain(entry["what"])) for entry in entries]
     console.present(
         json, entries, console.output.print, console.table("", "name", "what", rows=rows)
@@ -59,7 +59,8 @@ def copy(
     console.present(json, {"out": path, "scripts": scripts}, console.say, said)
 
 
-def _title(script: Path) -> str:
+def _title_of_script(script: Path) -> str:
+    """Return a script's first comment, which says what it is for."""
     lines = script.read_text(encoding="utf-8").splitlines()
     return next(x for x in lines if x.startswith("# ")).removeprefix("# ")
 

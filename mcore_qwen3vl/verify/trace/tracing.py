@@ -275,10 +275,10 @@ def from_prompt(
     """
     # Imported here, because megatron must not be imported before the CPU backend is installed.
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.generation import process, user_turns
+    from mcore_qwen3vl.generation import process_conversations, user_turns
 
     processor = load_processor(checkpoint)
-    inputs = process(processor, user_turns([prompt], images, videos))
+    inputs = process_conversations(processor, user_turns([prompt], images, videos))
     ids = inputs["input_ids"][0]
     counts = torch.ones(len(ids))
     counts[-1] = 0  # no token follows the last one
