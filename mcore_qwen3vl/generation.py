@@ -246,7 +246,7 @@ def prefill_and_generate(
     """
     answers: list[list[int]] = [[] for _ in prompts.lengths]
     stopped = [False for _ in answers]
-    with inference_mode(model):
+    with inference(model):
         cache = CachedModel(model, prompts, max_new_tokens)
         source = _choosing_rank(model, cache.device)
         sequences = prompts.input_ids.to(cache.device)  # (B, S + generated)
@@ -366,7 +366,7 @@ class CachedModel:
 
 
 @contextmanager
-def inference_mode(model: Qwen3VLModel) -> Iterator[None]:
+def inference(model: Qwen3VLModel) -> Iterator[None]:
     """Put the model in evaluation and mcore's inference mode, without gradients, for the block."""
     training = model.training
     model.eval()

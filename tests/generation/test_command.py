@@ -19,7 +19,7 @@ from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import CachedModel, inference_mode, prompts_from_inputs
+from mcore_qwen3vl.generation import CachedModel, inference, prompts_from_inputs
 from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import build_chunks
@@ -145,7 +145,7 @@ def test_half_precision(folder: Path) -> None:
         architecture = Architecture.from_hf(path)
         (model,) = build_chunks(architecture, Layout(), params_dtype=torch.bfloat16)
         load_hf(model, path)
-        with inference_mode(model):
+        with inference(model):
             cache = CachedModel(model, prompts_from_inputs(architecture, inputs), NEW_TOKENS)
             steps = [cache.prefill(), *(cache.decode(t) for t in answer[0, :-1, None])]
         return torch.cat([step for step in steps if step is not None])

@@ -413,7 +413,7 @@ def test_rates_are_the_constants_of_the_model_of_time(
         work()
         return next(clock), 0.0
 
-    monkeypatch.setattr(kernels, "timed", timed)
+    monkeypatch.setattr(kernels, "time_step", timed)
     file = tmp_path / "constants.json"
     words = ["--rates", str(file), "--gpu", "h100-80gb", "--device", "cpu"]
     assert kernels.main(words) == 0
