@@ -321,11 +321,11 @@ def test_cache_that_does_not_grow(monkeypatch: Any) -> None:
 
 def test_images_kept_after_prefill(monkeypatch: Any) -> None:
     """Ranks fail if images are encoded again for a token, where they have no placeholders."""
-    forward = CachedModel._forward
+    forward = CachedModel._run_micro_batch
 
     def with_images(self: CachedModel, *arguments: Any, **inputs: Any) -> Any:
         return forward(self, *arguments, **{**inputs, "visual": self._prompts.visual})
 
-    monkeypatch.setattr(CachedModel, "_forward", with_images)
+    monkeypatch.setattr(CachedModel, "_run_micro_batch", with_images)
     with pytest.raises(RanksFailed, match=r"index_copy_.*out of bounds"):
         equal("image")
