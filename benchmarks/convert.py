@@ -74,7 +74,7 @@ def export_as_trained(mcore: Path, target: Path, **options: Any) -> None:
     aside.rename(manifest)
 
 
-def copy(source: Path, target: Path) -> None:
+def copy_durably(source: Path, target: Path) -> None:
     """Copy files in the fastest way that the standard library has, then fsync."""
     for file in (file for file in source.rglob("*") if file.is_file()):
         copied = target / file.relative_to(source)
@@ -84,7 +84,7 @@ def copy(source: Path, target: Path) -> None:
             os.fsync(handle.fileno())
 
 
-def forget(path: Path) -> None:
+def drop_from_page_cache(path: Path) -> None:
     """Drop the files below `path` from the page cache."""
     for file in (file for file in path.rglob("*") if file.is_file()):
         with file.open("rb") as handle:
@@ -104,10 +104,10 @@ def fill_page_cache(filler: Path) -> None:
             pass
 
 
-def child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+def run_in_child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> None:
     """Call `function` in this process; send its memory before, then seconds and CPU seconds."""
     torch.set_num_threads(1)
-    pipe.send(memory(os.getpid()))
+    pipe.send(memory_of(os.getpid()))
     pipe.recv()
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     function(*args)
@@ -116,7 +116,7 @@ def child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> 
     pipe.send((wall, cpu))
 
 
-def memory(pid: int) -> tuple[int, int]:
+def memory_of(pid: int) -> tuple[int, int]:
     """Return the proportional set size without mapped files and the resident size, in bytes."""
     sizes = {}
     try:
@@ -134,21 +134,21 @@ def measure(
     """Return seconds and CPU seconds, or peak memory and what the imports took of it."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=child, args=(theirs, function, args))
+    process = context.Process(target=run_in_child, args=(theirs, function, args))
     process.start()
     idle = ours.recv()
     peak, running = idle, threading.Event()
 
-    def sample() -> None:
+    def sample_memory() -> None:
         nonlocal peak
         while not running.wait(0.02):
-            now = memory(process.pid or 0)
+            now = memory_of(process.pid or 0)
             peak = max(peak[0], now[0]), max(peak[1], now[1])
 
-    sampler = threading.Thread(target=sample)
+    sampler = threading.Thread(target=sample_memory)
     if look_at_memory:
         sampler.start()
-    ours.send("go")
+    ours.send("go")  # the child waits for it, so that the sampler has begun
     wall, cpu = ours.recv()
     running.set()
     if look_at_memory:
@@ -159,7 +159,7 @@ def measure(
     return {"peak_gb": peak[0] / 1e9, "idle_gb": idle[0] / 1e9, "peak_rss_gb": peak[1] / 1e9}
 
 
-def one_round(
+def run_round(
     source: Path, scratch: Path, workers: int | None, number: int, *, look_at_memory: bool = False
 ) -> dict[str, dict[str, float]]:
     """Run each step once: the copy first in even rounds, the conversion first in odd ones."""
@@ -168,18 +168,18 @@ def one_round(
     options = {"workers": workers}
     results = {}
     steps = [
-        ("copy of HF", copy, source, copied),
+        ("copy of HF", copy_durably, source, copied),
         ("HF to mcore", lambda a, b: hf_to_mcore(a, b, **options), source, mcore),
-        ("copy of mcore", copy, mcore, copied),
+        ("copy of mcore", copy_durably, mcore, copied),
         ("mcore to HF", lambda a, b: mcore_to_hf(a, b, **options), mcore, back),
         ("trained to HF", lambda a, b: export_as_trained(a, b, **options), mcore, exported),
     ]
     for name, function, origin, target in (steps[i] for i in ORDERS[number % 2]):
-        forget(origin)
+        drop_from_page_cache(origin)
         os.sync()
         fill_page_cache(scratch / "filler")
         results[name] = measure(function, origin, target, look_at_memory=look_at_memory)
-        forget(target)
+        drop_from_page_cache(target)
         shutil.rmtree(copied, ignore_errors=True)
     for path in (mcore, back, exported):
         shutil.rmtree(path)
@@ -191,8 +191,8 @@ def compare(source: Path, scratch: Path, workers: int | None, rounds: int) -> di
 
     Ratios are taken within a round, so that a busy machine slows both sides.
     """
-    measured = [one_round(source, scratch, workers, number) for number in range(rounds)]
-    memory = one_round(source, scratch, workers, 0, look_at_memory=True)
+    measured = [run_round(source, scratch, workers, number) for number in range(rounds)]
+    memory = run_round(source, scratch, workers, 0, look_at_memory=True)
     nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     summary: dict[str, Any] = {"bytes": nbytes}
     for name in measured[0]:
@@ -213,6 +213,7 @@ def compare(source: Path, scratch: Path, workers: int | None, rounds: int) -> di
 
 
 def result_table(results: dict[str, Any]) -> Table:
+    """Return a table with a row for each step of each model."""
     columns = ("", "GB", "s", "GB/s", "ratio", "CPU s", "ratio", "peak GB", "RSS GB")
     keys = ("seconds", "gb_per_s", "ratio", "cpu_seconds", "cpu_ratio", "peak_gb", "peak_rss_gb")
     rows = [

@@ -131,7 +131,7 @@ def run_processor(processor: Any, path: Path) -> tuple[float, int]:
     return time.process_time() - start, tokens
 
 
-def run_ours(loader: Loader, samples: int) -> tuple[float, float, Counts]:
+def run_loader(loader: Loader, samples: int) -> tuple[float, float, Counts]:
     """Read batches of `samples` or more; return CPU seconds, those of normalising, and counts."""
     counts = Counts()
     seconds = normalising = 0.0
@@ -163,8 +163,8 @@ def measure(
     total = Counts()
     for index in range(rounds + 1):
         seconds, tokens = run_processor(processor, jsonl)
-        our_seconds, normalising, counts = run_ours(loader, samples)
-        if index > 0:
+        our_seconds, normalising, counts = run_loader(loader, samples)
+        if index > 0:  # the first round warms up
             costs["processor"].append(seconds / samples)
             costs["ours"].append(our_seconds / counts.samples)
             costs["ours_normalised"].append((our_seconds + normalising) / counts.samples)
@@ -181,7 +181,7 @@ def measure(
     return {**result, "packing_efficiency": total.tokens / total.capacity}
 
 
-def tiny_model(folder: Path) -> Path:
+def write_tiny_model(folder: Path) -> Path:
     """Write a config and a processor with the real models' patch size."""
     folder.mkdir()
     tiny = tiny_config(vision=REAL_PATCHES)
@@ -191,6 +191,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def main() -> None:
+    """Measure all kinds of data, and print the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--hf-model", type=Path, help="checkpoint with config and processor")
     parser.add_argument("--samples", type=int, default=200)
@@ -202,7 +203,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        model = args.hf_model or tiny_model(folder / "model")
+        model = args.hf_model or write_tiny_model(folder / "model")
         text = write_samples(folder, args.samples, "text")
         images = write_samples(folder, args.samples, "image")
         measured = partial(

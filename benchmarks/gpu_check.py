@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile every module
     os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     end = math.inf if options.minutes is None else began + 60 * options.minutes - 5  # for the end
-    stream = iter(parts(options))
+    stream = iter(all_parts(options))
     first = next(stream)  # alone: it shows whether there is a GPU
     conductor = Conductor(options.out, options.patience, end)
     if not options.only or re.search(options.only, first.name):
@@ -156,14 +156,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     everything = [first, *stream]
     jobs = options.jobs or 1
     seconds = (end - time.monotonic()) / options.patience
-    conductor.run_parts(choose(everything, options.only, seconds, jobs), jobs)
+    conductor.run_parts(choose_parts(everything, options.only, seconds, jobs), jobs)
     conductor.write(finished=True)
     print(f"report: {options.out / 'report.md'}")
     fine = ("ok", NOT_APPLICABLE, LEFT_OUT)
     return int(any(part.status not in fine for part in conductor.parts))
 
 
-def choose(everything: Sequence[Part], only: str | None, seconds: float, jobs: int) -> list[Part]:
+def choose_parts(
+    everything: Sequence[Part], only: str | None, seconds: float, jobs: int
+) -> list[Part]:
     """Return the parts to run in the order of their worth, each after those that it needs.
 
     Those whose name `only` is not found in are dropped. Those that would not end within `seconds`
@@ -171,9 +173,9 @@ def choose(everything: Sequence[Part], only: str | None, seconds: float, jobs: i
     """
     asked = [p for p in everything if not p.serves and (not only or re.search(only, p.name))]
     chosen: list[Part] = []
-    for part in sorted(asked, key=worth):
+    for part in sorted(asked, key=place_by_worth):
         part.after = [p for p in part.after if p.serves or p in asked]
-        group = [p for p in dict.fromkeys([*needs(part), part]) if p not in chosen]
+        group = [p for p in dict.fromkeys([*prerequisites(part), part]) if p not in chosen]
         takes = expect_seconds([*chosen, *group], jobs)
         missing = any(p.status == LEFT_OUT for p in part.after)
         if part.status == WAITING and (missing or takes > seconds):
@@ -185,16 +187,16 @@ def choose(everything: Sequence[Part], only: str | None, seconds: float, jobs: i
     return chosen
 
 
-def worth(part: Part) -> int:
+def place_by_worth(part: Part) -> int:
     """Return the place of a part in the order of worth: 0 is the first."""
     places = (i for i, pattern in enumerate(WORTH) if re.search(pattern, part.name))
     return next(places, len(WORTH))
 
 
-def needs(part: Part) -> Iterator[Part]:
+def prerequisites(part: Part) -> Iterator[Part]:
     """Yield all parts that must run before this one, the first ones first."""
     for before in part.after:
-        yield from needs(before)
+        yield from prerequisites(before)
         yield before
 
 
@@ -202,7 +204,7 @@ def expect_seconds(chosen: Sequence[Part], jobs: int) -> float:
     """Return the seconds that the parts would take: checks side by side, then measurements."""
     free, ends, alone = [0.0] * jobs, dict.fromkeys(chosen, 0.0), 0.0
     for part in chosen:
-        if part.status != WAITING:
+        if part.status != WAITING:  # it will not run, or is over
             continue
         if part.measures:
             alone += part.expected
@@ -213,17 +215,17 @@ def expect_seconds(chosen: Sequence[Part], jobs: int) -> float:
     return max(free) + alone
 
 
-def parts(options: argparse.Namespace) -> Iterator[Part]:
+def all_parts(options: argparse.Namespace) -> Iterator[Part]:
     """Yield one part after the other; later ones depend on what the machine has.
 
     It sets `options.jobs` if that is None.
     """
-    yield Part("versions", [sys.executable, "-c", VERSIONS], 8, last_json)
+    yield Part("versions", [sys.executable, "-c", VERSIONS], 8, find_json)
     writers: dict[str, Part] = {}
     measured = [options.shape] if options.shape else sorted({size.folder_name for size in RUNS})
     for folder, function, names, seconds in (
-        (options.out / "models", "tiny", [], 12),
-        (options.out / "stand-ins", "stand_ins", measured, 20),
+        (options.out / "models", "write_tiny_models", [], 12),
+        (options.out / "stand-ins", "write_stand_ins", measured, 20),
     ):
         files = [folder / name / "data" / "train.jsonl" for name in names or ["."]]
         if not all(file.exists() for file in files):
@@ -231,16 +233,16 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
             command = [sys.executable, "-c", f"{code}write(*sys.argv[1:])", str(folder), *names]
             writers[str(folder)] = Part(f"write {folder.name}", command, seconds, serves=True)
     yield from writers.values()
-    machine = look()
+    machine = look_at_gpus()
     room = int(min(len(os.sched_getaffinity(0)), machine.memory_gib // GIB_OF_A_CHECK))
     options.jobs = options.jobs or max(room, 1)
     gpus = options.gpus or machine.gpus
     specs = ["torch", *(["te"] if find_spec("transformer_engine") else [])]
-    alone = leave_out_transformer_engine(options.out) if "te" in specs else {}
+    alone = environment_without_transformer_engine(options.out) if "te" in specs else {}
     for part in (
-        *checks(options.out, specs, gpus, options.patience),
-        *training(options.out, specs, gpus, machine.capability),
-        *measurements(options, machine, gpus, specs),
+        *check_parts(options.out, specs, gpus, options.patience),
+        *training_parts(options.out, specs, gpus, machine.capability),
+        *measurement_parts(options, machine, gpus, specs),
     ):
         text = " ".join(part.command)
         part.after = [*(w for folder, w in writers.items() if folder in text), *part.after]
@@ -249,9 +251,9 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
         yield part
 
 
-def checks(out: Path, specs: Sequence[str], gpus: int, patience: float) -> Iterator[Part]:
+def check_parts(out: Path, specs: Sequence[str], gpus: int, patience: float) -> Iterator[Part]:
     """Yield the parts that compare models with Hugging Face's, kernels, and generated tokens."""
-    models, used = out / "models", even(max(gpus, 2))
+    models, used = out / "models", shareable_gpus(max(gpus, 2))
     where = f"{used} GPUs" if gpus > 1 else "2 ranks on one GPU"
     # The torch spec runs in float32 too. Transformer Engine's packed attention needs half
     # precision, as does the torch spec's variable-length kernel.
@@ -261,27 +263,31 @@ def checks(out: Path, specs: Sequence[str], gpus: int, patience: float) -> Itera
         for name in ("dense", "moe", "hybrid", "hybrid-moe") if dtype == "fp32" else wide:
             for what, flags in (
                 ("one GPU", []),
-                (where, layout(name, used)),
+                (where, layout_flags(name, used)),
                 *([("compiled", ["--compile-pointwise"])] if spec == "torch" else []),  # default
             ):
                 command = [*COMMAND, "verify", "parity", str(models / name), *words, *flags]
                 title = f"parity, {spec} spec, {dtype}, {name}, {what}"
-                missing = no_kernels(name) if dtype == "bf16" else ""
+                missing = why_no_kernels(name) if dtype == "bf16" else ""
                 # Triton tries configurations of the delta nets' kernels first.
                 seconds = 75 if dtype == "bf16" and "hybrid" in name else 38
                 # Below the part's own limit, so that stacks of hanging ranks are still written.
                 command += ["--timeout", f"{seconds * 3 * patience:g}"]
-                part = Part(title, command, seconds, worst_finding)
-                yield absent(title, missing) if missing else part
+                part = Part(title, command, seconds, read_verify_report)
+                yield not_applicable_part(title, missing) if missing else part
     kernels = [sys.executable, str(ROOT / "benchmarks" / "kernels.py")]
-    yield Part("attention kernels, torch spec, bf16", kernels, 12, worst_kernels)
-    yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 8, last_json)
-    title, missing = "delta net kernels, bf16", no_kernels("hybrid")
+    yield Part("attention kernels, torch spec, bf16", kernels, 12, read_worst_kernel)
+    yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 8, find_json)
+    title, missing = "delta net kernels, bf16", why_no_kernels("hybrid")
     command = [*kernels, "--delta-net"]
-    yield absent(title, missing) if missing else Part(title, command, 60, worst_kernels)
+    yield (
+        not_applicable_part(title, missing)
+        if missing
+        else Part(title, command, 60, read_worst_kernel)
+    )
     for name, model in (("", "dense"), (", Qwen3.5", "wide-hybrid")):
-        if missing := no_kernels(model):
-            yield absent(f"generate{name}", missing)
+        if missing := why_no_kernels(model):
+            yield not_applicable_part(f"generate{name}", missing)
             continue
         answers: list[Part] = []
         for spec in specs:
@@ -293,12 +299,12 @@ def checks(out: Path, specs: Sequence[str], gpus: int, patience: float) -> Itera
         yield from answers
 
 
-def even(gpus: int) -> int:
+def shareable_gpus(gpus: int) -> int:
     """Return how many GPUs can share a parity batch's four micro-batches: 2, 4, 8 or 16."""
     return min(1 << gpus.bit_length() - 1, 16)
 
 
-def layout(name: str, gpus: int) -> list[str]:
+def layout_flags(name: str, gpus: int) -> list[str]:
     """Return flags for 2, 4, 8 or 16 GPUs: TP 2, PP 2 from four on, EP 2 for MoE, DP the rest."""
     tp, pp = 2, 1 if gpus == 2 else 2
     ep = ["--ep", "2"] if "moe" in name else []
@@ -321,7 +327,7 @@ TRAINING = (
 """The launch scripts' flags, for a tiny model, whose loss falls by half in twenty iterations."""
 
 
-def training(out: Path, specs: Sequence[str], gpus: int, capability: int) -> Iterator[Part]:
+def training_parts(out: Path, specs: Sequence[str], gpus: int, capability: int) -> Iterator[Part]:
     """Yield the parts that train tiny models as the scripts do, and compare their losses.
 
     A loop is compared with that of the first spec, unless another one of its own spec has the same
@@ -343,16 +349,18 @@ def training(out: Path, specs: Sequence[str], gpus: int, capability: int) -> Ite
         ("dense, FP8", "wide", gpus, FP8, "dense"),
     ):  # fmt: skip
         tp = 2 if flags == stages else 1
-        missing = no_fp8(specs, capability) if flags == FP8 else no_kernels(model)
+        missing = why_no_fp8(specs, capability) if flags == FP8 else why_no_kernels(model)
         if missing or not used:
-            yield absent(f"training loop, {name}", missing or f"it needs {2 * tp} GPUs, not {gpus}")
+            yield not_applicable_part(
+                f"training loop, {name}", missing or f"it needs {2 * tp} GPUs, not {gpus}"
+            )
             continue
         for spec in ["te"] if flags == FP8 else specs:
             # The first spec's loop is not yet listed when it is itself the one that is made.
             other = loops[same, spec] if same else loops.get((name, specs[0]))
             log = out / f"losses-{re.sub('[^A-Za-z0-9]+', '-', name)}-{spec}.jsonl"
             command = [
-                *(*trainer(used, tp), *TRAINING.split(), *flags.split(), "--spec", spec),
+                *(*trainer_command(used, tp), *TRAINING.split(), *flags.split(), "--spec", spec),
                 *("--hf-model", str(out / "models" / model)),
                 *("--load-hf", str(out / "models" / model)),
                 *("--data-path", str(out / "models" / "data" / "train.jsonl")),
@@ -369,7 +377,7 @@ def training(out: Path, specs: Sequence[str], gpus: int, capability: int) -> Ite
             yield loops[name, spec]
 
 
-def no_fp8(specs: Sequence[str], capability: int) -> str:
+def why_no_fp8(specs: Sequence[str], capability: int) -> str:
     """Return why the machine cannot train in FP8; empty: it can."""
     if "te" not in specs:
         return "Transformer Engine is not installed"
@@ -377,19 +385,19 @@ def no_fp8(specs: Sequence[str], capability: int) -> str:
     return too_old if capability < HOPPER else ""
 
 
-def no_kernels(model: str) -> str:
+def why_no_kernels(model: str) -> str:
     """Return why the machine cannot train a model in half precision; an empty string if it can."""
     needs_them = re.search(r"hybrid|Qwen3\.5", model) and not is_preloaded()  # which has a stub
     missing = needs_them and not find_spec("fla")
     return "flash-linear-attention is not installed" if missing else ""
 
 
-def absent(name: str, why: str) -> Part:
+def not_applicable_part(name: str, why: str) -> Part:
     """Return a part that this machine cannot run."""
     return Part(name, [], 0, status=NOT_APPLICABLE, results={"why": why})
 
 
-def python(ranks: int = 1, tp: int = 1) -> list[str]:
+def python_command(ranks: int = 1, tp: int = 1) -> list[str]:
     """Return the Python for a program that starts its own process group.
 
     On the pretended device it is one of `ranks` ranks: the first of the last TP group, because it
@@ -399,10 +407,10 @@ def python(ranks: int = 1, tp: int = 1) -> list[str]:
     return [sys.executable, *(["-m", "mcore_qwen3vl.pretended", *place] if is_preloaded() else [])]
 
 
-def trainer(gpus: int, tp: int = 1) -> list[str]:
+def trainer_command(gpus: int, tp: int = 1) -> list[str]:
     """Return the command that trains on all GPUs; on the pretended device, on its one rank."""
     if is_preloaded():
-        return [*python(gpus, tp), "-m", "mcore_qwen3vl.rehearsal.rank"]
+        return [*python_command(gpus, tp), "-m", "mcore_qwen3vl.rehearsal.rank"]
     return [*COMMAND, "train", "--processes", str(gpus)]
 
 
@@ -412,13 +420,13 @@ def compare_losses(log: Path, other: Path | None, printed: str) -> dict[str, Any
     Raises:
         Mismatch: a loss is missing or not finite, or differs by more than `LOSS_TOLERANCE`.
     """
-    losses = _losses(log)
+    losses = _read_losses(log)
     results: dict[str, Any] = {"first loss": losses[0], "last loss": losses[-1]}
     if len(losses) != ITERATIONS or not all(map(math.isfinite, losses)):
         raise Mismatch(f"{len(losses)} losses of {ITERATIONS}, or one is no number", results)
     if other is None:
         return results
-    expected = _losses(other) if other.exists() else []
+    expected = _read_losses(other) if other.exists() else []
     if len(expected) != ITERATIONS:
         raise Mismatch(f"{other.name} has no {ITERATIONS} losses to compare with", results)
     pairs = zip(losses, expected, strict=True)
@@ -429,22 +437,22 @@ def compare_losses(log: Path, other: Path | None, printed: str) -> dict[str, Any
     return results
 
 
-def _losses(log: Path) -> list[float]:
+def _read_losses(log: Path) -> list[float]:
     return [json.loads(line)["lm loss"] for line in log.read_text().splitlines()]
 
 
-def measurements(
+def measurement_parts(
     options: argparse.Namespace, machine: Machine, gpus: int, specs: Sequence[str]
 ) -> Iterator[Part]:
     """Yield what is measured, each after its simulation: rates, training steps, training runs."""
     kind = options.gpu or machine.kind
     if kind is None:
         why = f"the kind of {machine.name} is not known: give --gpu {', '.join(GPUS)}"
-        yield absent("rates, and the simulation of what is measured", why)
+        yield not_applicable_part("rates, and the simulation of what is measured", why)
     else:
         words = [str(ROOT / "benchmarks" / "kernels.py"), "--gpu", machine.kind or kind]
         words += ["--rates", str(options.out / "constants.json")]
-        yield Part("rates", [sys.executable, *words], 20, last_json, measures=True)
+        yield Part("rates", [sys.executable, *words], 20, find_json, measures=True)
     only = [Size(options.shape, options.shape)] if options.shape else []
     for what, size, side in (
         *(("step", *both) for both in product(only or STEPS, ("torch", "te", "hf"))),
@@ -453,7 +461,11 @@ def measurements(
         name = f"training {what}, {size.name}, {side}"
         if size.flags == FP8 and side != "te":
             continue
-        why = no_fp8(specs, machine.capability) if size.flags == FP8 else no_kernels(size.name)
+        why = (
+            why_no_fp8(specs, machine.capability)
+            if size.flags == FP8
+            else why_no_kernels(size.name)
+        )
         if side == "te" and side not in specs:
             why = "Transformer Engine is not installed"
         elif side == "hf" and "Qwen3.5" in size.name:
@@ -461,12 +473,12 @@ def measurements(
         elif not why and 0 < machine.memory_gib < size.gib:
             why = f"it takes {size.gib:.0f} GiB; the GPU has {machine.memory_gib:.0f}"
         if why:
-            yield absent(name, why)
+            yield not_applicable_part(name, why)
             continue
         if what == "step":
-            words = step(size, side, machine.memory_gib)
+            words = step_words(size, side, machine.memory_gib)
             profile = ["--profile", str(options.out / f"{file_name(name)}.profile.txt")]
-            command, seconds, read = [*python(), *words, *profile], 35, read_benchmark
+            command, seconds, read = [*python_command(), *words, *profile], 35, read_benchmark
             prediction = Part(f"{name}, simulated", [], 40, read_benchmark, serves=True)
             if kind:
                 gpu = f"--memory-gib {GPUS[kind].memory_gib} --capability {GPUS[kind].capability}"
@@ -476,12 +488,12 @@ def measurements(
         else:
             # The peak is in the first rank's log, and the pretended device has one rank.
             ranks = 1 if is_preloaded() else gpus
-            flags = training_run(size, side, options.out / "stand-ins", ranks)
+            flags = training_run_flags(size, side, options.out / "stand-ins", ranks)
             # Workers hand batches over in shared memory, which a container may have little of.
             roomy = shutil.disk_usage("/dev/shm").total > 8e9 and not is_preloaded()
             # --verbose: the peak is in Megatron's own log.
             more = ["--num-workers", "4" if roomy else "0", "--verbose"]
-            command, seconds, read = [*trainer(ranks), *flags, *more], 65, read_log
+            command, seconds, read = [*trainer_command(ranks), *flags, *more], 65, read_log
             words = f"rehearse --gpus {ranks} --gpu {kind} --no-suggest --json".split()
             rehearse = [*COMMAND, *words, *flags, "--num-workers", "0"]
             prediction = Part(f"{name}, rehearsed", rehearse, 60, read_rehearsal, serves=True)
@@ -491,7 +503,7 @@ def measurements(
         yield Part(name, command, seconds, compare, before, measures=True)
 
 
-def step(size: Size, side: str, memory_gib: float) -> list[str]:
+def step_words(size: Size, side: str, memory_gib: float) -> list[str]:
     """Return the words after ``python`` for a training step."""
     words = [str(ROOT / "benchmarks" / "train_step.py"), "--shape", size.shape, "--sides", side]
     words += ["--layers", str(size.layers)] if size.layers else []
@@ -501,7 +513,7 @@ def step(size: Size, side: str, memory_gib: float) -> list[str]:
     )
 
 
-def training_run(size: Size, spec: str, folder: Path, gpus: int) -> list[str]:
+def training_run_flags(size: Size, spec: str, folder: Path, gpus: int) -> list[str]:
     """Return the flags for ten iterations of the training loop."""
     model, length = folder / size.folder_name, 256 if size.shape == "tiny" else 8192
     return [
@@ -536,7 +548,7 @@ def compare_with_prediction(
 
 def read_rehearsal(printed: str) -> dict[str, Any]:
     """Read the first role's peak and the step's seconds from a rehearsal."""
-    report = last_json(printed)
+    report = find_json(printed)
     step = report["step"]["seconds"]
     return {"peak GB": report["roles"][0]["peak"] / 1e9, "modelled seconds": step}
 
@@ -562,7 +574,7 @@ class Conductor:
         waiting.sort(key=lambda part: part.measures)
         for part in parts:
             if part.status in (NOT_APPLICABLE, LEFT_OUT):
-                say(part)
+                print_part(part)
         self.write()
         try:
             while waiting or self._running:
@@ -576,7 +588,7 @@ class Conductor:
                     if missing or now + part.expected * self._patience > self._end:
                         part.status = LEFT_OUT
                         part.results = {"why": f"{max(self._end - now, 0):.0f} s were left"}
-                        say(part)
+                        print_part(part)
                     elif self._may_start(part, waiting, jobs):
                         self._start(part, now)
                     else:
@@ -592,6 +604,7 @@ class Conductor:
                 self.write()
 
     def _may_start(self, part: Part, waiting: Sequence[Part], jobs: int) -> bool:
+        """Return whether nothing that it needs, or that would disturb it, is waiting or running."""
         if any(before in waiting or before in self._running for before in part.after):
             return False
         if part.measures:
@@ -621,6 +634,7 @@ class Conductor:
         kill_marked(part.mark)
         with suppress(subprocess.TimeoutExpired):  # it is stuck inside the driver
             process.wait(5)
+        # The poll was before the kill: None means that this program ended it.
         stopped = "no time" if part.end == self._end else "timeout"
         part.status, verdict = stopped if code is None else f"exit {code}", "ok"
         output = (self._out / file_name(part.name)).with_suffix(".out")
@@ -634,7 +648,7 @@ class Conductor:
         if code == 0:
             part.status = verdict
         self._running.remove(part)
-        say(part)
+        print_part(part)
         self.write()
 
     def write(self, *, finished: bool = False) -> None:
@@ -652,7 +666,9 @@ class Conductor:
         lines = ["# GPU check", "", state, "", "| part | result | s | found |"]
         lines.append("|---|---|---:|---|")
         for part in self.parts:
-            results = ", ".join(f"{name}: {_short(value)}" for name, value in part.results.items())
+            results = ", ".join(
+                f"{name}: {_short_text(value)}" for name, value in part.results.items()
+            )
             lines.append(f"| {part.name} | {part.status} | {part.seconds:.0f} | {results} |")
         report = json.dumps(listing, indent=1, default=str)
         for name, text in (("report.json", report), ("report.md", "\n".join(lines))):
@@ -660,7 +676,7 @@ class Conductor:
                 partial_file.write_text(f"{text}\n")
 
 
-def say(part: Part) -> None:
+def print_part(part: Part) -> None:
     """Print a line about a part that is over."""
     why = f" ({part.results['why']})" if "why" in part.results else ""
     print(f"{part.status:14} {part.seconds:6.0f} s  {part.name}{why}", flush=True)
@@ -708,7 +724,7 @@ class Machine:
         )
 
 
-def look() -> Machine:
+def look_at_gpus() -> Machine:
     """Look at the GPUs, in a process of its own, so that this one never starts CUDA."""
     code = (
         "import json, torch.cuda as c\n"
@@ -723,7 +739,7 @@ def look() -> Machine:
     return Machine(*json.loads(line.group())) if line else Machine()
 
 
-def leave_out_transformer_engine(out: Path) -> dict[str, str]:
+def environment_without_transformer_engine(out: Path) -> dict[str, str]:
     """Return the environment of a machine without Transformer Engine.
 
     From an installed one Megatron would take Adam and the norm of the gradients for the ``torch``
@@ -735,7 +751,7 @@ def leave_out_transformer_engine(out: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{package.parent.resolve()}:{os.environ['PYTHONPATH']}"}
 
 
-def last_json(printed: str) -> dict[str, Any]:
+def find_json(printed: str) -> dict[str, Any]:
     """Return the JSON object in standard output, among lines of NCCL and other libraries."""
     start = re.search(r"^\{", printed, re.MULTILINE)
     if start is None:
@@ -743,9 +759,9 @@ def last_json(printed: str) -> dict[str, Any]:
     return json.JSONDecoder().raw_decode(printed, start.start())[0]
 
 
-def worst_finding(printed: str) -> dict[str, Any]:
+def read_verify_report(printed: str) -> dict[str, Any]:
     """Read a report of ``verify``: how much was compared, what failed, and the verdict."""
-    report = last_json(printed)
+    report = find_json(printed)
     findings = report["findings"]
     failed = [f"{f['part']} {f['name']} ({f['context']})" for f in findings if not f["ok"]]
     counts = {"compared": len(findings), "failed": len(failed), "verdict": report["verdict"]}
@@ -758,7 +774,7 @@ def compare_tokens(answer: Path, other: Path, printed: str) -> dict[str, Any]:
     Raises:
         Mismatch: they differ; greedy tokens of a tiny random model are far apart.
     """
-    answer_json = last_json(printed)
+    answer_json = find_json(printed)
     tokens = [reply["token_ids"] for reply in answer_json["answers"]]
     answer.write_text(json.dumps(tokens))
     if other.exists() and json.loads(other.read_text()) != tokens:
@@ -766,16 +782,16 @@ def compare_tokens(answer: Path, other: Path, printed: str) -> dict[str, Any]:
     return answer_json
 
 
-def worst_kernels(printed: str) -> dict[str, Any]:
+def read_worst_kernel(printed: str) -> dict[str, Any]:
     """Return how many comparisons of attention there are, and which is the worst."""
-    errors = last_json(printed)
+    errors = find_json(printed)
     name = max(errors, key=errors.__getitem__)
     return {"compared": len(errors), "worst": errors[name], "in": name}
 
 
 def read_benchmark(printed: str) -> dict[str, Any]:
     """Read one side's seconds per step, the figures derived from them, and its peak memory."""
-    (result,) = last_json(printed)["results"].values()
+    (result,) = find_json(printed)["results"].values()
     names = (
         "seconds", "tokens/s", "MFU", "reserved GB", "kernel ms", "launches", "note",
         "modelled seconds", "profile",
@@ -798,7 +814,7 @@ def read_log(printed: str) -> dict[str, Any]:
     return {"peak GB": peak, "seconds": seconds, "reserved GB": reserved}
 
 
-def _short(value: Any) -> str:
+def _short_text(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text.replace("|", "/").replace("\n", " ")[:200]
 

@@ -88,7 +88,7 @@ class Size:
 
     @property
     def folder_name(self) -> str:
-        """The name of its folder, from which :func:`stand_ins` takes shape and layers."""
+        """The name of its folder, from which :func:`write_stand_ins` takes shape and layers."""
         return f"{self.shape}_{self.layers}" if self.layers else self.shape
 
 
@@ -108,7 +108,7 @@ RUNS = (
 )
 
 
-def stand_ins(folder: str, *names: str) -> None:
+def write_stand_ins(folder: str, *names: str) -> None:
     """Write a model directory and data for each name: a shape, or a shape and its layers."""
     from mcore_qwen3vl.shapes import SHAPES
     from mcore_qwen3vl.tiny import tiny_config
@@ -129,7 +129,7 @@ def stand_ins(folder: str, *names: str) -> None:
         write_half_images(out / "data", tokens=tokens, image_side=side, token_pixels=pixels)
 
 
-def tiny(folder: str) -> None:
+def write_tiny_models(folder: str) -> None:
     """Write the models of :data:`MODELS`, and records to train on."""
     from mcore_qwen3vl.tiny import write_tiny_checkpoint
     from mcore_qwen3vl.tiny.records import write_half_images

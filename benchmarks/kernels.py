@@ -30,7 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.train_step import timed
+from benchmarks.train_step import time_step
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pretended.device import is_preloaded
 from mcore_qwen3vl.runtime.gpus import GPUS
@@ -55,20 +55,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.rates:
         kind = options.gpu or parser.error("--rates needs --gpu")
-        return rates(options.rates, kind, options.device)
+        return measure_rates(options.rates, kind, options.device)
     device = torch.device(options.device)
     torch.manual_seed(0)
     if options.experts:
-        errors_by_name, limit = experts(device), EXPERTS_LIMIT
+        errors_by_name, limit = compare_experts(device), EXPERTS_LIMIT
     elif options.delta_net:
-        errors_by_name, limit = dict(delta_net(device)), LIMIT
+        errors_by_name, limit = dict(compare_delta_net(device)), LIMIT
     else:
-        errors_by_name, limit = {**dict(decoder(device)), **dict(vision(device))}, LIMIT
+        errors_by_name, limit = (
+            {**dict(compare_decoder(device)), **dict(compare_vision(device))},
+            LIMIT,
+        )
     print(json.dumps(errors_by_name))
     return int(not all(error <= limit for error in errors_by_name.values()))
 
 
-def experts(device: torch.device) -> dict[str, float]:
+def compare_experts(device: torch.device) -> dict[str, float]:
     """Compare the grouped product of uneven experts, one of which has no row."""
     from mcore_qwen3vl.model.decoder.experts import Groups, grouped_product
 
@@ -77,16 +80,16 @@ def experts(device: torch.device) -> dict[str, float]:
     def ours(rows: Tensor, matrices: Tensor) -> Tensor:
         return grouped_product(rows, matrices, Groups.from_counts(counts, rows.device))
 
-    def each(rows: Tensor, matrices: Tensor) -> Tensor:
+    def one_by_one(rows: Tensor, matrices: Tensor) -> Tensor:
         pairs = zip(rows.split(counts), matrices, strict=True)
         return torch.cat([run @ matrix.T for run, matrix in pairs])
 
     shapes = [(sum(counts), 768), (len(counts), 512, 768)]
-    differences = errors(ours, each, shapes, (sum(counts), 512), device)
+    differences = relative_errors(ours, one_by_one, shapes, (sum(counts), 512), device)
     return dict(zip(("output", "gradient of rows", "of matrices"), differences, strict=True))
 
 
-def delta_net(device: torch.device) -> Iterator[tuple[str, float]]:
+def compare_delta_net(device: torch.device) -> Iterator[tuple[str, float]]:
     """Compare the convolution and the delta rule of one sample, and of packed ones.
 
     On the host, the plain functions in half precision take the place of the kernels.
@@ -124,14 +127,17 @@ def delta_net(device: torch.device) -> Iterator[tuple[str, float]]:
              [keys, keys, values, scalars, scalars], values),
         ):  # fmt: skip
             ours, reference = partial(function, run, samples), partial(function, plain, bounds)
-            yield f"{name}, {what}", largest(errors(ours, reference, inputs, output, device))
+            yield (
+                f"{name}, {what}",
+                largest_error(relative_errors(ours, reference, inputs, output, device)),
+            )
 
 
-def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
+def compare_decoder(device: torch.device) -> Iterator[tuple[str, float]]:
     """Compare causal attention of packs, whole and divided over CP ranks."""
     from mcore_qwen3vl.model.decoder.attention import causal_segments
 
-    attention = _attention()
+    attention = _make_attention()
     bounds = (0, 128, 132, 516, 584)
     for size, heads, groups in ((128, 16, 8), (128, 32, 8), (128, 64, 4), (64, 8, 8)):
         for cp, rank in ((1, 0), (2, 0), (2, 1)):
@@ -140,6 +146,7 @@ def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
             shapes = [(sum(on_host.query_lengths), heads, size)]
             shapes += [(sum(on_host.key_lengths), groups, size)] * 2
 
+            # Defaults bind the values of this round.
             def segmented(*qkv: Tensor, segments: Any = on_host) -> Tensor:
                 rows = (x[:, None] for x in qkv)
                 return attention._attend_by_segment(*rows, segments, None)[:, 0]
@@ -149,10 +156,10 @@ def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
 
             ours = kernel if device.type == "cuda" else segmented
             name = f"decoder {heads} x {size} over {groups}, CP {cp} rank {rank}"
-            yield name, largest(errors(ours, segmented, shapes, shapes[0], device))
+            yield name, largest_error(relative_errors(ours, segmented, shapes, shapes[0], device))
 
 
-def vision(device: torch.device) -> Iterator[tuple[str, float]]:
+def compare_vision(device: torch.device) -> Iterator[tuple[str, float]]:
     """Compare full attention within each frame."""
     from mcore_qwen3vl.model.vision import attend
 
@@ -164,16 +171,16 @@ def vision(device: torch.device) -> Iterator[tuple[str, float]]:
                 return attend(*qkv, bounds.to(qkv[0].device), frames)
 
             shape = (sum(frames), 16, size)
-            found = errors(ours, ours, [shape] * 3, shape, device)
-            yield f"vision 16 x {size}, {what}", largest(found)
+            found = relative_errors(ours, ours, [shape] * 3, shape, device)
+            yield f"vision 16 x {size}, {what}", largest_error(found)
 
 
-def largest(found: Iterable[float]) -> float:
+def largest_error(found: Iterable[float]) -> float:
     """Return the largest error; infinity if one is no number, which ``max`` might pass over."""
     return max(math.inf if math.isnan(error) else error for error in found)
 
 
-def errors(
+def relative_errors(
     ours: Attend,
     reference: Attend,
     shapes: list[tuple[int, ...]],
@@ -183,13 +190,13 @@ def errors(
     """Return the errors of output and gradients, each relative to its largest value."""
     values = [torch.randn(shape).bfloat16() for shape in shapes]
     gradient = torch.randn(output).bfloat16()
-    got = _run(ours, values, gradient, device, torch.bfloat16)
-    expected = _run(reference, values, gradient, torch.device("cpu"), torch.float32)
+    got = _run_with_gradients(ours, values, gradient, device, torch.bfloat16)
+    expected = _run_with_gradients(reference, values, gradient, torch.device("cpu"), torch.float32)
     pairs = zip(got, expected, strict=True)
     return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
 
 
-def _run(
+def _run_with_gradients(
     attend: Attend, values: list[Tensor], gradient: Tensor, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
     inputs = [value.detach().to(device, dtype).requires_grad_() for value in values]
@@ -198,7 +205,7 @@ def _run(
     return [x.detach().float().cpu() for x in (output, *(x.grad for x in inputs))]
 
 
-def _attention() -> Any:
+def _make_attention() -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from mcore_qwen3vl.model.decoder.attention import TorchAttention
@@ -208,7 +215,7 @@ def _attention() -> Any:
     return TorchAttention(config, pg_collection=groups)
 
 
-def rates(file: Path, kind: str, device: str) -> int:
+def measure_rates(file: Path, kind: str, device: str) -> int:
     """Measure what the model of time takes for constants of a GPU and its host.
 
     The file is what ``rehearse --constants`` reads. Exit code 1: a result is not that of float32,
@@ -220,26 +227,28 @@ def rates(file: Path, kind: str, device: str) -> int:
     errors: dict[str, float] = {}
     shown: dict[str, float] = {}
 
-    def leaf(*shape: int) -> Tensor:
+    def random_leaf(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
 
-    def seconds(work: Callable[[], Any], repeats: int = 10) -> float:
+    def median_seconds(work: Callable[[], Any], repeats: int = 10) -> float:
         """Return the median time of `work`, and of the wait for it."""
-        return median([timed(work, device)[0] for _ in range(3 + repeats)][3:])
+        return median([time_step(work, device)[0] for _ in range(3 + repeats)][3:])
 
     def tflops(name: str, flops: float, function: Callable[..., Any], *inputs: Any) -> float:
         """Return the rate of `function` with all gradients, after a comparison with float32."""
         gradient = torch.randn_like(function(*inputs))
 
-        def both(*values: Any) -> list[Tensor]:
+        def output_and_gradients(*values: Any) -> list[Tensor]:
             output = function(*values)
             gradients = torch.autograd.grad(output, values, gradient.to(output.dtype))
             return [output.detach(), *gradients]
 
-        wide = both(*(value.detach().float().requires_grad_() for value in inputs))
-        pairs = zip(both(*inputs), wide, strict=True)
-        errors[name] = largest(float((a - b).norm() / b.norm()) for a, b in pairs)
-        shown[f"{name}, TFLOP/s"] = flops / seconds(lambda: both(*inputs)) / 1e12
+        wide = output_and_gradients(*(value.detach().float().requires_grad_() for value in inputs))
+        pairs = zip(output_and_gradients(*inputs), wide, strict=True)
+        errors[name] = largest_error(float((a - b).norm() / b.norm()) for a, b in pairs)
+        shown[f"{name}, TFLOP/s"] = (
+            flops / median_seconds(lambda: output_and_gradients(*inputs)) / 1e12
+        )
         return shown[f"{name}, TFLOP/s"] / gpu.tflops
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -250,24 +259,27 @@ def rates(file: Path, kind: str, device: str) -> int:
     shares = []
     for k, n in ((128, 256),) if small else ((2048, 12288), (6144, 2048), (4096, 24576)):
         name = f"product of {tokens} x {k} x {n}"
-        shares.append(tflops(name, 6 * tokens * k * n, F.linear, leaf(tokens, k), leaf(n, k)))
+        shares.append(
+            tflops(name, 6 * tokens * k * n, F.linear, random_leaf(tokens, k), random_leaf(n, k))
+        )
     slowness = {}  # by the mean number of a query's keys
     for length in (tokens // 16, tokens):
-        inputs = (leaf(tokens // length, 16, length, 128) for _ in range(3))
+        inputs = (random_leaf(tokens // length, 16, length, 128) for _ in range(3))
+        # Of causal attention half the pairs count; the backward pass is 2.5 times the forward one.
         flops = 3.5 * 4 * 16 * 128 * tokens * length / 2
         slowness[length / 2] = 1 / tflops(f"attention over {length}", flops, attend, *inputs)
     (few, slow), (many, fast) = slowness.items()
     per_key = max((slow - fast) / (1 / few - 1 / many), 0.0)  # 1 / rate = 1 / a + per_key / keys
     best = max(fast - per_key / many, 1e-9)
-    a, b = (leaf(1 << 20 if small else 1 << 29).detach() for _ in range(2))
+    a, b = (random_leaf(1 << 20 if small else 1 << 29).detach() for _ in range(2))
     halves = a.view(-1, 2, 64)
-    plain = 2 * a.nbytes / seconds(lambda: b.copy_(a)) / 1e12
-    strided = 1.5 * a.nbytes / seconds(lambda: halves[:, 0] + halves[:, 1]) / 1e12
+    plain = 2 * a.nbytes / median_seconds(lambda: b.copy_(a)) / 1e12
+    strided = 1.5 * a.nbytes / median_seconds(lambda: halves[:, 0] + halves[:, 1]) / 1e12
     shown |= {"copy, TB/s": plain, "sum of halves of rows, TB/s": strided}
-    x, weight, gradient = leaf(16, 64), leaf(64, 64), leaf(16, 64).detach()
+    x, weight, gradient = random_leaf(16, 64), random_leaf(64, 64), random_leaf(16, 64).detach()
     scalar = torch.zeros(1, device=device)
 
-    def launches() -> None:
+    def launch_kernels() -> None:
         for _ in range(100):
             torch.autograd.grad(F.linear(x, weight), [x, weight], gradient)
 
@@ -276,8 +288,8 @@ def rates(file: Path, kind: str, device: str) -> int:
         "attention": 1 / best,
         "attention_keys": max(per_key / best, 1.0),
         "memory": 2 / (1 / plain + 1 / strided) / gpu.memory_tb_per_s,
-        "launch_us": seconds(launches) / 300 * 1e6,
-        "wait_us": seconds(lambda: scalar.add_(1).item(), 100) * 1e6,
+        "launch_us": median_seconds(launch_kernels) / 300 * 1e6,
+        "wait_us": median_seconds(lambda: scalar.add_(1).item(), 100) * 1e6,
     }
     print(json.dumps({"worst error": max(errors.values()), **shown, **constants}), flush=True)
     wrong = [name for name, error in errors.items() if not error <= RATE_LIMIT]

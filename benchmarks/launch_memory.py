@@ -24,7 +24,7 @@ from textwrap import wrap
 from mcore_qwen3vl import console
 from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearsal, Rehearser, memory_line
-from mcore_qwen3vl.rehearsal.search import stages_of_command, trained_of_command
+from mcore_qwen3vl.rehearsal.search import memory_of_stages, trained_counts
 from mcore_qwen3vl.rehearsal.step_time import ATTENTION, GEMM, IDLE, MEMORY
 from mcore_qwen3vl.runtime.gpus import GIB, GPUS
 from mcore_qwen3vl.shapes import SHAPES
@@ -125,7 +125,7 @@ def main() -> int:
                 write_header(script, rehearsal)
                 write_rows(STEPS, f"`{name}`", [step_row(name, rehearsal)])
             label = name if options.spec == "torch" else f"{name}, {options.spec}"
-            write_rows(ROLES, label, list(rows(label, command, rehearsal)))
+            write_rows(ROLES, label, list(role_rows(label, command, rehearsal)))
     return 0
 
 
@@ -159,10 +159,10 @@ def write_header(script: Path, rehearsal: Rehearsal) -> None:
     script.write_text(re.sub(r"^# Memory.*\n(?:# .*\n)*", lambda _: comment, old, flags=re.M))
 
 
-def rows(name: str, command: Command, rehearsal: Rehearsal) -> Iterator[str]:
+def role_rows(name: str, command: Command, rehearsal: Rehearsal) -> Iterator[str]:
     """Yield a line of the table for each role."""
     a = command.line.architecture
-    estimates = stages_of_command(command, a, trained_of_command(command, a))
+    estimates = memory_of_stages(command, a, trained_counts(command, a))
     for outcome in rehearsal.outcomes:
         estimate = estimates[outcome.role.stage].total
         iteration = outcome.iteration

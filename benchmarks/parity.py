@@ -34,7 +34,9 @@ LIMIT = 7200.0  # seconds
 PARTS = ("logits", "loss", "gradients", "parameters")
 
 
-def compare(pipe: Connection, path: Path, layout: str, planted: bool, **options: Any) -> None:
+def compare_and_send(
+    pipe: Connection, path: Path, layout: str, planted: bool, **options: Any
+) -> None:
     """Compare a checkpoint, and send the worst error of each part and the failures."""
     from mcore_qwen3vl.console import quiet_libraries
     from mcore_qwen3vl.runtime import cpu
@@ -44,7 +46,7 @@ def compare(pipe: Connection, path: Path, layout: str, planted: bool, **options:
     from mcore_qwen3vl.verify.parity.comparison import verify_parity
 
     if planted:
-        plant()
+        plant_wrong_norm()
     try:
         say = partial(print, file=sys.stderr)
         report = verify_parity(path, Layout.parse(layout), timeout=LIMIT, say=say, **options)
@@ -57,7 +59,7 @@ def compare(pipe: Connection, path: Path, layout: str, planted: bool, **options:
     pipe.send((errors, [str(failure) for failure in report.failures]))
 
 
-def plant() -> None:
+def plant_wrong_norm() -> None:
     """Let our model load one weight of one norm wrongly, by 1e-3."""
     from mcore_qwen3vl.verify.parity import on_rank
 
@@ -87,14 +89,14 @@ def proportional_sizes(process: psutil.Process) -> tuple[int, int]:
     return total, anonymous
 
 
-def measure(path: Path, layout: str, **options: Any) -> str:
+def measure_layout(path: Path, layout: str, **options: Any) -> str:
     """Return a layout's row of the table."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=compare, args=(theirs, path, layout), kwargs=options)
+    process = context.Process(target=compare_and_send, args=(theirs, path, layout), kwargs=options)
     started = time.monotonic()
     process.start()
-    theirs.close()
+    theirs.close()  # the child has its own; only then does the pipe end with the child
     watched = psutil.Process(process.pid)
     peak = (0, 0)
     while process.is_alive():
@@ -115,7 +117,7 @@ def measure(path: Path, layout: str, **options: Any) -> str:
     return f"| {layout} | {' | '.join(cells)} | {sizes} | {minutes:.1f} | {verdict} |"
 
 
-def formula(path: Path, layout: str, batches: list[str], gradients: bool, dtype: Any) -> str:
+def formula_row(path: Path, layout: str, batches: list[str], gradients: bool, dtype: Any) -> str:
     """Return a layout's row of what ``verify parity`` calculates, in memory and in files."""
     from mcore_qwen3vl.verify.parity.case import AdamW, Case
     from mcore_qwen3vl.verify.parity.comparison import memory_and_disk_of
@@ -137,6 +139,7 @@ def formula(path: Path, layout: str, batches: list[str], gradients: bool, dtype:
 
 
 def main() -> None:
+    """Print the table, a row for each layout; with --formula, the calculated one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("size", choices=sorted(file.stem for file in SHAPES.glob("*.json")))
     parser.add_argument("--layouts", default="single,tp2+sp,pp2,cp2")
@@ -161,7 +164,7 @@ def main() -> None:
             )
             print("|---|---:|---:|---:|---:|")
             for layout in layouts:
-                print(formula(folder, layout, batches, gradients, options.dtype))
+                print(formula_row(folder, layout, batches, gradients, options.dtype))
             return
         started = time.monotonic()
         path = write_random_weights(config, folder / options.size, layers=options.layers)
@@ -170,7 +173,7 @@ def main() -> None:
         print("|---|---:|---:|---:|---:|---:|---:|---|", flush=True)
         how = {"batches": batches, "gradients": gradients, "dtype": options.dtype}
         for layout in layouts:
-            print(measure(path, layout, planted=options.planted, **how), flush=True)
+            print(measure_layout(path, layout, planted=options.planted, **how), flush=True)
 
 
 if __name__ == "__main__":

@@ -37,26 +37,27 @@ IMAGE_SIDE = 16  # features along the side of an image, or fewer in short sample
 
 def main() -> None:
     """Measure the requested sides and print one JSON object."""
-    options = arguments()
+    options = parse_arguments()
     one, *others = options.sides
     if others:
-        results = {side: in_process_of_its_own(side) for side in options.sides}
+        results = {side: measure_in_own_process(side) for side in options.sides}
     else:
-        results = {one: measure(one, shape(options.shape, options.layers), options)}
+        results = {one: measure_side(one, read_config(options.shape, options.layers), options)}
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     report = {"options": vars(options), "device": device, "results": results}
     print(json.dumps(report, indent=2))
 
 
-def in_process_of_its_own(side: str) -> dict[str, Any]:
+def measure_in_own_process(side: str) -> dict[str, Any]:
     """Run this script for one side and return its result."""
-    command = [sys.executable, *sys.argv, "--sides", side]
+    command = [sys.executable, *sys.argv, "--sides", side]  # the last --sides wins
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, Any] = json.loads(output[output.index("{\n") :])["results"][side]
     return result
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; exit if the samples do not divide the sequence."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="2B", help="tiny, or a size such as 2B or 4B")
     parser.add_argument("--layers", type=int, help="keep so many, of each tower")
@@ -80,7 +81,7 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def shape(name: str, layers: int | None) -> dict[str, Any]:
+def read_config(name: str, layers: int | None) -> dict[str, Any]:
     """Return a parsed ``config.json``, cut to `layers` of each tower."""
     from mcore_qwen3vl.tiny import tiny_config
 
@@ -99,7 +100,7 @@ def shape(name: str, layers: int | None) -> dict[str, Any]:
     return config
 
 
-def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def measure_side(side: str, config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Return one side's median step time and the figures derived from it.
 
     The FLOPs are those of the samples, the same for both sides. What a side computes beyond them,
@@ -127,7 +128,7 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
     losses = [step() for _ in range(options.warmup)]
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    measured = [timed(step, options.device) for _ in range(options.steps)]
+    measured = [time_step(step, options.device) for _ in range(options.steps)]
     seconds = [elapsed for elapsed, _ in measured]
     median = statistics.median(seconds)
     squares = float(batch["lengths"].double().square().sum())
@@ -141,9 +142,9 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
     if options.device == "cuda":
         more["reserved GB"] = torch.cuda.max_memory_reserved() / 1e9
     if options.profile:
-        more |= profile(step, options.profile)
+        more |= write_profile(step, options.profile)
     if options.model_time_on:
-        more["modelled seconds"] = modelled(step, options.model_time_on)
+        more["modelled seconds"] = modelled_seconds(step, options.model_time_on)
     return {
         "seconds": median,
         "fastest": min(seconds),
@@ -162,7 +163,7 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
     }
 
 
-def profile(step: Callable[[], Any], file: str) -> dict[str, Any]:
+def write_profile(step: Callable[[], Any], file: str) -> dict[str, Any]:
     """Write the 25 kernels that take most of the GPU's time in a step, and return the sums.
 
     If the GPU cannot be profiled, say why instead: the measurement must not be lost.
@@ -195,7 +196,7 @@ def profile(step: Callable[[], Any], file: str) -> dict[str, Any]:
     return {**sums, "profile": file}
 
 
-def modelled(step: Callable[[], Any], kind: str) -> float:
+def modelled_seconds(step: Callable[[], Any], kind: str) -> float:
     """Return a step's seconds by the model of ``rehearse``, from its work on the simulated GPU.
 
     For the whole step that is the GPU's time, or the host's where it is longer.
@@ -216,7 +217,7 @@ def modelled(step: Callable[[], Any], kind: str) -> float:
     return Model(find_gpu(kind), Constants(), ()).step([work], 1, 1, 1, 1).seconds
 
 
-def timed(step: Callable[[], Any], device: str) -> tuple[float, float]:
+def time_step(step: Callable[[], Any], device: str) -> tuple[float, float]:
     """Return elapsed seconds and CPU seconds, which are the better measure on a busy machine."""
     synchronize(device)
     started, used = time.perf_counter(), time.process_time()
@@ -391,17 +392,18 @@ def make_hf_step(
 def hf_inputs(
     architecture: Any, batch: dict[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
+    """Return the arguments of Hugging Face's forward for a pack, on its device."""
     from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 
     positions, _ = mrope_position_ids(
         architecture, batch["ids"], batch["grid"], None, cu_seqlens=batch["bounds"]
     )
-    starts = torch.cat([torch.arange(int(n)) for n in batch["lengths"]])[None]
+    positions_in_samples = torch.cat([torch.arange(int(n)) for n in batch["lengths"]])[None]
     inputs = {
         "input_ids": batch["ids"],
-        "labels": batch["ids"],
+        "labels": batch["ids"],  # which Hugging Face shifts by itself
         # Text positions, which FlashAttention separates samples by, then time, height, width.
-        "position_ids": torch.cat([starts[None], positions]),
+        "position_ids": torch.cat([positions_in_samples[None], positions]),
         "pixel_values": batch["pixels"].to(dtype),
         "image_grid_thw": batch["grid"],
     }

@@ -259,7 +259,7 @@ class Architecture:
                 declares two expert layouts at once, or asks for what the model does not have.
         """
         config = source if isinstance(source, dict) else read_config_file(Path(source))
-        return _architecture(config)
+        return _read_architecture(config)
 
     def require_settings_of(self, folder: Path) -> None:
         """Raise BadInput if weights in `folder`, which fit this model, compute otherwise by config.
@@ -297,6 +297,7 @@ def without_gpu_kernels() -> Iterator[None]:
     """
     packages = ("causal_conv1d", "fla")
     imported = {name: sys.modules.get(name) for name in packages}
+    # Of a module that is None, an import fails as if the package were not installed.
     sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
     try:
         yield
@@ -322,32 +323,32 @@ def family_of(config: dict[str, Any]) -> Family:
 
 def text_section(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a ``config.json`` that describes the language model."""
-    return _section(config, "text_config") if family_of(config).has_vision else config
+    return _require_section(config, "text_config") if family_of(config).has_vision else config
 
 
-def _architecture(config: dict[str, Any]) -> Architecture:
+def _read_architecture(config: dict[str, Any]) -> Architecture:
     family, text = family_of(config), text_section(config)
     if text.get("attention_bias"):
         raise BadInput("text_config.attention_bias is true; none of these models has one.")
-    _expect(text, "text_config", "hidden_act", "silu")
-    layers = _size(text, "num_hidden_layers")
+    _require_accepted(text, "text_config", "hidden_act", "silu")
+    layers = _read_size(text, "num_hidden_layers")
     delta_net_layers = _delta_net_layers(text, layers, family)
     rotated = _rotated_part(text, family)
-    rope = _rope(text)
-    heads, kv_heads, head_dim = _heads(text, family)
+    rope = _checked_rope(text)
+    heads, kv_heads, head_dim = _head_counts_and_size(text, family)
     rotary_dim = int(head_dim * rotated)
-    axes = _integers(rope, "mrope_section", default=family.mrope_section)
+    axes = _read_integers(rope, "mrope_section", default=family.mrope_section)
     if len(axes) != 3 or sum(axes) * 2 != rotary_dim or min(axes) < 0:
         part = "" if rotated == 1 else f", of which {rotary_dim} are rotated,"
         raise BadInput(
             f"mrope_section is {list(axes)}: three numbers that add up to half of head_dim "
             f"{head_dim}{part} are needed."
         )
-    vocab_size, hidden_size = _size(text, "vocab_size"), _size(text, "hidden_size")
+    vocab_size, hidden_size = _read_size(text, "vocab_size"), _read_size(text, "hidden_size")
     vision, tokens = NO_VISION, dict.fromkeys(TOKEN_IDS, -1)
     if family.has_vision:
-        vision = _vision(_section(config, "vision_config"), family)
-        tokens = {name: _integer(config, name) for name in TOKEN_IDS}
+        vision = _vision_architecture(_require_section(config, "vision_config"), family)
+        tokens = {name: _read_integer(config, name) for name in TOKEN_IDS}
         if vision.out_hidden_size != hidden_size:
             raise BadInput(
                 f"config.json: out_hidden_size of vision_config is {vision.out_hidden_size}, and "
@@ -361,7 +362,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
             )
     moe = family.moe
     experts = _expert_count(text) if moe else 0
-    expert_size = _size(text, "moe_intermediate_size") if moe else 0
+    expert_size = _read_size(text, "moe_intermediate_size") if moe else 0
     return Architecture(
         family=family.name,
         vocab_size=vocab_size,
@@ -369,34 +370,36 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         # A hybrid MoE model has no dense layer; Megatron asks for a size all the same.
         intermediate_size=expert_size
         if family.hybrid and moe
-        else _size(text, "intermediate_size"),
+        else _read_size(text, "intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         partial_rotary_factor=rotated,
-        rms_norm_eps=_positive(text, "rms_norm_eps", 1e-6),
-        rope_theta=_positive(rope, "rope_theta"),
+        rms_norm_eps=_read_positive(text, "rms_norm_eps", 1e-6),
+        rope_theta=_read_positive(rope, "rope_theta"),
         rope_scaling=_rope_scaling(rope),
         mrope_section=(axes[0], axes[1], axes[2]),
-        max_position_embeddings=_size(text, "max_position_embeddings"),
-        initializer_range=_number(text, "initializer_range", 0.02, least=0),
+        max_position_embeddings=_read_size(text, "max_position_embeddings"),
+        initializer_range=_read_number(text, "initializer_range", 0.02, least=0),
         tie_word_embeddings=ties_embeddings(config),
-        dtype=_dtype(config, text),
+        dtype=_weights_dtype(config, text),
         **tokens,
         vision=vision,
-        delta_net=_delta_net(text) if family.hybrid else None,
+        delta_net=_delta_net_architecture(text) if family.hybrid else None,
         delta_net_layers=delta_net_layers,
         attn_output_gate=family.hybrid,
         zero_centered_norms=family.hybrid,
-        mtp_num_hidden_layers=_mtp_layers(text) if family.hybrid else 0,
+        mtp_num_hidden_layers=_mtp_layer_count(text) if family.hybrid else 0,
         num_experts=experts,
-        num_experts_per_tok=_size(text, "num_experts_per_tok", most=experts) if moe else 0,
+        num_experts_per_tok=_read_size(text, "num_experts_per_tok", most=experts) if moe else 0,
         moe_intermediate_size=expert_size,
         shared_expert_intermediate_size=(
-            _size(text, "shared_expert_intermediate_size") if moe and family.hybrid else 0
+            _read_size(text, "shared_expert_intermediate_size") if moe and family.hybrid else 0
         ),
-        router_aux_loss_coef=_number(text, "router_aux_loss_coef", 0.001, least=0) if moe else 0.0,
+        router_aux_loss_coef=_read_number(text, "router_aux_loss_coef", 0.001, least=0)
+        if moe
+        else 0.0,
         moe_layers=_moe_layers(text, layers, family) if moe else (False,) * layers,
         expert_layout=declared_expert_layout(config) if moe else None,
     )
@@ -415,7 +418,7 @@ def _delta_net_layers(text: dict[str, Any], layers: int, family: Family) -> tupl
         )
     if not family.hybrid:
         return (False,) * layers
-    interval = _size({"full_attention_interval": 4, **text}, "full_attention_interval")
+    interval = _read_size({"full_attention_interval": 4, **text}, "full_attention_interval")
     regular = tuple((layer + 1) % interval != 0 for layer in range(layers))
     if not types:
         return regular
@@ -432,15 +435,15 @@ def _delta_net_layers(text: dict[str, Any], layers: int, family: Family) -> tupl
     return named
 
 
-def _delta_net(text: dict[str, Any]) -> DeltaNetArchitecture:
+def _delta_net_architecture(text: dict[str, Any]) -> DeltaNetArchitecture:
     if text.get("attn_output_gate", True) is not True:
         raise BadInput(
             f"text_config.attn_output_gate is {text['attn_output_gate']!r:.40}; in Qwen3.5 every "
             "attention has an output gate."
         )
-    _expect(text, "text_config", "output_gate_type", "swish", "silu")
+    _require_accepted(text, "text_config", "output_gate_type", "swish", "silu")
     names = DeltaNetArchitecture.__dataclass_fields__
-    net = DeltaNetArchitecture(**{name: _size(text, f"linear_{name}") for name in names})
+    net = DeltaNetArchitecture(**{name: _read_size(text, f"linear_{name}") for name in names})
     if net.num_value_heads % net.num_key_heads:
         raise BadInput(
             f"config.json: linear_num_value_heads {net.num_value_heads} is not a multiple of "
@@ -449,7 +452,7 @@ def _delta_net(text: dict[str, Any]) -> DeltaNetArchitecture:
     return net
 
 
-def _mtp_layers(text: dict[str, Any]) -> int:
+def _mtp_layer_count(text: dict[str, Any]) -> int:
     if text.get("mtp_use_dedicated_embeddings"):
         raise BadInput(
             "text_config.mtp_use_dedicated_embeddings is true; layers that predict a further token "
@@ -457,10 +460,10 @@ def _mtp_layers(text: dict[str, Any]) -> int:
         )
     if text.get("mtp_num_hidden_layers") is None:
         return 0
-    return _integer(text, "mtp_num_hidden_layers", most=1)
+    return _read_integer(text, "mtp_num_hidden_layers", most=1)
 
 
-def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
+def _weights_dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
     """Return the dtype of the weights, torch's name; the top level counts."""
     for where, section in (("", config), ("text_config.", text)):
         _require_same(section, "dtype", "torch_dtype", where)
@@ -471,11 +474,11 @@ def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
     return str(dtype)
 
 
-def _vision(vision: dict[str, Any], family: Family) -> VisionArchitecture:
+def _vision_architecture(vision: dict[str, Any], family: Family) -> VisionArchitecture:
     for alias, name in ALIASES.items():
         _require_same(vision, name, alias, "vision_config.")
     numbers = {
-        name: _size(vision, name)
+        name: _read_size(vision, name)
         for name in VisionArchitecture.__dataclass_fields__
         if name != "deepstack_visual_indexes"
     }
@@ -485,11 +488,11 @@ def _vision(vision: dict[str, Any], family: Family) -> VisionArchitecture:
             f"{numbers['num_heads']} heads whose size is a multiple of 4, as their rotary "
             "positions in two directions need."
         )
-    _expect(vision, "vision_config", "hidden_act", VISION_ACTIVATION)
-    rope = _section(vision, "rope_parameters") if vision.get("rope_parameters") else {}
-    _expect(rope, "vision_config.rope_parameters", "rope_theta", VISION_ROPE_THETA)
-    _expect(rope, "vision_config.rope_parameters", "rope_type", "axial", "default")
-    indexes = _integers(vision, "deepstack_visual_indexes", default=family.deepstack)
+    _require_accepted(vision, "vision_config", "hidden_act", VISION_ACTIVATION)
+    rope = _require_section(vision, "rope_parameters") if vision.get("rope_parameters") else {}
+    _require_accepted(rope, "vision_config.rope_parameters", "rope_theta", VISION_ROPE_THETA)
+    _require_accepted(rope, "vision_config.rope_parameters", "rope_type", "axial", "default")
+    indexes = _read_integers(vision, "deepstack_visual_indexes", default=family.deepstack)
     if indexes and not family.deepstack:
         raise BadInput(
             f"vision_config.deepstack_visual_indexes is {list(indexes)}; Qwen3.5 has no DeepStack."
@@ -528,7 +531,7 @@ def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:
     """
     if family_of(config).hybrid:
         return "v5"
-    text = _section(config, "text_config")
+    text = _require_section(config, "text_config")
     said: dict[str, ExpertLayout] = {}
     version = config.get("transformers_version") or text.get("transformers_version")
     if major := re.match(r"\d{1,4}\b", str(version), re.ASCII):
@@ -554,7 +557,7 @@ def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:
 
 def _expert_count(text: dict[str, Any]) -> int:
     names = ("num_experts", "num_local_experts")
-    counts = {_size(text, name) for name in names if name in text}
+    counts = {_read_size(text, name) for name in names if name in text}
     if len(counts) != 1:
         raise BadInput(
             "text_config must give one expert count in num_experts or num_local_experts; "
@@ -569,7 +572,7 @@ def _moe_layers(text: dict[str, Any], layers: int, family: Family) -> tuple[bool
     Every `decoder_sparse_step`-th layer is, unless ``mlp_only_layers`` lists it. In a hybrid model,
     all are.
     """
-    dense = _integers(text, "mlp_only_layers", default=())
+    dense = _read_integers(text, "mlp_only_layers", default=())
     if family.hybrid and (dense or text.get("decoder_sparse_step", 1) != 1):
         raise BadInput(
             "text_config names dense layers (mlp_only_layers, decoder_sparse_step); every layer of "
@@ -580,7 +583,7 @@ def _moe_layers(text: dict[str, Any], layers: int, family: Family) -> tuple[bool
             f"text_config.mlp_only_layers is {list(dense)}, but must name layers below "
             f"num_hidden_layers {layers}."
         )
-    step = _size({"decoder_sparse_step": 1, **text}, "decoder_sparse_step")
+    step = _read_size({"decoder_sparse_step": 1, **text}, "decoder_sparse_step")
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
 
 
@@ -588,9 +591,9 @@ def rope_of(text: dict[str, Any]) -> dict[str, Any]:
     """Return a text's rope as transformers 5 writes it; raise BadInput if it contradicts itself."""
     names = [name for name in ("rope_parameters", "rope_scaling") if text.get(name)]
     theta = text.get("rope_theta")
-    ropes = [{"rope_theta": theta, **_section(text, name)} for name in names]
+    ropes = [{"rope_theta": theta, **_require_section(text, name)} for name in names]
     rope = ropes[0] if ropes else {"rope_theta": theta}
-    if len(ropes) > 1 and _plain(rope) != _plain(ropes[1]):
+    if len(ropes) > 1 and _without_synonyms(rope) != _without_synonyms(ropes[1]):
         raise BadInput(
             f"text_config gives two ropes that differ, rope_parameters {ropes[0]!r:.300} and "
             f"rope_scaling {ropes[1]!r:.300}: transformers 5 would use the second alone. Leave one "
@@ -599,20 +602,20 @@ def rope_of(text: dict[str, Any]) -> dict[str, Any]:
     if theta is not None and rope["rope_theta"] not in (None, theta):
         two = {"rope_theta": theta, f"{names[0]}.rope_theta": rope["rope_theta"]}
         raise _contradiction("text_config", two)
-    kinds = {_plain_kind(rope[name]) for name in ("rope_type", "type") if rope.get(name)}
+    kinds = {_rope_type_of_today(rope[name]) for name in ("rope_type", "type") if rope.get(name)}
     if len(kinds) > 1:
         two = {name: rope[name] for name in ("rope_type", "type")}
         raise _contradiction(f"text_config.{names[0]}", two)
     return rope
 
 
-def _plain(rope: dict[str, Any]) -> dict[str, Any]:
+def _without_synonyms(rope: dict[str, Any]) -> dict[str, Any]:
     """Return a rope without what is said twice or left open."""
-    kind = _plain_kind(rope.get("rope_type") or rope.get("type") or "default")
+    kind = _rope_type_of_today(rope.get("rope_type") or rope.get("type") or "default")
     return {k: v for k, v in rope.items() if v is not None and k != "type"} | {"rope_type": kind}
 
 
-def _plain_kind(kind: Any) -> str:
+def _rope_type_of_today(kind: Any) -> str:
     # Checkpoints that were saved before 4.57 called the same thing "mrope".
     return "default" if kind == "mrope" else str(kind)
 
@@ -621,7 +624,9 @@ def _rotated_part(text: dict[str, Any], family: Family) -> float:
     """Return the part of each head that rotary positions turn."""
     name = "partial_rotary_factor"
     places = {f"rope_parameters.{name}": rope_of(text), name: text}
-    named = {where: _positive(at, name) for where, at in places.items() if at.get(name) is not None}
+    named = {
+        where: _read_positive(at, name) for where, at in places.items() if at.get(name) is not None
+    }
     if len(set(named.values())) > 1:
         raise _contradiction("text_config", named)
     factor = next(iter(named.values()), family.rotated)
@@ -631,7 +636,8 @@ def _rotated_part(text: dict[str, Any], family: Family) -> float:
     return factor
 
 
-def _rope(text: dict[str, Any]) -> dict[str, Any]:
+def _checked_rope(text: dict[str, Any]) -> dict[str, Any]:
+    """Return the rope as :func:`rope_of` does; raise BadInput if these models cannot have it."""
     rope = rope_of(text)
     if rope["rope_theta"] is None:
         raise BadInput(
@@ -644,7 +650,8 @@ def _rope(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(rope: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    kind = _plain(rope)["rope_type"]
+    """Return the type of a scaled rope with its numbers; empty for a plain one."""
+    kind = _without_synonyms(rope)["rope_type"]
     if kind == "default":
         return ()
     if kind not in ROPE_NUMBERS:
@@ -654,11 +661,12 @@ def _rope_scaling(rope: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     options = [name for name in ROPE_OPTIONS[kind] if rope.get(name) is not None]
     truncate = {name: bool(rope[name]) for name in options if name == "truncate"}
     named = [name for name in (*ROPE_NUMBERS[kind], *options) if name not in truncate]
-    numbers = {name: _positive(rope, name) for name in named}
+    numbers = {name: _read_positive(rope, name) for name in named}
     return tuple({"rope_type": kind, **numbers, **truncate}.items())
 
 
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+def _require_section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a ``config.json``; raise BadInput if it is none."""
     section = config.get(name)
     if not isinstance(section, dict):
         raise BadInput(
@@ -676,24 +684,25 @@ LARGEST = 2**31 - 1
 """The largest value of every other whole number in a config."""
 
 
-def _heads(text: dict[str, Any], family: Family) -> tuple[int, int, int]:
+def _head_counts_and_size(text: dict[str, Any], family: Family) -> tuple[int, int, int]:
     """Return the number of query heads, of key/value heads, and the size of one head.
 
     Where these are left out, transformers has defaults: all the heads for null, and the size of a
     head of the family.
     """
-    heads = _size(text, "num_attention_heads")
+    heads = _read_size(text, "num_attention_heads")
     kv_heads = heads
     if "num_key_value_heads" not in text or text["num_key_value_heads"] is not None:
-        kv_heads = _size(text, "num_key_value_heads")
+        kv_heads = _read_size(text, "num_key_value_heads")
     if heads % kv_heads:
         raise BadInput(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads "
             f"{kv_heads}."
         )
     if family.head_dim is not None or text.get("head_dim") is not None:
-        return heads, kv_heads, _size({"head_dim": family.head_dim, **text}, "head_dim")
-    if (hidden := _size(text, "hidden_size")) % heads:
+        # The family's size, unless the text has its own.
+        return heads, kv_heads, _read_size({"head_dim": family.head_dim, **text}, "head_dim")
+    if (hidden := _read_size(text, "hidden_size")) % heads:
         raise BadInput(
             f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
             "and there is no head_dim."
@@ -701,7 +710,7 @@ def _heads(text: dict[str, Any], family: Family) -> tuple[int, int, int]:
     return heads, kv_heads, hidden // heads
 
 
-def _expect(section: dict[str, Any], where: str, name: str, *accepted: Any) -> None:
+def _require_accepted(section: dict[str, Any], where: str, name: str, *accepted: Any) -> None:
     """Raise BadInput if a field is given, with another value than those that are accepted."""
     if name in section and section[name] not in accepted:
         raise BadInput(f"{where}.{name} is {section[name]!r:.40}; expected {accepted[0]!r}.")
@@ -721,14 +730,17 @@ def _contradiction(where: str, two: dict[str, Any]) -> BadInput:
     return BadInput(f"{where} contradicts itself: {said}. Leave one of them.")
 
 
-def _size(section: dict[str, Any], name: str, *, most: int = LARGEST) -> int:
+def _read_size(section: dict[str, Any], name: str, *, most: int = LARGEST) -> int:
     """Return a number of things, of which there is at least one."""
-    return _integer(section, name, least=1, most=most)
+    return _read_integer(section, name, least=1, most=most)
 
 
-def _integer(section: dict[str, Any], name: str, *, least: int = 0, most: int = LARGEST) -> int:
+def _read_integer(
+    section: dict[str, Any], name: str, *, least: int = 0, most: int = LARGEST
+) -> int:
     value = section.get(name)
     most = min(most, LIMITS.get(name, LARGEST))
+    # True is an instance of int, so the type itself is compared.
     if type(value) is not int or not least <= value <= most:
         raise BadInput(
             f"config.json: {name} is {value!r:.40}; a whole number from {least} to {most} is "
@@ -737,7 +749,7 @@ def _integer(section: dict[str, Any], name: str, *, least: int = 0, most: int = 
     return value
 
 
-def _integers(section: dict[str, Any], name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+def _read_integers(section: dict[str, Any], name: str, default: tuple[int, ...]) -> tuple[int, ...]:
     values = section.get(name)
     if values is None:
         return default
@@ -746,7 +758,7 @@ def _integers(section: dict[str, Any], name: str, default: tuple[int, ...]) -> t
     return tuple(values)
 
 
-def _number(
+def _read_number(
     section: dict[str, Any], name: str, default: float | None = None, *, least: float = -1e300
 ) -> float:
     value = section.get(name, default)
@@ -757,8 +769,8 @@ def _number(
     return float(value)
 
 
-def _positive(section: dict[str, Any], name: str, default: float | None = None) -> float:
-    number = _number(section, name, default)
+def _read_positive(section: dict[str, Any], name: str, default: float | None = None) -> float:
+    number = _read_number(section, name, default)
     if number <= 0:
         raise BadInput(f"config.json: {name} is {number}; it must be above 0.")
     return number

@@ -92,7 +92,7 @@ def prepare_standard_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):
-            setattr(sys, name, _that_outlives_its_reader(stream))
+            setattr(sys, name, _wrap_to_outlive_its_reader(stream))
 
 
 def _open_closed_streams() -> None:
@@ -124,7 +124,8 @@ class _Outliving(io.FileIO):
             return super().write(data)
 
 
-def _that_outlives_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+def _wrap_to_outlive_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """Return a stream for the same descriptor, buffered likewise, whose reader may leave."""
     stream.flush()
     raw = _Outliving(stream.fileno(), "wb", closefd=False)
     unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
@@ -184,14 +185,14 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
     if not messages.is_terminal:
         said = time.monotonic()
 
-        def say(done: int) -> None:
+        def say_seldom(done: int) -> None:
             nonlocal said
             if time.monotonic() - said >= _SELDOM:
                 said = time.monotonic()
                 line = plain(f"{title}: {done:,} of {total:,} {what}")
                 messages.print(line, soft_wrap=True)
 
-        yield say
+        yield say_seldom
         return
     with Progress(
         TextColumn("{task.description}"),
@@ -226,12 +227,12 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 def name_slow_imports() -> Iterator[None]:
     """Say on a terminal which library is being loaded, if one is after the first second."""
 
-    def look() -> None:
+    def name_library() -> None:
         if library := _library_being_imported(caller):
             messages.print(f"loading {library} and what belongs to it ...", style="dim")
 
     caller = threading.get_ident()
-    timer = threading.Timer(_PATIENCE, look)
+    timer = threading.Timer(_PATIENCE, name_library)
     timer.daemon = True
     if messages.is_terminal:
         timer.start()
@@ -248,6 +249,7 @@ def _library_being_imported(thread: int) -> str | None:
     while frame is not None:
         if frame.f_code.co_name == "_find_and_load":  # of importlib
             name = str(frame.f_locals["name"]).partition(".")[0]
+            # Frames come from the inside out, so the last one that counts is the outermost.
             library = library if name == "mcore_qwen3vl" else name
         frame = frame.f_back
     return library

@@ -60,10 +60,10 @@ def convert_demo(
     import mcore_qwen3vl.inference  # noqa: F401
 
     with nullcontext(keep) if keep else scratch_folder() as folder:
-        return _convert(folder, dense, status)
+        return _run_convert_demo(folder, dense, status)
 
 
-def _convert(folder: Path, dense: bool, status: Callable[[str], object]) -> list[DemoStep]:
+def _run_convert_demo(folder: Path, dense: bool, status: Callable[[str], object]) -> list[DemoStep]:
     hf, mcore, back = folder / "hf", folder / "mcore", folder / "hf-again"
     layout = Layout(tp=2, sp=True, dp=2) if dense else Layout(tp=2, sp=True, ep=2, dp=2)
     kind = "dense, tied embeddings" if dense else "MoE, published expert layout"
@@ -200,7 +200,7 @@ def train_demo(
         records = [json.loads(line)["messages"] for line in data.read_text("utf-8").splitlines()]
         exported = folder / "hf" / f"iter_{STEPS:07d}"
         base, adapter = (checkpoint, exported) if lora else (exported, None)
-        answers = answer(base, records, data.parent, adapter)
+        answers = answer_first_turns(base, records, data.parent, adapter)
         wanted = [messages[-1]["content"] for messages in records]
         for messages, got in zip(records, answers, strict=True):
             say(f"  {messages[0]['content'][0]['image']} {messages[0]['content'][1]['text']} {got}")
@@ -223,7 +223,7 @@ def train_demo(
     return result
 
 
-def answer(
+def answer_first_turns(
     checkpoint: Path,
     records: Sequence[list[dict[str, Any]]],
     folder: Path,

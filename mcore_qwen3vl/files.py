@@ -33,7 +33,7 @@ def atomic_write(
         BadInput: the system refuses to write; the message names `target` and the `remedy`.
         OSError: the same, if `remedy` is None.
     """
-    target = Path(os.path.realpath(target))
+    target = Path(os.path.realpath(target))  # a link stays, and what it points to is replaced
     if target.exists() and not (target.is_file() or target.is_dir()):
         yield target
         return
@@ -157,7 +157,7 @@ def read_object(path: Path, name: str, where: str) -> dict[str, Any]:
     return content
 
 
-def read_fields(file: Path) -> dict[str, Any]:
+def read_object_or_empty(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file, as :func:`read_object` does; empty if there is no file.
 
     A folder or a pipe of that name is no file: opening a pipe could wait for ever.

@@ -84,7 +84,7 @@ def add_flags(
             _add_flag(group, field.name, kinds[field.name], default, text)
 
 
-def fill[T](owner: type[T], flags: argparse.Namespace, **others: Any) -> T:
+def make_from_flags[T](owner: type[T], flags: argparse.Namespace, **others: Any) -> T:
     """Make a dataclass of the parsed `flags` of its fields, and of `others`; lists become tuples.
 
     A field that is neither a flag nor in `others` has its default.
@@ -113,7 +113,7 @@ def field_docs(owner: type) -> dict[str, str]:
 def _add_flag(
     group: argparse._ArgumentGroup, dest: str, kind: Any, default: Any, text: str
 ) -> None:
-    kind, extra = _unwrap(kind)
+    kind, extra = _unwrap_annotation(kind)
     flag = extra.name or flag_of(dest)
     names = (flag, *extra.aliases)
     if kind is bool and default is None:
@@ -129,27 +129,29 @@ def _add_flag(
             default = list(default)  # as argparse makes the values
         elif default is not None and "default:" not in text:
             text += "; default: %(default)s"
-        group.add_argument(*names, dest=dest, default=default, help=text, **_shape(kind, extra))
+        group.add_argument(
+            *names, dest=dest, default=default, help=text, **_value_options(kind, extra)
+        )
 
 
-def _unwrap(kind: Any) -> tuple[Any, Flag]:
+def _unwrap_annotation(kind: Any) -> tuple[Any, Flag]:
     """Return an annotation without ``| None`` and ``Annotated``, and what the latter adds."""
     options = [option for option in get_args(kind) if option is not type(None)]
     if type(None) in get_args(kind) and len(options) == 1:
-        return _unwrap(options[0])
+        return _unwrap_annotation(options[0])
     if get_origin(kind) is Annotated:
         inner, flag = get_args(kind)
-        return _unwrap(inner)[0], flag
+        return _unwrap_annotation(inner)[0], flag
     return kind, Flag()
 
 
-def _shape(kind: Any, flag: Flag) -> dict[str, Any]:
+def _value_options(kind: Any, flag: Flag) -> dict[str, Any]:
     """Return argparse's type, number and choices of a value that is not a switch."""
     if get_origin(kind) is Literal:
         return {"choices": list(get_args(kind))}
     if get_origin(kind) is tuple:
-        item, *rest = get_args(kind)
-        item, inner = _unwrap(item)
+        item, *rest = get_args(kind)  # the rest of ``tuple[T, ...]`` is the ellipsis itself
+        item, inner = _unwrap_annotation(item)
         several = flag.nargs or ("+" if rest == [...] else 1 + len(rest))
         metavar = flag.metavar or inner.metavar or _METAVARS[item]
         return {"nargs": several, "type": item, "metavar": metavar}

@@ -98,7 +98,7 @@ def generate(
         BadInput: the layout has VPP or CP, a value is out of range, media cannot be read, or a
             prompt is too long.
     """
-    model = _only_chunk(models)
+    model = _require_single_chunk(models)
     prompts = conversations
     if not isinstance(prompts, Prompts):
         multiple = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
@@ -112,20 +112,20 @@ def generate(
         seed=seed,
         device=next(model.parameters()).device,
     )
-    limit = first_of(max_new_tokens, config.max_new_tokens, MAX_NEW_TOKENS)
+    limit = first_given(max_new_tokens, config.max_new_tokens, MAX_NEW_TOKENS)
     check_lengths(model.architecture, prompts, limit)
     tokenizer = processor.tokenizer
     streamers = []
     if stream is not None:
         streamers = [_Streamer(tokenizer, i, stream) for i in range(len(prompts.lengths))]
     stop = stop_tokens(config, tokenizer)
-    answers = decode(
+    answers = prefill_and_generate(
         model,
         prompts,
         sampler,
         max_new_tokens=limit,
         stop=stop,
-        pad=first_of(config.pad_token_id, tokenizer.pad_token_id, 0),
+        pad=first_given(config.pad_token_id, tokenizer.pad_token_id, 0),
         streamers=streamers,
     )
     return [
@@ -151,7 +151,8 @@ class _Streamer(TextStreamer):
             self._stream(self._number, text)
 
 
-def _only_chunk(models: Qwen3VLModel | Sequence[Qwen3VLModel]) -> Qwen3VLModel:
+def _require_single_chunk(models: Qwen3VLModel | Sequence[Qwen3VLModel]) -> Qwen3VLModel:
+    """Return this rank's only chunk; raise BadInput for a layout with VPP or CP."""
     chunks = list(models) if isinstance(models, Sequence) else [models]
     if len(chunks) != 1:
         raise BadInput(
@@ -206,17 +207,18 @@ def generate_on_all_ranks(request: Request, *, on_cpu: bool = False) -> list[Gen
     prompts = encode_prompts(
         model.architecture, processor, request.conversations, multiple_of=multiple
     )
-    limit = first_of(options.get("max_new_tokens"), config.max_new_tokens, MAX_NEW_TOKENS)
+    limit = first_given(options.get("max_new_tokens"), config.max_new_tokens, MAX_NEW_TOKENS)
     check_lengths(model.architecture, prompts, limit)
     sampling: Any = {name: options.get(name) for name in ("temperature", "top_p", "top_k")}
-    Sampler(config, **sampling)  # both raise if a value cannot be used
+    # Neither result is used: both raise here, before ranks start, if a value cannot be used.
+    Sampler(config, **sampling)
     stop_tokens(config, processor.tokenizer)
-    job = partial(_on_rank, model, processor, prompts, options)
+    job = partial(_generate_on_rank, model, processor, prompts, options)
     answers: list[Generation] = on_all_ranks(job, layout, on_cpu=on_cpu, purpose="generate")
     return answers
 
 
-def _on_rank(
+def _generate_on_rank(
     model: CheckedModel, processor: Any, prompts: Prompts, options: dict[str, Any]
 ) -> list[Generation]:
     """Load this rank's part of the model and answer, with ``torch.distributed`` initialised."""
@@ -225,7 +227,7 @@ def _on_rank(
     return generate(model.load(), processor, prompts, **options)
 
 
-def decode(
+def prefill_and_generate(
     model: Qwen3VLModel,
     prompts: Prompts,
     sampler: Sampler,
@@ -250,7 +252,8 @@ def decode(
         sequences = prompts.input_ids.to(cache.device)  # (B, S + generated)
         logits = cache.prefill()
         for step in range(max_new_tokens):
-            tokens = _agree(sampler, sequences, logits, source, cache.device)
+            tokens = _choose_and_broadcast(sampler, sequences, logits, source, cache.device)
+            # An answer that has ended goes on as padding, until all have.
             tokens = tokens.where(~torch.tensor(stopped, device=cache.device), pad)
             sequences = torch.cat([sequences, tokens[:, None]], dim=1)
             for i, token in enumerate(tokens.tolist()):
@@ -279,7 +282,7 @@ def _choosing_rank(model: Qwen3VLModel, device: torch.device) -> int:
     return int(lowest)
 
 
-def _agree(
+def _choose_and_broadcast(
     sampler: Sampler, sequences: Tensor, logits: Tensor | None, source: int, device: torch.device
 ) -> Tensor:
     """Return the next tokens, (B,) int64, which rank `source` chooses and broadcasts."""
@@ -318,7 +321,7 @@ class CachedModel:
         visual = prompts.visual
         if visual is not None and self.model.pre_process:
             visual = visual.to(self.device)
-        return self._forward(
+        return self._run_micro_batch(
             prompts.input_ids.to(self.device), prompts.position_ids.to(self.device), visual=visual
         )
 
@@ -326,11 +329,13 @@ class CachedModel:
         """Run one more token (B,) of each sequence; return logits as :meth:`prefill` does."""
         self._context.enable_decode_mode()
         position_ids = self._position[:, None].expand(3, -1, 1)  # (3, B, 1)
-        self._position = self._position + 1
+        self._position = self._position + 1  # not in place: `position_ids` is a view of it
         with _without_sequence_parallel(self.model):  # one token cannot be divided over TP
-            return self._forward(tokens[:, None].to(self.device), position_ids)
+            return self._run_micro_batch(tokens[:, None].to(self.device), position_ids)
 
-    def _forward(self, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor | None:
+    def _run_micro_batch(
+        self, input_ids: Tensor, position_ids: Tensor, **inputs: Any
+    ) -> Tensor | None:
         """Run one micro-batch through Megatron's own schedule, which handles any pipeline split."""
         batch_size, length = input_ids.shape
         seen = self._context.sequence_len_offset + length
@@ -370,7 +375,7 @@ def inference(model: Qwen3VLModel) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(InferenceMode.active())
         if model.spec == "te":
-            stack.enter_context(_torch_attention(model))
+            stack.enter_context(_using_torch_attention(model))
         yield
 
 
@@ -387,7 +392,7 @@ def _without_sequence_parallel(model: Qwen3VLModel) -> Iterator[None]:
 
 
 @contextmanager
-def _torch_attention(model: Qwen3VLModel) -> Iterator[None]:
+def _using_torch_attention(model: Qwen3VLModel) -> Iterator[None]:
     """Replace Transformer Engine's attention, which takes no left padding, with SDPA."""
     modules = [layer.self_attention for layer in model.decoder.layers]
     attentions = [module for module in modules if hasattr(module, "core_attention")]
@@ -438,7 +443,7 @@ def unlisted_turn_end(folder: Path) -> TurnEnd | None:
     BadInput is raised if the processor or the generation config cannot be read.
     """
     processor = load_processor(folder)
-    answer = "zQ0Qz"
+    answer = "zQ0Qz"  # text that no template has, to find what follows it
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     try:
         text = processor.apply_chat_template(turns, tokenize=False)
@@ -450,7 +455,7 @@ def unlisted_turn_end(folder: Path) -> TurnEnd | None:
     return None if ids.get(tail) in (None, *stop) else TurnEnd(tail, ids[tail])
 
 
-def with_turn_end(folder: Path) -> dict[str, bytes]:
+def config_with_turn_end(folder: Path) -> dict[str, bytes]:
     """Return ``generation_config.json`` with the token that ends a turn, by name; empty if it has.
 
     It raises what :func:`unlisted_turn_end` does.
@@ -459,7 +464,7 @@ def with_turn_end(folder: Path) -> dict[str, bytes]:
     if end is None or not file.is_file():
         return {}
     content = read_object(file, file.name, "")
-    ids = first_of(content.get("eos_token_id"), [])
+    ids = first_given(content.get("eos_token_id"), [])
     ids = ids if isinstance(ids, list) else [ids]
     return {file.name: dumps({**content, "eos_token_id": [*ids, end.id]})}
 
@@ -501,11 +506,11 @@ class Sampler:
             if (penalty := config.repetition_penalty or 1.0) != 1.0:
                 self.processors.append(RepetitionPenaltyLogitsProcessor(penalty))
             if not self.greedy:
-                if (divisor := first_of(temperature, config.temperature, 1.0)) != 1.0:
+                if (divisor := first_given(temperature, config.temperature, 1.0)) != 1.0:
                     self.processors.append(TemperatureLogitsWarper(divisor))
-                if count := first_of(top_k, config.top_k, 50):
+                if count := first_given(top_k, config.top_k, 50):
                     self.processors.append(TopKLogitsWarper(count))
-                if (share := first_of(top_p, config.top_p, 1.0)) != 1.0:
+                if (share := first_given(top_p, config.top_p, 1.0)) != 1.0:
                     self.processors.append(TopPLogitsWarper(share))
         except (ValueError, TypeError) as error:
             raise BadInput(f"generation_config.json cannot be used: {error}.") from None
@@ -530,14 +535,14 @@ class Sampler:
 
 def stop_tokens(config: GenerationConfig, tokenizer: Any) -> set[int]:
     """Return the ids that end an answer: the config's, or else the tokenizer's."""
-    ids = first_of(config.eos_token_id, tokenizer.eos_token_id, [])
+    ids = first_given(config.eos_token_id, tokenizer.eos_token_id, [])
     ids = ids if isinstance(ids, list) else [ids]
     if any(type(token) is not int for token in ids):
         raise BadInput(f"eos_token_id of generation_config.json is {ids!r:.80}: ids are needed.")
     return set(ids)
 
 
-def first_of(*values: Any) -> Any:
+def first_given(*values: Any) -> Any:
     """Return the first value that is not None."""
     return next(value for value in values if value is not None)
 
@@ -595,7 +600,7 @@ def user_turns(
 
 def _split_tags(text: str, left: Mapping[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
     for number, piece in enumerate(TAG.split(text)):
-        if number % 2:
+        if number % 2:  # the pattern's group, a kind of medium, stands between pieces of text
             yield {"type": piece, piece: next(left[piece])}
         elif piece:
             yield {"type": "text", "text": piece}
@@ -610,11 +615,11 @@ def encode_prompts(
 ) -> Prompts:
     """Render, tokenise, load images and videos, and compute positions."""
     require_fitting(processor, architecture)
-    inputs = process(processor, conversations, multiple_of=multiple_of)
+    inputs = process_conversations(processor, conversations, multiple_of=multiple_of)
     return prompts_from_inputs(architecture, inputs)
 
 
-def process(
+def process_conversations(
     processor: Any, conversations: Sequence[Messages], *, multiple_of: int = 1
 ) -> Mapping[str, Tensor]:
     """Process conversations with the checkpoint's processor, padded on the left.
@@ -649,8 +654,11 @@ def process(
             f"The chat template cannot render this prompt: {type(error).__name__}: {error!s:.500}. "
             "Compare it with the template of the model that the checkpoint was made from."
         ) from error
-    images = [_image(part) for part in _parts(conversations, "image")]
-    videos = [_video(part, processor) for part in _parts(conversations, "video")]
+    images = [_load_referenced_image(part) for part in _media_references(conversations, "image")]
+    videos = [
+        _load_referenced_video(part, processor)
+        for part in _media_references(conversations, "video")
+    ]
     for kind, token, media in (
         ("image", processor.image_token, images),
         ("video", processor.video_token, videos),
@@ -700,7 +708,7 @@ def prompts_from_inputs(architecture: Architecture, inputs: Mapping[str, Tensor]
     )
 
 
-def _parts(conversations: Sequence[Messages], kind: str) -> Iterator[Any]:
+def _media_references(conversations: Sequence[Messages], kind: str) -> Iterator[Any]:
     """Yield the references of all images or videos in the conversations, in order."""
     for conversation in conversations:
         for message in conversation:
@@ -713,7 +721,8 @@ def _parts(conversations: Sequence[Messages], kind: str) -> Iterator[Any]:
                     yield str(reference) if isinstance(reference, Path) else reference
 
 
-def _image(reference: Any) -> Any:
+def _load_referenced_image(reference: Any) -> Any:
+    """Return the image at a path or URL, or a PIL image turned as its EXIF data say, in RGB."""
     try:
         if isinstance(reference, Image.Image):
             return to_rgb(ImageOps.exif_transpose(reference))
@@ -725,11 +734,11 @@ def _image(reference: Any) -> Any:
         raise BadInput(f"Image {reference!r:.120} cannot be read: {error}") from error
 
 
-def _video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
+def _load_referenced_video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
     """Load frames, which the processor samples by the video's own rate and length."""
     if isinstance(reference, tuple):
         frames, metadata = reference
-        if metadata.frames_indices is None:
+        if metadata.frames_indices is None:  # then these are all frames
             metadata.frames_indices = list(range(len(frames)))
         return frames, metadata
 

@@ -59,18 +59,18 @@ class CheckedModel:
     """
 
     def __init__(self, request: ModelRequest, command: str, *, task: str | None = None) -> None:
-        """Check a request; the task is that of :func:`adapter_for`.
+        """Check a request; the task is that of :func:`read_adapter_for`.
 
         Raises:
-            BadInput: the causes in :func:`hf_folder_of` and :func:`adapter_for`, or the layout does
-                not fit the model.
+            BadInput: the causes in :func:`hf_folder_of` and :func:`read_adapter_for`, or the layout
+                does not fit the model.
         """
         self._request, self._place = request, identify(request.checkpoint)
         self.folder = hf_folder_of(request.checkpoint, request.hf, command)
         self.architecture = Architecture.from_hf(self.folder)
         self.architecture.require_vision()
         request.layout.validate(self.architecture, training=False)
-        self.adapter = adapter_for(request.lora, request.checkpoint, self.folder, task=task)
+        self.adapter = read_adapter_for(request.lora, request.checkpoint, self.folder, task=task)
 
     def load(self, kind: type[Qwen3VLModel] = Qwen3VLModel, **overrides: Any) -> list[Qwen3VLModel]:
         """Build and load this rank's part; all ranks call it, with ``torch.distributed`` set up.
@@ -120,7 +120,7 @@ def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
     return folder
 
 
-def adapter_for(
+def read_adapter_for(
     lora: Path | None, checkpoint: Path, folder: Path, *, task: str | None = None
 ) -> Adapter | None:
     """Read the adapter that a command uses with a checkpoint; warn if it names another base.

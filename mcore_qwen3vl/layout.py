@@ -43,6 +43,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self.split is not None:
             stages = len(read_split(self.split))
+            # The class is frozen, so the field cannot simply be assigned to.
             object.__setattr__(self, "vpp", max(stages // max(self.pp, 1), 1))
 
     @property
@@ -170,6 +171,7 @@ class Layout:
                 both numbers and what to change.
         """
         for name, size in asdict(self).items():
+            # SP is a bool, which is an int too, and False is allowed.
             if isinstance(size, int) and size is not False and size < 1:
                 raise BadInput(f"{name.upper()} is {size}; parallel sizes start at 1.")
         self._check_tensor_parallel(architecture)
@@ -293,22 +295,22 @@ def read_split(text: str) -> list[int]:
         BadInput: `text` has another form, or does not have one embedding at its beginning and one
             head at its end.
     """
-    plain = text.replace(",", "")
+    spelled_out = text.replace(",", "")
     for pattern in (_GROUP, _REPEATED):
-        plain = pattern.sub(lambda match: match[1] * int(match[2]), plain)
-    if wrong := re.search(r"[^EtL|]", plain):
+        spelled_out = pattern.sub(lambda match: match[1] * int(match[2]), spelled_out)
+    if wrong := re.search(r"[^EtL|]", spelled_out):
         raise BadInput(
             f"The pipeline split {text!r} is not understood at {wrong[0]!r}: write E (embedding "
             "and vision tower), t (a decoder layer), L (head) and | between stages. t*3 and "
             "(tt|)*2 repeat."
         )
-    order = plain.replace("|", "")
+    order = spelled_out.replace("|", "")
     if not re.fullmatch("Et*L", order):
         raise BadInput(
             f"The pipeline split {text!r} must have one E, which comes first, and one L, which "
             "comes last."
         )
-    return [part.count("t") for part in plain.split("|")]
+    return [part.count("t") for part in spelled_out.split("|")]
 
 
 @dataclass(frozen=True)
@@ -353,6 +355,7 @@ def simulate(stages: Sequence[Sequence[Durations]], micro_batches: int, group: i
     last = ranks * chunks - 1
     clock, position = [0.0] * ranks, [0] * ranks
     moved = True
+    # Each rank works until what it waits for is not done. A round without progress is the last.
     while moved:
         moved = False
         for rank, order in enumerate(orders):
@@ -390,6 +393,7 @@ def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group:
     ]
     forwards = [Pass(True, micro_batch, chunk) for micro_batch, chunk in table]
     backwards = [Pass(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
+    # Forwards before the first backward, as mcore counts those of the warm-up.
     ahead = ranks - rank - 1
     if chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * group

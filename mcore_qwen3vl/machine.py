@@ -30,12 +30,12 @@ def usable_cores() -> int:
 
 
 def warn_of_versions() -> None:
-    """Print a warning for each version that :func:`outside` reports, on standard error."""
-    for sentence in outside():
+    """Print a warning for each version that :func:`versions_outside` reports, on standard error."""
+    for sentence in versions_outside():
         console.messages.print(f"[yellow]warning:[/] {console.plain(sentence)}", soft_wrap=True)
 
 
-def outside() -> Iterator[str]:
+def versions_outside() -> Iterator[str]:
     """Yield one sentence for each version that ``pyproject.toml`` does not allow."""
     try:
         ours = metadata("mcore-qwen3vl")
@@ -43,7 +43,7 @@ def outside() -> Iterator[str]:
         return
     python = SpecifierSet(ours["Requires-Python"])
     if not python.contains(platform.python_version(), prereleases=True):
-        yield _sentence("Python", platform.python_version(), python)
+        yield _version_sentence("Python", platform.python_version(), python)
     for requirement in map(Requirement, ours.get_all("Requires-Dist") or ()):
         if requirement.name not in PACKAGES:
             continue
@@ -52,7 +52,7 @@ def outside() -> Iterator[str]:
         except PackageNotFoundError:  # some commands work without it
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
-            yield _sentence(requirement.name, installed, requirement.specifier)
+            yield _version_sentence(requirement.name, installed, requirement.specifier)
 
 
 def version_of(package: str) -> str:
@@ -70,10 +70,10 @@ def version_of(package: str) -> str:
         return version(package)
     text = file.read_text(encoding="utf-8")
     parts = re.findall(r"^(?:MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", text, re.MULTILINE)
-    return ".".join(parts[:3]) + parts[3]
+    return ".".join(parts[:3]) + parts[3]  # the pre-release, such as rc0, follows without a dot
 
 
-def _sentence(name: str, installed: str, allowed: SpecifierSet) -> str:
+def _version_sentence(name: str, installed: str, allowed: SpecifierSet) -> str:
     return (
         f"{name} {installed} is installed, and this package is tested with {name} {allowed}: what "
         "follows may fail or be wrong. Install one of those."

@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.hf.companions import unused_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
 from mcore_qwen3vl.data.processor import unused_of_processor
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_fields, read_object
+from mcore_qwen3vl.files import read_object, read_object_or_empty
 from mcore_qwen3vl.unused import Fields, Unused
 
 _METADATA = (
@@ -229,7 +229,7 @@ SENTENCES = Fields(
 """The fields of an embedding model's own config, as sentence-transformers writes it."""
 
 
-def require_last_token(folder: Path) -> None:
+def require_last_token_pooling(folder: Path) -> None:
     """Raise BadInput if sentence-transformers would make other embeddings of the model in `folder`.
 
     They are the state of the last token with length 1, here: no other pooling, and no layer on it.
@@ -247,7 +247,7 @@ def require_last_token(folder: Path) -> None:
                 "here it is the state of the last token (lasttoken): use sentence-transformers, or "
                 "change the file if the model was trained with the last token."
             )
-    for layer in sorted(folder.glob("*_Dense")):
+    for layer in sorted(folder.glob("*_Dense")):  # the first one is enough
         raise BadInput(
             f"{layer} is a layer on top of the embeddings, which is not supported: use "
             "sentence-transformers, or remove it to have the embeddings below it."
@@ -284,8 +284,10 @@ def unused_of_config(config: Mapping[str, Any]) -> list[Unused]:
     shared = {name: (config[name],) for name in CONFIG.used if name in config}
     if family.has_vision:
         sections = [
-            *_with(CONFIG, copies, "text_config counts").unused(config),
-            *_with(text_fields, {**shared, **dtypes}, "the top level counts").unused(text),
+            *_with_harmless_values(CONFIG, copies, "text_config counts").unused(config),
+            *_with_harmless_values(
+                text_fields, {**shared, **dtypes}, "the top level counts"
+            ).unused(text),
         ]
     else:
         used = (*text_fields.used, *CONFIG.used)
@@ -299,14 +301,18 @@ def unused_of_config(config: Mapping[str, Any]) -> list[Unused]:
                 f"text_config.{name} of config.json", (*_ROPE_FIELDS, *of_kind)
             ).unused(section)
         ),
-        *_with(VISION, {**shared, **dtypes, **same_range}, "the top level counts").unused(vision),
+        *_with_harmless_values(
+            VISION, {**shared, **dtypes, **same_range}, "the top level counts"
+        ).unused(vision),
         *Fields("vision_config.rope_parameters of config.json", ("rope_type", "rope_theta")).unused(
             vision.get("rope_parameters") or {}
         ),
     ]
 
 
-def _with(fields: Fields, values: Mapping[str, tuple[Any, ...]], why: str) -> Fields:
+def _with_harmless_values(
+    fields: Fields, values: Mapping[str, tuple[Any, ...]], why: str
+) -> Fields:
     """Return `fields` with further values that are without effect, and why others are not used."""
     more = {name: (*fields.without_effect.get(name, ()), *values[name]) for name in values}
     return replace(
@@ -317,16 +323,19 @@ def _with(fields: Fields, values: Mapping[str, tuple[Any, ...]], why: str) -> Fi
 
 
 def _unused_of_tokenizer(folder: Path) -> list[Unused]:
+    """Return unused fields of ``tokenizer_config.json``, and chat templates that another hides."""
     template = folder / TEMPLATE
     # A processor takes the first of these, and a tokenizer alone the first of the last two.
     templates = {
-        **{name: read_fields(folder / name).get("chat_template") for name in _OF_PROCESSOR},
+        **{
+            name: read_object_or_empty(folder / name).get("chat_template") for name in _OF_PROCESSOR
+        },
         TEMPLATE: template.read_text("utf-8", "replace") if template.is_file() else None,
-        TOKENIZER.where: read_fields(folder / TOKENIZER.where).get("chat_template"),
+        TOKENIZER.where: read_object_or_empty(folder / TOKENIZER.where).get("chat_template"),
     }
     named = [name for name, text in templates.items() if text is not None]
     alone = next((name for name in (TEMPLATE, TOKENIZER.where) if name in named), None)
-    return TOKENIZER.unused(read_fields(folder / TOKENIZER.where)) + [
+    return TOKENIZER.unused(read_object_or_empty(folder / TOKENIZER.where)) + [
         Unused(
             name,
             "chat_template",
@@ -341,8 +350,8 @@ OWNERS: tuple[Callable[[Path], list[Unused]], ...] = (
     lambda source: unused_of_config(read_config_file(source)),
     lambda source: unused_of_quantization(read_config_file(source)),
     _unused_of_tokenizer,
-    lambda folder: GENERATION.unused(read_fields(folder / GENERATION.where)),
-    lambda folder: SENTENCES.unused(read_fields(folder / SENTENCES.where)),
+    lambda folder: GENERATION.unused(read_object_or_empty(folder / GENERATION.where)),
+    lambda folder: SENTENCES.unused(read_object_or_empty(folder / SENTENCES.where)),
     unused_of_processor,
     unused_files,
 )

@@ -155,13 +155,14 @@ def prepare_batch(
     groups = model.pg_collection
     multiple = length_multiple(groups.cp.size(), groups.tp.size(), model.config.sequence_parallel)
     longest = model.architecture.max_position_embeddings
+    # The longest sequence that the model has positions for and that the layout divides.
     config = DataConfig(longest - longest % multiple, length_multiple=multiple, pad_to_longest=True)
     preparation = Preparation(processor, config, [Source(Path.cwd())])
     plans: dict[str, Plan] = {}
     for index, messages in enumerate(conversations):
         name = f"conversation {index}"
         common = {"__key__": name, "__restore_key__": ()}
-        record = {"messages": [_plain(message) for message in messages]}
+        record = {"messages": [_as_in_data_sets(message) for message in messages]}
         try:
             raw = RawSample(**common, record=record, folder=MediaFolder(Path.cwd(), {}), source=0)
             plan = preparation.plan(raw)
@@ -239,14 +240,14 @@ def save_model(
     save_hf(models, path, hf_config=identify(like).config(), force=force)
 
 
-def _plain(value: Any) -> Any:
+def _as_in_data_sets(value: Any) -> Any:
     """Return a message's content in a form that data sets have: PIL images as PNG bytes."""
     from mcore_qwen3vl.data.records.media import to_rgb
 
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _as_in_data_sets(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_as_in_data_sets(item) for item in value]
     if isinstance(value, Image.Image):
         png = io.BytesIO()
         to_rgb(value).save(png, "PNG")

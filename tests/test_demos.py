@@ -69,5 +69,5 @@ def test_the_exported_model_answers_what_was_learnt(
     assert log[-1]["lm loss"] < 0.02
     records = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
     with torch.no_grad():
-        answers = demos.answer(tmp_path / "hf" / "iter_0000070", records, data.parent)
+        answers = demos.answer_first_turns(tmp_path / "hf" / "iter_0000070", records, data.parent)
     assert answers == [messages[-1]["content"] for messages in records]

@@ -29,7 +29,7 @@ DEPENDENCIES = PROJECT["project"]["dependencies"]
 
 
 def test_nothing_is_said_of_supported_versions() -> None:
-    assert list(machine.outside()) == []
+    assert list(machine.versions_outside()) == []
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_version_outside_is_named_with_those_inside(
 ) -> None:
     install(package, version, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (sentence,) = machine.outside()
+    (sentence,) = machine.versions_outside()
     assert sentence.startswith(f"{package} {version} is installed")
     declared = [*DEPENDENCIES, *PROJECT["project"]["optional-dependencies"]["lora"]]
     (asked,) = (r for r in map(Requirement, declared) if r.name == package)
@@ -53,7 +53,7 @@ def test_a_pre_release_of_a_container_is_inside(
 ) -> None:
     install("torch", "2.14.0a0+nv26.8", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert list(machine.outside()) == []
+    assert list(machine.versions_outside()) == []
 
 
 def test_a_checkout_before_the_installed_megatron_is_named(
@@ -68,13 +68,13 @@ def test_a_checkout_before_the_installed_megatron_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     monkeypatch.setattr(machine, "PACKAGES", ("megatron-core",))
-    (sentence,) = machine.outside()
+    (sentence,) = machine.versions_outside()
     assert sentence.startswith("megatron-core 0.21.3rc1 is installed")
 
 
 def test_another_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.platform, "python_version", lambda: "3.14.1")
-    (sentence,) = machine.outside()
+    (sentence,) = machine.versions_outside()
     assert sentence.startswith("Python 3.14.1 is installed")
 
 

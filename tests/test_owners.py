@@ -34,7 +34,7 @@ from mcore_qwen3vl.owners import (
     TEXT,
     TOKENIZER,
     VISION,
-    require_last_token,
+    require_last_token_pooling,
     unused_of,
     unused_of_config,
 )
@@ -374,7 +374,7 @@ def test_embeddings_of_another_kind_are_refused(
     (model / file).parent.mkdir()
     (model / file).write_text(json.dumps(content))
     with pytest.raises(BadInput, match=message):
-        require_last_token(model)
+        require_last_token_pooling(model)
     (data := tmp_path / "data.jsonl").write_text('{"query": "a"}\n')
     with pytest.raises(BadInput, match=message):
         score(Request(model, data, task="embedding", out=tmp_path / "x.parquet"))
@@ -394,7 +394,7 @@ def test_embeddings_of_another_kind_are_refused(
 def test_embeddings_of_the_last_token_are_not(content: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(content))
-    require_last_token(tmp_path)
+    require_last_token_pooling(tmp_path)
 
 
 def test_prompts_of_sentence_transformers_are_named(tmp_path: Path) -> None:

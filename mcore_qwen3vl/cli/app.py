@@ -56,9 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
             result = app(arguments, standalone_mode=not wants_json)
         sys.exit(result or 0)
     except _UsageError as error:  # only with --json; otherwise Typer prints it itself
-        _end(error.format_message(), BadInput.exit_code, wants_json)
+        _exit_with_error(error.format_message(), BadInput.exit_code, wants_json)
     except (BadInput, CheckFailed) as error:
-        _end(str(error), error.exit_code, wants_json)
+        _exit_with_error(str(error), error.exit_code, wants_json)
     except ModuleNotFoundError as error:  # this command needs a larger installation
         if str(error.name).startswith("mcore_qwen3vl"):
             raise
@@ -66,20 +66,21 @@ def main(arguments: list[str] | None = None) -> None:
             f"this command needs {error.name}, which is not installed. docs/installation.md says "
             "what a small installation can do; pip install mcore-qwen3vl brings the rest."
         )
-        _end(problem, BadInput.exit_code, wants_json)
+        _exit_with_error(problem, BadInput.exit_code, wants_json)
     except Unfinished as error:
         trace = Path(tempfile.gettempdir()) / f"mcore-qwen3vl-{os.getpid()}.txt"
         trace.write_text(str(error), encoding="utf-8")
         said = f"{error.summary.rstrip('.')}. Details: {trace}"
-        _end(said, error.exit_code, wants_json)
+        _exit_with_error(said, error.exit_code, wants_json)
     except OSError as error:  # from the disk, where no command could say more
-        _end(str(error), BadInput.exit_code, wants_json)
+        _exit_with_error(str(error), BadInput.exit_code, wants_json)
     except KeyboardInterrupt:
         console.messages.print("interrupted")
         sys.exit(130)
 
 
-def _end(error: str, code: int, wants_json: bool) -> NoReturn:
+def _exit_with_error(error: str, code: int, wants_json: bool) -> NoReturn:
+    """Exit after printing the error; with ``--json``, unless a result was already written."""
     if not wants_json:
         console.messages.print(f"[bold red]error:[/] {console.plain(error)}", soft_wrap=True)
     elif not console.json_was_written.get():

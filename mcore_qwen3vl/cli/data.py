@@ -114,7 +114,7 @@ def check(
             unused=unused_of(folder),
             ranks=dp,
             micro_batches=max(1, global_batch_size // dp),
-            **({} if write is None else {"usable": write}),
+            **({} if write is None else {"usable": write}),  # else its default
         )
     if plot is not None:
         plot_report(report, plot)
@@ -145,7 +145,7 @@ def turns(
     out: Annotated[Path, typer.Option(help="JSONL file to write, in the folder of the data.")],
     json: options.Json = False,
 ) -> None:
-    """Write one record for each trained turn, which ends with it, as Thinking models need.
+    """Write one record for each trained turn, of the turns up to it, as Thinking models need.
 
     Their template leaves the reasoning of earlier turns out, so each turn has a prompt of its own.
     """

@@ -90,7 +90,7 @@ def generate(
         for reference in filter(_is_missing_file, references):
             raise BadInput(f"{kind} {reference!r}: no such file.")
     start = time.monotonic()  # a small model takes most of its time for the imports
-    _prepare(cpu)
+    _quiet_and_choose_backend(cpu)
     from mcore_qwen3vl.generation import Request, generate_on_all_ranks, user_turns
 
     streams = len(prompt) == 1 and not json
@@ -114,7 +114,7 @@ def generate(
     unused = _name_unused(request, "generate")
     answers = generate_on_all_ranks(request, on_cpu=cpu)
     seconds = time.monotonic() - start
-    if int(os.environ.get("RANK", "0")):
+    if int(os.environ.get("RANK", "0")):  # under torchrun, the first rank alone shows the answers
         return
     if json:
         entries = [{"prompt": p, **asdict(a)} for p, a in zip(prompt, answers, strict=True)]
@@ -212,7 +212,7 @@ def score(
 
     An interrupted command continues when it is run again. The summary is the perplexity.
     """
-    _prepare(cpu)
+    _quiet_and_choose_backend(cpu)
     from mcore_qwen3vl.scoring.score import Request
     from mcore_qwen3vl.scoring.score import score as run
 
@@ -243,7 +243,7 @@ def _name_unused(request: "ModelRequest", command: str) -> list[Unused]:
     return unused
 
 
-def _prepare(cpu: bool) -> None:
+def _quiet_and_choose_backend(cpu: bool) -> None:
     """Quiet the libraries, and choose the backend before megatron is imported."""
     console.quiet_libraries()
     if cpu:
@@ -257,20 +257,20 @@ def _show_scores(tally: "Tally", written: str) -> None:
     rows = [
         ("records", f"{tally.records:,}, of which {tally.scored:,} scored"),
         ("left out", f"{tally.bad:,} bad, {tally.overlong:,} over-long"),
-        ("embeddings", _count(tally.embeddings)),
-        ("rewards", _count(tally.rewards)),
+        ("embeddings", _count_or_blank(tally.embeddings)),
+        ("rewards", _count_or_blank(tally.rewards)),
         ("labels", ", ".join(f"{name} {count:,}" for name, count in tally.labels.items())),
-        ("documents", _count(tally.documents)),
-        ("positive is first", _decimal(tally.positive_first)),
-        ("trained tokens", _count(tally.tokens)),
-        ("log-probability", _decimal(tally.log_prob if tally.tokens else None)),
-        ("perplexity", _decimal(tally.perplexity)),
-        ("entropy of a token", _decimal(tally.entropy)),
-        ("perplexity of chosen", _decimal(tally.chosen_perplexity)),
-        ("perplexity of rejected", _decimal(tally.rejected_perplexity)),
+        ("documents", _count_or_blank(tally.documents)),
+        ("positive is first", _decimal_or_blank(tally.positive_first)),
+        ("trained tokens", _count_or_blank(tally.tokens)),
+        ("log-probability", _decimal_or_blank(tally.log_prob if tally.tokens else None)),
+        ("perplexity", _decimal_or_blank(tally.perplexity)),
+        ("entropy of a token", _decimal_or_blank(tally.entropy)),
+        ("perplexity of chosen", _decimal_or_blank(tally.chosen_perplexity)),
+        ("perplexity of rejected", _decimal_or_blank(tally.rejected_perplexity)),
         (
             "chosen has the higher reward" if tally.rewards else "chosen is likelier",
-            _decimal(tally.chosen_preferred),
+            _decimal_or_blank(tally.chosen_preferred),
         ),
     ]
     shown = [(name, console.plain(value)) for name, value in rows if value]
@@ -278,9 +278,9 @@ def _show_scores(tally: "Tally", written: str) -> None:
     console.say(f"  in {written}")
 
 
-def _count(value: int) -> str:
+def _count_or_blank(value: int) -> str:
     return f"{value:,}" if value else ""
 
 
-def _decimal(value: float | None) -> str:
+def _decimal_or_blank(value: float | None) -> str:
     return "" if value is None else f"{value:,.4f}"

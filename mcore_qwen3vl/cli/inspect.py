@@ -69,14 +69,14 @@ def inspect(
         console.quiet_libraries()
         adapter = inspect_adapter(place.folder, hf_config)
         unused = unused_of_adapter(place.folder, adapter.base)
-        _present(json, asdict(adapter), unused, _show_adapter, adapter)
+        _present_with_unused(json, asdict(adapter), unused, _show_adapter, adapter)
     elif path is None:
         if hf_config is None:
             raise BadInput("name one thing to inspect: PATH, or --hf-config DIR.")
         if table:
             raise BadInput("--table takes PATH, which may be a config.json, not --hf-config.")
         expected = estimate(hf_config, workers=workers, disk_gb_per_s=disk_gb_per_s)
-        _present(json, asdict(expected), unused_of(hf_config), _show_estimate, expected)
+        _present_with_unused(json, asdict(expected), unused_of(hf_config), _show_estimate, expected)
     elif table:
         inspection = inspect_path(path, hf_config=hf_config)
         lines = mapping_lines(inspection.mapping())
@@ -88,10 +88,10 @@ def inspect(
         total = {"total_parameters": inspection.total_parameters}
         facts = {**total, **asdict(inspection), "form": inspection.form.record}
         unused = unused_of(Path(inspection.config))
-        _present(json, facts, unused, _show_inspection, inspection, tensors)
+        _present_with_unused(json, facts, unused, _show_inspection, inspection, tensors)
 
 
-def _present(
+def _present_with_unused(
     as_json: bool,
     facts: dict[str, Any],
     unused: Sequence[Unused],
@@ -112,7 +112,7 @@ def _show_inspection(inspection: Inspection, tensors: bool) -> None:
         "what": kinds.get(inspection.kind, "config without weights"),
         "model": f"{a.kind}, {a.num_hidden_layers} layers, "
         f"hidden {a.hidden_size}, vocabulary {a.vocab_size}",
-        "embedding and head": _head(inspection),
+        "embedding and head": _head_in_words(inspection),
         "form": " ".join(inspection.form.notes) or None,
         "experts": f"{a.num_experts}, {a.num_experts_per_tok} a token, layout "
         f"{inspection.expert_layout}"
@@ -125,7 +125,7 @@ def _show_inspection(inspection: Inspection, tensors: bool) -> None:
         "weights": f"{size(inspection.nbytes)} in {counted(inspection.files, 'file')}",
         "parameters": f"{inspection.total_parameters:,} ({inspection.active_parameters:,} active)",
     }
-    _print(facts)
+    _print_facts(facts)
     parts = [(part, f"{count:,}") for part, count in inspection.parameters.items()]
     output.print(table("parameters by part", "part", ">count", rows=parts))
     if not tensors:
@@ -138,7 +138,8 @@ def _show_inspection(inspection: Inspection, tensors: bool) -> None:
     output.print(table("tensors", "name", "shape", "dtype", ">size", rows=rows))
 
 
-def _head(inspection: Inspection) -> str | None:
+def _head_in_words(inspection: Inspection) -> str | None:
+    """Return whether the head is the embedding; None if it is no language model's."""
     if not inspection.form.head.is_language_model:
         return None  # the form says which head there is
     return "tied" if inspection.architecture.tie_word_embeddings else "separate"
@@ -156,7 +157,7 @@ def _show_adapter(adapter: AdapterInspection) -> None:
         "weights": f"{size(adapter.nbytes)} in {adapter.tensors} tensors",
         "parameters": f"{adapter.parameters:,}",
     }
-    _print(facts)
+    _print_facts(facts)
     lines = table("what it adapts", "parameter", ">count", ">rank", ">scaling", "A, B")
     for part in adapter.parts:
         rank, scaling = ("" if x is None else f"{x:g}" for x in (part.r, part.scaling))
@@ -205,10 +206,11 @@ def _show_estimate(estimate: Estimate) -> None:
             f"{estimate.seconds:,.0f} s to read and write everything once at "
             f"{estimate.disk_gb_per_s:g} GB/s"
         )
-    _print(facts, soft_wrap=True)
+    _print_facts(facts, soft_wrap=True)
 
 
-def _print(facts: Mapping[str, Any], **options: Any) -> None:
+def _print_facts(facts: Mapping[str, Any], **options: Any) -> None:
+    """Print a line for each fact that is not None."""
     for name, fact in facts.items():
         if fact is not None:
             output.print(f"{name:20}{plain(str(fact))}", **options)

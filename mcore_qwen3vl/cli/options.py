@@ -21,25 +21,25 @@ from mcore_qwen3vl.training.arguments.run import DataSources
 
 def source(metavar: str, help: str) -> Any:
     """Return an argument for a checkpoint, whose weights are downloaded if needed."""
-    return typer.Argument(metavar=metavar, help=help, parser=_checkpoint)
+    return typer.Argument(metavar=metavar, help=help, parser=_resolve_checkpoint)
 
 
 def config(help: str) -> Any:
     """Return an option for a checkpoint's config, tokenizer and processor, without its weights."""
-    return typer.Option(metavar="DIR", help=help, parser=_config)
+    return typer.Option(metavar="DIR", help=help, parser=_resolve_config)
 
 
 def weights(help: str, metavar: str = "ADAPTER") -> Any:
     """Return an option for an adapter or a checkpoint, which is downloaded if needed."""
-    return typer.Option(metavar=metavar, help=help, parser=_checkpoint)
+    return typer.Option(metavar=metavar, help=help, parser=_resolve_checkpoint)
 
 
 def data_set(help: str) -> Any:
     """Return an argument for a data set of any kind."""
-    return typer.Argument(metavar="DATA", help=help, parser=_data_set)
+    return typer.Argument(metavar="DATA", help=help, parser=_require_data_set)
 
 
-def _checkpoint(name: str, *, weights: bool = True) -> Path:
+def _resolve_checkpoint(name: str, *, weights: bool = True) -> Path:
     from mcore_qwen3vl.converters.place import resolve
 
     path = resolve(name, weights=weights)
@@ -48,11 +48,11 @@ def _checkpoint(name: str, *, weights: bool = True) -> Path:
     return path
 
 
-def _config(name: str) -> Path:
-    return _checkpoint(name, weights=False)
+def _resolve_config(name: str) -> Path:
+    return _resolve_checkpoint(name, weights=False)
 
 
-def _data_set(name: str) -> Path:
+def _require_data_set(name: str) -> Path:
     return require_data_set(Path(name))
 
 
@@ -93,14 +93,18 @@ def layout_flags(
     """
     panel: Any = {"rich_help_panel": _LAYOUT, "metavar": "N", "min": 1}
     flags = [
-        _flag(name, int | None, f"{what.capitalize()} size.", **panel)
+        _flag_parameter(name, int | None, f"{what.capitalize()} size.", **panel)
         for name, what in _SIZES.items()
     ]
     for end in ("first", "last"):
         spelt = f"--decoder-{end}-pipeline-num-layers"
-        flags.append(_flag(end, int | None, f"Layers of the {end} pipeline stage.", spelt, **panel))
-    sp = _flag("sp", bool | None, "Sequence parallelism.", "--sp/--no-sp", rich_help_panel=_LAYOUT)
-    return _with_flags(
+        flags.append(
+            _flag_parameter(end, int | None, f"Layers of the {end} pipeline stage.", spelt, **panel)
+        )
+    sp = _flag_parameter(
+        "sp", bool | None, "Sequence parallelism.", "--sp/--no-sp", rich_help_panel=_LAYOUT
+    )
+    return _flag_adder(
         [flag for flag in [*flags, sp] if flag.name not in without],
         lambda command, arguments, values: command(**arguments, layout=make(**values)),
         filled="layout",
@@ -116,14 +120,16 @@ def data_flags(*names: str) -> Callable[[Any], Any]:
     kinds = get_type_hints(DataConfig) | get_type_hints(MediaLimits)
     budgets = [field.name for field in fields(MediaLimits)]
     panel: Any = {"rich_help_panel": "Budgets, as for training", "metavar": "N"}
-    flags = [_flag(name, kinds[name], help_of(name), default=defaults[name]) for name in names]
-    flags += [_flag(name, kinds[name], help_of(name), **panel) for name in budgets]
+    flags = [
+        _flag_parameter(name, kinds[name], help_of(name), default=defaults[name]) for name in names
+    ]
+    flags += [_flag_parameter(name, kinds[name], help_of(name), **panel) for name in budgets]
 
     def call(command: Callable[..., Any], arguments: dict[str, Any], values: dict[str, Any]) -> Any:
         media = MediaLimits(**{name: values.pop(name) for name in budgets if name in values})
         return command(**arguments, reading={**values, "media": media})
 
-    return _with_flags(flags, call, filled="reading")
+    return _flag_adder(flags, call, filled="reading")
 
 
 def then(use: Callable[..., None]) -> Callable[[Any], Any]:
@@ -133,7 +139,7 @@ def then(use: Callable[..., None]) -> Callable[[Any], Any]:
     call of the function, without arguments.
     """
     flags = list(signature(use).parameters.values())[1:]
-    return _with_flags(
+    return _flag_adder(
         flags, lambda command, arguments, values: use(partial(command, **arguments), **values)
     )
 
@@ -144,7 +150,7 @@ def help_of(name: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _flag(
+def _flag_parameter(
     name: str, kind: Any, help: str, spelt: str = "", *, default: Any = None, **option: Any
 ) -> Parameter:
     declared = typer.Option(spelt or f"--{name.replace('_', '-')}", help=help, **option)
@@ -152,7 +158,7 @@ def _flag(
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _with_flags(
+def _flag_adder(
     flags: Sequence[Parameter], call: Callable[..., Any], *, filled: str = ""
 ) -> Callable[[Any], Any]:
     """Return a decorator that adds flags to a function.

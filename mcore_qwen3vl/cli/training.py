@@ -22,7 +22,7 @@ launch = typer.Typer(help="Scripts that start training on a cluster.", no_args_i
 def list_scripts(json: Json = False) -> None:
     """Name every script, and what it is for."""
     scripts = catalogue.scripts().items()
-    entries = [{"name": n, "file": s.name, "what": _title(s)} for n, s in scripts]
+    entries = [{"name": n, "file": s.name, "what": _title_of_script(s)} for n, s in scripts]
     rows = [(entry["name"], console.plain(entry["what"])) for entry in entries]
     console.present(
         json, entries, console.output.print, console.table("", "name", "what", rows=rows)
@@ -59,7 +59,8 @@ def copy(
     console.present(json, {"out": path, "scripts": scripts}, console.say, said)
 
 
-def _title(script: Path) -> str:
+def _title_of_script(script: Path) -> str:
+    """Return a script's first comment, which says what it is for."""
     lines = script.read_text(encoding="utf-8").splitlines()
     return next(x for x in lines if x.startswith("# ")).removeprefix("# ")
 
@@ -151,12 +152,17 @@ def rehearse(
     command = read_command(context.args, gpus)  # before the imports below, which take seconds
     console.quiet_libraries()
     from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, check_command
-    from mcore_qwen3vl.rehearsal.report import show, show_estimate, show_fits, write_page
+    from mcore_qwen3vl.rehearsal.report import (
+        print_estimate,
+        print_fits,
+        print_rehearsal,
+        write_page,
+    )
     from mcore_qwen3vl.rehearsal.search import (
+        memory_of_stages,
         search,
-        stages_of_command,
         suggest_remedies,
-        trained_of_command,
+        trained_counts,
     )
     from mcore_qwen3vl.rehearsal.step_time import Constants
     from mcore_qwen3vl.runtime.gpus import find_gpu
@@ -166,13 +172,13 @@ def rehearse(
     options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed)
     architecture = check_command(command) if not fit else command.line.architecture
     if estimate:
-        stages = stages_of_command(command, architecture, trained_of_command(command, architecture))
-        show_estimate(command, architecture, stages, json=json)
+        stages = memory_of_stages(command, architecture, trained_counts(command, architecture))
+        print_estimate(command, architecture, stages, json=json)
         return
     if fit:
         with console.progress("searching") as say, Rehearser(options, say) as rehearser:
             fits = search(rehearser, command, architecture)
-        console.present(json, [fitting.to_dict() for fitting in fits], show_fits, fits, command)
+        console.present(json, [fitting.to_dict() for fitting in fits], print_fits, fits, command)
         require(any(fitting.good for fitting in fits), "none of the rehearsed layouts fits.")
         return
     with console.progress("rehearsing") as say, Rehearser(options, say) as rehearser:
@@ -181,7 +187,7 @@ def rehearse(
             rehearsal.remedies = suggest_remedies(rehearser, command, rehearsal)
     if report is not None:
         write_page(rehearsal, report)
-    console.present(json, rehearsal.to_dict(), show, rehearsal)
+    console.present(json, rehearsal.to_dict(), print_rehearsal, rehearsal)
     require(rehearsal.fits, rehearsal.verdict)
 
 

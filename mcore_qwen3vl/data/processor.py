@@ -15,7 +15,7 @@ from mcore_qwen3vl.converters.hf.companions import require_processor
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_fields
+from mcore_qwen3vl.files import read_object_or_empty
 from mcore_qwen3vl.unused import Fields, Unused
 
 OLDEST_TRANSFORMERS = "5.18"
@@ -120,14 +120,14 @@ def _require_embedding_rows(tokenizer: Any, folder: Path) -> None:
 
 def _read_sections(folder: Path) -> dict[str, tuple[str, Mapping[str, Any]]]:
     """Return what transformers reads of each section: the place, for messages, and the fields."""
-    nested = read_fields(folder / _NESTED)
+    nested = read_object_or_empty(folder / _NESTED)
     sections = {}
     for section, names in _FILES.items():
         file = next((name for name in names if (folder / name).is_file()), _NESTED)
         if section in nested:
             sections[section] = (f"{_NESTED}, {section}", nested[section])
         else:
-            sections[section] = (file, read_fields(folder / file))
+            sections[section] = (file, read_object_or_empty(folder / file))
     return sections
 
 
@@ -137,7 +137,7 @@ def unused_of_processor(folder: Path) -> list[Unused]:
     read = {where for where, _ in sections.values()}
     unused = Fields(
         _NESTED, used=(*_FILES, "chat_template"), inert=_INERT, reasons=_REASONS
-    ).unused(read_fields(folder / _NESTED))
+    ).unused(read_object_or_empty(folder / _NESTED))
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         if (folder / name).is_file() and name not in read:
             unused.append(Unused(name, "all of it", f"{_NESTED} is read in its place"))
@@ -248,7 +248,7 @@ def configs_with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
         if not changed:
             continue
         file = where.partition(",")[0]
-        content = files.setdefault(file, read_fields(folder / file))
+        content = files.setdefault(file, read_object_or_empty(folder / file))
         if where != file:
             content[section] = content = dict(fields)
         if "size" in changed:  # which transformers would replace with these

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         if options.peak:
             bytes_by_line = History(line_of).peak().sizes
             rank.report.facts["bytes at the peak, by line"] = bytes_by_line
-    print(table(rank.report), file=sys.stderr)
+    print(format_report(rank.report), file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps(rank.report.to_json(), indent=1), "utf-8")
     return code
@@ -88,7 +88,7 @@ def _run_program(program: str, arguments: list[str], is_module: bool) -> int:
     return 0
 
 
-def table(report: Report) -> str:
+def format_report(report: Report) -> str:
     """Return the stages as text, with the details of the last interval before ``end``."""
     lines = [f"{'interval':24} {'s':>7} {'allocated':>10} {'peak':>7} {'reserved':>8} GB"]
     lines[0] += f"{'launches':>9} {'host syncs':>11}"

@@ -38,7 +38,7 @@ class Unavailable(RuntimeError):
     """The device cannot be simulated here. The message says what to do about it."""
 
 
-def libraries() -> list[Path]:
+def compiled_libraries() -> list[Path]:
     """Return the compiled libraries, from the cache if this source was compiled before.
 
     They are kept in ``$XDG_CACHE_HOME/pretended-device`` (``~/.cache/pretended-device``).
@@ -52,7 +52,7 @@ def libraries() -> list[Path]:
             f"The simulated GPU needs Linux with glibc, and this is {sys.platform}: run it in a "
             "Linux container."
         )
-    return [_library(cache_folder() / name, parts) for name, parts in _LIBRARIES.items()]
+    return [_compiled_library(cache_folder() / name, parts) for name, parts in _LIBRARIES.items()]
 
 
 def cache_folder() -> Path:
@@ -64,7 +64,8 @@ def cache_folder() -> Path:
     return cache / "pretended-device" / content.hexdigest()[:16]
 
 
-def _library(target: Path, parts: tuple[str, ...]) -> Path:
+def _compiled_library(target: Path, parts: tuple[str, ...]) -> Path:
+    """Compile the library `target` if there is none yet, and return `target`."""
     if target.exists():
         return target
     partial = target.with_name(f"{target.name}.{os.getpid()}")
@@ -123,9 +124,9 @@ class Settings:
         """Return the environment variables with which a program finds this device.
 
         Raises:
-            Unavailable: see :func:`libraries`.
+            Unavailable: see :func:`compiled_libraries`.
         """
-        driver, *others = libraries()
+        driver, *others = compiled_libraries()
         words = [*map(str, (driver, *others)), *inherited.get("LD_PRELOAD", "").split(":")]
         return {
             "LD_PRELOAD": ":".join(dict.fromkeys(filter(None, words))),
@@ -157,7 +158,7 @@ def start_again(settings: Settings | None = None) -> None:
     Call it first in a program, before anything has side effects.
 
     Raises:
-        Unavailable: see :func:`libraries`.
+        Unavailable: see :func:`compiled_libraries`.
     """
     if not is_preloaded():
         os.environ |= (settings or Settings()).environment()
@@ -287,6 +288,7 @@ class Device:
         """Change the device's memory and, before its first use, the context's share, in GiB."""
         self._library.pretended_set_memory(ctypes.c_double(gib))
         if context_gib is not None:
+            # The counters are the library's own: it refuses what `used` leaves no room for.
             taken = int(context_gib * (1 << 30))
             for name in ("used", "peak_used"):
                 self._counts[COUNTERS.index(name)] = taken
@@ -299,7 +301,7 @@ class Device:
         """Return the number of kernels, copies on the device and memsets so far."""
         return sum(int(self._counts[i]) for i in _STARTED)
 
-    def new_host_syncs(self) -> list[HostSync]:
+    def take_host_syncs(self) -> list[HostSync]:
         """Return the host syncs since the last call of this method, most frequent first."""
         syncs, self._host_syncs = self._host_syncs, Counter()
         return [HostSync(*key, count) for key, count in syncs.most_common()]
@@ -308,10 +310,10 @@ class Device:
         """Count kernels by name and place from now on; the program gets a few times slower."""
         # The object must stay alive, because the library goes on calling it.
         kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-        self._on_launch = kind(self._record_launch) if on else kind()
+        self._on_launch = kind(self._record_launch) if on else kind()  # the latter is NULL
         self._library.pretended_on_launch(self._on_launch)
 
-    def new_launches(self) -> list[Launch]:
+    def take_launches(self) -> list[Launch]:
         """Return the launches since the last call of this method, most frequent first."""
         launches, self._launches = self._launches, Counter()
         return [Launch(*key, count) for key, count in launches.most_common()]
@@ -325,12 +327,13 @@ class Device:
         finally:
             self._phase = before
 
-    def _record_sync(self, kind: int, size: int) -> None:
-        self._host_syncs[self._phase, HOST_SYNCS[kind], _place(sys._getframe(1))] += 1
+    def _record_sync(self, kind: int, size: int) -> None:  # the signature is the library's
+        self._host_syncs[self._phase, HOST_SYNCS[kind], _place_on_stack(sys._getframe(1))] += 1
 
     def _record_launch(self, name: bytes | None) -> None:
         kernel = _kernel_words((name or b"").decode()) or "product"
-        self._launches[self._phase, kernel, _place(sys._getframe(1))] += 1
+        # Frame 0 is this callback.
+        self._launches[self._phase, kernel, _place_on_stack(sys._getframe(1))] += 1
 
 
 def place_of(frames: Iterable[tuple[str, int | None, str]], most: int = 3) -> str:
@@ -346,7 +349,7 @@ def place_of(frames: Iterable[tuple[str, int | None, str]], most: int = 3) -> st
     return " < ".join(islice(places, most)) or "autograd"
 
 
-def _place(frame: FrameType) -> str:
+def _place_on_stack(frame: FrameType) -> str:
     stack = walk_stack(frame)
     return place_of((f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack)
 
@@ -360,6 +363,7 @@ def _kernel_words(mangled: str) -> str:
         start = length.end()
         at = start + int(length[0])
         word = mangled[start:at]
+        # Names of namespaces tell nothing, nor does a word for the second time.
         told = word in {*words, "at", "native"}
         if len(word) == int(length[0]) and word.isidentifier() and not told:
             words.append(word)

@@ -37,11 +37,11 @@ _traffic: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 1
 
 
 def traffic() -> list[Traffic]:
-    """Return what every group was handed since the last :func:`new_traffic`."""
+    """Return what every group was handed since the last :func:`take_traffic`."""
     return [Traffic(*key, *counts) for key, counts in _traffic.items()]
 
 
-def new_traffic() -> list[Traffic]:
+def take_traffic() -> list[Traffic]:
     """Return what every group was handed since the last call, most bytes first."""
     new = sorted(traffic(), key=lambda t: -t.size)
     _traffic.clear()
@@ -66,7 +66,7 @@ def install() -> None:
                 f"{torch.__version__}, so the simulated GPU cannot stand in for other ranks. "
                 f"Install torch {TESTED_TORCH}, with which it was tested."
             )
-    dist.Backend.register_backend("pretended", _make, devices=["cpu", "cuda"])
+    dist.Backend.register_backend("pretended", _make_group, devices=["cpu", "cuda"])
     start, new = c10d.init_process_group, c10d.new_group
 
     def init_process_group(
@@ -83,7 +83,7 @@ def install() -> None:
         if store is not None and timeout is not None:
             store.set_timeout(timeout)
         start("pretended", world_size=world_size, rank=rank, store=store or dist.HashStore())
-        _name(c10d._get_default_group(), "world", backend or "nccl")
+        _name_group(c10d._get_default_group(), "world", backend or "nccl")
 
     def new_group(
         ranks: Sequence[int] | None = None,
@@ -96,7 +96,7 @@ def install() -> None:
     ) -> Any:
         group = new(ranks, backend="pretended", group_desc=group_desc)
         if isinstance(group, OneRankGroup):
-            _name(group, group_desc or "group", backend or dist.get_backend())
+            _name_group(group, group_desc or "group", backend or dist.get_backend())
             members = dist.get_process_group_ranks(group)
             group.span = members[-1] - members[0] + 1
         return group
@@ -108,19 +108,20 @@ def install() -> None:
         module.new_group = new_group  # type: ignore[attr-defined]
 
 
-def _make(store: Any, rank: int, size: int, timeout: Any) -> OneRankGroup:
+def _make_group(store: Any, rank: int, size: int, timeout: Any) -> OneRankGroup:
+    """Make a group as ``register_backend`` asks for; a store of this process alone is left out."""
     alone = isinstance(store._underlying_non_prefix_store, dist.HashStore)
     return OneRankGroup(rank, size, None if alone else store)
 
 
-def _name(group: Any, description: str, backend: Any) -> None:
+def _name_group(group: Any, description: str, backend: Any) -> None:
     """Let ``get_backend`` return the requested backend: the first of "cpu:gloo,cuda:nccl"."""
     asked = str(backend).split(",")[0].split(":")[-1]
     c10d._world.pg_map[group] = (asked, c10d._world.pg_map[group][1])
     group.description = description + (" (gloo)" if asked == "gloo" else "")
 
 
-def _done(result: Any) -> Work:
+def _finished_work(result: Any) -> Work:
     """Return work that is already finished."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(list(result))
@@ -194,52 +195,54 @@ class OneRankGroup(PythonGroup):
         self._messages: Counter[str] = Counter()  # number so far, by sender, receiver and tag
         self.span = size  # ranks from the first member to the last one
 
-    def _did(self, operation: str, handed: Any, result: Any = ()) -> Work:
+    def _count_and_finish(self, operation: str, handed: Any, result: Any = ()) -> Work:
+        """Count an operation by the tensors it was handed; return finished work with `result`."""
         entry = _traffic[f"{self.description}[{self._size}]", operation]
+        # Calls, bytes and span, the last three fields of `Traffic`.
         entry[0] += 1
         entry[1] += sum(t.numel() * t.element_size() for t in tree_leaves(handed))
         entry[2] = self.span
-        return _done(result)
+        return _finished_work(result)
 
     def count(self, operation: str, handed: Any) -> None:
         """Count an operation of a library that exchanges tensors without this group's methods."""
-        self._did(operation, [t for t in handed if t is not None])
+        self._count_and_finish(operation, [t for t in handed if t is not None])
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         tensors = tree_leaves(tensors)
         for tensor in tensors:
             if not tensor.is_cuda and opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
-                tensor.mul_(self._size)
-        return self._did("all_reduce", tensors, tensors)
+                tensor.mul_(self._size)  # the sum of as many equal values as there are ranks
+        return self._count_and_finish("all_reduce", tensors, tensors)
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
-        return self._did("broadcast", tensors, tree_leaves(tensors))
+        return self._count_and_finish("broadcast", tensors, tree_leaves(tensors))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         _copy_to_all(outputs, inputs)
-        return self._did("all_gather", outputs, outputs)
+        return self._count_and_finish("all_gather", outputs, outputs)
 
     def _allgather_base(self, out: Tensor, source: Tensor, opts: Any = None) -> Work:
         if _has_values(source):
             out.view(self._size, -1).copy_(source.reshape(1, -1).expand(self._size, -1))
-        return self._did("all_gather", [out], [out])
+        return self._count_and_finish("all_gather", [out], [out])
 
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._did("all_gather", outputs, outputs)
+        return self._count_and_finish("all_gather", outputs, outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def _reduce_scatter_base(self, out: Tensor, source: Tensor, opts: Any = None) -> Work:
-        return self._did("reduce_scatter", [source], [out])
+        return self._count_and_finish("reduce_scatter", [source], [out])
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._did("reduce_scatter", inputs, outputs)
+        return self._count_and_finish("reduce_scatter", inputs, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter
 
@@ -250,37 +253,39 @@ class OneRankGroup(PythonGroup):
             sizes = [int(n) for n in splits] if splits is not None else []
             if sizes and sum(sizes) != tensor.shape[0]:
                 raise ValueError(f"all_to_all: {name} splits {sizes} of {tuple(tensor.shape)}")
-        return self._did("all_to_all", [source], [out])
+        return self._count_and_finish("all_to_all", [source], [out])
 
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._did("all_to_all", inputs, outputs)
+        return self._count_and_finish("all_to_all", inputs, outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         _copy_to_all(outputs, inputs)
-        return self._did("gather", inputs)
+        return self._count_and_finish("gather", inputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._did("scatter", outputs)
+        return self._count_and_finish("scatter", outputs)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
-        return self._did("reduce", tensors, tensors)
+        return self._count_and_finish("reduce", tensors, tensors)
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Work:
         for tensor in tensors if self._store else ():
             if _has_values(tensor):
                 values = host_view(tensor) if tensor.is_cuda else tensor
                 octets = values.detach().contiguous().view(-1).view(torch.uint8)
-                self._store.set(self._message(self.rank(), to, tag), octets.numpy().tobytes())
-        return self._did("send", tensors)
+                self._store.set(
+                    self._next_message_key(self.rank(), to, tag), octets.numpy().tobytes()
+                )
+        return self._count_and_finish("send", tensors)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
-        work = self._did("recv", tensors, tensors)
+        work = self._count_and_finish("recv", tensors, tensors)
         wanted = [tensor for tensor in tensors if _has_values(tensor)]
         if self._store and source >= 0:
-            keys = [self._message(source, self.rank(), tag) for _ in wanted]
-            return _Receipt(partial(self._fill, wanted, keys))
+            keys = [self._next_message_key(source, self.rank(), tag) for _ in wanted]
+            return _Receipt(partial(self._fill_from_messages, wanted, keys))
         for tensor in wanted:
             tensor.zero_()  # nothing was sent, and what was in memory must not count
         return work
@@ -288,30 +293,33 @@ class OneRankGroup(PythonGroup):
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         return self.recv(tensors, -1, tag)
 
-    def _message(self, sender: int, receiver: int, tag: int) -> str:
+    def _next_message_key(self, sender: int, receiver: int, tag: int) -> str:
         """Return the key of the next message, which both sides count."""
         way = f"{sender} to {receiver}, tag {tag}"
         self._messages[way] += 1
         return f"{way}, number {self._messages[way]}"
 
-    def _fill(self, tensors: list[Tensor], keys: list[str]) -> None:
+    def _fill_from_messages(self, tensors: list[Tensor], keys: list[str]) -> None:
+        """Give each tensor the values under its key, and wait until the sender has set them."""
         for tensor, key in zip(tensors, keys, strict=True):
             values = torch.frombuffer(bytearray(self._store.get(key)), dtype=tensor.dtype)
             (host_view(tensor) if tensor.is_cuda else tensor).copy_(values.view(tensor.shape))
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._did("barrier", [])
+        return self._count_and_finish("barrier", [])
 
     def _end_coalescing(self, device: Any) -> Work:
-        return _done([])
+        return _finished_work([])
 
 
 def _copy_to_all(outputs: Any, inputs: Any) -> None:
+    """Copy this rank's values to the place of every member, if they are known."""
     for parts, source in zip(outputs, inputs, strict=False):  # only a gather's root has outputs
         for part in parts if _has_values(source) else ():
             part.copy_(source)
 
 
 def _has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has true values: on the host all have, on the device few integers."""
     known = not tensor.is_cuda or (not tensor.is_floating_point() and tensor.numel() < _SMALL)
     return known and tensor.numel() > 0

@@ -57,43 +57,45 @@ class TrueIntegers(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(result, float):
+            # A value that was on the host is true; one from the device must only be usable.
             true = not args[0].is_cuda or (result >= 0 and math.isfinite(result))
             return result if true else 0.0
         if func in _UNTOUCHED or func.is_view or func.namespace != "aten":
             return result
-        self._fill(func, args, kwargs, result)
+        self._fill_whole_numbers(func, args, kwargs, result)
         return result
 
-    def _fill(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _fill_whole_numbers(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Give the integers and booleans of `result` their values.
 
         Indices of the largest floats, as a router takes them, go through the columns in turn. What
         else depends on floats is zero. What depends on integers alone is computed on the host.
         """
-        outputs = [t for t in _many(result) if _is_whole(t)]
+        outputs = [t for t in _as_sequence(result) if _is_filled(t)]
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         if not outputs or not any(t.is_cuda for t in (*outputs, *inputs)):
             return
         mutates = func._schema.is_mutable
         if func in _IN_TURN and inputs[0].is_floating_point():
-            indices = _many(result)[-1]
-            chosen = _columns(indices.shape, inputs[0].shape[-1], self._routing)
+            indices = _as_sequence(result)[-1]
+            chosen = _columns_in_turn(indices.shape, inputs[0].shape[-1], self._routing)
             host_view(indices).copy_(chosen)
         elif any(t.is_floating_point() for t in inputs):
-            if not mutates:
+            if not mutates:  # a tensor that is changed keeps what it has
                 for output in outputs:
                     host_view(output).zero_()
         elif all(t.numel() <= _LARGEST for t in inputs):
+            # The result on the host is only copied from, so it need not be pinned.
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-            true = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+            true = func(*tree_map(_to_host, args), **tree_map(_to_host, kwargs))
             if mutates:
-                return  # the operator wrote into that memory itself
-            for output, value in zip(_many(result), _many(true), strict=True):
-                if _is_whole(output) and output.shape == value.shape:
+                return  # `true` is in that memory already, because `_to_host` gives views
+            for output, value in zip(_as_sequence(result), _as_sequence(true), strict=True):
+                if _is_filled(output) and output.shape == value.shape:
                     host_view(output).copy_(value)
 
 
-def _columns(shape: torch.Size, columns: int, routing: Routing) -> Tensor:
+def _columns_in_turn(shape: torch.Size, columns: int, routing: Routing) -> Tensor:
     """Return indices (..., k): row r takes columns r * k, r * k + 1, … modulo their number.
 
     With skewed routing, even and odd rows count separately, and odd rows take theirs modulo a
@@ -108,11 +110,13 @@ def _columns(shape: torch.Size, columns: int, routing: Routing) -> Tensor:
     return torch.where(rows % 2 == 1, in_turn % few, in_turn % columns).view(shape)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_filled(value: Any) -> bool:
+    """Return whether it is a tensor of integers or booleans that is not too large to fill in."""
     return isinstance(value, Tensor) and value.dtype in WHOLE and value.numel() <= _LARGEST
 
 
-def _many(value: Any) -> Any:
+def _as_sequence(value: Any) -> Any:
+    """Return the results of an operator, which may be one or several."""
     return value if isinstance(value, tuple | list) else [value]
 
 
@@ -127,13 +131,14 @@ def host_view(tensor: Tensor) -> Tensor:
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _on_host(value: Any) -> Any:
+def _to_host(value: Any) -> Any:
+    """Return an operator's argument for the host: a view of the same memory, or the CPU."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     return host_view(value) if isinstance(value, Tensor) and value.is_cuda else value
 
 
-def _on_device(values: Tensor, device: torch.device) -> Tensor:
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
     """Return a device tensor with these values, if they are integers or booleans."""
     result = torch.empty_like(values, device=device)
     if result.dtype in WHOLE:
@@ -145,33 +150,33 @@ def _nonzero(self: Tensor) -> Tensor:
     """Synchronize as CUDA does, because the host must know the size of the result."""
     torch.cuda.current_stream().synchronize()
     if self.dtype in WHOLE:
-        return _on_device(host_view(self).nonzero(), self.device)
-    return _on_device(torch.empty(0, self.ndim, dtype=torch.int64), self.device)
+        return _to_device(host_view(self).nonzero(), self.device)
+    return _to_device(torch.empty(0, self.ndim, dtype=torch.int64), self.device)
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
     """Synchronize as CUDA does: without `output_size`, the host must learn the sum of `repeats`."""
     if output_size is None:
         torch.cuda.current_stream().synchronize()
-    return _on_device(torch.repeat_interleave(host_view(repeats)), repeats.device)
+    return _to_device(torch.repeat_interleave(host_view(repeats)), repeats.device)
 
 
 def _bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Synchronize as CUDA does, because the host must know the size of the result."""
     torch.cuda.current_stream().synchronize()
     counts = torch.bincount(host_view(self), minlength=minlength)
-    return _on_device(counts if weights is None else counts.double(), self.device)
+    return _to_device(counts if weights is None else counts.double(), self.device)
 
 
 def _prod(
     self: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Compute the product on the host: for integers CUDA compiles a kernel, impossible here."""
-    return _on_device(host_view(self).prod(dim, keepdim, dtype=dtype), self.device)
+    return _to_device(host_view(self).prod(dim, keepdim, dtype=dtype), self.device)
 
 
 @cache  # what is registered lasts as long as the library
-def answer_sizes() -> torch.library.Library:
+def answer_sizes_from_host() -> torch.library.Library:
     """Answer from the host the operators that depend on kernels' results, such as ``nonzero``."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("bincount", _bincount, "CUDA")

@@ -36,7 +36,7 @@ from mcore_qwen3vl.pretended.device import (
     is_preloaded,
     place_of,
 )
-from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes, host_view
+from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes_from_host, host_view
 
 _LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters of a level, not of events
 
@@ -65,13 +65,13 @@ class Rank:
             peak=torch.cuda.max_memory_allocated(),
             reserved=torch.cuda.max_memory_reserved(),
             counters=change,
-            host_syncs=self.device.new_host_syncs(),
-            traffic=groups.new_traffic(),
+            host_syncs=self.device.take_host_syncs(),
+            traffic=groups.take_traffic(),
             flops={kind: n for kind, n in self.work.counts.items() if kind in KINDS},
             one_key=self.work.counts[ONE_KEY],
             moved=self.work.counts[BYTES],
             fused=self.work.counts[FUSED],
-            launches=self.device.new_launches(),
+            launches=self.device.take_launches(),
         )
         self.work.counts.clear()
         self._before = counters
@@ -116,7 +116,7 @@ def one_rank(rank: int = 0, world_size: int = 1, routing: Routing = "uniform") -
         "MASTER_PORT": "29500",
     }
     groups.install()
-    answer_sizes()
+    answer_sizes_from_host()
     current = Rank()
     try:
         with TrueIntegers(routing), current.work:
@@ -162,7 +162,7 @@ class History:
         lasting: dict[int, int] = {}
         for i, event in enumerate(self._trace):
             if event["action"] == "alloc":
-                lasting[event["addr"]] = i
+                lasting[event["addr"]] = i  # an address may be used again
             elif event["action"] == "free_completed":
                 lasting.pop(event["addr"], None)
         at = {i: (owners or {}).get(address) for address, i in lasting.items()}
@@ -210,7 +210,8 @@ class History:
         live: dict[int, tuple[str, int]] = {}
         for i, event in enumerate(self._trace):
             if event["action"] == "alloc":
-                live[event["addr"]] = name, size = self._classes[i], int(event["size"])
+                name, size = self._classes[i], int(event["size"])
+                live[event["addr"]] = name, size
                 yield i, name, size
             elif event["action"] == "free_completed" and event["addr"] in live:
                 name, size = live.pop(event["addr"])
@@ -261,7 +262,7 @@ class CountWork(TorchDispatchMode):
 
         Matmuls and attention still count by their FLOPs.
         """
-        if self._within_one:
+        if self._within_one:  # part of the outer one, which counts
             yield []
             return
         made: list[Any] = []
@@ -270,7 +271,7 @@ class CountWork(TorchDispatchMode):
             yield made
         finally:
             self._within_one = False
-        self.counts[BYTES] += sum(size_of([*tensors, *made]))
+        self.counts[BYTES] += sum(sizes_of([*tensors, *made]))
         self.counts[FUSED] += max(self._launched() - before - 1, 0)
 
     def __torch_dispatch__(
@@ -281,9 +282,9 @@ class CountWork(TorchDispatchMode):
         packet = func._overloadpacket
         formula = flop_registry.get(packet)
         if func.namespace == "torch_attn":
-            self.counts.update(_varlen_work(packet.__name__, args))
+            self.counts.update(_varlen_attention_work(packet.__name__, args))
         elif packet.__name__.startswith("_scaled_dot_product"):
-            self.counts.update(_dense_work(packet.__name__, args))
+            self.counts.update(_dense_attention_work(packet.__name__, args))
         elif packet.__name__ == "_grouped_mm":
             # (T, K) and (E, K, N), or for weight gradients (M, T) and (T, N)
             self.counts["gemm"] += 2 * args[0].numel() * args[1].shape[-1]
@@ -304,16 +305,16 @@ def _bytes_moved(func: Any, args: Any, result: Any) -> int:
     pairs = zip(func._schema.arguments, args, strict=False)
     changed = [a for argument, a in pairs if argument.alias_info and argument.alias_info.is_write]
     made = [] if changed else [result]
-    return sum(size_of(args)) + sum(size_of([*changed, *made]))
+    return sum(sizes_of(args)) + sum(sizes_of([*changed, *made]))
 
 
-def size_of(values: Iterable[Any]) -> Iterator[int]:
+def sizes_of(values: Iterable[Any]) -> Iterator[int]:
     """Yield the bytes of each tensor in nested lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value.numel() * value.element_size()
         elif isinstance(value, list | tuple):
-            yield from size_of(value)
+            yield from sizes_of(value)
 
 
 def count_compiled() -> None:
@@ -323,9 +324,9 @@ def count_compiled() -> None:
     """
     compile_function = torch.compile
 
-    def counted(function: Any = None, **options: Any) -> Any:
+    def compile_counted(function: Any = None, **options: Any) -> Any:
         if function is None:
-            return partial(counted, **options)
+            return partial(compile_counted, **options)
         compiled = compile_function(function, **options)
         if not isfunction(function):
             return compiled
@@ -341,7 +342,7 @@ def count_compiled() -> None:
 
         return call
 
-    torch.compile = counted  # type: ignore[assignment]
+    torch.compile = compile_counted  # type: ignore[assignment]
 
 
 def launch(
@@ -365,7 +366,7 @@ def flops_of(work: Mapping[str, float]) -> float:
     return sum(work.get(kind, 0) for kind in KINDS)
 
 
-def _dense_work(name: str, args: Any) -> dict[str, int]:
+def _dense_attention_work(name: str, args: Any) -> dict[str, int]:
     """Return the work of ``scaled_dot_product_attention``."""
     # PyTorch's own counter refuses grouped heads before version 2.12.
     backward = "backward" in name
@@ -377,11 +378,12 @@ def _dense_work(name: str, args: Any) -> dict[str, int]:
 
 
 def _attention_work(flops: float, one_key: float, *, backward: bool) -> dict[str, int]:
+    """Return the counts of a forward pass with these FLOPs, or of its backward pass."""
     times = BACKWARD_OVER_FORWARD if backward else 1
     return {"attention": int(flops * times), ONE_KEY: int(one_key * times)}
 
 
-def _varlen_work(name: str, args: Any) -> dict[str, int]:
+def _varlen_attention_work(name: str, args: Any) -> dict[str, int]:
     """Return the work of ``torch.nn.attention.varlen``."""
     backward = name.endswith("backward")
     query = args[1] if backward else args[0]  # (t, heads, D)
@@ -408,7 +410,7 @@ def segmented_flops(
     queries, keys = (host_view(bounds).diff().double() for bounds in (of_queries, of_keys))
     pairs = float((queries * keys).sum())
     if causal:
-        pairs -= float((queries * queries).sum()) / 2
+        pairs -= float((queries * queries).sum()) / 2  # each query with the later half of them
     a_pair = 4 * query.shape[-2] * query.shape[-1]
     return a_pair * pairs, a_pair * float(queries.sum())
 
@@ -418,10 +420,10 @@ def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
     """Add the work of Transformer Engine's kernels to `counts`, if it is imported."""
     extension = sys.modules.get(_TE_EXTENSION)
     works: dict[str, Callable[..., dict[str, int]]] = {
-        "generic_gemm": lambda *a: {"gemm": int(_te_product(*a))},
-        "te_general_grouped_gemm": lambda *a: {"gemm": int(_te_products(*a))},
-        "fused_attn_fwd": lambda *a: _attention_work(*_te_attention(*a), backward=False),
-        "fused_attn_bwd": lambda *a: _attention_work(*_te_attention(*a), backward=True),
+        "generic_gemm": lambda *a: {"gemm": int(_te_product_flops(*a))},
+        "te_general_grouped_gemm": lambda *a: {"gemm": int(_te_products_flops(*a))},
+        "fused_attn_fwd": lambda *a: _attention_work(*_te_attention_flops(*a), backward=False),
+        "fused_attn_bwd": lambda *a: _attention_work(*_te_attention_flops(*a), backward=True),
     }
 
     def counted(name: str, original: Any) -> Any:
@@ -432,7 +434,7 @@ def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
                 counts.update(work(*args))
             result = original(*args, **kwargs)
             if work is None:
-                counts[BYTES] += sum(size_of([args, list(kwargs.values()), result]))
+                counts[BYTES] += sum(sizes_of([args, list(kwargs.values()), result]))
             return result
 
         return call
@@ -444,7 +446,7 @@ def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
         yield
 
 
-def _te_product(a: Any, transposed: bool, b: Any, *_: Any) -> float:
+def _te_product_flops(a: Any, transposed: bool, b: Any, *_: Any) -> float:
     """Return the FLOPs of one matmul."""
     # `a`, with its axes as in PyTorch, is contracted along its last axis if transposed, else along
     # the others.
@@ -453,11 +455,13 @@ def _te_product(a: Any, transposed: bool, b: Any, *_: Any) -> float:
     return 2 * size * b.size().numel() / max(contracted, 1)
 
 
-def _te_products(a: list[Any], transposed: bool, b: list[Any], *_: Any) -> float:
-    return sum(_te_product(x, transposed, y) for x, y in zip(a, b, strict=True))
+def _te_products_flops(a: list[Any], transposed: bool, b: list[Any], *_: Any) -> float:
+    return sum(_te_product_flops(x, transposed, y) for x, y in zip(a, b, strict=True))
 
 
-def _te_attention(*args: Any) -> tuple[float, float]:
+def _te_attention_flops(*args: Any) -> tuple[float, float]:
+    """Return the FLOPs as :func:`segmented_flops` does."""
+    # The bounds of queries and of keys are the first int32 tensors, and the query follows them.
     first = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.int32)
     causal = any("CAUSAL" in str(a) for a in args[:first] if "Mask" in type(a).__name__)
     of_queries, of_keys, query = args[first : first + 3]

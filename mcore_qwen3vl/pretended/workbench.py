@@ -47,7 +47,7 @@ class Workbench:
             raised: exceptions that :meth:`call` raises as they are. They must be picklable.
 
         Raises:
-            Unavailable: see :func:`.device.libraries`.
+            Unavailable: see :func:`.device.compiled_libraries`.
         """
         environment = {**os.environ, **(settings or Settings()).environment()}
         program = f"import sys; from {__name__} import serve; serve(*sys.argv[1:])"
@@ -119,11 +119,11 @@ def serve(parent: str, *imports: str) -> None:
     """Answer calls from stdin until stdin or the process with the ID `parent` ends."""
     from mcore_qwen3vl.pretended.rank import count_compiled
 
-    _end_with(int(parent))
-    answers = os.fdopen(os.dup(1), "wb")
+    _die_with_parent(int(parent))
+    answers = os.fdopen(os.dup(1), "wb")  # the pipe to the parent
     os.dup2(2, 1)  # what programs print is not an answer
     count_compiled()
-    with _answering_for_the_device():
+    with _answer_for_the_device():
         for name in imports:
             importlib.import_module(name)
     while True:
@@ -135,7 +135,7 @@ def serve(parent: str, *imports: str) -> None:
 
 
 @contextmanager
-def _answering_for_the_device() -> Iterator[None]:
+def _answer_for_the_device() -> Iterator[None]:
     """Answer modules that ask for the device's properties, without making a CUDA context here.
 
     megatron-core 0.20 asks for name and capability while it is imported. PyTorch would make a
@@ -147,7 +147,7 @@ def _answering_for_the_device() -> Iterator[None]:
 
     @cache
     def answer(device: Any = None) -> SimpleNamespace:
-        answers, error = _call_in_fork(lambda: (_plain(ask(0)), None))
+        answers, error = _call_in_fork(lambda: (_picklable(ask(0)), None))  # there is one device
         if error is not None:
             raise Failed(f"the properties of the simulated GPU cannot be read: {error}")
         return SimpleNamespace(**answers)
@@ -158,7 +158,7 @@ def _answering_for_the_device() -> Iterator[None]:
         raise Failed("an imported module has started CUDA, so forked processes cannot use it")
 
 
-def _plain(properties: Any) -> dict[str, Any]:
+def _picklable(properties: Any) -> dict[str, Any]:
     """Return the properties that are numbers or text; the others cannot be pickled."""
     values = {n: getattr(properties, n) for n in dir(properties) if not n.startswith("_")}
     return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
@@ -170,7 +170,7 @@ def _call_in_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
     server = os.getpid()
     child = os.fork()
     if not child:
-        _end_with(server)
+        _die_with_parent(server)
         os.close(readable)
         with os.fdopen(writable, "wb") as pipe:
             pickle.dump(run(), pipe)
@@ -208,7 +208,7 @@ def _call_function(
         return None, traceback.format_exc()
 
 
-def _end_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends, however the parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before the kernel was asked

@@ -46,6 +46,7 @@ class Command:
     notes: tuple[str, ...] = ()  # choices that were made for the user
 
     def __post_init__(self) -> None:
+        # The class is frozen, so the field cannot simply be assigned to.
         object.__setattr__(self, "flags", tuple(drop_unset_flags(self.flags)))
 
     def value(self, flag: str, default: str | None = None) -> str | None:
@@ -54,6 +55,7 @@ class Command:
         for i, word in enumerate(self.flags):
             name, equals, value = word.partition("=")
             if name == flag:
+                # At the end of the line there is no value, as before another flag.
                 following = self.flags[i + 1] if i + 1 < len(self.flags) else "--"
                 result = value if equals else "" if following.startswith("--") else following
         return result
@@ -138,7 +140,7 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
     else:
         command = Command(tuple(words), gpus)
     command.line.check_names()
-    _ = command.settings
+    _ = command.settings  # reading them raises if a value cannot be used
     if command.value("--spec", "te") == "te" and find_spec("transformer_engine") is None:
         if command.script is not None:  # the script knows the flags that go with a spec
             command = _read_script(Path(words[0]), [*words[1:], "--spec", "torch"], gpus)
@@ -157,6 +159,7 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
 
 
 def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
+    """Return the run that a script would start, which its ``--dry-run`` prints."""
     script = name if name.is_file() else catalogue.find(name.name)
     if script is not None and script.suffix == ".yaml":
         raise BadInput(f"{script.name} is a configuration of another program: it has no flags.")
@@ -165,6 +168,7 @@ def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
             f"There is no script {name}: give a path, a name that `mcore-qwen3vl launch list` "
             "prints, or the flags of train, each of which begins with --."
         )
+    # Inside a job, Slurm's variables would set the number of nodes of the script.
     clean = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_")}
     done = subprocess.run(
         ["bash", str(script), *words, "--dry-run"],
@@ -207,7 +211,9 @@ class Role:
     stages: int = 1  # number of pipeline stages like this one
 
 
-def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)) -> list[Role]:
+def roles_of(
+    command: Command, architecture: Architecture, chosen: Sequence[str] = ("all",)
+) -> list[Role]:
     """Return the distinct roles of a run, in the order of the pipeline.
 
     A role has all virtual stages of its rank. Middle stages are one role if their virtual stages
@@ -224,7 +230,7 @@ def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)
         raise BadInput(
             f"--roles: {', '.join(sorted(unknown))} is not one of all, first, middle, last."
         )
-    every, last = _all_roles(command, a), command.layout.pp - 1
+    every, last = _all_roles(command, architecture), command.layout.pp - 1
     if "all" in chosen:
         return every
     stages = {"first": {0}, "last": {last}, "middle": {*range(1, last)}}
@@ -235,26 +241,29 @@ def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)
     return kept
 
 
-def _all_roles(command: Command, a: Architecture) -> list[Role]:
+def _all_roles(command: Command, architecture: Architecture) -> list[Role]:
     layout = command.layout
     if layout.pp == 1:
         return [Role("every rank", 0, 0)]
-    every_one = command.settings.parallel.has_own_split
-    layers_of_stages = layout.virtual_stages(a.num_hidden_layers)
+    each_stage_is_a_role = command.settings.parallel.has_own_split
+    layers_of_stages = layout.virtual_stages(architecture.num_hidden_layers)
     middle: dict[object, list[int]] = {}
     for stage in range(1, layout.pp - 1):
         alike = tuple(len(layers) for layers in layers_of_stages[stage :: layout.pp])
-        middle.setdefault(stage if every_one else alike, []).append(stage)
+        middle.setdefault(stage if each_stage_is_a_role else alike, []).append(stage)
     virtual = f", {layout.vpp} virtual" if layout.vpp > 1 else ""
-    roles = [Role(f"first stage{virtual}", _rank(command, 0), 0)]
+    roles = [Role(f"first stage{virtual}", _first_rank_of_stage(command, 0), 0)]
     for stages in middle.values():
         name = f"stage {stages[0]}" if len(stages) == 1 else f"middle stages (as {stages[0]})"
-        roles.append(Role(name + virtual, _rank(command, stages[0]), stages[0], len(stages)))
+        roles.append(
+            Role(name + virtual, _first_rank_of_stage(command, stages[0]), stages[0], len(stages))
+        )
     last = layout.pp - 1
-    return [*roles, Role(f"last stage{virtual}", _rank(command, last), last)]
+    return [*roles, Role(f"last stage{virtual}", _first_rank_of_stage(command, last), last)]
 
 
-def _rank(command: Command, stage: int) -> int:
+def _first_rank_of_stage(command: Command, stage: int) -> int:
+    """Return a stage's global rank with TP, CP and DP rank 0, in Megatron's order of ranks."""
     layout = command.layout
     before = 1 if command.value("--use-tp-pp-dp-mapping") is not None else layout.dp
     return stage * layout.tp * layout.cp * before
@@ -289,7 +298,7 @@ def _delta_net_note(command: Command) -> str:
     )
 
 
-def prepare(command: Command, folder: Path) -> Command:
+def prepare_command(command: Command, folder: Path) -> Command:
     """Return the command to rehearse: two short iterations, random weights, data from `folder`.
 
     With ``--data-path`` the user's own data and processor are used. Otherwise both are made up:
@@ -347,6 +356,7 @@ def sample_size(command: Command) -> tuple[int, int]:
 
 
 def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
+    """Write a model's stand-in and data into `folder`; return the command that uses them."""
     # Imported here, because torch takes seconds.
     from mcore_qwen3vl.tiny.records import write_half_images
     from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
@@ -359,12 +369,12 @@ def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
         )
     tokens, side = sample_size(command)
     images = max(round(tokens / 2 / side**2), 1)
-    config = _config(model)
+    config = _config_file(model)
     write_stand_in(config, folder / "model")
     if source := source_of(command.settings):
         second = identify(resolve(source.path, weights=False)).config()
-        write_stand_in(_config(second), folder / "second")
-        command = command.plus(source.flag, folder / "second")
+        write_stand_in(_config_file(second), folder / "second")
+        command = command.plus(source.flag, folder / "second")  # the last flag of a name wins
     vision = Architecture.from_hf(config).vision
     file = write_half_images(
         folder / "data",
@@ -385,7 +395,8 @@ def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
     )
 
 
-def _config(model: Path) -> Path:
+def _config_file(model: Path) -> Path:
+    """Return the config of a model that is named by its directory or by the file itself."""
     return model / "config.json" if model.is_dir() else model
 
 
@@ -417,6 +428,7 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
     for micro in records.plan(range(len(samples))):
         plan = micro[0].plan
         count = plan.trained_tokens
+        # The last score is that of all other tokens together.
         ids, scores = np.tile(np.arange(K), (count, 1)), np.full((count, K + 1), -math.log(K + 1))
         entry = {"digest": token_digest(plan.input_ids), "tokens": count}
         lines.append(json.dumps(entry | encode_top(ids, scores)))

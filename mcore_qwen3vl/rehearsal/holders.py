@@ -71,17 +71,18 @@ _TRANSPARENT = (
 )
 
 
-def holder(frames: Frames) -> str:
+def holder_of(frames: Frames) -> str:
     """Return the holder of an allocation without a known owner, by its frames, innermost first."""
     for frame in frames:
-        name = _of_file(frame["filename"])
+        name = _holder_of_file(frame["filename"])
         if name is not None:
             return name
     return TEMPORARY
 
 
 @cache
-def _of_file(file: str) -> str | None:
+def _holder_of_file(file: str) -> str | None:
+    """Return the holder that a file stands for; None if its caller's file counts instead."""
     if any(part in file for part in _TRANSPARENT):
         return None
     return next((name for part, name in _HOLDERS if part in file), None)

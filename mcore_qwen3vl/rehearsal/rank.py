@@ -58,7 +58,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     - ``parameters``: number of values that this rank trains.
     - ``without gradient``: names of trained parameters that received no gradient.
     - ``not on the device``: names of parameters and buffers that are not on the device.
-    - ``work``: see :meth:`StageWork.of_iteration`.
+    - ``work``: see :meth:`StageWork.take_iteration`.
     - ``tokens`` and ``useful flops``: those of this rank's samples in the last iteration, counted
       as for the log's tokens/s and MFU.
 
@@ -86,18 +86,18 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         stubs.install_linear_attention()
 
     watch = _Watch(rank, on_setup)
-    work, log = watch.work, partial(watch.in_phase, LOG)
+    work, log = watch.work, partial(watch.wrap_in_phase, LOG)
     wrapped: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-        (data_provider, "DataProvider", partial(_provider_of_every_stage, watch)),
-        (training, "setup_model_and_optimizer", watch.setup),
-        (training, "train_step", watch.step),
+        (data_provider, "DataProvider", partial(_make_provider_for_every_stage, watch)),
+        (training, "setup_model_and_optimizer", watch.wrap_setup),
+        (training, "train_step", watch.wrap_train_step),
         (run.Run, "_log", log),
         (run.Run, "_report", log),
-        (schedules, "forward_step", work.forward),
-        (schedules, "backward_step", work.backward),
-        (combined_1f1b, "combined_forward_backward_step", work.combined),
-        (ScheduleNode, "_backward", work.node),
-        (second_model, "start_from", lambda original: watch.keep_second),
+        (schedules, "forward_step", work.wrap_forward_step),
+        (schedules, "backward_step", work.wrap_backward_step),
+        (combined_1f1b, "combined_forward_backward_step", work.wrap_combined_step),
+        (ScheduleNode, "_backward", work.wrap_node_backward),
+        (second_model, "start_from", lambda original: watch.keep_second),  # in its place
         (checks, "check_deep_ep", lambda original: lambda backend: None),  # a stub is used
         (utils, "is_last_rank", lambda original: _is_in_last_group),
     )
@@ -105,8 +105,8 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         for owner, name, wrap in wrapped:
             stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
         stack.enter_context(count_transformer_engine(rank.work.counts))
-        stack.enter_context(shapes_from_neighbours())
-        stack.enter_context(patterns_of_other_stages())
+        stack.enter_context(give_shapes_of_neighbours())
+        stack.enter_context(allow_patterns_of_other_stages())
         run.main(command)
 
 
@@ -123,10 +123,12 @@ class _Watch:
         self._reached: set[str] = set()
         self._second: list[nn.Module] = []
 
-    def setup(self, original: Any) -> Any:
+    def wrap_setup(self, original: Any) -> Any:
+        """Wrap Megatron's ``setup_model_and_optimizer`` to watch the model that it returns."""
+
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self._watch(result[0])
+            self._watch_parameters(result[0])
             self._on_setup(result[0], result[1], self._second)
             self._rank.end_interval("model and optimizer")
             return result
@@ -137,22 +139,24 @@ class _Watch:
         """Keep the chunks of the second model, whose weights are not read either."""
         self._second = chunks
 
-    def step(self, original: Any) -> Any:
+    def wrap_train_step(self, original: Any) -> Any:
+        """Wrap Megatron's ``train_step`` to end an interval, and report its facts, after it."""
         done = 0
 
         def train_step(*args: Any, **kwargs: Any) -> Any:
             nonlocal done
+            # In the order of Megatron's signature, in which the model is the third argument.
             before, (config, forward_backward), rest = args[:5], args[5:7], args[7:]
             model = before[2]
             self._reached.clear()
-            finalize = self.in_phase(FINALIZE, config.finalize_model_grads_func)
-            passes = self.in_phase(FORWARD_BACKWARD, forward_backward)
+            finalize = self.wrap_in_phase(FINALIZE, config.finalize_model_grads_func)
+            passes = self.wrap_in_phase(FORWARD_BACKWARD, forward_backward)
             with mock.patch.object(config, "finalize_model_grads_func", finalize):
                 result = original(*before, config, passes, *rest, **kwargs)
             done += 1
-            self._facts["work"] = self.work.of_iteration()
+            self._facts["work"] = self.work.take_iteration()
             self._facts |= self._useful_flops()
-            trained = {n for n, p in _parameters(model).items() if p.requires_grad}
+            trained = {n for n, p in _named_parameters(model).items() if p.requires_grad}
             self._facts["without gradient"] = sorted(trained - self._reached)
             self._rank.end_interval(f"iteration {done}")
             return result
@@ -160,6 +164,7 @@ class _Watch:
         return train_step
 
     def _useful_flops(self) -> dict[str, float]:
+        """Return the facts about the samples since the last call, which are then forgotten."""
         done, self._samples = self._samples, metrics.Work()
         useful = flops.model(
             self.data._architecture,
@@ -172,7 +177,7 @@ class _Watch:
         )
         return {"tokens": done.counts.tokens, "useful flops": useful}
 
-    def show(self, batch: Batch) -> None:
+    def count_batch(self, batch: Batch) -> None:
         """Count a batch, and report the shapes of the first one."""
         self._samples.add(batch)
         pixels = None if batch.visual is None else tuple(batch.visual.pixel_values.shape)
@@ -180,20 +185,24 @@ class _Watch:
         shapes = {"tokens": tuple(batch.input_ids.shape), "packed": packs, "patches": pixels}
         self._facts.setdefault("batch", shapes)
 
-    def in_phase(self, name: str, function: Any) -> Any:
+    def wrap_in_phase(self, name: str, function: Any) -> Any:
+        """Return a function whose host syncs and launches count under the phase `name`."""
+
         def in_named_phase(*args: Any, **kwargs: Any) -> Any:
             with self._rank.device.phase(name):
                 return function(*args, **kwargs)
 
         return in_named_phase
 
-    def _watch(self, model: list[nn.Module]) -> None:
+    def _watch_parameters(self, model: list[nn.Module]) -> None:
+        """Report what parameters there are, and note from now on which of them get a gradient."""
         buffers = {f"{i}.{n}": b for i, part in enumerate(model) for n, b in part.named_buffers()}
-        tensors = {**_parameters(model), **buffers}
+        tensors = {**_named_parameters(model), **buffers}
         self._facts["not on the device"] = sorted(n for n, t in tensors.items() if not t.is_cuda)
-        trained = {n: p for n, p in _parameters(model).items() if p.requires_grad}
+        trained = {n: p for n, p in _named_parameters(model).items() if p.requires_grad}
         self._facts["parameters"] = sum(p.numel() for p in trained.values())
         for name, parameter in trained.items():
+            # Bound as a default: a closure would see the last parameter alone.
             reach = partial(self._reached.add, name)
             parameter.register_post_accumulate_grad_hook(lambda _, reach=reach: reach())
 
@@ -208,7 +217,7 @@ class StageWork:
         self._work: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
         self._backward: Counter[str] = Counter()  # of the combined step in progress
 
-    def of_iteration(self) -> list[dict[str, dict[str, float]]]:
+    def take_iteration(self) -> list[dict[str, dict[str, float]]]:
         """Return each virtual stage's ``forward`` and ``backward`` work, and reset the counts.
 
         Returns:
@@ -226,7 +235,7 @@ class StageWork:
         self._work.clear()
         return work
 
-    def forward(self, original: Any) -> Any:
+    def wrap_forward_step(self, original: Any) -> Any:
         """Wrap mcore's ``forward_step`` to count its work."""
 
         def forward_step(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
@@ -234,21 +243,21 @@ class StageWork:
             with self._count_work(stage, FORWARD):
                 result = original(*args, vp_stage=vp_stage, **kwargs)
             self._done[stage] += 1
-            self._stage_of[_only(result[0])] = stage
+            self._stage_of[_tensor_of(result[0])] = stage
             return result
 
         return forward_step
 
-    def backward(self, original: Any) -> Any:
+    def wrap_backward_step(self, original: Any) -> Any:
         """Wrap mcore's ``backward_step`` to count its work."""
 
         def backward_step(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
-            with self._count_work(self._stage_of[_only(output_tensor)], BACKWARD):
+            with self._count_work(self._stage_of[_tensor_of(output_tensor)], BACKWARD):
                 return original(input_tensor, output_tensor, *args)
 
         return backward_step
 
-    def combined(self, original: Any) -> Any:
+    def wrap_combined_step(self, original: Any) -> Any:
         """Wrap mcore's ``combined_forward_backward_step``, a forward and a backward in turns."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -258,16 +267,17 @@ class StageWork:
             result = original(*args, **kwargs)
             work = self._rank.tally() - before
             if backward is not None:
-                work_left = self._backward if forward is not None else work
-                self._work[_stage(backward), BACKWARD] += work_left
+                # Without a forward beside it, all that was done is its own.
+                own = self._backward if forward is not None else work
+                self._work[_virtual_stage_of(backward), BACKWARD] += own
             if forward is not None:
-                self._work[_stage(forward), FORWARD] += work - self._backward
-                self._done[_stage(forward)] += 1
+                self._work[_virtual_stage_of(forward), FORWARD] += work - self._backward
+                self._done[_virtual_stage_of(forward)] += 1
             return result
 
         return step
 
-    def node(self, original: Any) -> Any:
+    def wrap_node_backward(self, original: Any) -> Any:
         """Wrap the backward pass of mcore's ``ScheduleNode`` to count its work."""
 
         def backward(node: Any, *gradients: Any) -> Any:
@@ -285,7 +295,8 @@ class StageWork:
         self._work[stage, direction] += self._rank.tally() - before
 
 
-def _stage(chunk: Any) -> int:
+def _virtual_stage_of(chunk: Any) -> int:
+    """Return the number of a chunk's virtual stage, which is None without virtual stages."""
     from megatron.core.utils import get_attr_wrapped_model
 
     return get_attr_wrapped_model(chunk, "vp_stage") or 0
@@ -301,12 +312,12 @@ def _is_in_last_group() -> bool:
     return dist.get_rank() + group >= dist.get_world_size()
 
 
-def _only(output: Any) -> Any:
+def _tensor_of(output: Any) -> Any:
     """Return the tensor of an output, which some schedules keep in a list."""
     return output[0] if isinstance(output, list) else output
 
 
-def _parameters(model: list[nn.Module]) -> dict[str, nn.Parameter]:
+def _named_parameters(model: list[nn.Module]) -> dict[str, nn.Parameter]:
     return {f"{i}.{n}": p for i, chunk in enumerate(model) for n, p in chunk.named_parameters()}
 
 
@@ -330,28 +341,28 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     record_allocations()
     end_interval = rank.end_interval
 
-    def tell(name: str) -> Any:
+    def tell_and_end_interval(name: str) -> Any:
         with progress.open("a", encoding="utf-8") as file:
             file.write(f"{name}\n")
         return end_interval(name)
 
-    rank.end_interval = tell  # type: ignore[method-assign]
+    rank.end_interval = tell_and_end_interval  # type: ignore[method-assign]
     error = None
     try:
         main(list(flags), lambda *built: models.append(built))
     except BadInput:
         raise
     except BaseException as caught:
-        if not isinstance(caught, SystemExit) or caught.code:
+        if not isinstance(caught, SystemExit) or caught.code:  # code 0: the run ended by itself
             error = _describe_error(caught)
-    history = History(holders.holder, _owners(*models[0]) if models else {})
+    history = History(holders.holder_of, _holders_of_storages(*models[0]) if models else {})
     refused = history.last_refused() if error else None
     return {
         "peak": vars(history.peak()),
         "refused": None if refused is None else vars(refused),
         "over time": [vars(moment) for moment in history.over_time()],
         "error": error,
-        "parameters": by_part(models[0][0]) if models else {},
+        "parameters": count_parameters_by_part(models[0][0]) if models else {},
         "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         "host bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -367,13 +378,16 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _owners(model: list[nn.Module], optimizer: Any, second: list[nn.Module]) -> dict[int, str]:
+def _holders_of_storages(
+    model: list[nn.Module], optimizer: Any, second: list[nn.Module]
+) -> dict[int, str]:
     """Return the holder of each lasting storage, by its address."""
     owners: dict[int, str] = {}
 
     def add(tensors: Iterable[Any], name: str) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_cuda:
+                # A storage that several tensors share has the first holder.
                 owners.setdefault(tensor.untyped_storage().data_ptr(), name)
 
     parameters = [p for chunk in model for p in chunk.parameters()]
@@ -399,7 +413,7 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
             yield from state.values()
 
 
-def by_part(model: list[nn.Module]) -> dict[str, int]:
+def count_parameters_by_part(model: list[nn.Module]) -> dict[str, int]:
     """Count the parameters of each part, as ``inspect`` names them; an adapter is one more."""
     parts: Counter[str] = Counter()
     for chunk in model:
@@ -410,20 +424,21 @@ def by_part(model: list[nn.Module]) -> dict[str, int]:
 
 
 @contextmanager
-def patterns_of_other_stages() -> Iterator[None]:
+def allow_patterns_of_other_stages() -> Iterator[None]:
     """Let ``--freeze`` name parts that this stage lacks, because an absent stage may have them."""
     check = Freezing.check
 
-    def of_one_stage(self: Freezing) -> Trained:
+    def check_one_stage(self: Freezing) -> Trained:
+        # As if every pattern had matched a parameter here.
         self._used |= {*self._frozen, *self._trainable}
         return check(self)
 
-    with mock.patch.object(Freezing, "check", of_one_stage):
+    with mock.patch.object(Freezing, "check", check_one_stage):
         yield
 
 
 @contextmanager
-def shapes_from_neighbours() -> Iterator[None]:
+def give_shapes_of_neighbours() -> Iterator[None]:
     """Give the empty tensors that a stage receives their shape, when they are used."""
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
     from megatron.training import get_args
@@ -471,7 +486,7 @@ def shapes_from_neighbours() -> Iterator[None]:
         yield
 
 
-def _provider_of_every_stage(watch: _Watch, base: Any) -> Any:
+def _make_provider_for_every_stage(watch: _Watch, base: Any) -> Any:
     """Derive a data provider that reads batches itself on every pipeline stage."""
     from megatron.core import parallel_state
 
@@ -505,9 +520,10 @@ def _provider_of_every_stage(watch: _Watch, base: Any) -> Any:
             watch.data = self
 
         def _share(self, loader: Any, host_group: Any, feed: Any, *others: Any) -> Any:
+            # A later stage would get its batches from the first one.
             later = parallel_state.get_pipeline_model_parallel_rank() > 0
             loader, feed = (None, OwnBatches(loader)) if later else (loader, None)
-            return super()._share(loader, host_group, feed, watch.show, *others)
+            return super()._share(loader, host_group, feed, watch.count_batch, *others)
 
     return OwnData
 

@@ -20,7 +20,7 @@ from mcore_qwen3vl.pretended.device import Interval, Report, Routing, Settings, 
 from mcore_qwen3vl.pretended.rank import flops_of
 from mcore_qwen3vl.pretended.workbench import Failed, Workbench
 from mcore_qwen3vl.rehearsal import holders
-from mcore_qwen3vl.rehearsal.command import Command, Role, prepare, roles_of
+from mcore_qwen3vl.rehearsal.command import Command, Role, prepare_command, roles_of
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu, allowance_gib
@@ -105,7 +105,7 @@ class RoleOutcome:
 
     @property
     def work(self) -> list[dict[str, dict[str, float]]]:
-        """A micro-batch's :meth:`mcore_qwen3vl.rehearsal.rank.StageWork.of_iteration`."""
+        """A micro-batch's :meth:`mcore_qwen3vl.rehearsal.rank.StageWork.take_iteration`."""
         return list(self.report.facts["work"])
 
     @property
@@ -329,20 +329,21 @@ class Rehearser(ExitStack):
         Raises:
             BadInput: the command, its layout, its model or its data cannot be used.
         """
-        a = check_command(command)
-        roles = roles_of(command, a, self.options.roles)
-        self._made += 1
+        architecture = check_command(command)
+        roles = roles_of(command, architecture, self.options.roles)
+        self._made += 1  # each run has a folder of its own
         folder = self._folder / str(self._made)
         folder.mkdir()
-        prepared = prepare(command, folder)
+        prepared = prepare_command(command, folder)
         rehearsal = Rehearsal(command, self.options.device(command), prepared.notes)
         for number, role in enumerate(roles):
             place = f"{what}{role.name} ({number + 1} of {len(roles)}), rank {role.rank}"
             rehearsal.outcomes.append(self._rehearse_role(prepared, role, place))
             if stop_at_failure and not rehearsal.fits:
                 break
-        if len(rehearsal.outcomes) == len(roles_of(command, a)) and rehearsal.fits:
-            rehearsal.pipeline = _pipeline(rehearsal)
+        # The pipeline is modelled from all roles, so not if `options.roles` left some out.
+        if len(rehearsal.outcomes) == len(roles_of(command, architecture)) and rehearsal.fits:
+            rehearsal.pipeline = _modelled_pipeline(rehearsal)
             rehearsal.step = self._model_step(rehearsal)
         return rehearsal
 
@@ -396,7 +397,7 @@ def check_command(command: Command) -> Architecture:
     Raises:
         BadInput: model or batch do not divide so, or there is no such model.
     """
-    a = command.line.architecture
+    architecture = command.line.architecture
     command.line.layout(command.gpus)
     group, stages, count = command.micro_batch_group, command.layout.pp, command.micro_batches
     # Megatron's interleaved schedule would check this at the first step.
@@ -406,10 +407,10 @@ def check_command(command: Command) -> Architecture:
             f"last turn would have fewer than PP {stages}. Change --global-batch-size, or "
             "--microbatch-group-size-per-virtual-pipeline-stage."
         )
-    return a
+    return architecture
 
 
-def _pipeline(rehearsal: Rehearsal) -> Pipeline | None:
+def _modelled_pipeline(rehearsal: Rehearsal) -> Pipeline | None:
     """Return the modelled pipeline of a rehearsal whose roles all ran; None if PP is 1."""
     command = rehearsal.command
     if command.layout.pp == 1:

@@ -22,12 +22,12 @@ HOST_SYNCS_SHOWN = 8
 TRAFFIC_SHOWN = 8
 
 
-def gb(size: float) -> str:
+def in_gb(size: float) -> str:
     """Return bytes as text in GB, in the format of the docs and scripts."""
     return f"{size / 1e9:.1f}"
 
 
-def _show_table(title: str, *columns: str, rows: Iterable[Sequence[str]]) -> None:
+def _print_table(title: str, *columns: str, rows: Iterable[Sequence[str]]) -> None:
     """Print a title, which is not folded to the table's width, and the table below it."""
     table = console.table("", *columns, rows=rows)
     console.output.print(f"[bold]{console.plain(title)}[/]", table, sep="\n")
@@ -38,43 +38,43 @@ def heading(rehearsal: Rehearsal) -> str:
     device = rehearsal.device
     return (
         f"{rehearsal.command.layout}, {rehearsal.command.gpus} x {device.gpu.name}: "
-        f"{gb(device.memory_gib * GIB)} GB, of which {gb(device.allowance_gib * GIB)} GB are taken "
-        f"for context and NCCL (assumed), so that {gb(device.usable)} GB are left. Measured on a "
-        "simulated GPU:"
+        f"{in_gb(device.memory_gib * GIB)} GB, of which {in_gb(device.allowance_gib * GIB)} GB are "
+        f"taken for context and NCCL (assumed), so that {in_gb(device.usable)} GB are left. "
+        "Measured on a simulated GPU:"
     )
 
 
-def show(rehearsal: Rehearsal) -> None:
+def print_rehearsal(rehearsal: Rehearsal) -> None:
     """Print the results to standard output."""
     say = console.output.print
     say(console.plain(heading(rehearsal)))
     for note in rehearsal.notes:
         say(f"  {console.plain(note)}")
-    _show_memory(rehearsal)
-    _show_work(rehearsal)
+    _print_memory(rehearsal)
+    _print_work(rehearsal)
     for outcome in rehearsal.outcomes:
-        _show_host_syncs(outcome)
-        _show_traffic(outcome)
-    _show_pipeline(rehearsal)
-    _show_step(rehearsal)
+        _print_host_syncs(outcome)
+        _print_traffic(outcome)
+    _print_pipeline(rehearsal)
+    _print_step(rehearsal)
     for outcome in rehearsal.outcomes:
-        _show_error(outcome)
+        _print_error(outcome)
         for fault, names in outcome.faults.items():
             said = console.plain(f"{outcome.role.name}, {fault}: {', '.join(names)}")
             say(f"[yellow]{said}[/]", soft_wrap=True)
-    _show_remedies(rehearsal)
+    _print_remedies(rehearsal)
     style = "bold green" if rehearsal.fits else "bold red"
     say(f"[{style}]{console.plain(rehearsal.verdict)}[/]")
 
 
-def show_fits(fits: Sequence[Fit], command: Command) -> None:
+def print_fits(fits: Sequence[Fit], command: Command) -> None:
     """Print the rehearsed layouts."""
     mark = ", as given" if command.script is None else ", this script"
     rows = [
         (
             console.plain(str(fit.candidate.command.layout)) + mark * fit.candidate.is_requested,
-            gb(fit.rehearsal.fullest.peak),
-            gb(fit.rehearsal.fullest.reserved),
+            in_gb(fit.rehearsal.fullest.peak),
+            in_gb(fit.rehearsal.fullest.reserved),
             _spare_text(fit.rehearsal.fullest, 1e9),
             "" if fit.seconds is None else f"{fit.seconds:.3g}",
             "[green]fits[/]" if fit.good else "[red]no[/]",
@@ -82,7 +82,7 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
         )
         for fit in fits
     ]
-    _show_table(
+    _print_table(
         f"Layouts on {command.gpus} GPUs: GB of the fullest role, rehearsed; seconds of a step, "
         "modelled",
         *("layout", ">held", ">reserved", ">left", ">s a step", "", "append"),
@@ -96,12 +96,12 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
         )
 
 
-def show_estimate(
-    command: Command, a: Architecture, stages: Sequence[Memory], *, json: bool
+def print_estimate(
+    command: Command, architecture: Architecture, stages: Sequence[Memory], *, json: bool
 ) -> None:
     """Print the modelled memory of a rank of each pipeline stage."""
     layout, kind = command.layout, "modelled, not measured"
-    layers = layout.layers_per_stage(a.num_hidden_layers)
+    layers = layout.layers_per_stage(architecture.num_hidden_layers)
     if json:
         listing = [
             {"layers": count, **asdict(stage), "total": stage.total}
@@ -110,18 +110,18 @@ def show_estimate(
         heads = {"kind": kind, "unit": "bytes", "layout": str(layout), "gpus": command.gpus}
         console.emit_json({**heads, "stages": listing})
         return
-    _show_table(
+    _print_table(
         f"GB on one GPU of each pipeline stage, {kind}: {layout}, GPUs: {command.gpus}",
         *(">stage", ">layers", *(f">{part}" for part in asdict(stages[0])), ">total"),
         rows=[
-            (str(number), str(count), *map(gb, [*asdict(stage).values(), stage.total]))
+            (str(number), str(count), *map(in_gb, [*asdict(stage).values(), stage.total]))
             for number, (count, stage) in enumerate(zip(layers, stages, strict=True))
         ],
     )
     console.output.print("Fragmentation, NCCL's buffers and the CUDA context come on top.")
 
 
-def _show_memory(rehearsal: Rehearsal) -> None:
+def _print_memory(rehearsal: Rehearsal) -> None:
     """Print one column for each role, so that the holders of memory can be compared."""
     outcomes = rehearsal.outcomes
     small = max(outcome.reserved for outcome in outcomes) < 1e9
@@ -143,6 +143,7 @@ def _show_memory(rehearsal: Rehearsal) -> None:
 
 
 def _spare_text(outcome: RoleOutcome, scale: float) -> str:
+    """Return the spare bytes in units of `scale`, or why there is no such number, as markup."""
     if outcome.out_of_memory:
         return "[red]out of memory[/]"
     if outcome.error:
@@ -151,7 +152,7 @@ def _spare_text(outcome: RoleOutcome, scale: float) -> str:
     return f"[yellow]{text}[/]" if outcome.tight else text
 
 
-def _show_work(rehearsal: Rehearsal) -> None:
+def _print_work(rehearsal: Rehearsal) -> None:
     rows = []
     for outcome in rehearsal.outcomes:
         iteration = outcome.iteration
@@ -164,7 +165,7 @@ def _show_work(rehearsal: Rehearsal) -> None:
         role, seconds = outcome.role, f"{outcome.seconds:.0f}"
         rows.append((role.name, str(role.rank), parameters, *numbers, seconds))
     count = rehearsal.command.rehearsed_micro_batches
-    _show_table(
+    _print_table(
         f"One iteration of {count} micro-batch{'es' * (count > 1)}; FLOPs in TFLOP, recomputed "
         "work included; seconds of the rehearsal",
         *("role", ">rank", ">parameters", ">launches", ">host syncs", ">GEMM", ">attention"),
@@ -173,7 +174,7 @@ def _show_work(rehearsal: Rehearsal) -> None:
     )
 
 
-def _show_host_syncs(outcome: RoleOutcome) -> None:
+def _print_host_syncs(outcome: RoleOutcome) -> None:
     lines: Counter[tuple[str, str, str]] = Counter()
     for sync in outcome.iteration.host_syncs if outcome.iteration else ():
         lines[sync.phase, sync.kind, sync.place.split(" < ")[0]] += sync.count
@@ -184,22 +185,22 @@ def _show_host_syncs(outcome: RoleOutcome) -> None:
         rows.append((str(count), "", "", f"{len(rest)} more lines (--json has their callers)"))
     if rows:
         title = f"Host syncs, {outcome.role.name}"
-        _show_table(title, ">count", "while", "kind", "line", rows=rows)
+        _print_table(title, ">count", "while", "kind", "line", rows=rows)
 
 
-def _show_traffic(outcome: RoleOutcome) -> None:
+def _print_traffic(outcome: RoleOutcome) -> None:
     done = [] if outcome.iteration is None else outcome.iteration.traffic
     rows = [
         (f"{t.size / 1e9:.3f}", str(t.calls), t.operation, console.plain(t.group))
         for t in done
-        if not t.group.endswith("[1]")
+        if not t.group.endswith("[1]")  # a group of one rank exchanges nothing
     ][:TRAFFIC_SHOWN]
     if rows:
         title = f"Handed to process groups, {outcome.role.name}"
-        _show_table(title, ">GB", ">calls", "operation", "group[ranks]", rows=rows)
+        _print_table(title, ">GB", ">calls", "operation", "group[ranks]", rows=rows)
 
 
-def _show_pipeline(rehearsal: Rehearsal) -> None:
+def _print_pipeline(rehearsal: Rehearsal) -> None:
     pipeline = rehearsal.pipeline
     if pipeline is None:
         return
@@ -211,7 +212,7 @@ def _show_pipeline(rehearsal: Rehearsal) -> None:
     )
 
 
-def _show_step(rehearsal: Rehearsal) -> None:
+def _print_step(rehearsal: Rehearsal) -> None:
     step = rehearsal.step
     if step is None:
         return
@@ -223,7 +224,7 @@ def _show_step(rehearsal: Rehearsal) -> None:
         if max(spent) >= 0.001 * step.seconds:
             rows.append((name, *shown))
     count = rehearsal.command.micro_batches
-    _show_table(
+    _print_table(
         f"Modelled: {unit} of a step of {count} micro-batch{'es' * (count > 1)}, by what they go "
         "to",
         *("", *(f">{role.name}" for role in step.roles)),
@@ -236,7 +237,7 @@ def _show_step(rehearsal: Rehearsal) -> None:
     )
 
 
-def _show_error(outcome: RoleOutcome) -> None:
+def _print_error(outcome: RoleOutcome) -> None:
     error = outcome.error
     if error is None:
         return
@@ -247,20 +248,20 @@ def _show_error(outcome: RoleOutcome) -> None:
     )
 
 
-def _show_remedies(rehearsal: Rehearsal) -> None:
+def _print_remedies(rehearsal: Rehearsal) -> None:
     if not rehearsal.remedies:
         return
     rows = [
         (
             console.plain(remedy.change),
-            gb(remedy.reserved),
+            in_gb(remedy.reserved),
             "[green]fits[/]" if remedy.fits else "[red]no[/]",
             console.plain(" ".join(remedy.flags) or f"--gpus {remedy.gpus}") * remedy.fits,
         )
         for remedy in sorted(rehearsal.remedies, key=lambda remedy: not remedy.fits)
     ]
     title = "What would make it fit, rehearsed (all roles)"
-    _show_table(title, "with", ">GB", "", "add", rows=rows)
+    _print_table(title, "with", ">GB", "", "add", rows=rows)
     if not any(remedy.fits for remedy in rehearsal.remedies):
         console.output.print("None of these fits: combine them, or use more or larger GPUs.")
 
@@ -320,7 +321,7 @@ def write_page(rehearsal: Rehearsal, file: Path) -> None:
         rehearsal=rehearsal,
         command=console.command_line(),
         gib=GIB,
-        plots=[plot(outcome) for outcome in rehearsal.outcomes],
+        plots=[make_plot(outcome) for outcome in rehearsal.outcomes],
         width=WIDTH,
         left=LEFT,
         top=TOP,
@@ -329,7 +330,7 @@ def write_page(rehearsal: Rehearsal, file: Path) -> None:
         partial.write_text(page, "utf-8", "backslashreplace")
 
 
-def plot(outcome: RoleOutcome) -> Plot:
+def make_plot(outcome: RoleOutcome) -> Plot:
     """Return stacked areas, the largest holder at the bottom; x is the order of allocations."""
     moments: list[dict[str, Any]] = outcome.measured["over time"]
     maxima: dict[str, int] = {}
@@ -343,30 +344,32 @@ def plot(outcome: RoleOutcome) -> Plot:
     top = (max(peak, outcome.usable) if in_sight else peak) * 1.05
     step = (WIDTH - LEFT) / max(len(moments) - 1, 1)
 
-    def y(size: float) -> float:
+    def y_of(size: float) -> float:
         return HEIGHT - BOTTOM - size / top * (HEIGHT - BOTTOM - TOP)
 
     areas, below = [], [0.0] * len(moments)
+    # There may be fewer holders than colours.
     for name, colour in zip([*largest, "smaller ones"] if rest else largest, COLOURS, strict=False):
         members = rest if name == "smaller ones" else [name]
         above = [
             b + sum(m["sizes"].get(member, 0) for member in members)
             for b, m in zip(below, moments, strict=True)
         ]
-        edge = [(LEFT + i * step, y(size)) for i, size in enumerate(above)]
-        edge += [(LEFT + i * step, y(size)) for i, size in reversed(list(enumerate(below)))]
+        edge = [(LEFT + i * step, y_of(size)) for i, size in enumerate(above)]
+        edge += [(LEFT + i * step, y_of(size)) for i, size in reversed(list(enumerate(below)))]
         areas.append(Area(name, colour, " ".join(f"{x:.0f},{h:.1f}" for x, h in edge)))
         below = above
-    limit = y(outcome.usable) if in_sight else None
+    limit = y_of(outcome.usable) if in_sight else None
     marks = _marks(outcome, moments, step)
     height = max([HEIGHT, *(mark.y + 6 for mark in marks)])
-    return Plot(areas, limit, _ticks(top, y), marks, y(0), height)
+    return Plot(areas, limit, _ticks(top, y_of), marks, y_of(0), height)
 
 
-def _ticks(top: float, y: Any) -> list[tuple[float, str]]:
+def _ticks(top: float, y_of: Any) -> list[tuple[float, str]]:
+    """Return the places and labels of up to seven round sizes, from zero to below `top`."""
     steps = (s * 10**e for e in range(6, 13) for s in (1, 2, 5))
     every = next(s for s in steps if top / s <= 6)
-    return [(y(n * every), f"{n * every / 1e9:g} GB") for n in range(int(top / every) + 1)]
+    return [(y_of(n * every), f"{n * every / 1e9:g} GB") for n in range(int(top / every) + 1)]
 
 
 def _marks(outcome: RoleOutcome, moments: list[dict[str, Any]], step: float) -> list[Mark]:
@@ -374,10 +377,11 @@ def _marks(outcome: RoleOutcome, moments: list[dict[str, Any]], step: float) -> 
     marks: list[Mark] = []
     ends: list[float] = []  # x at which the last label of each line ends
     ended = 0.0
-    for interval in outcome.report.intervals[:-1]:
+    for interval in outcome.report.intervals[:-1]:  # the last is what follows the run
         start = next((i for i, m in enumerate(moments) if m["seconds"] >= ended), 0)
         x = LEFT + start * step
         line = next((i for i, end in enumerate(ends) if end < x), len(ends))
+        # This replaces the end of that line, or appends that of a new one.
         ends[line : line + 1] = [x + LETTER * (len(interval.name) + 2)]
         marks.append(Mark(x, HEIGHT - BOTTOM + LINE * (line + 1), interval.name))
         ended += interval.seconds

@@ -80,7 +80,7 @@ class Fit:
         }
 
 
-def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]:
+def search(rehearser: Rehearser, command: Command, architecture: Architecture) -> list[Fit]:
     """Rehearse candidates, the fastest first, until three fit with memory to spare.
 
     The run's own layout is rehearsed in any case, if it is valid on these GPUs.
@@ -93,7 +93,7 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
     """
     usable = rehearser.options.device(command).usable
     gpu, constants = rehearser.options.gpu, rehearser.options.constants
-    ranked = sorted(candidates(command, a, gpu, constants), key=lambda c: c.seconds)
+    ranked = sorted(candidates(command, architecture, gpu, constants), key=lambda c: c.seconds)
     if all(c.estimate > ESTIMATE_OFF * usable for c in ranked):
         raise BadInput(
             f"No layout of this model fits on {command.gpus} GPUs; {len(ranked)} were "
@@ -113,34 +113,36 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
 
 
 def candidates(
-    command: Command, a: Architecture, gpu: Gpu, constants: Constants
+    command: Command, architecture: Architecture, gpu: Gpu, constants: Constants
 ) -> Iterator[Candidate]:
     """Yield layouts of powers of two, TP and EP up to a node, with and without full recompute.
 
     The run's own layout is among them, with its virtual stages and its own pipeline split.
     """
-    trained = trained_of_command(command, a)
-    assumed = allowance_gib(command.without(*_REPLACED).layout, moe=a.is_moe)
+    trained = trained_counts(command, architecture)
+    # Context and NCCL take more in some layouts than with all parallel sizes 1. What they take
+    # beyond that is added to the memory of tensors.
+    assumed = allowance_gib(command.without(*_REPLACED).layout, moe=architecture.is_moe)
 
-    def candidate(run: Command, flags: tuple[str, ...]) -> Candidate:
-        peak = max(stage.total for stage in stages_of_command(run, a, trained))
-        extra = (allowance_gib(run.layout, moe=a.is_moe) - assumed) * GIB
-        return Candidate(run, flags, step_seconds(run, a, gpu, constants), peak + extra)
+    def make_candidate(run: Command, flags: tuple[str, ...]) -> Candidate:
+        peak = max(stage.total for stage in memory_of_stages(run, architecture, trained))
+        extra = (allowance_gib(run.layout, moe=architecture.is_moe) - assumed) * GIB
+        return Candidate(run, flags, step_seconds(run, architecture, gpu, constants), peak + extra)
 
     try:
         check_command(command)
     except BadInput:
         pass
     else:
-        yield candidate(command, ())
+        yield make_candidate(command, ())
     sizes = [2**n for n in range(12) if 2**n <= command.gpus]
-    experts = [n for n in sizes if n <= NODE] if a.is_moe else [1]
+    experts = [n for n in sizes if n <= NODE] if architecture.is_moe else [1]
     bare = command.without(*_REPLACED)
     for tp, pp, cp, ep, recompute in product(sizes, sizes, sizes, experts, (False, True)):
         if tp > NODE or command.gpus % (tp * pp * cp):
             continue
         layout = Layout(tp=tp, pp=pp, cp=cp, ep=ep, sp=tp > 1)
-        flags = (*layout.flags(moe=a.is_moe), *(FULL_RECOMPUTE if recompute else ()))
+        flags = (*layout.flags(moe=architecture.is_moe), *(FULL_RECOMPUTE if recompute else ()))
         other = bare.plus(*flags)
         if other.layout == command.layout and other.value(_RECOMPUTE) == command.value(_RECOMPUTE):
             continue
@@ -148,7 +150,7 @@ def candidates(
             check_command(other)
         except BadInput:
             continue
-        yield candidate(other, (*flags, *_reset_words(command, flags)))
+        yield make_candidate(other, (*flags, *_reset_words(command, flags)))
 
 
 def _reset_words(command: Command, flags: Sequence[str]) -> Iterator[str]:
@@ -158,27 +160,29 @@ def _reset_words(command: Command, flags: Sequence[str]) -> Iterator[str]:
             yield from (name, "1" if name.endswith("-parallel-size") else NONE)
 
 
-def trained_of_command(command: Command, a: Architecture) -> memory.TrainedCounts | None:
+def trained_counts(command: Command, architecture: Architecture) -> memory.TrainedCounts | None:
     """Count the parameters that a LoRA run trains; None for a run without LoRA."""
-    return memory.trained_of(command.settings, a, command.line.model)
+    return memory.trained_of(command.settings, architecture, command.line.model)
 
 
-def stages_of_command(
-    command: Command, a: Architecture, trained: memory.TrainedCounts | None
+def memory_of_stages(
+    command: Command, architecture: Architecture, trained: memory.TrainedCounts | None
 ) -> list[memory.Memory]:
     """Return the modelled memory of a rank of each pipeline stage, in order."""
-    layout = Layout.from_flags(command.settings.parallel, command.gpus, moe=a.is_moe)
-    return memory.stages_of_settings(command.settings, a, layout, trained)
+    layout = Layout.from_flags(command.settings.parallel, command.gpus, moe=architecture.is_moe)
+    return memory.stages_of_settings(command.settings, architecture, layout, trained)
 
 
-def step_seconds(command: Command, a: Architecture, gpu: Gpu, constants: Constants) -> float:
-    """Return the modelled seconds of a step, with the work that :func:`work_of` finds."""
+def step_seconds(
+    command: Command, architecture: Architecture, gpu: Gpu, constants: Constants
+) -> float:
+    """Return the modelled seconds of a step, with the work that :func:`modelled_work` finds."""
     model, dp = Model(gpu, constants, command.flags), command.layout.dp
-    ranks, group = work_of(command, a), command.micro_batch_group
+    ranks, group = modelled_work(command, architecture), command.micro_batch_group
     return model.step(ranks, command.micro_batches, group, command.gpus, dp).seconds
 
 
-def work_of(command: Command, a: Architecture) -> list[RankWork]:
+def modelled_work(command: Command, architecture: Architecture) -> list[RankWork]:
     """Return the work of a rank of each pipeline stage, from the model's shape instead of a run.
 
     * Compute: the FLOPs of :mod:`mcore_qwen3vl.model.flops`, and a second forward pass under full
@@ -195,26 +199,27 @@ def work_of(command: Command, a: Architecture) -> list[RankWork]:
     layout, settings, (sample, side) = command.layout, command.settings, sample_size(command)
     again = settings.compute.recompute_granularity == "full"
     tokens = settings.data.seq_length * settings.data.micro_batch_size
-    merge = a.vision.spatial_merge_size**2
+    merge = architecture.vision.spatial_merge_size**2
     patches = tokens / 2 * merge  # half of the tokens are visual
     divided, parts = layout.tp * layout.cp, layout.pp * layout.vpp
     mtp = bool(settings.loop.mtp_num_layers)
-    products = flops.language(a, tokens, 0, mtp=mtp) / parts
-    attention = flops.language(a, 0, tokens * sample, mtp=mtp) / parts
-    vision = flops.vision(a, patches, patches * side**2 * merge)
-    exchanges = _exchanges(a, layout, tokens)
+    products = flops.language(architecture, tokens, 0, mtp=mtp) / parts
+    attention = flops.language(architecture, 0, tokens * sample, mtp=mtp) / parts
+    vision = flops.vision(architecture, patches, patches * side**2 * merge)
+    exchanges = _exchanges(architecture, layout, tokens)
     ranks = []
     for stage in range(layout.pp):
         chunks = []
         for chunk in range(layout.vpp):
-            gemm = products + vision * (stage == chunk == 0)
+            gemm = products + vision * (stage == chunk == 0)  # the tower is on the first stage
+            # A third of the FLOPs are forward; the backward pass has the other two.
             compute = {"gemm": gemm / divided / 3, "attention": attention / divided / 3}
             compute[ONE_KEY] = compute["attention"] / (sample / 2)  # half of it is before a token
             forward = compute | {t.key: size for t, size, _ in exchanges}
             backward = {name: (2 + again) * n for name, n in compute.items()}
             backward |= {t.key: size + again * first for t, first, size in exchanges}
             chunks.append({FORWARD: forward, BACKWARD: backward})
-        traffic = [*(t for t, _, _ in exchanges), *_gradient_traffic(a, layout, stage)]
+        traffic = [*(t for t, _, _ in exchanges), *_gradient_traffic(architecture, layout, stage)]
         counters = {"launches": 0, "host_syncs": 0}
         interval = Interval("iteration", 0, 0, 0, 0, counters, [], traffic, {})
         ranks.append(RankWork(f"stage {stage}", 1, chunks, interval, 1, 0, 0))
@@ -230,11 +235,11 @@ def _exchanges(a: Architecture, layout: Layout, tokens: int) -> list[tuple[Traff
     keys = 2 * 2 * a.num_key_value_heads * a.head_dim * tokens / layout.tp * (layers - delta_nets)
     values = _values_between_heads(a) * of_rank / layout.tp * delta_nets
     routed = of_rank * a.hidden_size / layout.tp * a.num_experts_per_tok * moe_layers
-    to_heads = _traffic("CONTEXT_PARALLEL", layout.cp, layout.tp, "all_to_all")
-    to_experts = _traffic("EXPERT_MODEL_PARALLEL", layout.ep, layout.etp, "all_to_all")
+    to_heads = _describe_traffic("CONTEXT_PARALLEL", layout.cp, layout.tp, "all_to_all")
+    to_experts = _describe_traffic("EXPERT_MODEL_PARALLEL", layout.ep, layout.etp, "all_to_all")
     return [
-        (_traffic("TENSOR_MODEL_PARALLEL", layout.tp, 1), 4 * hidden, 6 * hidden),
-        (_traffic("CONTEXT_PARALLEL", layout.cp, layout.tp), keys, keys),
+        (_describe_traffic("TENSOR_MODEL_PARALLEL", layout.tp, 1), 4 * hidden, 6 * hidden),
+        (_describe_traffic("CONTEXT_PARALLEL", layout.cp, layout.tp), keys, keys),
         (to_heads, values, values),
         (to_experts, 2 * routed, 2 * routed),
     ]
@@ -257,11 +262,13 @@ def _gradient_traffic(a: Architecture, layout: Layout, stage: int) -> Iterator[T
     copies = layout.tp * layout.cp * layout.dp // divisions
     for operation, nbytes in (("reduce_scatter", 4), ("all_gather", 2)):
         ranks, size = layout.dp * layout.cp, nbytes * shared
-        yield _traffic("DATA_PARALLEL", ranks, layout.tp, operation, size)
-        yield _traffic("EXPERT_DATA_PARALLEL", copies, divisions, operation, nbytes * experts)
+        yield _describe_traffic("DATA_PARALLEL", ranks, layout.tp, operation, size)
+        yield _describe_traffic(
+            "EXPERT_DATA_PARALLEL", copies, divisions, operation, nbytes * experts
+        )
 
 
-def _traffic(
+def _describe_traffic(
     group: str, ranks: int, apart: int, operation: str = "all_gather", size: float = 0
 ) -> Traffic:
     """Describe an exchange in a group whose members are `apart` ranks from one another."""
@@ -288,9 +295,9 @@ def suggest_remedies(rehearser: Rehearser, command: Command, rehearsal: Rehearsa
     """
     if not any(outcome.out_of_memory for outcome in rehearsal.outcomes):
         return []
-    single = list(neighbours(command))
+    single = list(single_changes(command))
     tried = _rehearse_changes(rehearser, command, single)
-    if any(remedy.fits for remedy in tried) or _recomputes(command):
+    if any(remedy.fits for remedy in tried) or _recomputes_fully(command):
         return tried
     pairs = [
         (f"full recompute and {change}", (*FULL_RECOMPUTE, *flags), gpus)
@@ -300,14 +307,14 @@ def suggest_remedies(rehearser: Rehearser, command: Command, rehearsal: Rehearsa
     return tried + _rehearse_changes(rehearser, command, pairs)
 
 
-def _recomputes(command: Command) -> bool:
+def _recomputes_fully(command: Command) -> bool:
     return command.value(_RECOMPUTE) == "full"
 
 
-def neighbours(command: Command) -> Iterator[Change]:
+def single_changes(command: Command) -> Iterator[Change]:
     """Yield one change in each direction; the model or the GPUs may still not allow it."""
     layout, gpus = command.layout, command.gpus
-    if not _recomputes(command):
+    if not _recomputes_fully(command):
         yield "recompute of the vision tower", ("--recompute-vision",), gpus
         yield "full recompute", FULL_RECOMPUTE, gpus
     if command.value("--use-distributed-optimizer") is None and layout.dp > 1:

@@ -150,7 +150,7 @@ class RankWork:
     name: str
     stages: int
     # ``forward`` and ``backward`` work of a micro-batch by virtual stage, as
-    # `rank.StageWork.of_iteration` returns it.
+    # `rank.StageWork.take_iteration` returns it.
     chunks: Sequence[Mapping[str, Mapping[str, float]]]
     iteration: Interval
     micro_batches: int  # of that iteration
@@ -223,6 +223,7 @@ class Model:
     def _seconds_of_rank(
         self, rank: RankWork, stage: int, stages: int, micro_batches: int, group: int
     ) -> _Parts:
+        """Return the seconds of a rank of pipeline stage `stage`, before those of waiting."""
         spans = {t.key: t for t in rank.iteration.traffic}
         hidden = 0.0
         if "--overlap-moe-expert-parallel-comm" in self._flags:
@@ -230,32 +231,42 @@ class Model:
             order = order_of_work(stage, stages, virtual, micro_batches, group or stages)
             alone = [work.forward for work in order].index(False)  # forwards before a backward
             hidden = self._constants.ep_overlap * (1 - alone / (virtual * micro_batches))
-        chunks = [self._passes(chunk, spans, hidden) for chunk in rank.chunks]
+        chunks = [self._pass_seconds(chunk, spans, hidden) for chunk in rank.chunks]
         inside: defaultdict[str, float] = defaultdict(float)
         for direction in (work for chunk in rank.chunks for work in chunk.values()):
             for key, amount in direction.items():
                 inside[key] += amount * rank.micro_batches
-        left = {k: n - inside[k] for k, n in _totals(rank.iteration).items() if n > inside[k]}
+        # What no micro-batch did is done once in the iteration.
+        left = {
+            k: n - inside[k] for k, n in _work_of_iteration(rank.iteration).items() if n > inside[k]
+        }
         transfers = {k: left.pop(k) for k in list(left) if k.endswith(("\nsend", "\nrecv"))}
-        after = {ONCE: sum(self._with_host(self._gpu_seconds(left, spans), left).values())}
-        sent = sum(self._exchange(spans[k], n) for k, n in transfers.items() if k.endswith("send"))
+        after = {ONCE: sum(self._with_host_seconds(self._gpu_seconds(left, spans), left).values())}
+        sent = sum(
+            self._exchange_seconds(spans[k], n) for k, n in transfers.items() if k.endswith("send")
+        )
         if len(rank.chunks) == 1:  # virtual stages overlap their transfers
-            after[_link("PIPELINE_MODEL_PARALLEL")] = sent / rank.micro_batches * micro_batches
-        after[GRADIENTS] = self._gradients(rank.iteration.traffic, chunks)
+            # Of as many micro-batches as the step has, not as were rehearsed.
+            after[_exchange_name("PIPELINE_MODEL_PARALLEL")] = (
+                sent / rank.micro_batches * micro_batches
+            )
+        after[GRADIENTS] = self._exposed_gradient_seconds(rank.iteration.traffic, chunks)
         return _Parts(chunks, after)
 
-    def _passes(
+    def _pass_seconds(
         self, chunk: Mapping[str, Mapping[str, float]], spans: Mapping[str, Traffic], hidden: float
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the seconds of a forward and a backward pass; EP's exchange is partly hidden."""
         forward, backward = (self._gpu_seconds(chunk[name], spans) for name in (FORWARD, BACKWARD))
         computing = [
             sum(spent[n] for n in (GEMM, ATTENTION, MEMORY)) for spent in (backward, forward)
-        ]
+        ]  # of the opposite pass, behind which an exchange is hidden
         for spent, other in zip((forward, backward), computing, strict=True):
             if EXPERTS in spent:
                 spent[EXPERTS] -= hidden * min(spent[EXPERTS], other)
-        return self._with_host(forward, chunk[FORWARD]), self._with_host(backward, chunk[BACKWARD])
+        return self._with_host_seconds(forward, chunk[FORWARD]), self._with_host_seconds(
+            backward, chunk[BACKWARD]
+        )
 
     def _gpu_seconds(
         self, work: Mapping[str, float], spans: Mapping[str, Traffic]
@@ -272,18 +283,20 @@ class Model:
         }
         for key, size in work.items():
             if key in spans and not _is_overlapped(spans[key]):
-                name = _link(spans[key].group)
-                spent[name] = spent.get(name, 0.0) + self._exchange(spans[key], size)
+                name = _exchange_name(spans[key].group)
+                spent[name] = spent.get(name, 0.0) + self._exchange_seconds(spans[key], size)
         return spent
 
-    def _with_host(self, spent: dict[str, float], work: Mapping[str, float]) -> dict[str, float]:
+    def _with_host_seconds(
+        self, spent: dict[str, float], work: Mapping[str, float]
+    ) -> dict[str, float]:
         """Add the time that the host needs beyond the GPU's."""
         c, busy = self._constants, sum(spent.values())
         host = work.get("launches", 0) * c.launch_us * 1e-6
         syncs = work.get("host_syncs", 0) * c.wait_us * 1e-6
         return spent | {HOST: max(host - busy, 0.0) + syncs}
 
-    def _exchange(self, t: Traffic, size: float) -> float:
+    def _exchange_seconds(self, t: Traffic, size: float) -> float:
         """Return the seconds that a group takes to exchange `size` bytes."""
         c = self._constants
         ranks = int(t.group.rpartition("[")[2].rstrip("]"))
@@ -307,13 +320,13 @@ class Model:
         hidden = "--tp-comm-overlap" in self._flags and t.group.startswith("TENSOR_MODEL_PARALLEL")
         return seconds * (1 - c.tp_overlap) if hidden else seconds
 
-    def _gradients(
+    def _exposed_gradient_seconds(
         self, traffic: Iterable[Traffic], chunks: Sequence[Sequence[Mapping[str, float]]]
     ) -> float:
         """Return the seconds of the data-parallel exchange that no micro-batch hides."""
-        seconds = {True: 0.0, False: 0.0}
+        seconds = {True: 0.0, False: 0.0}  # by whether it is the gathering of weights
         for t in filter(_is_overlapped, traffic):
-            seconds[t.operation == "all_gather"] += self._exchange(t, t.size)
+            seconds[t.operation == "all_gather"] += self._exchange_seconds(t, t.size)
         gather, scatter = seconds[True], seconds[False]
         forward, backward = (
             sum(sum(chunk[direction].values()) for chunk in chunks) for direction in (0, 1)
@@ -331,7 +344,7 @@ def _add_waiting(spent: dict[str, float], seconds: float) -> dict[str, float]:
     return {name: value for name, value in spent.items() if value > 1e-6}
 
 
-def _totals(interval: Interval) -> dict[str, float]:
+def _work_of_iteration(interval: Interval) -> dict[str, float]:
     """Return an iteration's work like :meth:`.rank.Rank.tally`, less the overlapped exchange."""
     traffic = {t.key: t.size for t in interval.traffic if not _is_overlapped(t)}
     counters = interval.counters
@@ -342,10 +355,11 @@ def _totals(interval: Interval) -> dict[str, float]:
 
 def _is_overlapped(t: Traffic) -> bool:
     """Return whether `t` is the exchange of gradients and weights between data-parallel ranks."""
+    # Less than a megabyte is no gradients but, for example, the losses to log.
     return t.group.startswith(_DATA_PARALLEL) and t.size > 1 << 20
 
 
-def _link(group: str) -> str:
+def _exchange_name(group: str) -> str:
     """Return the name of an exchange, from its group's name."""
     name = group.partition("[")[0].partition(" ")[0].removesuffix("_GROUP")
     short = {

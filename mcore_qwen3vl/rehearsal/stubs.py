@@ -83,6 +83,8 @@ class _Sizes(NamedTuple):
 
 
 class Buffer:
+    """In place of ``deep_ep.Buffer``; names, arguments and results are those of DeepEP."""
+
     num_sms = 20
 
     def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
@@ -109,6 +111,7 @@ class Buffer:
         counts = torch.empty(ranks + num_experts, dtype=torch.int32, device="cuda")
         in_rank = torch.empty(len(topk_idx), ranks, dtype=torch.bool, device="cuda")
         launch([topk_idx], [counts, in_rank])
+        # DeepEP's order; the second are the tokens for each node, which a group on one node lacks.
         return counts[:ranks], None, counts[ranks:], in_rank, _Event()
 
     def dispatch(
@@ -121,7 +124,7 @@ class Buffer:
         **_: Any,
     ) -> Any:
         launch()  # it tells the others how many tokens come
-        if handle is not None:
+        if handle is not None:  # in the backward pass of `combine`, the sizes are known
             self.group.count(DISPATCH, [x])
             launch()
             return x.new_empty(handle.received, x.shape[1]), None, None, None, None, _Event()
@@ -158,6 +161,8 @@ class Buffer:
 
 
 class HybridEPBuffer:
+    """In place of ``deep_ep.HybridEPBuffer``, likewise."""
+
     def __init__(
         self,
         group: Any,
@@ -270,10 +275,13 @@ def chunk_gated_delta_rule(
 def _count_chunks(
     x: Tensor, cu_seqlens: Tensor | None = None, chunk_indices: Tensor | None = None
 ) -> int:
+    """Return the chunks of all sequences; `cu_seqlens` only belongs to the library's signature."""
     return len(x) * -(-x.shape[1] // CHUNK) if chunk_indices is None else len(chunk_indices)
 
 
 class _Convolution(Function):
+    """The convolution of :func:`causal_conv1d`, as an operation of autograd."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -294,6 +302,8 @@ class _Convolution(Function):
 
 
 class _Rule(Function):
+    """The rule of :func:`chunk_gated_delta_rule`, as an operation of autograd."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -305,12 +315,12 @@ class _Rule(Function):
         keep_state: bool,
         chunks: int,
     ) -> tuple[Tensor, Tensor | None]:
-        (query, of_queries), (key, of_keys) = map(_normalise, (query, key))
+        (query, of_queries), (key, of_keys) = map(_launch_normalisation, (query, key))
         since = torch.empty_like(log_decay, dtype=torch.float32)
         launch([log_decay], [since])
         kernels = _Kernels(query, key, value, since, beta, chunks)
-        system = kernels.solve()
-        output, state = kernels.output(system, keep_state)
+        system = kernels.compute_inverses()
+        output, state = kernels.compute_output(system, keep_state)
         ctx.save_for_backward(query, of_queries, key, of_keys, value, since, beta, system)
         ctx.chunks = chunks
         return output, state
@@ -319,19 +329,20 @@ class _Rule(Function):
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
         query, of_queries, key, of_keys, value, since, beta, system = ctx.saved_tensors
         kernels = _Kernels(query, key, value, since, beta, ctx.chunks)
-        to_query, to_key, *others = kernels.gradients(system, gradient.contiguous())
-        to_query = _normalise_backward(query, of_queries, to_query)
-        to_key = _normalise_backward(key, of_keys, to_key)
+        to_query, to_key, *others = kernels.compute_gradients(system, gradient.contiguous())
+        to_query = _launch_normalisation_backward(query, of_queries, to_query)
+        to_key = _launch_normalisation_backward(key, of_keys, to_key)
         return to_query, to_key, *others, None, None
 
 
-def _normalise(x: Tensor) -> tuple[Tensor, Tensor]:
+def _launch_normalisation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the normed tensor, and the scale of each row, which the backward pass needs."""
     normed, scale = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     launch([x], [normed, scale])
     return normed, scale
 
 
-def _normalise_backward(normed: Tensor, scale: Tensor, gradient: Tensor) -> Tensor:
+def _launch_normalisation_backward(normed: Tensor, scale: Tensor, gradient: Tensor) -> Tensor:
     result = torch.empty_like(normed)
     launch([normed, scale, gradient], [result])
     return result
@@ -351,25 +362,25 @@ class _Kernels:
         self.per_state = self.width * value.shape[3]
         self.per_key, self.per_value = CHUNK * self.width, CHUNK * value.shape[3]
 
-    def of_heads(self, x: Tensor) -> Tensor:
+    def empty_for_heads(self, x: Tensor) -> Tensor:
         """Return an empty tensor for keys or queries of all heads, not of key heads alone."""
         return x.new_empty(*x.shape[:2], self.heads, self.width)
 
-    def solve(self) -> Tensor:
+    def compute_inverses(self) -> Tensor:
         """Return the inverse of each chunk's triangular system, (B, S, heads, CHUNK)."""
         key = self.key
         system = key.new_zeros(*key.shape[:2], self.heads, CHUNK)
         launch([key, self.since, self.beta], [system], self.product * self.per_key)
         return system
 
-    def written(self, system: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_written(self, system: Tensor) -> tuple[Tensor, Tensor]:
         """Return what each token takes from the state, and what it writes besides."""
-        taken, written = self.of_heads(self.key), torch.empty_like(self.value)
+        taken, written = self.empty_for_heads(self.key), torch.empty_like(self.value)
         read = [self.key, self.value, self.beta, system, self.since]
         launch(read, [taken, written], self.product * (self.per_key + self.per_value))
         return taken, written
 
-    def states(
+    def compute_states(
         self, taken: Tensor, written: Tensor, keep_last: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the state before each chunk, the new values, and the last states in float32."""
@@ -383,29 +394,29 @@ class _Kernels:
         launch(read, [states, new], 2 * self.product * self.per_state)
         return states, new, last
 
-    def output(self, system: Tensor, keep_last: bool) -> tuple[Tensor, Tensor | None]:
+    def compute_output(self, system: Tensor, keep_last: bool) -> tuple[Tensor, Tensor | None]:
         """Return the rule's output, (B, S, heads, V), and its last states if they are kept."""
-        taken, written = self.written(system)
-        states, new, last = self.states(taken, written, keep_last)
+        taken, written = self.compute_written(system)
+        states, new, last = self.compute_states(taken, written, keep_last)
         output = torch.empty_like(self.value)
         read = [self.query, self.key, new, states, self.since]
         flops = self.product * (self.per_state + self.per_key + self.per_value)
         launch(read, [output], flops)
         return output, last
 
-    def gradients(self, system: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    def compute_gradients(self, system: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
         """Return those of query, key, value, log_decay and beta; queries and keys are normed."""
         query, key, since = self.query, self.key, self.since
-        taken, written = self.written(system)
-        states, new, _ = self.states(taken, written, False)
+        taken, written = self.compute_written(system)
+        states, new, _ = self.compute_states(taken, written, False)
         to_new = torch.empty_like(gradient)
         flops = self.product * (self.per_key + self.per_value)
         launch([query, key, since, gradient], [to_new], flops)
         to_states, to_all_new = torch.empty_like(states), torch.empty_like(to_new)
         read = [query, key, taken, since, gradient, to_new]
         launch(read, [to_states, to_all_new], 3 * self.product * self.per_state)
-        del to_new
-        to_query, to_key = self.of_heads(query), self.of_heads(key)
+        del to_new  # as the library does, which counts for the peak
+        to_query, to_key = self.empty_for_heads(query), self.empty_for_heads(key)
         to_taken = torch.empty_like(taken)
         to_decay = since.new_empty(-(-self.width // _WIDEST), *since.shape)
         read = [query, key, new, since, states, gradient, to_states, to_all_new]
@@ -413,7 +424,7 @@ class _Kernels:
         launch(read, [to_query, to_key, to_taken, to_decay], flops)
         to_query, to_key = self._sum_heads(to_query), self._sum_heads(to_key)
         to_decay = to_decay.sum(0)
-        key_again, decay_again = self.of_heads(key), torch.empty_like(since)
+        key_again, decay_again = self.empty_for_heads(key), torch.empty_like(since)
         to_value, to_beta = torch.empty_like(self.value), torch.empty_like(self.beta)
         read = [key, self.value, self.beta, since, system, to_taken, to_all_new]
         flops = self.product * (5 * self.per_key + 2 * self.per_value + 2 * CHUNK**2)

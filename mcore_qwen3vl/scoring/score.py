@@ -31,7 +31,7 @@ from mcore_qwen3vl.labels import SINGLE, Labels
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS, check_top_k
-from mcore_qwen3vl.owners import require_last_token
+from mcore_qwen3vl.owners import require_last_token_pooling
 from mcore_qwen3vl.scoring.records import OVERLONG, BlockResults, Output, Records, Tally
 from mcore_qwen3vl.unused import Unused
 
@@ -154,7 +154,7 @@ class _ScoringJob:
         if request.task == "classify":
             _classifier_labels(self._model)
         if request.task == "embedding":
-            require_last_token(self._model.folder)
+            require_last_token_pooling(self._model.folder)
         samples = request.open_samples()
         self._total = len(samples)
         self._multiple = length_multiple(layout.cp, layout.tp, layout.sp)

@@ -129,6 +129,7 @@ class Audit(Report):
 
 
 def _describe_mistake(name: str, sentences: list[str]) -> str:
+    """Return a line about all tensors whose names differ in the layer alone."""
     if len(sentences) == 1:
         return visible(f"{name} {sentences[0]}.")
     which = "each" if len(set(sentences)) == 1 else "the first"
@@ -184,14 +185,14 @@ def _explain(finding: Finding, examined: Side, right: Side) -> Verdict:
     if finding.flaw:
         return _FLAWS.get(finding.flaw, ("another shape", "does not have Hugging Face's shape"))
     if right.pieces[name][0].source.index is None:
-        return name_mistake(_Weights(examined, right), name)
+        return diagnose(_Weights(examined, right), name)
     experts = [_Weights(examined, right, expert) for expert in range(len(right.pieces[name]))]
     digests = torch.stack([_digest(weights.examined_values(name)) for weights in experts])
     expected = torch.stack([_digest(weights.right_values(name)) for weights in experts])
     wrong = (digests != expected).any(1).nonzero().flatten().tolist()
-    if (order := name_permutation(name, digests, expected)) is not None:
+    if (order := diagnose_permutation(name, digests, expected)) is not None:
         return order
-    kind, sentence = name_mistake(experts[wrong[0]], name)
+    kind, sentence = diagnose(experts[wrong[0]], name)
     return kind, f"{sentence}; this is expert {wrong[0]}, and {len(wrong)} experts are wrong"
 
 
@@ -219,16 +220,18 @@ class _Weights:
         return values if self.expert is None or len(layouts) == 1 else values.transpose(1, 2)
 
 
-def name_mistake(weights: _Weights, name: str) -> Verdict:
+def diagnose(weights: _Weights, name: str) -> Verdict:
     """Say how the examined tensor `name`, of the right shape, differs from the right one."""
     actual, right = weights.examined_values(name), weights.right_values(name)
     verdict = (
-        _name_qkv_order(weights, name)
-        or _first_equal(actual, _simple_mistakes(name, actual, right))
-        or _name_scale(actual, right)
-        or _first_equal(actual, _layout_mistakes(name, right, weights.right.architecture))
-        or name_permutation(name, actual, right)
-        or _name_other_tensor(weights, name, actual)
+        _diagnose_qkv_order(weights, name)
+        or _verdict_of_first_equal(actual, _simple_mistakes(name, actual, right))
+        or _diagnose_scale(actual, right)
+        or _verdict_of_first_equal(
+            actual, _layout_mistakes(name, right, weights.right.architecture)
+        )
+        or diagnose_permutation(name, actual, right)
+        or _diagnose_other_tensor(weights, name, actual)
     )
     if verdict is None:
         largest, count = (actual - right).abs().max().item(), int((actual != right).sum())
@@ -237,12 +240,14 @@ def name_mistake(weights: _Weights, name: str) -> Verdict:
     return verdict
 
 
-def _first_equal(actual: Tensor, candidates: Iterable[Candidate]) -> Verdict | None:
+def _verdict_of_first_equal(actual: Tensor, candidates: Iterable[Candidate]) -> Verdict | None:
+    """Return the mistake whose values are `actual`; None if no candidate has them."""
     equal = ((kind, what) for kind, what, values in candidates if torch.equal(values, actual))
     return next(equal, None)
 
 
 def _simple_mistakes(name: str, actual: Tensor, right: Tensor) -> Iterator[Candidate]:
+    """Yield what `right` would be if filled with one value, rounded, or off by one."""
     missing = "missing DeepStack" if "deepstack" in name else "missing weight"
     yield missing, "is all zeros: it was never filled", torch.zeros_like(right)
     same = actual.flatten()[0]
@@ -251,13 +256,15 @@ def _simple_mistakes(name: str, actual: Tensor, right: Tensor) -> Iterator[Candi
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         short = str(dtype).removeprefix("torch.")
         yield "dtype", f"was rounded to {short}", right.to(dtype).to(right.dtype)
+        # A zero-centred norm is rounded as the difference from one.
         rounded = (right - 1).to(dtype).to(right.dtype) + 1
         yield "dtype", f"was rounded to {short} as w - 1", rounded
     yield "zero-centred norm", "holds w - 1, for norms that multiply by 1 + w", right - 1
     yield "zero-centred norm", "holds 1 + w", right + 1
 
 
-def _name_scale(actual: Tensor, right: Tensor) -> Verdict | None:
+def _diagnose_scale(actual: Tensor, right: Tensor) -> Verdict | None:
+    # A scaled tensor has one factor everywhere; rounding does not move the median of quotients.
     scale = (actual.float() / right.float())[right != 0].median().item()
     rounding = max(1e-6, torch.finfo(actual.dtype).eps)
     if scale == 1 or not torch.allclose(actual, right * scale, rtol=rounding, atol=0):
@@ -265,11 +272,13 @@ def _name_scale(actual: Tensor, right: Tensor) -> Verdict | None:
     return "scaled weight", f"is multiplied by {scale:.6g}"
 
 
-def _layout_mistakes(name: str, right: Tensor, a: Architecture) -> Iterator[Candidate]:
+def _layout_mistakes(name: str, right: Tensor, architecture: Architecture) -> Iterator[Candidate]:
     if ".mlp.experts." in name:
-        yield from _expert_mistakes(name, right, axis=2 if a.expert_layout == "published" else 1)
+        yield from _expert_mistakes(
+            name, right, axis=2 if architecture.expert_layout == "published" else 1
+        )
     elif name.startswith("model.visual.") and ".attn.qkv." in name:
-        yield from _vision_qkv_mistakes(right, a.vision.num_heads)
+        yield from _vision_qkv_mistakes(right, architecture.vision.num_heads)
     elif "patch_embed" in name and right.ndim == 5:
         names = dict(enumerate(("colour channels", "frames", "rows", "columns"), 1))
         for axis, what in names.items():
@@ -278,8 +287,8 @@ def _layout_mistakes(name: str, right: Tensor, a: Architecture) -> Iterator[Cand
             shown = ", ".join(names[axis] for axis in order)
             moved = right.permute(0, *order).reshape(right.shape)
             yield "patch order", f"has its patches flattened as {shown}", moved
-    elif a.delta_net is not None and re.search(r"\.(in_proj_qkv|conv1d)\.", name):
-        net = a.delta_net
+    elif architecture.delta_net is not None and re.search(r"\.(in_proj_qkv|conv1d)\.", name):
+        net = architecture.delta_net
         parts = right.split([net.key_dim, net.key_dim, net.value_dim])
         joined = dict(zip("qkv", parts, strict=True))
         heads = [part.unflatten(0, (net.num_key_heads, -1)) for part in parts]
@@ -320,18 +329,18 @@ def _vision_qkv_mistakes(right: Tensor, heads: int) -> Iterator[Candidate]:
         yield kind, f"is laid out rank by rank as for TP {tp}, each with q, k, v", ranks
 
 
-def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
+def _diagnose_qkv_order(weights: _Weights, name: str) -> Verdict | None:
     """Say how query, key and value rows are arranged in ``linear_qkv``, if not group by group."""
     if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
         return None
-    a = weights.right.architecture
-    rows = table(a, mtp=name.startswith(MTP))
+    architecture = weights.right.architecture
+    rows = table(architecture, mtp=name.startswith(MTP))
     row = next(r for r in rows if name in {source.name for source in r.sources})
     names = [source.name for source in row.sources]
     if not all(weights.examined.pieces.get(n) for n in names):
         return None
     q, k, v = stored = [weights.right_values(n) for n in names]
-    half = a.head_dim // 2
+    half = architecture.head_dim // 2
 
     def arrangements() -> Iterator[tuple[str, Tensor]]:
         for order in ("qkv", "qvk", "kvq"):
@@ -339,7 +348,7 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
             parts = ", ".join(f"all {letter}" for letter in order)
             yield f"is laid out as {parts} instead of group by group", joined
         yield "has keys and values swapped", row.to_mcore(q, v, k)
-        if a.attn_output_gate:
+        if architecture.attn_output_gate:
             pairs = q.unflatten(0, (-1, 2, 2 * half))
             apart = q.unflatten(0, (2, -1, 2 * half))
             for what, turned in (
@@ -362,10 +371,10 @@ def _name_qkv_order(weights: _Weights, name: str) -> Verdict | None:
             yield f"is laid out rank by rank as for TP {tp}, each with q, k, v", joined
 
     actual = row.to_mcore(*(weights.examined_values(n) for n in names))
-    return _first_equal(actual, (("permuted QKV", *made) for made in arrangements()))
+    return _verdict_of_first_equal(actual, (("permuted QKV", *made) for made in arrangements()))
 
 
-def name_permutation(name: str, actual: Tensor, right: Tensor) -> Verdict | None:
+def diagnose_permutation(name: str, actual: Tensor, right: Tensor) -> Verdict | None:
     """Say whether slices of the first or second axis are complete, but in another order."""
     for axis in range(min(right.ndim, 2)):
         order = _row_order(actual.transpose(0, axis), right.transpose(0, axis))
@@ -380,24 +389,25 @@ def name_permutation(name: str, actual: Tensor, right: Tensor) -> Verdict | None
 
 def _row_order(actual: Tensor, right: Tensor) -> list[int] | None:
     """Map each slice of `actual` to the slice of `right` that it equals; None if one has none."""
-    places = {row: i for i, row in enumerate(_slices(right))}
-    order = [places.get(row, -1) for row in _slices(actual)]
+    places = {row: i for i, row in enumerate(_slice_bytes(right))}
+    order = [places.get(row, -1) for row in _slice_bytes(actual)]
     return None if -1 in order or len(set(order)) < len(order) else order
 
 
-def _slices(tensor: Tensor) -> Iterator[bytes]:
+def _slice_bytes(tensor: Tensor) -> Iterator[bytes]:
+    """Yield the bytes of each slice of the first axis, by which slices are looked up."""
     rows = tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8)
     return (row.numpy().tobytes() for row in rows)
 
 
-def _name_other_tensor(weights: _Weights, name: str, actual: Tensor) -> Verdict | None:
+def _diagnose_other_tensor(weights: _Weights, name: str, actual: Tensor) -> Verdict | None:
     """Say whether `actual` holds the values of another tensor of the checkpoint."""
     shape = tuple(actual.shape)
     hf = weights.right.stored
     assert isinstance(hf, HuggingFaceCheckpoint)
     alike = [n for n, e in hf.entries.items() if tuple(e.shape) == shape and n != name]
     for other in alike[:SEARCH_LIMIT]:
-        start = hf.read_tensor(other, (slice(1),)).to(actual.dtype)
+        start = hf.read_tensor(other, (slice(1),)).to(actual.dtype)  # most differ in the first row
         if torch.equal(start, actual[:1]) and torch.equal(weights.right_values(other), actual):
             return _kind_of_mix_up(name, other), f"holds the values of {other}"
     return None
@@ -431,7 +441,7 @@ def compare_settings(
     saved: Mapping[str, Any] = {}
     if isinstance(stored, MegatronCheckpoint):  # its settings have the names of its maker
         file = stored.folder / "run_config.yaml"
-        saved = _run_config(file) if file.is_file() else stored.arguments()
+        saved = _read_run_config(file) if file.is_file() else stored.arguments()
     for fact in architecture_facts(right):
         name = fact.argument or ""
         there = [n for n in (name, fact.field or "", OLDER.get(name, "")) if n in saved]
@@ -441,12 +451,13 @@ def compare_settings(
 
 def compare_configs(examined: Architecture, right: Architecture) -> Iterator[Finding]:
     """Compare the fields of two Hugging Face configs that decide what a model computes."""
-    fields, right_fields = _flat(examined), _flat(right)
+    fields, right_fields = _flatten_config(examined), _flatten_config(right)
     for name in fields | right_fields:
         yield _compare_setting(name, fields.get(name), right_fields.get(name))
 
 
-def _flat(architecture: Architecture) -> dict[str, Any]:
+def _flatten_config(architecture: Architecture) -> dict[str, Any]:
+    """Return the fields that decide what is computed; those of sections as ``SECTION.FIELD``."""
     values = asdict(architecture)
     values["rope_scaling"] = dict(architecture.rope_scaling)
     flat: dict[str, Any] = {}
@@ -464,11 +475,11 @@ def _compare_setting(name: str, value: Any, right: Any) -> Finding:
     if any(isinstance(item, list | tuple | dict) for item in items):
         shown, same = f"a nested {type(value).__name__}", False
     else:
-        shown, same = f"{value!s:.80}", _plain(value) == _plain(right)
+        shown, same = f"{value!s:.80}", _comparable(value) == _comparable(right)
     return Finding(SETTINGS, name, flaw="" if same else f"is {shown}; the config says {right}")
 
 
-def _plain(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return a value in which lists equal tuples, and every form of nothing equals None."""
     return list(value) if isinstance(value, tuple) else value or None
 
@@ -480,7 +491,8 @@ class _Loader(yaml.SafeLoader):
         """Leave merge keys in place, for which there is no constructor."""
 
 
-def _run_config(file: Path) -> dict[str, Any]:
+def _read_run_config(file: Path) -> dict[str, Any]:
+    """Return the section ``model`` of a ``run_config.yaml``; empty if it has none."""
     try:
         content = yaml.load(file.read_text("utf-8"), _Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -68,7 +68,7 @@ def compare_checkpoints(
     Raises:
         BadInput: a side is not a complete, well-formed checkpoint.
     """
-    folders = [_config_of(Path(path)) for path in (a, b)]
+    folders = [_config_folder(Path(path)) for path in (a, b)]
     folder = folders[0] or folders[1]
     if folder is None:
         raise BadInput(
@@ -93,7 +93,7 @@ def compare_sides(
     """
     total, done = sum(left.nbytes(name) for name in left.pieces), 0
     for name in left.pieces:
-        yield _compare(name, left, right, rounded)
+        yield _compare_tensor(name, left, right, rounded)
         done += left.nbytes(name)
         if progress is not None:
             progress(done, total, name)
@@ -124,7 +124,7 @@ class Side:
     """
 
     def __init__(self, path: Path, config: Path) -> None:
-        place, folder = identify(path), _config_of(path)
+        place, folder = identify(path), _config_folder(path)
         self.architecture = architecture = Architecture.from_hf(config)
         self.stored: MegatronCheckpoint | HuggingFaceCheckpoint
         self.stored = (
@@ -142,9 +142,9 @@ class Side:
         self.pieces: dict[str, list[_Piece]] = {}
         for row in rows:
             for number, source in enumerate(row.sources):
-                if self._has(row, source.name):
+                if self._has_tensor(row, source.name):
                     self.pieces.setdefault(source.name, []).append(_Piece(row, number))
-        for name in self._outside(rows):
+        for name in self._tensors_outside_model(rows):  # which looks at the pieces so far
             self.pieces[name] = []
 
     @property
@@ -152,18 +152,18 @@ class Side:
         dialect = getattr(self.stored, "dialect", None)
         return None if dialect is None else dialect.maker
 
-    def dtype(self, piece: _Piece) -> torch.dtype:
+    def piece_dtype(self, piece: _Piece) -> torch.dtype:
         if isinstance(self.stored, MegatronCheckpoint):
             return self.stored.dtype(piece.row.key)
         return self.stored.entries[piece.source.name].dtype
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return self.dtype(self.pieces[name][0])
+        return self.piece_dtype(self.pieces[name][0])
 
     def nbytes(self, name: str) -> int:
-        return sum(piece.numel * self.dtype(piece).itemsize for piece in self.pieces[name])
+        return sum(piece.numel * self.piece_dtype(piece).itemsize for piece in self.pieces[name])
 
-    def take(self, row: Row, box: Box) -> Tensor:
+    def read_box(self, row: Row, box: Box) -> Tensor:
         """Read a box of an mcore piece."""
         if isinstance(self.stored, MegatronCheckpoint):
             return self.stored.read_box(row, box)
@@ -184,14 +184,14 @@ class Side:
         shape = wanted[0].source.shape
         return torch.cat(parts).view(shape if expert is None else (1, *shape[1:]))
 
-    def digest(self, name: str) -> str:
+    def companion_digest(self, name: str) -> str:
         """Return a companion file's hash; that of a config leaves its quantisation settings out."""
         if name == "config.json" and getattr(self.stored, "quantization", None) is not None:
             config = quantized.without_quantization(read_config_file(self.companions[name]))
             return sha256(config_file.dumps(config)).hexdigest()
         return sha256_of(self.companions[name])
 
-    def _has(self, row: Row, name: str) -> bool:
+    def _has_tensor(self, row: Row, name: str) -> bool:
         """Return whether the tensor is there with the shape that the config gives it."""
         if isinstance(self.stored, MegatronCheckpoint):
             stored = self.stored.index.tensors.get(row.key)
@@ -199,21 +199,22 @@ class Side:
         entry = self.stored.entries.get(name)
         return entry is not None and entry.shape in {s.shape for s in row.sources if s.name == name}
 
-    def _outside(self, rows: list[Row]) -> list[str]:
+    def _tensors_outside_model(self, rows: list[Row]) -> list[str]:
         """Return the tensors that the model described by the config does not have."""
         if isinstance(self.stored, MegatronCheckpoint):
             return sorted(self.stored.model_keys() - {row.key for row in rows})
         return [name for name in self.stored.entries if name not in self.pieces]
 
 
-def _config_of(path: Path) -> Path | None:
+def _config_folder(path: Path) -> Path | None:
     """Return a checkpoint's folder of the config; None if it is Megatron's and has none."""
     place = identify(path)
     place.require_whole()
     return path if place.kind in (Kind.HUGGINGFACE, Kind.CONFIG) else place.hf
 
 
-def _compare(name: str, left: Side, right: Side, rounded: bool) -> Finding:
+def _compare_tensor(name: str, left: Side, right: Side, rounded: bool) -> Finding:
+    """Compare a tensor of `left`; without the same shape and dtype there, it has a flaw."""
     mine, theirs = left.pieces[name], right.pieces.get(name)
     if theirs is None:
         return Finding(TENSORS, name, flaw=ONLY_A)
@@ -222,29 +223,30 @@ def _compare(name: str, left: Side, right: Side, rounded: bool) -> Finding:
     shapes = [[(p.numel, p.row.shape[1:]) for p in pieces] for pieces in (mine, theirs)]
     if shapes[0] != shapes[1]:  # rows are as many as Megatron's vocabulary is padded to
         return Finding(TENSORS, name, flaw="the two configs give it different shapes")
-    pairs = {(left.dtype(a), right.dtype(b)) for a, b in zip(mine, theirs, strict=True)}
+    pairs = {(left.piece_dtype(a), right.piece_dtype(b)) for a, b in zip(mine, theirs, strict=True)}
     for dtypes in pairs if not rounded else ():
         if dtypes[0] != dtypes[1]:
             return Finding(TENSORS, name, flaw=f"dtypes {' and '.join(map(dtype_name, dtypes))}")
     measured = Measurement()
     for a, b in zip(mine, theirs, strict=True):
-        measured += _measure(a, b, left, right)
+        measured += _measure_piece(a, b, left, right)
     return Finding(TENSORS, name, measured, expected_count=sum(piece.numel for piece in mine))
 
 
-def _measure(a: _Piece, b: _Piece, left: Side, right: Side) -> Measurement:
+def _measure_piece(a: _Piece, b: _Piece, left: Side, right: Side) -> Measurement:
     """Compare one piece, block by block."""
     columns = tuple(slice(0, n) for n in a.row.shape[1:])
-    dtype = left.dtype(a)
+    dtype = left.piece_dtype(a)
     step = max_rows(a.row, dtype)
     measured = Measurement()
     first = 0
+    # The blocks of a row stand one after another; those of its other HF tensors are passed over.
     for block in a.row.rearrangement.blocks:
         last = first + block.stop - block.start
         for start in range(first, last, step) if block.source == a.number else ():
             box = (slice(start, min(start + step, last)), *columns)
-            right_values = right.take(b.row, box).to(dtype)
-            measured += measure(right_values, left.take(a.row, box), bitwise=True)
+            right_values = right.read_box(b.row, box).to(dtype)
+            measured += measure(right_values, left.read_box(a.row, box), bitwise=True)
         first = last
     return measured
 
@@ -257,7 +259,7 @@ def _compare_files(left: Side, right: Side) -> Iterator[Finding]:
         if name not in a or name not in b:
             flaw = ONLY_A if name in a else ONLY_B
         else:
-            flaw = "" if left.digest(name) == right.digest(name) else "differs"
+            flaw = "" if left.companion_digest(name) == right.companion_digest(name) else "differs"
         yield Finding(FILES, name, flaw=flaw)
 
 
@@ -310,8 +312,8 @@ def check_manifest(
     wrong: dict[str, list[SourceTensor]] = {}  # pieces by HF tensor
     lock = threading.Lock()
 
-    def check(stated: tuple[_Piece, str]) -> None:
-        piece, checksum = stated
+    def check_piece(piece_and_checksum: tuple[_Piece, str]) -> None:
+        piece, checksum = piece_and_checksum
         dtype, source = checkpoint.dtype(piece.row.key), piece.source
         checksum_here = xxhash.xxh3_128()
         for chunk in stream_hf(checkpoint, piece.row, piece.number, dtype):
@@ -323,10 +325,10 @@ def check_manifest(
 
     try:
         with ThreadPoolExecutor(workers or default_workers()) as pool:
-            list(pool.map(check, pieces))
+            list(pool.map(check_piece, pieces))  # raises what a thread raised
     except OSError as error:
         raise BadInput(f"{folder} cannot be read: {error}. Copy the checkpoint again.") from error
-    problems |= {name: _difference(pieces) for name, pieces in wrong.items()}
+    problems |= {name: _describe_wrong_pieces(pieces) for name, pieces in wrong.items()}
     names = dict.fromkeys([*hf_shapes(rows), *stated])
     findings = [Finding(TENSORS, name, flaw=problems.get(name, "")) for name in names]
     return Report(f"{folder} and {file}", findings=findings)
@@ -356,7 +358,8 @@ def _misfits(
             yield name, "is in the manifest, but not in the checkpoint"
 
 
-def _difference(wrong: list[SourceTensor]) -> str:
+def _describe_wrong_pieces(wrong: list[SourceTensor]) -> str:
+    """Return the flaw of an HF tensor, of which these pieces have other bytes than stated."""
     experts = sorted(source.index for source in wrong if source.index is not None)
     if not experts:
         parts = "".join(sorted(source.piece_words for source in wrong))

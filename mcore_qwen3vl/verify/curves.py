@@ -249,7 +249,10 @@ def hf_curve(
     optimizer = optimizer_of(trained)
     curve = []
     for lines in sample_order(job):
-        samples = [encode(processor, records[line]["messages"], job.data.parent) for line in lines]
+        samples = [
+            encode_conversation(processor, records[line]["messages"], job.data.parent)
+            for line in lines
+        ]
         weights = [records[line].get("weight", 1.0) for line in lines]
         items = sum(
             weight * int((labels != -100).sum())
@@ -268,7 +271,7 @@ def hf_curve(
     return curve
 
 
-def encode(
+def encode_conversation(
     processor: Any, messages: list[dict[str, Any]], folder: Path
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Encode one conversation of a question and its answer with the HF processor alone.
@@ -329,7 +332,7 @@ OTHER_LAYOUT = 1e-5
 layout, no bit may differ."""
 
 
-def cases(moe: bool) -> dict[str, Job]:
+def table_jobs(moe: bool) -> dict[str, Job]:
     """Return the jobs of the table by name, without checkpoint and data."""
     layouts = ["single", "tp2+sp", "pp2xvpp2", "cp2", *(["ep2xdp2"] if moe else []), "dp2"]
     blank = Job(Path(), Path())
@@ -340,7 +343,7 @@ def cases(moe: bool) -> dict[str, Job]:
     return jobs
 
 
-def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) -> int:
+def run_curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) -> int:
     """Run every case and print a row for each; return 1 if a row failed."""
     data = write_image_qa(folder / "data", 40)
     print(f"{'model':6} {'layout':16} {'first':>8} {'last':>8} {'loss diff':>10} {'norm diff':>10}")
@@ -348,7 +351,7 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
     for moe in (False, True):
         checkpoint = write_tiny_checkpoint(folder / f"tiny-{moe}", moe=moe)
         references: dict[tuple[int, int] | None, list[StepMetrics]] = {}
-        for name, blank in cases(moe).items():
+        for name, blank in table_jobs(moe).items():
             label = f"{'MoE' if moe else 'dense':6} {name:16}"
             if only and not any(word in label for word in only):
                 continue
@@ -364,7 +367,7 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
     return int(failed)
 
 
-def resume_table(folder: Path, steps: int) -> int:
+def run_resume_table(folder: Path, steps: int) -> int:
     """Stop runs halfway, resume them and compare with full runs; return 1 if a row failed."""
     data = write_image_qa(folder / "data", 40)
     checkpoints = {moe: write_tiny_checkpoint(folder / f"{moe}", moe=moe) for moe in (False, True)}
@@ -376,7 +379,7 @@ def resume_table(folder: Path, steps: int) -> int:
             replace(blank, layout=Layout.parse(layout), flags=tuple(flags))
             for layout, *flags in (before, after)
         )
-        full, save = whole_and_half(first, place)
+        full, save = train_and_rewind(first, place)
         rest = train(then, place / "rest", "--save", str(save), "--save-interval", "1000")
         difference = worst_difference(curve_of(rest), curve_of(full[steps // 2 :]))
         limit = 0.0 if before == after else OTHER_LAYOUT
@@ -393,8 +396,8 @@ def _print_row(label: str, difference: StepMetrics, limit: float) -> bool:
     return good
 
 
-def whole_and_half(job: Job, folder: Path) -> tuple[list[dict[str, Any]], Path]:
-    """Return the log of a whole run, and its checkpoint folder put back to half of the steps."""
+def train_and_rewind(job: Job, folder: Path) -> tuple[list[dict[str, Any]], Path]:
+    """Train to the end; return the log, and the checkpoint folder put back to half of the steps."""
     save, half = folder / "save", job.steps // 2
     full = train(job, folder / "whole", "--save", str(save), "--save-interval", str(half))
     (save / TRACKER).write_text(str(half), "utf-8")
@@ -417,8 +420,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # as on our ranks; on small tensors, more only wait for each other
     with scratch_folder() as folder:
         if options.resume:
-            return resume_table(folder, options.steps)
-        return curves_table(folder, options.steps, options.only)
+            return run_resume_table(folder, options.steps)
+        return run_curves_table(folder, options.steps, options.only)
 
 
 if __name__ == "__main__":

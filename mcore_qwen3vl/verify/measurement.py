@@ -105,6 +105,7 @@ def _measure_values(actual: Tensor, expected: Tensor) -> Measurement:
 
 
 def _measure_bits(actual: Tensor, expected: Tensor) -> Measurement:
+    """Count the values whose bits differ; only if there are any, measure how far they are apart."""
     if actual.dtype != expected.dtype:
         raise CheckFailed(
             f"Dtypes differ: {actual.dtype} was found where {expected.dtype} was expected."
@@ -206,9 +207,9 @@ class Finding:
             "context": self.context,
             "name": self.name,
             "ok": self.ok,
-            "relative_error": _finite(self.relative_error),
-            "absolute_error": _finite(m.absolute_error),
-            "largest_expected": _finite(m.scale) if self.tolerance else None,
+            "relative_error": _finite_or_text(self.relative_error),
+            "absolute_error": _finite_or_text(m.absolute_error),
+            "largest_expected": _finite_or_text(m.scale) if self.tolerance else None,
             "tolerance": self.tolerance,
             "values": m.count,
             "detail": self.detail,
@@ -220,7 +221,7 @@ class Finding:
         return f"{self.part} {self.name}{where}: {self.detail or error}"
 
 
-def findings(
+def judge_measurements(
     measured: Mapping[tuple[str, str], Measurement],
     tolerances: Mapping[str, float],
     *,
@@ -237,5 +238,6 @@ def findings(
         yield Finding(part, name, measurement, tolerances[part], expected, context)
 
 
-def _finite(value: float) -> float | str:
+def _finite_or_text(value: float) -> float | str:
+    """Return a number as JSON has it, which knows no infinity."""
     return value if math.isfinite(value) else str(value)

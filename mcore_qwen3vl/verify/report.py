@@ -165,7 +165,7 @@ def render(report: Report) -> Group:
     for heading, text in report.notes.items():
         lines.append(f"[bold]{plain(heading)}[/]\n" + plain(indent(text, "  "), lines=True))
     if report.findings:
-        lines.append(by_part(report))
+        lines.append(parts_table(report))
     failures, shown = report.failures, report.failures_shown
     lines += [f"  {plain(str(finding))}" for finding in failures[:shown]]
     if len(failures) > shown:
@@ -173,12 +173,12 @@ def render(report: Report) -> Group:
     return Group(*lines)
 
 
-def by_part(report: Report) -> Table:
+def parts_table(report: Report) -> Table:
     """Return a table with a line for each part and context, and the worst comparison of each."""
     title = ", ".join(f"{name} {value}" for name, value in report.environment.items())
     columns = ("in", "part", ">compared", ">failed", ">error", ">allowed", "worst", "")
     contexts = any(finding.context for finding in report.findings)
-    shown = table(title, *columns[not contexts :])
+    shown = table(title, *columns[not contexts :])  # without contexts, there is no first column
     for summary in report.parts().values():
         worst = summary.worst
         cells = [
@@ -186,8 +186,8 @@ def by_part(report: Report) -> Table:
             plain(summary.part),
             f"{summary.count:,}",
             f"{summary.failed:,}",
-            number(worst),
-            allowance(worst),
+            error_text(worst),
+            tolerance_text(worst),
             plain(worst.name) if worst.relative_error or summary.failed else "",
             "[bold red]WRONG[/]" if summary.failed else "[green]ok[/]",
         ]
@@ -195,7 +195,7 @@ def by_part(report: Report) -> Table:
     return shown
 
 
-def number(finding: Finding) -> str:
+def error_text(finding: Finding) -> str:
     """Return the relative error as text; blank if there are no numbers."""
     if finding.flaw or not finding.measured.count:
         return ""
@@ -204,7 +204,7 @@ def number(finding: Finding) -> str:
     return f"{finding.relative_error:.1e}" if finding.relative_error else "0"
 
 
-def allowance(finding: Finding) -> str:
+def tolerance_text(finding: Finding) -> str:
     """Return the tolerance as text; blank if there are no numbers."""
     if not finding.measured.count:
         return ""
@@ -259,7 +259,7 @@ def junit(report: Report) -> bytes:
 def html(report: Report) -> str:
     """Return the report as HTML, with everything inline."""
     environment = templates("mcore_qwen3vl.verify")
-    environment.filters |= {"number": number, "allowance": allowance}
+    environment.filters |= {"error_text": error_text, "tolerance_text": tolerance_text}
     content = report.to_dict()
     failures = len(report.failures)
     listed = min(max(failures, NEAREST_LISTED), LISTED)

@@ -19,7 +19,7 @@ from mcore_qwen3vl.converters.mapping import forms, table
 from mcore_qwen3vl.data.records import parse
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
-from mcore_qwen3vl.flags import add_flags, fill
+from mcore_qwen3vl.flags import add_flags, make_from_flags
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
@@ -146,5 +146,5 @@ def test_flag_example(tmp_path, monkeypatch):
     parser = argparse.ArgumentParser()
     add_flags(parser.add_argument_group(), extended.TrainingSettings)
     lines = (parser.parse_args(words) for words in (["--logit-scale", "0.5"], []))
-    given = (fill(extended.TrainingSettings, line) for line in lines)
+    given = (make_from_flags(extended.TrainingSettings, line) for line in lines)
     assert [training.logit_scale for training in given] == [0.5, 1.0]

@@ -26,7 +26,7 @@ from mcore_qwen3vl.generation import (
     generate_on_all_ranks,
     stop_tokens,
 )
-from mcore_qwen3vl.inference import adapter_for
+from mcore_qwen3vl.inference import read_adapter_for
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
@@ -225,9 +225,9 @@ def test_an_adapter_of_another_base_is_warned_of(
     other = shutil.copytree(dense, tmp_path / "other")
     hf_to_mcore(dense, tmp_path / "mcore")
     for base in (dense, tmp_path / "mcore"):
-        assert adapter_for(adapter, base, dense) is not None
+        assert read_adapter_for(adapter, base, dense) is not None
     assert capfd.readouterr().err == ""
-    adapter_for(adapter, other, other)
+    read_adapter_for(adapter, other, other)
     said = f"warning: The adapter was trained on {dense}, and is used with {other}."
     assert capfd.readouterr().err.strip() == said
 
@@ -321,11 +321,11 @@ def test_cache_that_does_not_grow(monkeypatch: Any) -> None:
 
 def test_images_kept_after_prefill(monkeypatch: Any) -> None:
     """Ranks fail if images are encoded again for a token, where they have no placeholders."""
-    forward = CachedModel._forward
+    forward = CachedModel._run_micro_batch
 
     def with_images(self: CachedModel, *arguments: Any, **inputs: Any) -> Any:
         return forward(self, *arguments, **{**inputs, "visual": self._prompts.visual})
 
-    monkeypatch.setattr(CachedModel, "_forward", with_images)
+    monkeypatch.setattr(CachedModel, "_run_micro_batch", with_images)
     with pytest.raises(RanksFailed, match=r"index_copy_.*out of bounds"):
         equal("image")

@@ -234,7 +234,9 @@ def _torch_library(name: str) -> Path:
 def ours() -> set[str]:
     if shutil.which("nm") is None:
         pytest.skip("nm is not installed")
-    return set().union(*(_symbols(library, "--defined-only") for library in device.libraries()))
+    return set().union(
+        *(_symbols(library, "--defined-only") for library in device.compiled_libraries())
+    )
 
 
 # Graphs, memory of other processes, and what torch 2.15 asks of kernel libraries that a program
@@ -312,24 +314,24 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "no-such-compiler -m64")
     with pytest.raises(Unavailable, match=r"no C compiler no-such-compiler: install gcc"):
-        device.libraries()
+        device.compiled_libraries()
     monkeypatch.setenv("CC", "false")
     with pytest.raises(Unavailable, match=r"false cannot compile the simulated GPU"):
-        device.libraries()
+        device.compiled_libraries()
     assert not list(tmp_path.rglob("*.so*"))
 
 
 def test_on_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(Unavailable, match=r"needs Linux with glibc, and this is darwin"):
-        device.libraries()
+        device.compiled_libraries()
 
 
 def test_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(Unavailable, match="set XDG_CACHE_HOME"):
-        device.libraries()
+        device.compiled_libraries()
 
 
 @pytest.mark.slow
@@ -340,11 +342,11 @@ def test_it_is_compiled_once_and_again_when_its_source_changes(
     source = tmp_path / "stub"
     shutil.copytree(device.SOURCES, source)
     monkeypatch.setattr(device, "SOURCES", source)
-    first = device.libraries()
+    first = device.compiled_libraries()
     made = [library.stat().st_mtime_ns for library in first]
-    assert [library.stat().st_mtime_ns for library in device.libraries()] == made
+    assert [library.stat().st_mtime_ns for library in device.compiled_libraries()] == made
     (source / "count.c").write_text((source / "count.c").read_text() + "\n// changed\n")
-    assert device.libraries()[0] != first[0]
+    assert device.compiled_libraries()[0] != first[0]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.rehearsal.command import Command, prepare, read_command, roles_of
+from mcore_qwen3vl.rehearsal.command import Command, prepare_command, read_command, roles_of
 from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, check_command
 from mcore_qwen3vl.rehearsal.report import heading
 from mcore_qwen3vl.runtime.gpus import allowance_gib, find_gpu
@@ -90,7 +90,9 @@ def test_it_is_said_what_stands_for_the_kernels_of_gated_delta_nets(
     flags: tuple[str, ...], stub: bool, tmp_path: Path
 ) -> None:
     model = ("--hf-model", str(SHAPES / "qwen3.5_0.8b.json"))
-    prepared = prepare(read_command([*model, "--packing", "--spec", "torch", *flags], 1), tmp_path)
+    prepared = prepare_command(
+        read_command([*model, "--packing", "--spec", "torch", *flags], 1), tmp_path
+    )
     [note] = [note for note in prepared.notes if "gated delta nets" in note]
     assert ("with a stub of flash-linear-attention" in note) is stub
     assert ("in plain torch" in note) is not stub

@@ -10,7 +10,7 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.command import Command
-from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, stages_of_command
+from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, memory_of_stages
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 from mcore_qwen3vl.training import memory
@@ -119,7 +119,7 @@ def test_what_predicting_a_further_token_takes(
         code, found = command("--gpus", run.gpus, "--gpu", "h200", "--no-suggest", *run.flags)
         assert code == 0, found
         peaks.append([role["peak"] / 1e9 for role in found["roles"]])
-        stages = stages_of_command(run, run.line.architecture, None)
+        stages = memory_of_stages(run, run.line.architecture, None)
         # With experts, the peak is in their backward pass, where no logits are alive.
         estimates.append([(s.total - s.logits * (sizes.ep > 1)) / 1e9 for s in stages])
     hidden = 2 * run.line.architecture.hidden_size * 8192 / 1e9  # GB, of all tokens

@@ -122,11 +122,11 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
             "good": "print('log\\n{\"x\": 1}')",
         }
         return [
-            gpu_check.Part(name, [sys.executable, "-c", code], 1, gpu_check.last_json)
+            gpu_check.Part(name, [sys.executable, "-c", code], 1, gpu_check.find_json)
             for name, code in programs.items()
         ] + [gpu_check.Part("zero", ["true"], 1, lambda printed: {"x": 1 / 0})]
 
-    monkeypatch.setattr(gpu_check, "parts", parts)
+    monkeypatch.setattr(gpu_check, "all_parts", parts)
     monkeypatch.setattr(gpu_check, "MARGIN", 0)
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
     found = {p["name"]: p for p in json.loads((tmp_path / "report.json").read_text())}
@@ -146,10 +146,10 @@ def test_attention_is_compared_as_it_is_computed(
     from mcore_qwen3vl.model.decoder import attention as ours
 
     assert kernels.main(["--device", "cpu"]) == 0
-    worst = gpu_check.worst_kernels(capsys.readouterr().out)
+    worst = gpu_check.read_worst_kernel(capsys.readouterr().out)
     assert worst["compared"] == 16
     assert 0 < worst["worst"] < kernels.LIMIT
-    run, causal = kernels._run, ours._mask
+    run, causal = kernels._run_with_gradients, ours._mask
     monkeypatch.setattr(ours, "_mask", lambda q, k, valid: torch.ones(q, k, dtype=torch.bool))
 
     def right_on_the_host(*arguments: Any) -> Any:
@@ -158,7 +158,7 @@ def test_attention_is_compared_as_it_is_computed(
                 patched.setattr(ours, "_mask", causal)
             return run(*arguments)
 
-    monkeypatch.setattr(kernels, "_run", right_on_the_host)
+    monkeypatch.setattr(kernels, "_run_with_gradients", right_on_the_host)
     assert kernels.main(["--device", "cpu"]) == 1
 
 
@@ -176,7 +176,7 @@ def test_a_gradient_that_is_no_number_is_an_error(
         return convolve(x, weight, *others)
 
     monkeypatch.setattr(nets, "_PLAIN", (convolve_wrongly, rule))
-    assert next(kernels.delta_net(torch.device("cpu")))[1] == math.inf
+    assert next(kernels.compare_delta_net(torch.device("cpu")))[1] == math.inf
 
 
 def test_losses_of_two_runs_are_compared(gpu_check: Any, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_losses_of_two_runs_are_compared(gpu_check: Any, tmp_path: Path) -> None
 def test_the_loss_that_is_compared_falls(gpu_check: Any, models: Path) -> None:
     """On the CPU; a wrong gradient then shows in the losses."""
     (part,) = (
-        part for part in gpu_check.training(models.parent, ["torch"], 1, 9)
+        part for part in gpu_check.training_parts(models.parent, ["torch"], 1, 9)
         if part.name == "training loop, torch spec, dense"
     )  # fmt: skip
     command = [*part.command, "--cpu", "--num-workers", "0"]
@@ -231,7 +231,7 @@ def test_what_the_machine_cannot_run_is_not_applicable(
         (4, ["torch", "te"], 10, None, kernels),
     ):
         monkeypatch.setattr(gpu_check, "find_spec", lambda name, found=package: found)
-        loops = list(gpu_check.training(tmp_path, specs, gpus, capability))
+        loops = list(gpu_check.training_parts(tmp_path, specs, gpus, capability))
         missing = [part for part in loops if part.status == "not applicable"]
         assert [part.name for part in missing] == [f"training loop, {name}" for name in absent]
         assert all(part.results["why"] and not part.command for part in missing)
@@ -245,8 +245,8 @@ def test_what_is_not_applicable_is_reported_and_is_no_failure(
 ) -> None:
     good = gpu_check.Part("good", [sys.executable, "-c", ""], 60)
     other = gpu_check.Part("other", [sys.executable, "-c", "raise SystemExit(1)"], 60)
-    found = [gpu_check.absent("FP8", "no TE"), good, other]
-    monkeypatch.setattr(gpu_check, "parts", lambda options: iter(found))
+    found = [gpu_check.not_applicable_part("FP8", "no TE"), good, other]
+    monkeypatch.setattr(gpu_check, "all_parts", lambda options: iter(found))
     assert gpu_check.main(["--out", str(tmp_path), "--only", "FP8|go+d"]) == 0
     report = (tmp_path / "report.md").read_text()
     assert "| FP8 | not applicable | 0 | why: no TE |" in report
@@ -270,7 +270,7 @@ def test_a_writer_runs_before_the_first_part_that_needs_it(
             command = [sys.executable, "-c", code]
             yield gpu_check.Part(f"read {name}", command, 60, after=[writer])
 
-    monkeypatch.setattr(gpu_check, "parts", parts)
+    monkeypatch.setattr(gpu_check, "all_parts", parts)
     assert gpu_check.main(["--out", str(tmp_path), "--only", "read b", "--jobs", "3"]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert [part["name"] for part in report] == ["write b", "read b"]
@@ -300,11 +300,11 @@ def test_the_worthiest_parts_that_fit_are_chosen(gpu_check: Any) -> None:
     ):
         for p in everything:
             p.status = gpu_check.WAITING
-        got = gpu_check.choose(everything, None, seconds, 2)
+        got = gpu_check.choose_parts(everything, None, seconds, 2)
         assert [p for p in got if p.status == gpu_check.WAITING] == chosen
         assert [p for p in got if p.status == gpu_check.LEFT_OUT] == left
         assert all(p.results["why"] for p in left)
-    assert gpu_check.choose(everything, "te spec, dense", math.inf, 2)[-1] is other
+    assert gpu_check.choose_parts(everything, "te spec, dense", math.inf, 2)[-1] is other
     assert other.after == [writer], "what --only leaves out is read from an earlier run"
 
 
@@ -349,7 +349,7 @@ def test_what_outlasts_the_minutes_is_stopped_and_what_cannot_end_is_left_out(
 ) -> None:
     slow = gpu_check.Part("slow", [sys.executable, "-c", "import time; time.sleep(60)"], 1)
     late = gpu_check.Part("late", [sys.executable, "-c", ""], 2, measures=True)
-    monkeypatch.setattr(gpu_check, "parts", lambda options: iter([slow, late]))
+    monkeypatch.setattr(gpu_check, "all_parts", lambda options: iter([slow, late]))
     assert gpu_check.main(["--out", str(tmp_path), "--minutes", str(8 / 60)]) == 1
     assert (slow.status, late.status) == ("no time", "left out")
     assert "| late | left out |" in (tmp_path / "report.md").read_text()
@@ -363,10 +363,10 @@ out = sys.argv[2]
 def parts(options):
     python = [sys.executable, "-c"]
     good = [*python, "import json; print(json.dumps(dict(x=1)))"]
-    yield gpu_check.Part("good", good, 60, gpu_check.last_json)
+    yield gpu_check.Part("good", good, 60, gpu_check.find_json)
     yield gpu_check.Part("hangs", [*python, "import time; time.sleep(60)"], 60)
     yield gpu_check.Part("waits", [*python, ""], 60, measures=True)
-gpu_check.parts = parts
+gpu_check.all_parts = parts
 gpu_check.signal.signal(gpu_check.signal.SIGTERM, lambda number, frame: sys.exit(143))
 gpu_check.main(["--out", out])
 """
@@ -413,7 +413,7 @@ def test_rates_are_the_constants_of_the_model_of_time(
         work()
         return next(clock), 0.0
 
-    monkeypatch.setattr(kernels, "timed", timed)
+    monkeypatch.setattr(kernels, "time_step", timed)
     file = tmp_path / "constants.json"
     words = ["--rates", str(file), "--gpu", "h100-80gb", "--device", "cpu"]
     assert kernels.main(words) == 0
@@ -486,7 +486,7 @@ def test_ep_has_the_losses_of_the_same_spec_without_it(gpu_check: Any, tmp_path:
     (tmp_path / "losses-MoE-te.jsonl").touch()
 
     def against(gpus: int) -> dict[str, Any]:
-        found = gpu_check.training(tmp_path, ["torch", "te"], gpus, 9)
+        found = gpu_check.training_parts(tmp_path, ["torch", "te"], gpus, 9)
         return {p.name: p.read.args[1] and p.read.args[1].stem for p in found if p.command}
 
     ep, fp8 = "training loop, te spec, MoE, EP 2", "training loop, te spec, dense, FP8"
@@ -542,7 +542,7 @@ def test_a_part_ends_with_the_program(tmp_path: Path, ending: str, code: int) ->
 def test_json_is_found_among_lines_of_libraries(gpu_check: Any) -> None:
     report = json.dumps({"findings": [{"ok": True}], "verdict": "equal"}, indent=1)
     printed = f"host:1:1 [0] NCCL INFO {{comm}} Init\n{report}\nhost:1:1 [0] NCCL INFO Done {{}}\n"
-    found = gpu_check.worst_finding(printed)
+    found = gpu_check.read_verify_report(printed)
     assert found == {"compared": 1, "failed": 0, "verdict": "equal"}
 
 
@@ -551,7 +551,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from benchmarks import gpu_models
 
     out = tmp_path_factory.mktemp("gpu-check") / "models"
-    gpu_models.tiny(str(out))
+    gpu_models.write_tiny_models(str(out))
     return out
 
 
@@ -559,7 +559,7 @@ def test_what_trains_is_computed_by_the_kernels_of_published_sizes(
     gpu_check: Any, models: Path
 ) -> None:
     """The torch spec loops over experts whose rows are not multiples of 16 bytes, FP8 wants 128."""
-    for way in gpu_check.training(models.parent, ["torch"], 4, 9):
+    for way in gpu_check.training_parts(models.parent, ["torch"], 4, 9):
         if "MoE" in way.name:
             model = Path(way.command[way.command.index("--load-hf") + 1])
             for experts in tensors(model, "experts"):
@@ -590,10 +590,10 @@ def tensors(model: Path, name: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("gpus", range(2, 20))
 def test_any_number_of_gpus_has_a_layout(gpu_check: Any, models: Path, gpus: int) -> None:
-    used = gpu_check.even(gpus)
+    used = gpu_check.shareable_gpus(gpus)
     assert gpus // 2 < used <= gpus or used == 16
     for name in sorted(folder.name for folder in models.iterdir() if folder.name != "data"):
-        words = gpu_check.layout(name, used)
+        words = gpu_check.layout_flags(name, used)
         words.remove("--sp")
         sizes = {flag[2:]: int(n) for flag, n in zip(words[::2], words[1::2], strict=True)}
         planned = Layout(**sizes, sp=True)

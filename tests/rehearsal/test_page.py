@@ -9,7 +9,7 @@ import pytest
 from mcore_qwen3vl.pretended.device import Interval, Report
 from mcore_qwen3vl.rehearsal.command import Command, Role
 from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, RoleOutcome
-from mcore_qwen3vl.rehearsal.report import HEIGHT, LETTER, plot, write_page
+from mcore_qwen3vl.rehearsal.report import HEIGHT, LETTER, make_plot, write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
 
 INTERVALS = {"model and optimizer": 0.3, "iteration 1": 2.0, "iteration 2": 2.0, "end": 0.0}
@@ -31,19 +31,19 @@ def outcome(peak: int, usable: int) -> RoleOutcome:
 
 @pytest.mark.parametrize("peak", [36, 82, 90])
 def test_the_memory_of_the_gpu_is_a_line_in_the_plot(peak: int) -> None:
-    drawn = plot(outcome(peak * 10**9, 83 * 10**9))
+    drawn = make_plot(outcome(peak * 10**9, 83 * 10**9))
     assert drawn.limit is not None
     assert 0 < drawn.limit < drawn.floor
 
 
 def test_a_peak_that_is_far_below_it_is_drawn_alone() -> None:
-    drawn = plot(outcome(2 * 10**8, 83 * 10**9))
+    drawn = make_plot(outcome(2 * 10**8, 83 * 10**9))
     assert drawn.limit is None
     assert min(y for y, _ in drawn.ticks) < HEIGHT / 2
 
 
 def test_labels_do_not_overlap() -> None:
-    drawn = plot(outcome(10**9, 2 * 10**9))
+    drawn = make_plot(outcome(10**9, 2 * 10**9))
     first, second, third = drawn.marks
     assert second.x < first.x + LETTER * len(first.name)  # on one line they would overlap
     assert second.y > first.y == third.y

@@ -12,7 +12,7 @@ from mcore_qwen3vl.layout import Durations, Layout, model_pipeline
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
-from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, candidates, step_seconds, work_of
+from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, candidates, modelled_work, step_seconds
 from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.runtime.gpus import GPUS
 from mcore_qwen3vl.shapes import SHAPES
@@ -87,7 +87,7 @@ def cp_exchange(a: Architecture, layout: Layout) -> list[dict[str, float]]:
     """Return the bytes that a CP rank is to exchange forward and backward, by operation."""
     size = ("--seq-length", "8192", "--packing", "--global-batch-size", "4")
     command = Command((*size, *layout.flags(moe=a.is_moe)), layout.world_size)
-    work = work_of(command, a)[0].chunks[0]
+    work = modelled_work(command, a)[0].chunks[0]
     return [
         {operation: work[direction][f"CONTEXT_PARALLEL_GROUP[{layout.cp}]\n{operation}"]
          for operation in ("all_gather", "all_to_all")}
@@ -175,7 +175,7 @@ def test_context_parallel_ranks_exchange_what_the_search_expects(
         *("--spec", "torch", "--context-parallel-size", "2", *recompute),
     )
     run = Command(("--hf-model", str(tmp_path), *flags), 2)
-    (work,) = work_of(run, run.line.architecture)[0].chunks
+    (work,) = modelled_work(run, run.line.architecture)[0].chunks
     code, found = command("--gpus", 2, *run.flags)
     assert code == 0
     counted = {f"{t['group']}\n{t['operation']}": t["size"] for t in found["roles"][0]["traffic"]}

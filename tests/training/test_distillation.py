@@ -21,10 +21,10 @@ from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves import (
     Job,
     curve_of,
-    encode,
+    encode_conversation,
     sample_order,
     train,
-    whole_and_half,
+    train_and_rewind,
     worst_difference,
 )
 from tests.training.log import entries_of
@@ -94,7 +94,7 @@ def plain_step(job: Job, teacher: Path, settings: Distillation) -> tuple[Plain, 
     records = [json.loads(line)["messages"] for line in job.data.read_text().splitlines()]
     tokens, apart, own = 0, torch.zeros([]), torch.zeros([])
     for line in sample_order(job)[0]:
-        inputs, labels = encode(processor, records[line], job.data.parent)
+        inputs, labels = encode_conversation(processor, records[line], job.data.parent)
         trained = labels[1:] != -100
         logits = student(**inputs).logits[0, :-1][trained]
         with torch.no_grad():
@@ -233,7 +233,7 @@ def test_a_live_teacher_is_the_one_of_the_file_and_a_run_resumes(
         dense, data, "single", *flags_of(FORWARD), *evaluation, *PACKED, steps=4, batch=2
     )
     live = replace(by_file, flags=(*by_file.flags, *live_flags(large)))
-    whole, save = whole_and_half(live, tmp_path)
+    whole, save = train_and_rewind(live, tmp_path)
     rest = train(live, tmp_path / "rest", "--save", str(save), "--save-interval", "1000")
     assert worst_difference(curve_of(rest), curve_of(whole[2:])).loss == 0
     other = tmp_path / "other"

@@ -33,7 +33,7 @@ from mcore_qwen3vl.verify.curves import (
     curve_of,
     hf_curve,
     train,
-    whole_and_half,
+    train_and_rewind,
     worst_difference,
 )
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
@@ -56,7 +56,7 @@ def test_a_run_goes_on_under_another_layout_and_its_export_is_pefts(
 ) -> None:
     job = lora_job(tmp_path, checkpoint, data, lora, "dp2")
     job = replace(job, flags=(*DISTRIBUTED, "--num-workers", "1"))
-    whole, save = whole_and_half(job, tmp_path)
+    whole, save = train_and_rewind(job, tmp_path)
     difference = worst_difference(curve_of(whole), hf_curve(job))
     assert max(difference.loss, difference.grad_norm) <= TOLERANCE
     held = torch_dist.read_metadata(save / "iter_0000002").tensors
@@ -158,7 +158,7 @@ def test_a_converted_base_is_the_same_base(
     job = lora_job(tmp_path, dense, data, "whole", "pp2xvpp2")
     job = replace(job, flags=("--num-workers", "1"))
     converted = replace(job, converted=tmp_path / "mcore")
-    whole, save = whole_and_half(converted, tmp_path)
+    whole, save = train_and_rewind(converted, tmp_path)
     known = curve_of(train(job, tmp_path / "from-hf"))
     assert worst_difference(curve_of(whole), known) == worst_difference(known, known)
     rest = train(replace(job, layout=Layout(tp=2)), tmp_path / "rest", "--save", str(save), *KEEP)

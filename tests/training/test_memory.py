@@ -177,12 +177,12 @@ def test_a_head_that_is_tied_to_the_embedding_counts_once(tmp_path: Path) -> Non
 
 
 def parts(hf: Path, adapter: Path) -> dict[str, int]:
-    from mcore_qwen3vl.rehearsal.rank import by_part
+    from mcore_qwen3vl.rehearsal.rank import count_parameters_by_part
 
     initialize(Layout())
     chunks = build_chunks(Architecture.from_hf(hf), Layout())
     adapt(chunks, read_adapter(adapter, hf))
-    return by_part(list(chunks))
+    return count_parameters_by_part(list(chunks))
 
 
 @pytest.mark.parametrize("lora", ["everything", "experts", "router"])

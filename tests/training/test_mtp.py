@@ -32,7 +32,7 @@ from mcore_qwen3vl.verify.curves import (
     curve_of,
     sample_order,
     train,
-    whole_and_half,
+    train_and_rewind,
     worst_difference,
 )
 from tests.converters.checkpoints import assert_same_tensors
@@ -181,7 +181,7 @@ def test_the_layer_is_saved_resumed_and_exported_as_trained(
 ) -> None:
     checkpoint = hybrids["dense"]
     job = replace(step_job(checkpoint, data, "single", *FLAGS, *PACKED, steps=4), batch=2)
-    whole, save = whole_and_half(job, tmp_path)
+    whole, save = train_and_rewind(job, tmp_path)
     export = tmp_path / "export"
     flags = ("--save", str(save), "--save-interval", "1000", "--save-hf", str(export))
     rest = train(job, tmp_path / "rest", *flags)
@@ -220,7 +220,7 @@ def test_the_layer_goes_on_under_another_layout(
 ) -> None:
     job = replace(step_job(hybrids["moe"], data, "ep2xdp2", *FLAGS, steps=4), batch=2)
     job = replace(job, flags=(*job.flags, "--use-distributed-optimizer"))
-    whole, save = whole_and_half(job, tmp_path)
+    whole, save = train_and_rewind(job, tmp_path)
     other = step_job(hybrids["moe"], data, "pp2", *job.flags, steps=4)
     rest = train(replace(other, batch=2), tmp_path / "rest", "--save", str(save))
     difference = worst_difference(curve_of(rest), curve_of(whole[2:]))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.verify.curves import Job, encode, sample_order, train
+from mcore_qwen3vl.verify.curves import Job, encode_conversation, sample_order, train
 from tests.training.log import numbers_of
 from tests.training.one_step import Plain, check_step, plain_model, step_job
 from tests.turns import slow
@@ -101,7 +101,7 @@ def test_what_a_hybrid_model_trains_has_the_gradients_of_a_plain_loop(
     records = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
     total, tokens = torch.zeros([]), 0
     for line in sample_order(job)[0]:
-        inputs, labels = encode(processor, records[line], data.parent)
+        inputs, labels = encode_conversation(processor, records[line], data.parent)
         logits = model(**inputs).logits[0, :-1]
         total = total + F.cross_entropy(logits, labels[1:], reduction="sum")
         tokens += int((labels[1:] != -100).sum())

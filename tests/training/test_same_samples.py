@@ -16,7 +16,7 @@ import torch
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.forward_step import ForwardStep
-from mcore_qwen3vl.verify.curves import Job, encode, import_for_ranks, run_rank, train
+from mcore_qwen3vl.verify.curves import Job, encode_conversation, import_for_ranks, run_rank, train
 from tests.training.log import entries_of, validation_losses
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "indigo", "violet")
@@ -98,7 +98,7 @@ def hf_mean(checkpoint: Path, data: Path) -> float:
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
     total, count = 0.0, 0
     for line in data.read_text().splitlines():
-        inputs, labels = encode(processor, json.loads(line)["messages"], data.parent)
+        inputs, labels = encode_conversation(processor, json.loads(line)["messages"], data.parent)
         with torch.no_grad():
             logits = model(**inputs).logits[0, :-1]
         total += float(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum"))

@@ -11,9 +11,9 @@ import pytest
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves import (
     TOLERANCE,
-    cases,
     curve_of,
     hf_curve,
+    table_jobs,
     train,
     with_image_paths,
     worst_difference,
@@ -36,7 +36,7 @@ def test_loss_and_gradient_norm_are_those_of_a_plain_hf_loop(
     is_moe: bool, name: str, dense: Path, moe: Path, data: Path, tmp_path: Path
 ) -> None:
     checkpoint = moe if is_moe else dense
-    job = replace(cases(is_moe)[name], checkpoint=checkpoint, data=data, steps=STEPS)
+    job = replace(table_jobs(is_moe)[name], checkpoint=checkpoint, data=data, steps=STEPS)
     ours, theirs = curve_of(train(job, tmp_path, timeout=120)), hf_curve(job)
     assert theirs[-1].loss < theirs[0].loss - 0.5  # the model does learn
     difference = worst_difference(ours, theirs)
@@ -59,7 +59,7 @@ def test_weights_are_normalised_over_the_global_batch(
     records = [json.loads(line) for line in data.read_text().splitlines()]
     weighted = [{**r, "weight": (0.03, 1.5, 0.4)[i % 3]} for i, r in enumerate(records)]
     data.write_text("".join(json.dumps(record) + "\n" for record in weighted))
-    job = replace(cases(False)[name], checkpoint=dense, data=data, steps=2)
+    job = replace(table_jobs(False)[name], checkpoint=dense, data=data, steps=2)
     job = replace(job, flags=(*job.flags, "--loss", "weighted_cross_entropy"))
     difference = worst_difference(curve_of(train(job, tmp_path, timeout=120)), hf_curve(job))
     assert difference.loss <= TOLERANCE

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.errors import CheckFailed
-from mcore_qwen3vl.verify.measurement import Finding, Measurement, findings, measure, merge
+from mcore_qwen3vl.verify.measurement import (
+    Finding,
+    Measurement,
+    judge_measurements,
+    measure,
+    merge,
+)
 from mcore_qwen3vl.verify.report import Report
 
 
@@ -79,12 +85,12 @@ def test_measurements_of_ranks_merge():
 def test_a_tensor_that_was_not_compared_whole_fails():
     key = ("gradients", "w")
     measured = {key: Measurement(0.0, 1.0, 3)}
-    [half] = findings(measured, {"gradients": 1.0}, counts={key: 6})
+    [half] = judge_measurements(measured, {"gradients": 1.0}, counts={key: 6})
     assert not half.ok
     assert "3 of 6 values were compared" in str(half)
-    [absent] = findings({}, {"gradients": 1.0}, counts={key: 6})
+    [absent] = judge_measurements({}, {"gradients": 1.0}, counts={key: 6})
     assert not absent.ok
-    [unexpected] = findings(measured, {"gradients": 1.0}, counts={})
+    [unexpected] = judge_measurements(measured, {"gradients": 1.0}, counts={})
     assert not unexpected.ok
 
 

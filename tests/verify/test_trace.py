@@ -34,7 +34,7 @@ from mcore_qwen3vl.verify.trace.recording import (
     GRADIENTS,
     WEIGHTS,
     TraceReference,
-    data_path,
+    probe_points,
 )
 from mcore_qwen3vl.verify.trace.tracing import Trace, trace
 from tests.turns import slow, slow_except
@@ -102,7 +102,7 @@ def test_a_scaled_rope_has_equal_tables(tmp_path: Path) -> None:
 def test_every_probe_point_is_compared(injector: FaultInjector) -> None:
     result = traced(injector, "tp2+sp", moe=True, gradients=True)
     names = {f.name for f in result.findings if f.part == ACTIVATIONS}
-    assert names == {p.name for p in data_path(injector.reference(moe=True).architecture)}
+    assert names == {p.name for p in probe_points(injector.reference(moe=True).architecture)}
     with_gradient = {f.name for f in result.findings if f.part == ACTIVATION_GRADIENTS}
     assert names - with_gradient == {
         "model.visual.rotary_pos_emb",  # both are computed from positions alone

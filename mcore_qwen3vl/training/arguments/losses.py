@@ -389,9 +389,9 @@ class TaskSettings:
                 f"--loss {run.training.loss} with {task}, which has its own loss: drop one of them."
             )
         if self.task == "embedding":
-            from mcore_qwen3vl.owners import require_last_token
+            from mcore_qwen3vl.owners import require_last_token_pooling
 
-            require_last_token(run.model.folder)
+            require_last_token_pooling(run.model.folder)
         if self.task in SCORED and run.checkpoints.pretrained_checkpoint:
             raise BadInput(
                 f"--pretrained-checkpoint with {task}, which starts from Hugging Face weights: "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, get_type_hints
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
-from mcore_qwen3vl.flags import File, Flag, Folder, Name, fill
+from mcore_qwen3vl.flags import File, Flag, Folder, Name, make_from_flags
 
 LOSSES = ("dpo", "simpo", "orpo")
 """Names of the losses over preference pairs for ``--loss``."""
@@ -303,8 +303,14 @@ class RunSettings:
         if balance is None:
             grouped = flags.loss in (*LOSSES, KTO) or flags.task
             balance = bool(flags.packing and not grouped)
-        data = fill(DataConfig, flags, media=fill(MediaLimits, flags), balance=balance)
+        data = make_from_flags(
+            DataConfig, flags, media=make_from_flags(MediaLimits, flags), balance=balance
+        )
         hints = get_type_hints(cls)
         kinds = {f.name: hints[f.name] for f in fields(cls) if is_dataclass(hints[f.name])}
-        parts = {name: fill(kind, flags) for name, kind in kinds.items() if kind is not DataConfig}
+        parts = {
+            name: make_from_flags(kind, flags)
+            for name, kind in kinds.items()
+            if kind is not DataConfig
+        }
         return cls(data=data, **parts)

@@ -41,7 +41,7 @@ from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
 from mcore_qwen3vl.data.processor import configs_with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
-from mcore_qwen3vl.flags import fill
+from mcore_qwen3vl.flags import make_from_flags
 from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings, TrainingSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
@@ -233,11 +233,11 @@ def save_companions(settings: Settings) -> None:
 def changed_files(settings: Settings) -> dict[str, bytes]:
     """Return what a run writes otherwise than ``--hf-model`` has it, by file name."""
     # Imports megatron, and this module is imported before the CPU's backend is there.
-    from mcore_qwen3vl.generation import with_turn_end
+    from mcore_qwen3vl.generation import config_with_turn_end
 
     source = settings.model.folder
     # A model that is trained on turns stops at their end.
-    stopping = {} if settings.task.task else with_turn_end(source)
+    stopping = {} if settings.task.task else config_with_turn_end(source)
     return {**configs_with_budgets(source, settings.data.media), **stopping}
 
 
@@ -313,7 +313,7 @@ def _explain_missing_parameter(directory: str, error: BaseException) -> BadInput
 
 def differences(saved: argparse.Namespace, settings: Settings) -> Iterator[str]:
     """Say what differs from the run with the arguments `saved`: what trains, and the reference."""
-    was = _trained_in_words(fill(TrainingSettings, saved))
+    was = _trained_in_words(make_from_flags(TrainingSettings, saved))
     trains = _trained_in_words(settings.training)
     if was != trains:
         # Megatron loads the state of the parameters that still train.
@@ -323,7 +323,7 @@ def differences(saved: argparse.Namespace, settings: Settings) -> Iterator[str]:
             else "the optimizer's state of parameters that no longer train is dropped"
         )
         yield f"the checkpoint's run trained {was}, and this run trains {trains}: {state}"
-    before = fill(PreferenceSettings, saved).reference_model
+    before = make_from_flags(PreferenceSettings, saved).reference_model
     now = settings.preference.reference_model
     if before not in (None, now):
         yield (

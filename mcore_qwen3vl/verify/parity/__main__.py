@@ -36,7 +36,7 @@ def main() -> int:
     rows = [row for row in (*MATRIX, *LORA_MATRIX) if arguments.only in str(row)]
     started = time.monotonic()
     with scratch_folder("mcore-qwen3vl-parity-") as folder:
-        results = parity_matrix(folder, rows, show)
+        results = parity_matrix(folder, rows, print_row)
     table = markdown(results)
     if arguments.output:
         arguments.output.write_text(table, encoding="utf-8")
@@ -52,7 +52,8 @@ def main() -> int:
     return 1 if failed or not results else 0
 
 
-def show(row: MatrixRow, report: Report) -> None:
+def print_row(row: MatrixRow, report: Report) -> None:
+    """Print a row's worst error of each part over all batches, and its first failures."""
     worst: dict[str, float] = {}
     for summary in report.parts().values():
         worst[summary.part] = max(worst.get(summary.part, 0.0), summary.worst.relative_error)

@@ -54,7 +54,7 @@ class _DoubleForFloat(TorchFunctionMode):
     """Gives float64 wherever code asks for float32, as norms, softmax and losses of models do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
+        if func is torch.Tensor.float:  # which takes no dtype that could be exchanged
             return args[0].double()
         args = [torch.float64 if value is torch.float32 else value for value in args]
         asked = (kwargs or {}).items()
@@ -321,7 +321,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def batches_of(spec: Spec) -> tuple[str, ...]:
+def batch_names_of(spec: Spec) -> tuple[str, ...]:
     """Return the batches that a layer spec takes; ``te`` takes none padded on the left."""
     return tuple(n for n, r in RECIPES.items() if spec != "te" or r.form != "padded-left")
 
@@ -341,46 +341,54 @@ def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> 
     if name not in RECIPES:
         raise BadInput(f"There is no batch called {name!r}; there are {', '.join(RECIPES)}.")
     recipe = RECIPES[name]
-    maker = _Maker(architecture, random.Random(zlib.crc32(name.encode())))
-    described = [[_pieces(s) for s in micro.split("|")] for micro in recipe.samples.split(";")]
-    lengths = [[maker.length(pieces) for pieces in micro] for micro in described]
+    maker = _SampleMaker(architecture, random.Random(zlib.crc32(name.encode())))
+    described = [
+        [_parse_pieces(s) for s in micro.split("|")] for micro in recipe.samples.split(";")
+    ]
+    lengths = [[maker.token_count(pieces) for pieces in micro] for micro in described]
     if not recipe.form.startswith("padded"):
+        # Padded rows are rounded up as a whole instead, to `longest`.
         lengths = [[_round_up(n, multiple) for n in micro] for micro in lengths]
     longest = _round_up(max(n for micro in lengths for n in micro), multiple)
     if recipe.form == "even":
         lengths = [[longest for _ in micro] for micro in lengths]
     samples = [
-        [maker.sample(pieces, n) for pieces, n in zip(micro, of_micro, strict=True)]
+        [maker.make_sample(pieces, n) for pieces, n in zip(micro, of_micro, strict=True)]
         for micro, of_micro in zip(described, lengths, strict=True)
     ]
     totals = [sum(of_micro) for of_micro in lengths]
+    # A pack is wider than its samples, so that there is padding at its end.
     widths = [max(totals) + multiple if recipe.form == "packed" else longest] * len(totals)
     pairs = zip(samples, totals if recipe.form == "ragged" else widths, strict=True)
-    return Batch(name, tuple(_assemble(architecture, recipe.form, *pair) for pair in pairs))
+    return Batch(
+        name, tuple(_assemble_micro_batch(architecture, recipe.form, *pair) for pair in pairs)
+    )
 
 
-def _pieces(sample: str) -> list[Piece]:
+def _parse_pieces(sample: str) -> list[Piece]:
+    """Read the words of a sample, as :class:`Recipe` describes them."""
     pieces: list[Piece] = []
     for word in sample.split():
         kind, _, sizes = word.rpartition(":")
+        # An image has one frame; of text there is one size, its tokens, and it gets to `columns`.
         frames, rows, columns = [1, 1, *map(int, sizes.split("x"))][-3:]
         pieces.append((kind, frames, rows, columns) if kind else columns)
     return pieces
 
 
-def micro_batch(
+def pad_to_micro_batch(
     architecture: Architecture, samples: Sequence[Sample], *, multiple: int = 1
 ) -> MicroBatch:
     """Make a micro-batch of one sample per row, padded on the right to a multiple of `multiple`."""
     longest = max(len(sample.input_ids) for sample in samples)
-    return _assemble(architecture, "padded", samples, _round_up(longest, multiple))
+    return _assemble_micro_batch(architecture, "padded", samples, _round_up(longest, multiple))
 
 
-class _Maker:
+class _SampleMaker:
     """A maker of random samples for one architecture."""
 
     def __init__(self, architecture: Architecture, rng: random.Random) -> None:
-        self.a, self.rng = architecture, rng
+        self.architecture, self.rng = architecture, rng
         self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
         self.special = {
             architecture.image_token_id,
@@ -389,7 +397,7 @@ class _Maker:
             architecture.vision_end_token_id,
         }
 
-    def length(self, pieces: Sequence[Piece]) -> int:
+    def token_count(self, pieces: Sequence[Piece]) -> int:
         """Return the tokens of a sample before it is lengthened."""
         return sum(
             # A frame has a start and an end token; a frame of a video also has a timestamp.
@@ -397,20 +405,20 @@ class _Maker:
             for p in pieces
         )
 
-    def sample(self, pieces: Sequence[Piece], length: int) -> Sample:
+    def make_sample(self, pieces: Sequence[Piece], length: int) -> Sample:
         """Make a sample of `pieces`, lengthened to `length` with text."""
-        a, merge = self.a, self.a.vision.spatial_merge_size
+        a, merge = self.architecture, self.architecture.vision.spatial_merge_size
         tokens: list[int] = []
         grids: dict[str, list[tuple[int, int, int]]] = {"image": [], "video": []}
-        for piece in [*pieces, length - self.length(pieces)]:
+        for piece in [*pieces, length - self.token_count(pieces)]:  # the last is text to fill up
             if isinstance(piece, int):
-                tokens += self.text(piece)
+                tokens += self.random_text(piece)
                 continue
             kind, frames, rows, columns = piece
             grids[kind].append((frames, rows * merge, columns * merge))
             pad = a.image_token_id if kind == "image" else a.video_token_id
             for _ in range(frames):
-                tokens += self.text(2 if kind == "video" else 0)
+                tokens += self.random_text(2 if kind == "video" else 0)
                 tokens += [a.vision_start_token_id, *[pad] * (rows * columns)]
                 tokens += [a.vision_end_token_id]
         input_ids = torch.tensor(tokens)
@@ -418,31 +426,42 @@ class _Maker:
         counts = torch.ones(len(tokens))
         counts[:-1] = (~placeholder[1:]).float()  # no loss where a placeholder would be predicted
         counts[-1] = 0
-        return Sample(input_ids, *self.pixels(grids["image"]), *self.pixels(grids["video"]), counts)
+        return Sample(
+            input_ids,
+            *self.random_pixels(grids["image"]),
+            *self.random_pixels(grids["video"]),
+            counts,
+        )
 
-    def text(self, count: int) -> list[int]:
+    def random_text(self, count: int) -> list[int]:
         tokens: list[int] = []
         while len(tokens) < count:
-            token = self.rng.randrange(self.a.vocab_size)
+            token = self.rng.randrange(self.architecture.vocab_size)
             tokens += [] if token in self.special else [token]
         return tokens
 
-    def pixels(self, grids: list[tuple[int, int, int]]) -> tuple[Tensor | None, Tensor | None]:
+    def random_pixels(
+        self, grids: list[tuple[int, int, int]]
+    ) -> tuple[Tensor | None, Tensor | None]:
         if not grids:
             return None, None
         grid_thw = torch.tensor(grids)
         patches = int(grid_thw.prod(1).sum())
-        return torch.randn(patches, self.a.vision.patch_dim, generator=self.generator), grid_thw
+        return torch.randn(
+            patches, self.architecture.vision.patch_dim, generator=self.generator
+        ), grid_thw
 
 
-def _assemble(
+def _assemble_micro_batch(
     architecture: Architecture, form: Form, samples: Sequence[Sample], width: int
 ) -> MicroBatch:
     lengths = [len(s.input_ids) for s in samples]
     cu_seqlens = None
     if form == "packed":
         starts = [0, *accumulate(lengths)]
-        spans = [SampleSpan(0, start, s) for start, s in zip(starts, samples, strict=False)]
+        spans = [
+            SampleSpan(0, start, s) for start, s in zip(starts, samples, strict=False)
+        ]  # more starts: the end
         cu_seqlens = torch.tensor([*starts, width], dtype=torch.int32)
     else:
         left = form == "padded-left"
@@ -478,7 +497,7 @@ def _assemble(
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
-def media(sample: Sample) -> dict[str, Tensor]:
+def media_arguments(sample: Sample) -> dict[str, Tensor]:
     """Return the pixels and grids that `sample` has, by the argument names of HF's forward."""
     return {name: value for name in MEDIA if (value := getattr(sample, name)) is not None}
 
@@ -495,46 +514,46 @@ def _round_up(n: int, multiple: int) -> int:
 VISION = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")  # the last two: mergers too
 
 
-def _lora(r: int, alpha: int, *modules: str, **more: Any) -> AdapterConfig:
+def _lora_config(r: int, alpha: int, *modules: str, **more: Any) -> AdapterConfig:
     return AdapterConfig(r=r, lora_alpha=alpha, target_modules=modules or None, **more)
 
 
 ADAPTERS: dict[str, AdapterConfig] = {
-    "language": _lora(4, 10, *ATTENTION, *MLP),
-    "mixed ranks": _lora(
+    "language": _lora_config(4, 10, *ATTENTION, *MLP),
+    "mixed ranks": _lora_config(
         *(4, 10, *ATTENTION, *MLP),
         rank_pattern={"v_proj": 3, "up_proj": 5, r"layers\.2\.self_attn\.q_proj": 7},
         alpha_pattern={"up_proj": 6},
     ),
-    "q and v": _lora(5, 7, "q_proj", "v_proj", use_rslora=True),
-    "k and gate": _lora(3, 4, "k_proj", "gate_proj", layers_to_transform=(0, 3)),
-    "everything": _lora(
+    "q and v": _lora_config(5, 7, "q_proj", "v_proj", use_rslora=True),
+    "k and gate": _lora_config(3, 4, "k_proj", "gate_proj", layers_to_transform=(0, 3)),
+    "everything": _lora_config(
         *(4, 6, *ATTENTION, *MLP, *VISION, "lm_head"),
         use_rslora=True,
         rank_pattern={"lm_head": 6, "attn.qkv": 3},
     ),
-    "whole": _lora(4, 5, *ATTENTION, modules_to_save=("embed_tokens", "lm_head", "merger")),
-    "whole tied": _lora(
+    "whole": _lora_config(4, 5, *ATTENTION, modules_to_save=("embed_tokens", "lm_head", "merger")),
+    "whole tied": _lora_config(
         4, 5, *ATTENTION, modules_to_save=("embed_tokens",), ensure_weight_tying=True
     ),
-    "whole vision": _lora(4, 5, "down_proj", modules_to_save=("visual",)),
-    "experts": _lora(
+    "whole vision": _lora_config(4, 5, "down_proj", modules_to_save=("visual",)),
+    "experts": _lora_config(
         *(4, 10, *ATTENTION),
         target_parameters=EXPERTS,
         rank_pattern={"v_proj": 3, "experts.down_proj": 2},
     ),
-    "gate and up of experts": _lora(3, 4, target_parameters=EXPERTS[:1]),
-    "down of experts": _lora(3, 4, use_rslora=True, target_parameters=EXPERTS[1:]),
-    "router": _lora(
+    "gate and up of experts": _lora_config(3, 4, target_parameters=EXPERTS[:1]),
+    "down of experts": _lora_config(3, 4, use_rslora=True, target_parameters=EXPERTS[1:]),
+    "router": _lora_config(
         *(3, 4, "o_proj", "attn.qkv", "merger.linear_fc1", "lm_head"),
         target_parameters=(ROUTER, *EXPERTS),
     ),
-    "whole router": _lora(3, 4, "o_proj", modules_to_save=("gate", "merger")),
-    "experts and MLP": _lora(4, 6, *ATTENTION, *MLP, target_parameters=EXPERTS),
-    "hybrid": _lora(
+    "whole router": _lora_config(3, 4, "o_proj", modules_to_save=("gate", "merger")),
+    "experts and MLP": _lora_config(4, 6, *ATTENTION, *MLP, target_parameters=EXPERTS),
+    "hybrid": _lora_config(
         *(4, 10, *ATTENTION, *DELTA_NET, *MLP), rank_pattern={"in_proj_qkv": 3, "in_proj_a": 2}
     ),
-    "hybrid experts": _lora(3, 4, *ATTENTION, *DELTA_NET, *MLP, target_parameters=EXPERTS),
+    "hybrid experts": _lora_config(3, 4, *ATTENTION, *DELTA_NET, *MLP, target_parameters=EXPERTS),
 }
 """The matrix's adapters, with targets, ranks, scalings and whole tensors; all values are random."""
 

@@ -23,14 +23,20 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import check_gpus, describe_device, run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.verify.measurement import Measurements, findings, measure, merge, take_frozen
+from mcore_qwen3vl.verify.measurement import (
+    Measurements,
+    judge_measurements,
+    measure,
+    merge,
+    take_frozen,
+)
 from mcore_qwen3vl.verify.parity.case import (
     RECIPES,
     AdamW,
     Batch,
     Case,
     Dtype,
-    batches_of,
+    batch_names_of,
     build_batch,
     preset_config,
     write_random_adapter,
@@ -120,7 +126,7 @@ def verify_parity(
     case = Case(layout or Layout(), spec, dtype, device, gradients)
     adamw = AdamW() if gradients and dtype == "fp32" else None
     case = replace(case, adamw=adamw, compile_pointwise=compile_pointwise)
-    names = list(batches or batches_of(spec))
+    names = list(batches or batch_names_of(spec))
     passes = itertools.count(1)
     with ExitStack() as stack:
         if lora is not None and str(lora) in get_args(Preset):
@@ -160,7 +166,7 @@ def memory_and_disk_of(reference: ReferenceCheckpoint, case: Case, batches: Sequ
     ours together. To these come temporary copies of the largest tensor, by autograd and AdamW, and
     Megatron's copy of the vision tower's gradients under sequence parallelism.
     """
-    a, layout = reference.architecture, case.layout
+    architecture, layout = reference.architecture, case.layout
     tensors: Counter[str] = Counter()
     for name, count in reference.value_counts().items():
         tensors[name.partition("[")[0]] += count  # HF's experts are one tensor
@@ -170,14 +176,14 @@ def memory_and_disk_of(reference: ReferenceCheckpoint, case: Case, batches: Sequ
     size = 8 if case.dtype == "fp64" else 4
     gradients = size * trained.total() if case.gradients else 0
     largest = size * max(trained.values()) if case.gradients else 0
-    made = [build_batch(name, a, multiple=case.length_multiple) for name in batches]
+    made = [build_batch(name, architecture, multiple=case.length_multiple) for name in batches]
     tokens = [sum(m.input_ids.numel() for m in batch.micro_batches) for batch in made]
-    logits = size * a.vocab_size * (max(tokens) if case.gradients else sum(tokens))
+    logits = size * architecture.vocab_size * (max(tokens) if case.gradients else sum(tokens))
 
     reference_weights = size * tensors.total()  # to judge bf16, the reference runs in float32 too
     # Of a tied embedding there are the head's gradient, the embedding's and their sum beside the
     # one that they are added to.
-    copies = 3 if a.tie_word_embeddings else 2
+    copies = 3 if architecture.tie_word_embeddings else 2
     first = max(gradients + copies * largest, 5 * largest if case.adamw else 0)
     second = RANK * layout.world_size
     our_weights = 0.0
@@ -187,13 +193,14 @@ def memory_and_disk_of(reference: ReferenceCheckpoint, case: Case, batches: Sequ
 
         ranks = layout.world_size // layout.pp  # of each stage
         for stage in range(layout.pp):
-            parameters = ranks * sum(rank_parameters(a, layout, stage))
+            parameters = ranks * sum(rank_parameters(architecture, layout, stage))
             our_weights += case.torch_dtype.itemsize * parameters
             if case.gradients:
                 second += size * parameters if trained is tensors else ranks * gradients
         second += copies * largest / layout.tp * ranks
         if case.gradients and trained is tensors and layout.sp:
-            second += size * count_by_part(a)["vision"] * ranks
+            second += size * count_by_part(architecture)["vision"] * ranks
+    # Beside gradients, files hold the parameters after a step, and bf16's gradients in two bytes.
     disk = gradients * (1 + (case.adamw is not None) + (case.dtype == "bf16") / 2)
     if case.weights_in_files:
         disk += max(reference_weights, our_weights)
@@ -269,7 +276,9 @@ def compare_case(
         build_batch(n, reference.architecture, multiple=case.length_multiple) for n in batches
     )
     case.validate(reference.architecture, made)
-    for names in _runs(made, case, _batches_per_run(reference, case) if in_files else len(made)):
+    for names in _group_into_runs(
+        made, case, _batches_per_run(reference, case) if in_files else len(made)
+    ):
         with scratch_folder("mcore-qwen3vl-parity-") if in_files else nullcontext() as folder:
             allowed = dict.fromkeys(PARTS, DOUBLE_TOLERANCE if case.dtype == "fp64" else TOLERANCE)
             if case.dtype == "bf16":
@@ -292,7 +301,7 @@ def compare_case(
                 reference.forget()
         for number, batch in enumerate(expected):
             measured = merge(rank[number] for rank in ranks)
-            counts = _counts(reference, case, batch, take_frozen(measured))
+            counts = _expected_value_counts(reference, case, batch, take_frozen(measured))
             if stepped is not None and number == len(expected) - 1:
                 trained = {n: c for (part, n), c in counts.items() if part == "gradients"}
                 counts |= {("parameters", n): c for n, c in trained.items()}
@@ -300,7 +309,7 @@ def compare_case(
                 if case.overlaps_gather:
                     counts[AFTER_STEP, "all"] = counts["logits", "all"]
             context = batch.batch.name
-            report.findings += findings(measured, allowed, counts=counts, context=context)
+            report.findings += judge_measurements(measured, allowed, counts=counts, context=context)
     return report
 
 
@@ -311,7 +320,7 @@ def _batches_per_run(reference: ReferenceCheckpoint, case: Case) -> int:
     return max(1, GRADIENT_BYTES // (4 * sum(reference.value_counts().values())))
 
 
-def _runs(batches: Iterable[Batch], case: Case, most: int) -> list[list[str]]:
+def _group_into_runs(batches: Iterable[Batch], case: Case, most: int) -> list[list[str]]:
     """Return the names of batches, grouped by what one run of the ranks can take: `most` of them.
 
     A pipeline is told once whether micro-batches differ in shape. It must also work where it may
@@ -319,11 +328,11 @@ def _runs(batches: Iterable[Batch], case: Case, most: int) -> list[list[str]]:
     """
     runs: tuple[list[str], list[str]] = ([], [])
     for batch in batches:
-        runs[batch.uneven and case.layout.pp > 1].append(batch.name)
+        runs[batch.uneven and case.layout.pp > 1].append(batch.name)  # False is 0, True is 1
     return [run[i : i + most] for run in runs for i in range(0, len(run), most)]
 
 
-def _counts(
+def _expected_value_counts(
     reference: ReferenceCheckpoint, case: Case, expected: Expected, frozen: dict[str, int]
 ) -> dict[tuple[str, str], int]:
     """Return how many values there are to compare, by part and name."""
@@ -345,7 +354,8 @@ def half_precision_tolerances(
     worst = dict.fromkeys(("logits", "loss", "gradients"), 0.0)
     both = [reference.results(batches, c, folder)[0] for c in (case, replace(case, dtype="fp32"))]
     for rounded, exact in zip(*both, strict=True):
-        for finding in findings(merge(_measure_differences(rounded, exact)), worst):
+        # Of these findings only the errors count, whatever the tolerances that they are given.
+        for finding in judge_measurements(merge(_measure_differences(rounded, exact)), worst):
             worst[finding.part] = max(worst[finding.part], finding.relative_error)
     for part, error in worst.items():
         if error * HALF_PRECISION_FACTOR > LARGEST_TOLERANCE:

@@ -363,26 +363,30 @@ def markdown(results: Sequence[tuple[MatrixRow, Report]]) -> str:
     for row, report in results:
         lora = f"LoRA {row.lora}" if row.lora else ""
         layout = ", ".join(filter(None, [row.layout, lora, row.note])).replace("|", r"\|")
-        cells = [_cell(report, batch) for batch in EVERY]
-        lines.append(f"| {row.model} | {layout} | " + " | ".join([*cells, _step(report)]) + " |")
+        cells = [_batch_cell(report, batch) for batch in EVERY]
+        lines.append(
+            f"| {row.model} | {layout} | " + " | ".join([*cells, _step_cell(report)]) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def _cell(report: Report, batch: str) -> str:
+def _batch_cell(report: Report, batch: str) -> str:
     summaries = report.parts()
     parts = [summaries.get((batch, part)) for part in ("logits", "loss", "gradients")]
-    numbers = " / ".join(_micro(part.worst.relative_error) for part in parts if part is not None)
+    numbers = " / ".join(
+        _in_millionths(part.worst.relative_error) for part in parts if part is not None
+    )
     if None in parts:
         return ""
     return f"**{numbers}**" if any(part and part.failed for part in parts) else numbers
 
 
-def _step(report: Report) -> str:
+def _step_cell(report: Report) -> str:
     errors = [s.worst.relative_error for s in report.parts().values() if s.part == "parameters"]
-    return _micro(max(errors)) if errors else ""
+    return _in_millionths(max(errors)) if errors else ""
 
 
-def _micro(error: float) -> str:
+def _in_millionths(error: float) -> str:
     if 0 < error < 1e-10:  # in float64
         return f"{error * 1e6:.0e}"
     return f"{error * 1e6:.1f}" if error < 1e-3 else f"{error * 1e6:.0f}"

@@ -135,7 +135,7 @@ class Engine:
             "params_dtype": case.torch_dtype,
             "variable_seq_lengths": uneven,
             "head_chunk": HEAD_CHUNK,
-            **(_multiply_exactly(case) if case.dtype == "fp32" else {}),
+            **(_forbid_tf32(case) if case.dtype == "fp32" else {}),
             **({"moe_router_dtype": "fp64"} if case.dtype == "fp64" else {}),
             **case.config,
         }
@@ -154,7 +154,7 @@ class Engine:
         freezing.check()
         self.model: list[Any] = self.chunks
         if case.gradients:
-            self.model = [self._wrap(chunk, i) for i, chunk in enumerate(self.chunks)]
+            self.model = [self._wrap_in_ddp(chunk, i) for i, chunk in enumerate(self.chunks)]
             self._configure_schedule()
         self._logits: Tensor | None = None
         if self.chunks[-1].post_process:
@@ -190,7 +190,7 @@ class Engine:
             self.model,
         )
         use_multi_tensor()
-        _constant_schedule(optimizer, adamw)
+        _set_rates_and_decay(optimizer, adamw)
         _step_slice_by_slice(optimizer)
         _, norm, _ = optimizer.step()
         forward: list[Measurements] = []
@@ -221,17 +221,17 @@ class Engine:
             micro = micro_batches[number]
             chunk = unwrap(model)[0]
             call = chunk.build_schedule_plan if return_schedule_plan else model
-            result = call(**self._arguments(micro))
+            result = call(**self._model_arguments(micro))
 
-            def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            def summed_loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 assert self._logits is not None
-                rows = chunk.local_tokens(micro.input_ids.shape[1], _packing(micro))
+                rows = chunk.local_tokens(micro.input_ids.shape[1], _packed_seq_params(micro))
                 # Combined 1F1B frees the losses.
                 outputs.append(_Output(number, rows, losses.detach().clone(), self._logits))
                 counts = micro.loss_mask[:, rows].to(losses.device)
                 return (losses * counts).sum(), counts.sum().int(), {}
 
-            return result, loss
+            return result, summed_loss
 
         if self.case.gradients:
             for ddp in self.model:
@@ -249,7 +249,7 @@ class Engine:
             )
         return outputs
 
-    def _arguments(self, micro: MicroBatch) -> dict[str, Any]:
+    def _model_arguments(self, micro: MicroBatch) -> dict[str, Any]:
         device = self.case.device
         mask, visual = micro.attention_mask, micro.visual
         return {
@@ -258,7 +258,7 @@ class Engine:
             "attention_mask": None if mask is None else mask.to(device),
             "labels": micro.labels.to(device),
             "visual": None if visual is None else visual.to(device),
-            "packed_seq_params": _packing(micro),
+            "packed_seq_params": _packed_seq_params(micro),
         }
 
     def _measure_output(self, output: _Output, expected: Expected) -> Measurements:
@@ -299,14 +299,14 @@ class Engine:
                 assert parameter.requires_grad or not has_gradient
         parts = hf_parts(self.chunks, lambda p: None if p.requires_grad else p.data)
         return merge(
-            {(FROZEN, part.label): Measurement(count=part.local.numel() * part.main)}
+            {(FROZEN, part.label): Measurement(count=part.local.numel() * part.main)}  # copies: 0
             for part in parts
         )
 
     def _keep_logits(self, head: Any, inputs: Any, kwargs: Any, outputs: Any) -> None:
         self._logits = logits_of(head, inputs, kwargs, outputs).transpose(0, 1)
 
-    def _wrap(self, chunk: Qwen3VLModel, number: int) -> DistributedDataParallel:
+    def _wrap_in_ddp(self, chunk: Qwen3VLModel, number: int) -> DistributedDataParallel:
         return DistributedDataParallel(
             chunk.config,
             DistributedDataParallelConfig(
@@ -332,7 +332,7 @@ class Engine:
             config.grad_sync_func = sync[0] if single else sync
 
 
-def _multiply_exactly(case: Case) -> dict[str, Any]:
+def _forbid_tf32(case: Case) -> dict[str, Any]:
     """Keep the operands of float32 products from being rounded to TF32's ten bits from now on.
 
     PyTorch rounds them in convolutions, and in NVIDIA's containers everywhere.
@@ -360,10 +360,11 @@ def logits_of(head: Any, inputs: Any, kwargs: dict[str, Any], outputs: Any) -> T
 
 
 def _trained_values(parameter: torch.nn.Parameter) -> Tensor | None:
+    """Return the values to compare of a parameter; None, which leaves it out, if it is frozen."""
     return parameter.data if parameter.requires_grad else None
 
 
-def _packing(micro: MicroBatch) -> PackedSeqParams | None:
+def _packed_seq_params(micro: MicroBatch) -> PackedSeqParams | None:
     """Return the bounds of packed samples; the model completes them for its kernels."""
     if micro.cu_seqlens is None:
         return None
@@ -392,6 +393,7 @@ def _step_slice_by_slice(optimizer: Any) -> None:
 
 
 def _step_slices(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
+    """Call an optimizer's own `step` for some rows at a time, which are its only parameter then."""
     groups = optimizer.param_groups
     for group in groups:
         for parameter in group["params"]:
@@ -403,11 +405,11 @@ def _step_slices(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> N
                 values.grad = grad
                 optimizer.param_groups = [{**group, "params": [values]}]
                 step()
-                optimizer.state.clear()
+                optimizer.state.clear()  # the one step that is taken needs no moments afterwards
     optimizer.param_groups = groups
 
 
-def _constant_schedule(optimizer: Any, adamw: AdamW) -> None:
+def _set_rates_and_decay(optimizer: Any, adamw: AdamW) -> None:
     """Give each parameter group its learning rate and decay, which Megatron's scheduler sets."""
     OptimizerParamScheduler(
         optimizer,

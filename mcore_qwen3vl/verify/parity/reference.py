@@ -39,7 +39,7 @@ from mcore_qwen3vl.verify.parity.case import (
     Sample,
     build_batch,
     computing_in,
-    media,
+    media_arguments,
 )
 
 AFTER_STEP = "logits after a step"
@@ -73,7 +73,7 @@ def move_to_files(parameters: Iterable[torch.nn.Parameter]) -> None:
             file.write(as_bytes(parameter.data))
             file.flush()
             size, dtype = parameter.numel(), parameter.dtype
-            mapped = torch.from_file(file.name, True, size, dtype=dtype)
+            mapped = torch.from_file(file.name, shared=True, size=size, dtype=dtype)
         parameter.data = mapped.view(parameter.shape)
 
 
@@ -97,7 +97,9 @@ class SavedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         file, dtype, shape = self._files[name]
-        return torch.from_file(str(file), False, prod(shape), dtype=dtype).view(shape)
+        # Not shared: what is written to the tensor stays out of the file.
+        mapped = torch.from_file(str(file), shared=False, size=prod(shape), dtype=dtype)
+        return mapped.view(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -177,9 +179,11 @@ class Reference:
         self.model.zero_grad(set_to_none=True)
         scale = 1 / batch.tokens
         with computing_in(self.dtype):
-            micro = [self._micro_batch(m, scale, gradients) for m in batch.micro_batches]
+            micro = [self._run_micro_batch(m, scale, gradients) for m in batch.micro_batches]
         logits, losses, valid = zip(*micro, strict=True)
-        return Expected(batch, logits, losses, valid, self._gradients() if gradients else {})
+        return Expected(
+            batch, logits, losses, valid, self._gradients_or_zeros() if gradients else {}
+        )
 
     def step(self, gradients: Mapping[str, Tensor], adamw: AdamW) -> float:
         """Take one ``torch.optim.AdamW`` step in place, and return the norm before clipping.
@@ -193,7 +197,7 @@ class Reference:
         norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
         norm = torch.linalg.vector_norm(torch.stack(norms)).float()
         for name, parameter in self.trained.items():
-            parameter.grad = gradients[name].clone()
+            parameter.grad = gradients[name].clone()  # clipping changes it; they are compared yet
             torch.nn.utils.clip_grads_with_norm_([parameter], adamw.clip_grad, norm)
             torch.optim.AdamW(
                 decay_groups({name: parameter}, adamw.weight_decay),
@@ -204,7 +208,7 @@ class Reference:
             parameter.grad = None
         return float(norm)
 
-    def _micro_batch(
+    def _run_micro_batch(
         self, micro: MicroBatch, scale: float, gradients: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         shape = micro.input_ids.shape
@@ -213,7 +217,7 @@ class Reference:
         for span in micro.spans:
             sample = span.sample
             with torch.set_grad_enabled(gradients):
-                output = self._forward(sample)
+                output = self._run_sample(sample)
                 of_sample = output.logits[0]  # (L, V)
                 of_tokens = F.cross_entropy(of_sample.float(), sample.labels, reduction="none")
             if gradients:
@@ -233,15 +237,21 @@ class Reference:
         """
         return 0.0
 
-    def _forward(self, sample: Sample) -> Any:
+    def _run_sample(self, sample: Sample) -> Any:
+        """Return the output of HF's forward for one sample; of a MoE model, with router logits."""
         ids = sample.input_ids
+        # 1 at placeholders of images, 2 at those of videos.
         kinds = (ids == self.architecture.image_token_id).int()
         kinds += 2 * (ids == self.architecture.video_token_id).int()
-        inputs = {"input_ids": ids[None], "mm_token_type_ids": kinds[None], **media(sample)}
+        inputs = {
+            "input_ids": ids[None],
+            "mm_token_type_ids": kinds[None],
+            **media_arguments(sample),
+        }
         more = {"output_router_logits": True} if self.architecture.is_moe else {}
         return self.model(**inputs, use_cache=False, **more)
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def _gradients_or_zeros(self) -> dict[str, Tensor]:
         """Return all gradients, zero where the loss does not reach (vision in a batch of text)."""
         return {
             name: p.new_zeros(()).expand(p.shape) if p.grad is None else p.grad
@@ -279,7 +289,8 @@ def decay_groups(
     """Return an optimizer's groups; decay spares biases and one-dimensional weights."""
     groups: tuple[list[Tensor], list[Tensor]] = ([], [])
     for name, parameter in trained.items():
-        groups[parameter.ndim <= 1 or name.endswith("bias")].append(parameter)
+        spared = parameter.ndim <= 1 or name.endswith("bias")
+        groups[spared].append(parameter)  # False is 0, True is 1
     rates = (weight_decay, 0.0)
     return [{"params": p, "weight_decay": r} for p, r in zip(groups, rates, strict=True)]
 
@@ -343,7 +354,7 @@ class ReferenceCheckpoint:
         expected = [self._results_of(name, case, folder) for name in batches]
         stepped = None
         if case.adamw is not None and not case.freeze:
-            stepped = self._step_on(expected[-1], case, case.adamw, folder)
+            stepped = self._results_after_step(expected[-1], case, case.adamw, folder)
         if folder is not None:
             self._models.clear()
             gc.collect()
@@ -369,16 +380,18 @@ class ReferenceCheckpoint:
             self._on_pass()
         return self._expected[key]
 
-    def _step_on(
+    def _results_after_step(
         self, expected: Expected, case: Case, adamw: AdamW, folder: Path | None
     ) -> Stepped:
         key = (expected.batch.name, case.length_multiple, case.dtype, adamw, case.overlaps_gather)
         if key not in self._stepped:
             model = self.model(case.torch_dtype, weights_in_files=case.weights_in_files)
+            # The step changes the model in place, so the next result loads it again. Its new
+            # parameters are not copied, because nothing else holds the model after this.
             del self._models[case.torch_dtype]
             norm = model.step(expected.gradients, adamw)
             logits: tuple[Tensor, ...] = ()
-            if case.overlaps_gather:
+            if case.overlaps_gather:  # the ranks run once more, while they gather new parameters
                 logits = model.compute_expected(expected.batch, gradients=False).logits
             parameters: Mapping[str, Tensor] = {n: p.detach() for n, p in model.trained.items()}
             if folder is not None:
@@ -393,6 +406,7 @@ class ReferenceCheckpoint:
             for source in row.sources:
                 counts[source.label] += prod(source.piece_shape)  # a row may have a part of one
         if self.adapter is not None:
+            # Of a Counter this is the larger count: a whole tensor of the adapter counts once.
             counts |= {
                 name: factor.numel() for name, factor in self.adapter.factor_tensors().items()
             }

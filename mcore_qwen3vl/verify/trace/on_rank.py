@@ -100,7 +100,9 @@ class _ComparisonHooks:
         self.gradients: dict[int, Tensor] = {}
         self.tokens = request.recording.expected.batch.tokens
         for number, (_, hook) in enumerate(self.hooks):
-            hook.module.register_forward_hook(self._keeper(number, hook), with_kwargs=True)
+            hook.module.register_forward_hook(
+                self._make_keeping_hook(number, hook), with_kwargs=True
+            )
 
     def measure(self) -> Measurements:
         """Compare every hooked tensor with the recording."""
@@ -111,24 +113,28 @@ class _ComparisonHooks:
         ):
             for number, value in local.items():
                 chunk, hook = self.hooks[number]
-                rows, mine, shared = self._rows(chunk, hook, len(value))
+                rows, mine, shared = self._matching_rows(chunk, hook, len(value))
                 for columns in (c for c in hook.columns if c.point in expected):
                     name = columns.point
                     # If all ranks of a TP group have the same part, only the first answers.
                     main = shared or columns.split or mpu.get_tensor_model_parallel_rank() == 0
-                    main = main and mpu.get_data_parallel_rank() == 0
+                    main = main and mpu.get_data_parallel_rank() == 0  # all have the same input
+                    # Every stage computes the rotary tables, and the first answers for them.
                     main = main and (chunk.pre_process or not name.endswith("rotary_emb"))
-                    known = expected[name].flatten(0, -2)[rows][:, columns.reference]
-                    found = value[mine][:, columns.local]
-                    measured.append({(kind, name): measure(found, known, main=main)})
+                    expected_values = expected[name].flatten(0, -2)[rows][:, columns.reference]
+                    actual = value[mine][:, columns.local]
+                    measured.append({(kind, name): measure(actual, expected_values, main=main)})
         return merge(measured)
 
-    def _rows(self, chunk: Qwen3VLModel, hook: Hook, count: int) -> tuple[Tensor, Tensor, bool]:
+    def _matching_rows(
+        self, chunk: Qwen3VLModel, hook: Hook, count: int
+    ) -> tuple[Tensor, Tensor, bool]:
         """Return rows of the recording, the matching local rows, and whether TP divides them."""
         if hook.rows != "tokens":
-            return self._visual_rows(chunk, hook.rows == "features", count)
+            return self._matching_visual_rows(chunk, hook.rows == "features", count)
         micro = self.recording.micro
         batch, length = micro.input_ids.shape
+        # Even under sequence parallelism some modules see all tokens, which were gathered before.
         for shared in (bool(chunk.config.sequence_parallel), False):
             positions = local_positions(
                 length,
@@ -150,7 +156,7 @@ class _ComparisonHooks:
         mine = torch.nonzero(valid[rows]).squeeze(1)
         return rows[mine], mine, shared
 
-    def _visual_rows(
+    def _matching_visual_rows(
         self, chunk: Qwen3VLModel, features: bool, count: int
     ) -> tuple[Tensor, Tensor, bool]:
         tower, visual = chunk.visual, self.recording.micro.visual
@@ -163,22 +169,24 @@ class _ComparisonHooks:
         # A rank without a frame of its own encodes a dummy, which has no counterpart.
         return rows, torch.arange(count if len(rows) else 0), group is not None
 
-    def _keeper(self, number: int, hook: Hook) -> Callable[..., None]:
-        def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
-            if number in self.values:
+    def _make_keeping_hook(self, number: int, hook: Hook) -> Callable[..., None]:
+        """Return a forward hook that keeps the values of hook `number`, and their gradient."""
+
+        def keep_first(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if number in self.values:  # from the first micro-batch
                 return
             tensor = hook.pick(input_of(args, kwargs) if hook.side == "input" else output)
             # A copy, because pipeline stages free what they have sent.
-            self.values[number] = hook.flat(tensor.detach()).cpu().clone()
+            self.values[number] = hook.flatten_rows(tensor.detach()).cpu().clone()
             if tensor.requires_grad and not hook.shared:
 
                 def keep_gradient(gradient: Tensor) -> None:
                     scale = self._gradient_scale(number) / self.tokens
-                    self.gradients[number] = hook.flat(gradient.detach()).cpu() * scale
+                    self.gradients[number] = hook.flatten_rows(gradient.detach()).cpu() * scale
 
                 tensor.register_hook(keep_gradient)
 
-        return keep
+        return keep_first
 
     def _gradient_scale(self, number: int) -> float:
         """Return the factor that corrects a gradient inside the vision tower."""
@@ -213,7 +221,7 @@ class Hook:
     wide: int = 1  # number of trailing axes that make the columns
     shared: bool = False  # whether several ranks hold these columns, each with part of a gradient
 
-    def flat(self, tensor: Tensor) -> Tensor:
+    def flatten_rows(self, tensor: Tensor) -> Tensor:
         """Return the compared form of `tensor` as (rows, columns)."""
         return self.spread(tensor).flatten(-self.wide).flatten(0, -2)
 
@@ -225,7 +233,7 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
     """
     if chunk.pre_process:
         yield from _tower_hooks(chunk, points)
-        yield _hook_of(chunk.embedding, f"{TEXT}.embed_tokens")
+        yield _token_hook(chunk.embedding, f"{TEXT}.embed_tokens")
     yield Hook(
         chunk.rotary_pos_emb,
         "tokens",
@@ -239,18 +247,18 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
         number = layer.layer_number - 1
         name = f"{TEXT}.layers.{number}"
         if number == 0:
-            yield _hook_of(layer, f"{TEXT}.inputs_embeds", side="input")
+            yield _token_hook(layer, f"{TEXT}.inputs_embeds", side="input")
         if not chunk.architecture.delta_net_layers[number]:
             yield from _head_norm_hooks(chunk, layer.self_attention, f"{name}.self_attn")
         if chunk.architecture.moe_layers[number]:
-            yield _hook_of(layer.mlp.router, f"{name}.mlp.gate")
-            yield _hook_of(layer.mlp, experts_point(chunk.architecture, name))
-        yield _hook_of(layer, name)
+            yield _token_hook(layer.mlp.router, f"{name}.mlp.gate")
+            yield _token_hook(layer.mlp, experts_point(chunk.architecture, name))
+        yield _token_hook(layer, name)
     if chunk.post_process:
         yield _head_hook(chunk)
 
 
-def _hook_of(module: nn.Module, point: str, side: str = "output") -> Hook:
+def _token_hook(module: nn.Module, point: str, side: str = "output") -> Hook:
     return Hook(module, "tokens", (ColumnMap(point),), side)
 
 
@@ -294,16 +302,18 @@ def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[Hook]:
 
 def _head_norm_hooks(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook]:
     """Yield the hooks of the query and key norms, whose columns are this TP rank's heads."""
-    a, size, rank = chunk.architecture, _tp_size(), mpu.get_tensor_model_parallel_rank()
+    architecture, size, rank = chunk.architecture, _tp_size(), mpu.get_tensor_model_parallel_rank()
     for module, point, heads in (
-        (attention.q_layernorm, f"{name}.q_norm", a.num_attention_heads),
-        (attention.k_layernorm, f"{name}.k_norm", a.num_key_value_heads),
+        (attention.q_layernorm, f"{name}.q_norm", architecture.num_attention_heads),
+        (attention.k_layernorm, f"{name}.k_norm", architecture.num_key_value_heads),
     ):
         local_heads = max(heads // size, 1)
         first = rank * heads // size
         # With fewer heads than ranks, several ranks hold the same one; the first answers for it.
         split = size > 1 and (heads >= size or rank % (size // heads) == 0)
-        reference = slice(first * a.head_dim, (first + local_heads) * a.head_dim)
+        reference = slice(
+            first * architecture.head_dim, (first + local_heads) * architecture.head_dim
+        )
         yield Hook(
             module,
             "tokens",

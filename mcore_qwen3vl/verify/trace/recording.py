@@ -58,9 +58,9 @@ class ProbePoint:
     spread: Callable[[Tensor, Any], Tensor] = lambda tensor, value: tensor
 
 
-def data_path(a: Architecture) -> list[ProbePoint]:
+def probe_points(architecture: Architecture) -> list[ProbePoint]:
     """Return all probe points of a model, in the order of the data."""
-    return [*_vision_points(a), *_text_points(a)]
+    return [*_vision_points(architecture), *_text_points(architecture)]
 
 
 def cosine_and_sine(tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -73,64 +73,68 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _vision_points(a: Architecture) -> Iterator[ProbePoint]:
-    def visual(name: str, rows: Rows = "patches", **kwargs: Any) -> ProbePoint:
+def _vision_points(architecture: Architecture) -> Iterator[ProbePoint]:
+    def visual_point(name: str, rows: Rows = "patches", **kwargs: Any) -> ProbePoint:
         return ProbePoint(f"{VISUAL}.{name}", rows, f"{VISUAL}.{name}", **kwargs)
 
-    yield visual("patch_embed")
-    yield visual("pos_embed")
-    yield visual("rotary_pos_emb", pick=cosine_and_sine)
-    deepstack = a.vision.deepstack_visual_indexes
-    for i in range(a.vision.depth):
+    yield visual_point("patch_embed")
+    yield visual_point("pos_embed")
+    yield visual_point("rotary_pos_emb", pick=cosine_and_sine)
+    deepstack = architecture.vision.deepstack_visual_indexes
+    for i in range(architecture.vision.depth):
         for child in ("norm1", "attn.qkv", "attn", "norm2", "mlp"):
-            yield visual(f"blocks.{i}.{child}")
-        yield visual(f"blocks.{i}")
+            yield visual_point(f"blocks.{i}.{child}")
+        yield visual_point(f"blocks.{i}")
         if i in deepstack:
-            yield visual(f"deepstack_merger_list.{deepstack.index(i)}", "features")
-    yield visual("merger", "features")
+            yield visual_point(f"deepstack_merger_list.{deepstack.index(i)}", "features")
+    yield visual_point("merger", "features")
 
 
-def _text_points(a: Architecture) -> Iterator[ProbePoint]:
-    def tokens(name: str, module: str = "", **kwargs: Any) -> ProbePoint:
+def _text_points(architecture: Architecture) -> Iterator[ProbePoint]:
+    def token_point(name: str, module: str = "", **kwargs: Any) -> ProbePoint:
         return ProbePoint(name, "tokens", module or name, **kwargs)
 
-    yield tokens(f"{TEXT}.embed_tokens")
-    yield tokens(f"{TEXT}.inputs_embeds", module=f"{TEXT}.layers.0", side="input")
-    yield tokens(f"{TEXT}.rotary_emb", pick=cosine_and_sine)
-    for i in range(a.num_hidden_layers):
+    yield token_point(f"{TEXT}.embed_tokens")
+    yield token_point(f"{TEXT}.inputs_embeds", module=f"{TEXT}.layers.0", side="input")
+    yield token_point(f"{TEXT}.rotary_emb", pick=cosine_and_sine)
+    for i in range(architecture.num_hidden_layers):
         layer = f"{TEXT}.layers.{i}"
-        yield tokens(f"{layer}.input_layernorm")
+        yield token_point(f"{layer}.input_layernorm")
         inputs, projection = ATTENTION
-        if a.delta_net_layers[i]:
+        if architecture.delta_net_layers[i]:
             inputs, projection = DELTA_NET
         for child in inputs:
-            yield tokens(f"{layer}.{child}")
+            yield token_point(f"{layer}.{child}")
         projection = f"{layer}.{projection}"
-        yield tokens(f"{projection}:input", module=projection, side="input")
-        yield tokens(projection)
-        yield tokens(f"{layer}.post_attention_layernorm")
-        if a.moe_layers[i]:
-            yield tokens(f"{layer}.mlp.gate", pick=lambda out: out[1], spread=_over_all_experts)
-        if not a.moe_layers[i] or a.shared_expert_intermediate_size:
-            mlp = f"{layer}.mlp.shared_expert" if a.moe_layers[i] else f"{layer}.mlp"
+        yield token_point(f"{projection}:input", module=projection, side="input")
+        yield token_point(projection)
+        yield token_point(f"{layer}.post_attention_layernorm")
+        if architecture.moe_layers[i]:
+            yield token_point(
+                f"{layer}.mlp.gate", pick=lambda out: out[1], spread=_scatter_over_experts
+            )
+        if not architecture.moe_layers[i] or architecture.shared_expert_intermediate_size:
+            mlp = f"{layer}.mlp.shared_expert" if architecture.moe_layers[i] else f"{layer}.mlp"
             for child in ("gate_proj", "up_proj", "down_proj"):
-                yield tokens(f"{mlp}.{child}")
-        if a.moe_layers[i]:
-            yield tokens(experts_point(a, layer))
+                yield token_point(f"{mlp}.{child}")
+        if architecture.moe_layers[i]:
+            yield token_point(experts_point(architecture, layer))
         # DeepStack features are added between one layer and the next.
-        last = i == a.num_hidden_layers - 1
+        last = i == architecture.num_hidden_layers - 1
         follows = f"{TEXT}.norm" if last else f"{TEXT}.layers.{i + 1}"
-        yield tokens(layer, module=follows, side="input")
-    yield tokens(f"{TEXT}.norm")
-    yield tokens("lm_head")
+        yield token_point(layer, module=follows, side="input")
+    yield token_point(f"{TEXT}.norm")
+    yield token_point("lm_head")
 
 
-def experts_point(a: Architecture, layer: str) -> str:
+def experts_point(architecture: Architecture, layer: str) -> str:
     """Return the probe point of what a MoE layer gives, a shared expert's part included."""
-    return f"{layer}.mlp" if a.shared_expert_intermediate_size else f"{layer}.mlp.experts"
+    return (
+        f"{layer}.mlp" if architecture.shared_expert_intermediate_size else f"{layer}.mlp.experts"
+    )
 
 
-def _over_all_experts(scores: Tensor, outputs: Any) -> Tensor:
+def _scatter_over_experts(scores: Tensor, outputs: Any) -> Tensor:
     """Scatter the weights of the chosen experts (T, k) to (T, E), zero for the others."""
     logits, _, chosen = outputs
     return torch.zeros_like(logits, dtype=scores.dtype).scatter(1, chosen, scores)
@@ -226,6 +230,7 @@ def record_reference(
             first = values[: len(values) // copies]
             recording.values[point.name] = recording.assemble(point, first)
             if by_call := gradients_of.get(point.name):
+                # The loss does not depend on every call, and then the call has no gradient.
                 each = [by_call.get(i, torch.zeros_like(v)) for i, v in enumerate(first)]
                 recording.gradients[point.name] = recording.assemble(point, each)
     return recording
@@ -262,7 +267,7 @@ class TraceReference(ReferenceCheckpoint):
         # A recording keeps its micro-batch alive, so the id stays taken.
         key = (id(batch.micro_batches[0]), len(batch.micro_batches), gradients)
         if key not in self._recordings:
-            points = data_path(self.architecture)
+            points = probe_points(self.architecture)
             rounded = record_reference(self.model(), points, batch, gradients=gradients)
             exact = record_reference(self.model(torch.float64), points, batch, gradients=gradients)
             exact.tolerances = _tolerances(rounded, exact)

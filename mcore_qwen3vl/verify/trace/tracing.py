@@ -16,7 +16,14 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verify.audit import compare_configs
 from mcore_qwen3vl.verify.measurement import Finding, Measurement, merge, take_frozen
-from mcore_qwen3vl.verify.parity.case import MEDIA, Batch, Case, MicroBatch, Sample, micro_batch
+from mcore_qwen3vl.verify.parity.case import (
+    MEDIA,
+    Batch,
+    Case,
+    MicroBatch,
+    Sample,
+    pad_to_micro_batch,
+)
 from mcore_qwen3vl.verify.report import Report
 from mcore_qwen3vl.verify.trace.recording import (
     ACTIVATION_GRADIENTS,
@@ -217,7 +224,7 @@ def _expected_counts(
     exact: Recording, case: Case, reference: TraceReference, frozen: Mapping[str, int]
 ) -> dict[tuple[str, str], int]:
     """Return how many values each comparison must cover."""
-    a = reference.architecture
+    architecture = reference.architecture
     tokens = sum(len(span.sample.input_ids) for span in exact.micro.spans)
     counts: dict[tuple[str, str], int] = {}
     for part, values in ((ACTIVATIONS, exact.values), (ACTIVATION_GRADIENTS, exact.gradients)):
@@ -229,13 +236,17 @@ def _expected_counts(
         trained = reference.value_counts(frozen)
         counts |= {(GRADIENTS, name): count for name, count in trained.items()}
     copies = len(exact.expected.batch.micro_batches)
-    counts["logits", "all"] = copies * tokens * a.vocab_size
+    counts["logits", "all"] = copies * tokens * architecture.vocab_size
     counts["loss", "all"] = copies * tokens
     fused = ("input_layernorm", "post_attention_layernorm")  # te: into the next linear layer
     for part, name in list(counts):
         backward = part == ACTIVATION_GRADIENTS
         # Ranks that share a head have each a part of its gradient.
-        shared = backward and name.endswith("k_norm") and case.layout.tp > a.num_key_value_heads
+        shared = (
+            backward
+            and name.endswith("k_norm")
+            and case.layout.tp > architecture.num_key_value_heads
+        )
         inside = (backward or part == ACTIVATIONS) and name.endswith(fused) and case.spec == "te"
         if shared or inside:
             del counts[part, name]
@@ -264,13 +275,13 @@ def from_prompt(
     """
     # Imported here, because megatron must not be imported before the CPU backend is installed.
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.generation import process, user_turns
+    from mcore_qwen3vl.generation import process_conversations, user_turns
 
     processor = load_processor(checkpoint)
-    inputs = process(processor, user_turns([prompt], images, videos))
+    inputs = process_conversations(processor, user_turns([prompt], images, videos))
     ids = inputs["input_ids"][0]
     counts = torch.ones(len(ids))
     counts[-1] = 0  # no token follows the last one
     media = {name: inputs.get(name) for name in MEDIA}
     sample = Sample(input_ids=ids, loss_mask=counts, **media)
-    return micro_batch(Architecture.from_hf(checkpoint), [sample], multiple=multiple)
+    return pad_to_micro_batch(Architecture.from_hf(checkpoint), [sample], multiple=multiple)

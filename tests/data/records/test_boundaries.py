@@ -10,7 +10,7 @@ import pytest
 
 from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.data.records.reading import BadSample, Reading
-from mcore_qwen3vl.generation import process
+from mcore_qwen3vl.generation import process_conversations
 from mcore_qwen3vl.tiny import read_vocabulary, tiny_config, write_processor
 from tests.data.encoding.test_planning import planned
 from tests.data.records.published_templates import INSTRUCT, THINKING
@@ -34,7 +34,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def prompt_ids(processor: Any, messages: list[dict[str, Any]]) -> list[int]:
     """Return the tokens that ``generate`` gives the model."""
-    return process(processor, [messages])["input_ids"][0].tolist()
+    return process_conversations(processor, [messages])["input_ids"][0].tolist()
 
 
 def talk(*answers: str, **last: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.verify.parity.__main__ import show
+from mcore_qwen3vl.verify.parity.__main__ import print_row
 from mcore_qwen3vl.verify.parity.matrix import markdown, parity_matrix
 
 
@@ -29,7 +29,7 @@ def main() -> int:
 
     rows = [row for row in ROWS if arguments.only in str(row)]
     with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-deepep-") as folder, installed():
-        results = parity_matrix(Path(folder), rows, show)
+        results = parity_matrix(Path(folder), rows, print_row)
     if arguments.output:
         arguments.output.write_text(markdown(results), encoding="utf-8")
     return 0 if results and all(report.ok for _, report in results) else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mcore_qwen3vl.verify.parity.case import batches_of
+from mcore_qwen3vl.verify.parity.case import batch_names_of
 from mcore_qwen3vl.verify.parity.matrix import LORA_MATRIX, MATRIX, MatrixRow
 
 TRAINED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
@@ -20,7 +20,7 @@ def with_te(row: MatrixRow) -> MatrixRow:
     config |= row.options.get("config", {})
     return replace(
         row,
-        batches=tuple(batch for batch in row.batches if batch in batches_of("te")),
+        batches=tuple(batch for batch in row.batches if batch in batch_names_of("te")),
         options={**row.options, "spec": "te", "config": config},
     )
 

@@ -13,7 +13,7 @@ import torch
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.verify.parity.__main__ import show
+from mcore_qwen3vl.verify.parity.__main__ import print_row
 from mcore_qwen3vl.verify.parity.matrix import MatrixRow, parity_matrix
 from mcore_qwen3vl.verify.report import Report
 from tests.model.te import extension
@@ -38,7 +38,7 @@ def main() -> int:
     device.install()
     rows = [row for row in (*ROWS, *LORA_ROWS) if arguments.only in str(row)]
     with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-te-") as folder:
-        results = parity_matrix(Path(folder), rows, show)
+        results = parity_matrix(Path(folder), rows, print_row)
     if arguments.output:
         arguments.output.write_text("\n".join(summary(results)) + "\n", encoding="utf-8")
     failed = [row for row, report in results if not report.ok]

@@ -73,7 +73,7 @@ def test_samples_that_end_in_padding(
             cu_seqlens_q_padded=torch.tensor([*starts[:-1], end], dtype=torch.int32),
         )
 
-    monkeypatch.setattr(on_rank, "_packing", packing)
+    monkeypatch.setattr(on_rank, "_packed_seq_params", packing)
     matrix.compare_row(with_te(MatrixRow("dense", layout, ("packed",)))).require()
 
 

@@ -24,7 +24,7 @@ from mcore_qwen3vl.verify.curves import (  # noqa: E402  # noqa: E402
     curve_of,
     hf_curve,
     train,
-    whole_and_half,
+    train_and_rewind,
     worst_difference,
 )
 from tests.training.log import numbers_of  # noqa: E402
@@ -86,7 +86,7 @@ def test_goes_on_where_it_stopped(
         Job(moe if is_moe else dense, data, Layout.parse(layout), steps=STEPS, flags=flags)
         for layout in (before, after)
     )
-    whole, save = whole_and_half(first, tmp_path)
+    whole, save = train_and_rewind(first, tmp_path)
     rest = train(then, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
     if before == after:
         assert numbers_of(rest) == numbers_of(whole[STEPS // 2 :])

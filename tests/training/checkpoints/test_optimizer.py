@@ -34,7 +34,7 @@ from mcore_qwen3vl.verify.curves import (
     Job,
     curve_of,
     train,
-    whole_and_half,
+    train_and_rewind,
     worst_difference,
 )
 from tests.training.checkpoints.trained import (
@@ -141,7 +141,7 @@ def test_a_run_goes_on_bit_for_bit_from_the_other_way(
 ) -> None:
     run = Job(moe, data, Layout.parse("ep2xdp2"), steps=4, flags=DISTRIBUTED)
     with nullcontext() if before else mock.patch.object(own_parts, "keep_own_parts"):
-        whole, save = whole_and_half(run, tmp_path)
+        whole, save = train_and_rewind(run, tmp_path)
     with nullcontext() if after else mock.patch.object(own_parts, "keep_own_parts"):
         rest = train(run, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
     assert [entry["iteration"] for entry in rest] == [3, 4]
@@ -195,7 +195,7 @@ def test_another_layout_goes_on_closely_with_many_buckets(
         )
         for layout, *flags in (before, after)
     )  # fmt: skip
-    whole, save = whole_and_half(first, tmp_path)
+    whole, save = train_and_rewind(first, tmp_path)
     shutil.copytree(save, tmp_path / "copy")
     same = train(first, tmp_path / "same", "--save", str(save), "--save-interval", "100")
     assert numbers_of(same) == numbers_of(whole[2:])
@@ -210,7 +210,7 @@ def test_what_megatron_gathered_wrongly_is_refused(dense: Path, data: Path, tmp_
     flags = ("--bf16", *DISTRIBUTED, "--ddp-bucket-size", str(BUCKET))
     run = Job(dense, data, Layout.parse("dp3"), steps=4, batch=3, flags=flags)
     with mock.patch.object(own_parts, "keep_own_parts"):
-        whole, save = whole_and_half(run, tmp_path / "gathered")
+        whole, save = train_and_rewind(run, tmp_path / "gathered")
     if Version(Version(megatron.core.__version__).base_version) >= Version("0.20"):
         rest = train(run, tmp_path / "rest of gathered", "--save", str(save))
         assert numbers_of(rest) == numbers_of(whole[2:])
@@ -221,7 +221,7 @@ def test_what_megatron_gathered_wrongly_is_refused(dense: Path, data: Path, tmp_
         train(run, tmp_path / "stop", "--save", str(save))
     weights = train(run, tmp_path / "weights", "--save", str(save), "--no-load-optim")
     assert [entry["iteration"] for entry in weights] == [3, 4]
-    again, save = whole_and_half(run, tmp_path / "own")
+    again, save = train_and_rewind(run, tmp_path / "own")
     assert numbers_of(again) == numbers_of(whole)
     rest = train(run, tmp_path / "rest", "--save", str(save))
     assert numbers_of(rest) == numbers_of(whole[2:])
@@ -319,7 +319,7 @@ def test_experts_go_on_where_they_are_divided_otherwise(
         Job(moe, data, Layout.parse(layout), steps=4, flags=(*DISTRIBUTED, *flags))
         for layout, *flags in (before, after)
     )
-    whole, save = whole_and_half(first, tmp_path)
+    whole, save = train_and_rewind(first, tmp_path)
     rest = train(then, tmp_path / "rest", "--save", str(save))
     difference = worst_difference(curve_of(rest), curve_of(whole[2:]))
     assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT

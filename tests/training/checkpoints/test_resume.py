@@ -29,7 +29,7 @@ from mcore_qwen3vl.verify.curves import (
     Job,
     curve_of,
     train,
-    whole_and_half,
+    train_and_rewind,
     worst_difference,
 )
 from tests.converters.checkpoints import assert_same_tensors
@@ -58,7 +58,7 @@ def test_same_layout_continues_bit_for_bit(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     run = job(moe if is_moe else dense, data, layout, *flags)
-    whole, save = whole_and_half(run, tmp_path)
+    whole, save = train_and_rewind(run, tmp_path)
     rest = train(run, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
     assert [entry["iteration"] for entry in rest] == [3, 4]
     assert numbers_of(rest) == numbers_of(whole[HALF:])
@@ -86,7 +86,7 @@ def test_another_layout_continues_closely(
     before: tuple[str, tuple[str, ...]], after: tuple[str, tuple[str, ...]], dense: Path,
     data: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    whole, save = whole_and_half(job(dense, data, before[0], *before[1]), tmp_path)
+    whole, save = train_and_rewind(job(dense, data, before[0], *before[1]), tmp_path)
     other = job(dense, data, after[0], *after[1])
     rest = train(other, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
     difference = worst_difference(curve_of(rest), curve_of(whole[HALF:]))

@@ -22,7 +22,7 @@ from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.logs import metrics
-from mcore_qwen3vl.verify.curves import TOLERANCE, Job, batch_names, encode, train
+from mcore_qwen3vl.verify.curves import TOLERANCE, Job, batch_names, encode_conversation, train
 from tests.test_atomic import full_disk
 from tests.training.log import entries_of
 from tests.training.toy import batch
@@ -199,7 +199,7 @@ class Plain:
         file, line = name.rsplit(":", 1)
         path = next(self._folder / path for path in NAMES if file.endswith(path))
         record = json.loads(path.read_text().splitlines()[int(line) - 1])
-        inputs, labels = encode(self._processor, record["messages"], path.parent)
+        inputs, labels = encode_conversation(self._processor, record["messages"], path.parent)
         logits = self._model(**inputs).logits[0, :-1]
         loss = F.cross_entropy(logits, labels[1:], reduction="sum").item()
         return str(path.relative_to(self._folder)), loss, int((labels != -100).sum())

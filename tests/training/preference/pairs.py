@@ -20,7 +20,7 @@ from mcore_qwen3vl.verify.curves import (
     StepMetrics,
     adamw,
     batch_order,
-    encode,
+    encode_conversation,
     sample_order,
 )
 from tests.training.one_step import Plain, plain_model
@@ -112,7 +112,10 @@ def plain_step(job: Job, preference: Preference) -> Plain:
     order = sample_order(job)[0][::2]  # every pair is named twice in a row
     total = torch.zeros([])
     for line in order:
-        sides = [encode(processor, side, job.data.parent) for side in sides_of(records[line])]
+        sides = [
+            encode_conversation(processor, side, job.data.parent)
+            for side in sides_of(records[line])
+        ]
         policy, lengths = zip(*(log_prob(model, side) for side in sides), strict=True)
         total = total + formula(list(policy), None, list(lengths), preference) / len(order)
     return Plain.of(total, named)
@@ -160,7 +163,7 @@ def plain_kto_step(job: Job, kto: Kto, reference: Path | None = None) -> tuple[P
     records = [json.loads(line) for line in job.data.read_text().splitlines()]
 
     def change(messages: list[dict[str, Any]]) -> Tensor:
-        sample = encode(processor, messages, job.data.parent)
+        sample = encode_conversation(processor, messages, job.data.parent)
         with torch.no_grad():
             reference = log_prob(base, sample)[0]
         return log_prob(model, sample)[0] - reference
@@ -202,7 +205,7 @@ def plain_curve(job: Job, preference: Preference) -> tuple[list[StepMetrics], li
     handles = [router.register_forward_hook(refuse_ties) for router in routers]
     records = [json.loads(line) for line in job.data.read_text().splitlines()]
     samples = [
-        [encode(processor, side, job.data.parent) for side in sides_of(record)]
+        [encode_conversation(processor, side, job.data.parent) for side in sides_of(record)]
         for record in records
     ]
     with torch.no_grad():

@@ -17,7 +17,7 @@ from mcore_qwen3vl.verify.curves import (
     Job,
     curve_of,
     train,
-    whole_and_half,
+    train_and_rewind,
     worst_difference,
 )
 from tests.training.log import entries_of
@@ -138,7 +138,7 @@ def test_the_reference_by_file_is_the_one_in_memory_and_a_run_resumes(
     score(Request(dense, data), on_cpu=True)
     job = dpo_job(tmp_path, dense, data, "single", "--packing", *reference, steps=4)
     job = replace(job, batch=2, lora=job.lora if reference == BY_ADAPTER else None)
-    in_memory, save = whole_and_half(job, tmp_path)
+    in_memory, save = train_and_rewind(job, tmp_path)
     rest = train(job, tmp_path / "rest", "--save", str(save), "--save-interval", "1000")
     assert worst_difference(curve_of(rest), curve_of(in_memory[2:])).loss == 0
     of_file = replace(job, flags=(*DPO, "--dpo-reference", "file"))

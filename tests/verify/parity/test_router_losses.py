@@ -82,13 +82,13 @@ def test_the_balancing_loss_weighs_a_ranks_own_tokens(one_moe_layer, layout, mon
 
     Megatron took the number of tokens of the whole TP x CP group for the rank's own.
     """
-    arguments = Engine._arguments
+    arguments = Engine._model_arguments
 
     def masked(self: Engine, micro: Any) -> dict[str, Any]:
         none = torch.zeros_like(micro.input_ids, dtype=torch.bool)
         return {**arguments(self, micro), "padding_mask": none}
 
-    monkeypatch.setattr(Engine, "_arguments", masked)
+    monkeypatch.setattr(Engine, "_model_arguments", masked)
     run(one_moe_layer, layout, AUX, 0.0, ["mixed"]).require()
 
 
