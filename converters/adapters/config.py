@@ -571,7 +571,7 @@ def unused_name_notes(config: AdapterConfig, applied: Applied) -> Iterator[str]:
             rule = re.compile(rf"(.*\.)?({key})$")
             if not any(rule.match(each) for each in (*adapted, *parameters)):
                 yield (
-                    f"{name}_is_pattern has the key {key!r}, which matches no adapted module or "
+                    f"{name}_pattern has the key {key!r}, which matches no adapted module or "
                     "parameter."
                 )
     if isinstance(config.exclude_modules, tuple):

@@ -75,7 +75,7 @@ def test_states_are_divided_over_the_ranks_that_hold_the_same_weights() -> None:
     a = Architecture.from_hf(SHAPES / "30b_a3b.json")
     one = estimate(a, Layout(ep=8, dp=8), 8192)
     more = estimate(a, Layout(ep=8, dp=32), 8192)
-    everywhere = parameters.by_part(a)["experts"]
+    everywhere = parameters.count_by_part(a)["experts"]
     shared, experts = parameters.total(a) - everywhere, everywhere / 8
     assert one.weights == more.weights == 2 * (shared + experts)
     assert one.optimizer == pytest.approx(12 * (shared / 8 + experts))
@@ -191,7 +191,7 @@ def test_parts_are_those_of_the_mapping_and_the_adapter(
 ) -> None:
     hf, config = dense if lora == "everything" else moe, ADAPTERS[lora]
     adapter = write_random_adapter(tmp_path / "adapter", config, hf)
-    wanted = {part: n for part, n in parameters.by_part(Architecture.from_hf(hf)).items() if n}
+    wanted = {part: n for part, n in parameters.count_by_part(Architecture.from_hf(hf)).items() if n}
     targets, saved = resolve_targets(config, hf), apply_with_peft(config, hf).saved
     factors = trained_parameters(targets, saved, tied=False).total()
     assert run_layout(parts, 1, hf, adapter) == [wanted | {"adapter": factors}]
