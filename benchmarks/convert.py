@@ -104,7 +104,7 @@ def fill_page_cache(filler: Path) -> None:
             pass
 
 
-def run_in_child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+def measure_as_child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> None:
     """Call `function` in this process; send its memory before, then seconds and CPU seconds."""
     torch.set_num_threads(1)
     pipe.send(memory_of(os.getpid()))
@@ -134,7 +134,7 @@ def measure(
     """Return seconds and CPU seconds, or peak memory and what the imports took of it."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_in_child, args=(theirs, function, args))
+    process = context.Process(target=measure_as_child, args=(theirs, function, args))
     process.start()
     idle = ours.recv()
     peak, running = idle, threading.Event()

@@ -181,7 +181,7 @@ def measure(
     return {**result, "packing_efficiency": total.tokens / total.capacity}
 
 
-def write_tiny_model(folder: Path) -> Path:
+def write_config_and_processor(folder: Path) -> Path:
     """Write a config and a processor with the real models' patch size."""
     folder.mkdir()
     tiny = tiny_config(vision=REAL_PATCHES)
@@ -203,7 +203,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        model = args.hf_model or write_tiny_model(folder / "model")
+        model = args.hf_model or write_config_and_processor(folder / "model")
         text = write_samples(folder, args.samples, "text")
         images = write_samples(folder, args.samples, "image")
         measured = partial(

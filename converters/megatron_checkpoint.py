@@ -497,7 +497,7 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
 
 
 def require_own_keys(folder: Path, keys: Iterable[str]) -> None:
-    """Raise BadInput if a checkpoint written for one layout has another maker's keys, `keys`."""
+    """Raise BadInput if `keys` are another maker's: in a file of one layout these are not read."""
     dialect = dialect_of(folder, keys)
     if dialect is not None:
         title = format_of(identify(folder)).title

@@ -60,7 +60,7 @@ def plain(text: str, *, lines: bool = False) -> str:
     return escape(visible(text, lines=lines))
 
 
-def name_unused(unused: Iterable[Unused]) -> None:
+def print_unused(unused: Iterable[Unused]) -> None:
     """Print on standard error what was handed over and is not used, one line for each place."""
     for sentence in sentences(unused):
         messages.print(plain(sentence), soft_wrap=True)

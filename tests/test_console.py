@@ -71,7 +71,7 @@ def test_a_closed_stream_changes_nothing(closed: str, tmp_path: Path) -> None:
         "from mcore_qwen3vl import console\n"
         "console.prepare_standard_streams()\n"
         "with open('done', 'w') as file:\n"
-        "    console.say('a'); console.name_unused([]); console.messages.print('a')\n"
+        "    console.say('a'); console.print_unused([]); console.messages.print('a')\n"
         "    console.emit_json(['a']); os.write(1, b'a'); os.write(2, b'a'); sys.stdin.read()\n"
         "    subprocess.run(['sh', '-c', 'echo a; echo a >&2; cat'], check=True)\n"
         "    file.write('b')\n"

@@ -305,7 +305,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     """
     path = Path(path)
     config = AdapterConfig.from_file(path)
-    content = _config_with_labels(path, config, hf_config)
+    content = _model_config_with_labels(path, config, hf_config)
     applied = apply_with_peft(config, content, linear_router=True)
     file = path / WEIGHTS
     tensors = AdapterFile(path)
@@ -336,7 +336,9 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     return Adapter(config, factors, saved, stored, tuple(notes), labels)
 
 
-def _config_with_labels(path: Path, config: AdapterConfig, hf_config: HFConfig) -> dict[str, Any]:
+def _model_config_with_labels(
+    path: Path, config: AdapterConfig, hf_config: HFConfig
+) -> dict[str, Any]:
     """Return the model's config; if the adapter has a head and names its labels, with these."""
     content = config_content(hf_config)
     head_config = path / "config.json"

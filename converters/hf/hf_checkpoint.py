@@ -258,7 +258,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadInput(f"{file} has no tensor in its weight_map. Copy it again.")
     for name, target in weight_map.items():
-        _check_shard_name(file, name, target)
+        _check_shard(file, name, target)
     _check_shard_count(file, set(weight_map.values()))
     return weight_map
 
@@ -278,16 +278,16 @@ def _check_shard_count(index: Path, files: set[str]) -> None:
             )
 
 
-def _check_shard_name(index: Path, name: str, target: Any) -> None:
-    """Raise BadInput unless the index puts a tensor in a file beside it that exists."""
+def _check_shard(index: Path, tensor: str, target: Any) -> None:
+    """Raise BadInput unless `target`, where the index puts a tensor, is a file beside it."""
     safe = isinstance(target, str) and target == PurePosixPath(target).name and "\\" not in target
     if not safe or target in ("", ".", "..") or "\0" in target or len(target) > 255:
         raise BadInput(
-            f"{index} puts tensor {name:.200} in {target!r:.200}, which is not a plain file name "
+            f"{index} puts tensor {tensor:.200} in {target!r:.200}, which is not a plain file name "
             "in the same directory. Refused: an index must not reach outside its checkpoint."
         )
     if not (index.parent / target).is_file():
         raise BadInput(
-            f"{index} puts tensor {name} in {target}, which does not exist. "
+            f"{index} puts tensor {tensor} in {target}, which does not exist. "
             "The checkpoint is incomplete: fetch the missing file."
         )

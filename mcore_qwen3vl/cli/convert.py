@@ -59,15 +59,15 @@ def convert(
 
     unused: list[Unused] = []
 
-    def plan_and_name_unused() -> "ConversionPlan":
+    def plan_and_print_unused() -> "ConversionPlan":
         planned = plan()
         unused.extend([*unused_of(planned.companion_files["config.json"].parent), *planned.unused])
         if not json:
-            console.name_unused(unused)
+            console.print_unused(unused)
         return planned
 
     if dry_run:
-        planned = plan_and_name_unused()
+        planned = plan_and_print_unused()
         steps = [asdict(tensor) for tensor in planned.planned]
         facts = {"direction": planned.direction, "bytes": planned.nbytes, "steps": steps}
         console.present(json, {**facts, "unused": as_json(unused)}, _show_plan, planned)
@@ -75,7 +75,7 @@ def convert(
     try:
         with console.byte_progress("converting", quiet=json) as report:
             summary = write(
-                plan_and_name_unused,
+                plan_and_print_unused,
                 dst,
                 force=force,
                 workers=workers,
@@ -303,4 +303,4 @@ def lora_convert(
     result |= {"unused": as_json(config.unused)}
     console.present(json, result, output.print, f"[bold green]done[/] {shown}")
     if not json:
-        console.name_unused(config.unused)
+        console.print_unused(config.unused)

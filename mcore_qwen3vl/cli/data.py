@@ -197,7 +197,7 @@ def show_sample(
     )
     console.present(json, facts, console.say, said)
     if not json:
-        console.name_unused(seen.unused)
+        console.print_unused(seen.unused)
 
 
 def show_report(report: "DataReport") -> None:

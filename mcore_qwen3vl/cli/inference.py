@@ -111,7 +111,7 @@ def generate(
             "stream": _print_text if streams else None,
         },
     )
-    unused = _name_unused(request, "generate")
+    unused = _print_unused(request, "generate")
     answers = generate_on_all_ranks(request, on_cpu=cpu)
     seconds = time.monotonic() - start
     if int(os.environ.get("RANK", "0")):  # under torchrun, the first rank alone shows the answers
@@ -223,7 +223,7 @@ def score(
         force=force, split=split, preprocess=preprocess, task=task, answers=answers, top_k=top_k,
         train_on=train_on, **reading,
     )  # fmt: skip
-    unused = _name_unused(request, "score")
+    unused = _print_unused(request, "score")
     tally = run(request, on_cpu=cpu)
     if tally is None:  # a rank of torchrun other than the first
         return
@@ -233,13 +233,13 @@ def score(
     options.require(bool(tally.scored), f"No record of {data} could be scored.")
 
 
-def _name_unused(request: "ModelRequest", command: str) -> list[Unused]:
+def _print_unused(request: "ModelRequest", command: str) -> list[Unused]:
     """Name once what the command does not use of the model's files, and return it."""
     from mcore_qwen3vl.inference import unused_by
 
     unused = unused_by(request, command)
     if os.environ.get("RANK", "0") == "0":
-        console.name_unused(unused)
+        console.print_unused(unused)
     return unused
 
 

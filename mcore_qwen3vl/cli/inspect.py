@@ -101,7 +101,7 @@ def _present_with_unused(
     """Show the facts, and what nothing uses of the files that they are from."""
     console.present(as_json, {**facts, "unused": unused_as_json(unused)}, show, *shown)
     if not as_json:
-        console.name_unused(unused)
+        console.print_unused(unused)
 
 
 def _show_inspection(inspection: Inspection, tensors: bool) -> None:

@@ -151,7 +151,7 @@ def rehearse(
 
     command = read_command(context.args, gpus)  # before the imports below, which take seconds
     console.quiet_libraries()
-    from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, check_command
+    from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, checked_architecture
     from mcore_qwen3vl.rehearsal.report import (
         print_estimate,
         print_fits,
@@ -170,7 +170,7 @@ def rehearse(
     kinds = tuple(word.strip() for word in roles.split(","))
     assumed = Constants() if constants is None else Constants.from_file(constants)
     options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed)
-    architecture = check_command(command) if not fit else command.line.architecture
+    architecture = checked_architecture(command) if not fit else command.line.architecture
     if estimate:
         stages = memory_of_stages(command, architecture, trained_counts(command, architecture))
         print_estimate(command, architecture, stages, json=json)

@@ -272,8 +272,8 @@ def parse_sources(
     ]
 
 
-def source_names(sources: Sequence[Source]) -> tuple[str, ...]:
-    """Return the name of each source in the log; nothing if all sources have the same name."""
+def names_to_log(sources: Sequence[Source]) -> tuple[str, ...]:
+    """Return the name of each source in the log; nothing if one name would be for them all."""
     names = tuple(source.name or str(source.path) for source in sources)
     return names if len(set(names)) > 1 else ()
 

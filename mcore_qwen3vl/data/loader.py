@@ -354,7 +354,7 @@ class Loader(Iterator[Batch]):
                 )
             self.length = encoder.count_packs(order, end, buffer)
         stream = Stream(order, parts, workers, shared=config.balance, end=end)
-        packs = encoder.build_stream(stream, buffer, workers)
+        packs = encoder.build_packs(stream, buffer, workers)
         self._order, self._turns = (PACKS, packs) if config.balance else (PARTS, None)
         return packs
 

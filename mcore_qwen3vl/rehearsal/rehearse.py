@@ -329,7 +329,7 @@ class Rehearser(ExitStack):
         Raises:
             BadInput: the command, its layout, its model or its data cannot be used.
         """
-        architecture = check_command(command)
+        architecture = checked_architecture(command)
         roles = roles_of(command, architecture, self.options.roles)
         self._made += 1  # each run has a folder of its own
         folder = self._folder / str(self._made)
@@ -391,14 +391,14 @@ class Rehearser(ExitStack):
         return RoleOutcome(role, measured, report, time.monotonic() - started, device.usable)
 
 
-def check_command(command: Command) -> Architecture:
+def checked_architecture(command: Command) -> Architecture:
     """Return the model's shape, after checking that model and batch divide as the flags say.
 
     Raises:
         BadInput: model or batch do not divide so, or there is no such model.
     """
     architecture = command.line.architecture
-    command.line.layout(command.gpus)
+    command.line.layout(command.gpus)  # raises BadInput if model and GPUs do not divide so
     group, stages, count = command.micro_batch_group, command.layout.pp, command.micro_batches
     # Megatron's interleaved schedule would check this at the first step.
     if command.layout.vpp > 1 and (group < stages or 0 < count % group < stages):

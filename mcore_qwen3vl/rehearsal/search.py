@@ -16,7 +16,7 @@ from mcore_qwen3vl.pretended.device import Interval, Traffic
 from mcore_qwen3vl.pretended.rank import ONE_KEY
 from mcore_qwen3vl.rehearsal.command import Command, sample_size
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
-from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, Rehearser, Remedy, check_command
+from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, Rehearser, Remedy, checked_architecture
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu, allowance_gib
 from mcore_qwen3vl.training import memory
@@ -130,7 +130,7 @@ def candidates(
         return Candidate(run, flags, step_seconds(run, architecture, gpu, constants), peak + extra)
 
     try:
-        check_command(command)
+        checked_architecture(command)
     except BadInput:
         pass
     else:
@@ -147,7 +147,7 @@ def candidates(
         if other.layout == command.layout and other.value(_RECOMPUTE) == command.value(_RECOMPUTE):
             continue
         try:
-            check_command(other)
+            checked_architecture(other)
         except BadInput:
             continue
         yield make_candidate(other, (*flags, *_reset_words(command, flags)))
@@ -335,7 +335,7 @@ def _rehearse_changes(
     for change, flags, gpus in changes:
         neighbour = replace(command.plus(*flags), gpus=gpus)
         try:
-            check_command(neighbour)
+            checked_architecture(neighbour)
             tried = rehearser.rehearse(neighbour, stop_at_failure=True, what=f"with {change}, ")
         except BadInput:  # the model or the ranks do not divide that way
             continue

@@ -103,7 +103,7 @@ def _padded_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
         all_gather(buffers, longest, group=group)
         for target, buffer in zip(tensor_list, buffers, strict=True):
             target.copy_(buffer[: len(target)])
-        return None
+        return None  # the call has ended, so even an asynchronous one has no work to wait for
 
     return padded
 

@@ -196,7 +196,7 @@ class _ScoringJob:
                     bad = self._report_errors(results, bad)
                     unused |= results.unused
                 advance(records.stop)
-        console.name_unused(unused)
+        console.print_unused(unused)
 
     def _make_readout(self) -> Readout:
         from mcore_qwen3vl.scoring import on_rank as readouts

@@ -31,7 +31,7 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.console import name_unused
+from mcore_qwen3vl.console import print_unused
 from mcore_qwen3vl.converters.place import read_tracker
 from mcore_qwen3vl.data.config import DataConfig, Source, parse_sources
 from mcore_qwen3vl.data.encoding.balanced import PATIENCE
@@ -210,7 +210,7 @@ class DataProvider:
         all_batches = -(-records // loop.eval_global_batch_size)  # global batches of all records
         if loop.eval_iters > all_batches and parallel.rank == 0:
             why = f"the data have {all_batches}"
-            name_unused([Unused(COMMAND_LINE, f"--eval-iters {loop.eval_iters}", why)])
+            print_unused([Unused(COMMAND_LINE, f"--eval-iters {loop.eval_iters}", why)])
         self._validation_batches = (
             all_batches if loop.eval_iters == WHOLE else min(loop.eval_iters, all_batches)
         )

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mcore_qwen3vl.data.config import parse_sources, source_names
+from mcore_qwen3vl.data.config import names_to_log, parse_sources
 from mcore_qwen3vl.data.encoding.batch import (
     Batch,
     Contrast,
@@ -579,8 +579,8 @@ def forward_step_of(settings: Settings) -> ForwardStep:
     loop, loss = settings.loop, settings.training.loss
     step = partial(
         ForwardStep,
-        data_sets=source_names(parse_sources(loop.training_data)),
-        validation_sets=source_names(
+        data_sets=names_to_log(parse_sources(loop.training_data)),
+        validation_sets=names_to_log(
             parse_sources(loop.valid_data_path) if loop.valid_data_path else ()
         ),
     )

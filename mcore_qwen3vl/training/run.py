@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from mcore_qwen3vl.console import name_unused, visible
+from mcore_qwen3vl.console import print_unused, visible
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import disable_compile_without_compiler, order_transfers
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu, unused_data_flags
@@ -53,7 +53,7 @@ def main(command: CommandLine) -> int:
         print_megatron_help(words)
     check_early(command)
     if os.environ.get("RANK", "0") == "0":
-        name_unused(command.unused())
+        print_unused(command.unused())
     with quiet(command) as screen:
         overlap = "--overlap-moe-expert-parallel-comm" in command.words
         _choose_device(command.cpu, several_queues=overlap)

@@ -89,7 +89,7 @@ class SecondModel:
     ) -> None:
         self._source, self._architecture = source, architecture
         if architecture is not trained:
-            _check_inputs(settings, trained, source, architecture)
+            _require_same_inputs(settings, trained, source, architecture)
             _check_layout(settings.parallel, trained, source, architecture)
         self._trained = trained
         # It starts from its own weights, all of them frozen.
@@ -184,7 +184,7 @@ def _check_layout(
         raise BadInput(f"{source.flag} {source.path}: {error}") from None
 
 
-def _check_inputs(
+def _require_same_inputs(
     settings: Settings, trained: Architecture, source: Source, second: Architecture
 ) -> None:
     """Refuse a second model that needs other tokens, patches or positions in its batches."""

@@ -12,7 +12,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.command import Command, prepare_command, read_command, roles_of
-from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, check_command
+from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, checked_architecture
 from mcore_qwen3vl.rehearsal.report import heading
 from mcore_qwen3vl.runtime.gpus import allowance_gib, find_gpu
 from mcore_qwen3vl.shapes import SHAPES
@@ -166,11 +166,11 @@ def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None
         *("--num-virtual-stages-per-pipeline-rank", "3", "--global-batch-size", "10"),
     )
     with pytest.raises(BadInput, match=r"every 4 micro-batches\. There are 10"):
-        check_command(Command(flags, 4))
+        checked_architecture(Command(flags, 4))
     turns = (*flags, "--microbatch-group-size-per-virtual-pipeline-stage")
-    check_command(Command((*turns, "5"), 4))
+    checked_architecture(Command((*turns, "5"), 4))
     with pytest.raises(BadInput, match="fewer than PP 4"):
-        check_command(Command((*turns, "3"), 4))
+        checked_architecture(Command((*turns, "3"), 4))
 
 
 def test_the_heading_is_in_one_unit() -> None:

@@ -191,7 +191,9 @@ def test_parts_are_those_of_the_mapping_and_the_adapter(
 ) -> None:
     hf, config = dense if lora == "everything" else moe, ADAPTERS[lora]
     adapter = write_random_adapter(tmp_path / "adapter", config, hf)
-    wanted = {part: n for part, n in parameters.count_by_part(Architecture.from_hf(hf)).items() if n}
+    wanted = {
+        part: n for part, n in parameters.count_by_part(Architecture.from_hf(hf)).items() if n
+    }
     targets, saved = resolve_targets(config, hf), apply_with_peft(config, hf).saved
     factors = trained_parameters(targets, saved, tied=False).total()
     assert run_layout(parts, 1, hf, adapter) == [wanted | {"adapter": factors}]

@@ -226,7 +226,7 @@ class _Stubs:
         return {**stub, **known, "__subflavors__": factory.subflavors}
 
 
-def load_or_measure(
+def set_sizes(
     factory: MeasuredFactory,
     size: Callable[[MeasuredFactory, int], tuple[Size | Unusable, int]],
     stamp: Callable[[MeasuredFactory, int], int],
@@ -242,6 +242,7 @@ def load_or_measure(
         processes: number of processes that measure.
     """
     data = origin(factory.path)
+    # The words keep a file of an earlier form, without stamps, from being read.
     said = f"with stamps {settings}{fingerprint(data)}"
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
     file = cache_of(data) / f"{data.name}.{key}.sizes"
@@ -480,7 +481,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             factory = MeasuredFactory(dataset.dataset, number)
             source = self._sources[factory.subflavors[SOURCE]]
             said = [self._settings, repr(source.reading), repr(source.limits)]
-            load_or_measure(
+            set_sizes(
                 factory, self._measure_sample, self._stamp_of_sample, json.dumps(said), processes
             )
             self._data_sets.append(factory)

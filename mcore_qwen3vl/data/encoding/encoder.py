@@ -30,7 +30,7 @@ from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.config import DataConfig, Source, Task, source_names
+from mcore_qwen3vl.data.config import DataConfig, Source, Task, names_to_log
 from mcore_qwen3vl.data.encoding.batch import (
     Batch,
     Batcher,
@@ -197,7 +197,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
             sources, config.teacher_temperature, processor.tokenizer, architecture.vocab_size
         )
         self._references = [References(source.path) for source in sources if config.references]
-        self._source_names = source_names(sources)
+        self._source_names = names_to_log(sources)
         self.cookers = (Cooker(self.cook),)
         self._pad_id = processor.tokenizer.pad_token_id
         self._batcher = Batcher(architecture, config, self._pad_id, self.preparation.scale)
@@ -289,7 +289,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
             raise SkipSample from error
         return self.preencode_sample(sample)
 
-    def build_stream(self, stream: Stream, buffer: int, workers: WorkerConfig) -> Any:
+    def build_packs(self, stream: Stream, buffer: int, workers: WorkerConfig) -> Any:
         """Build the packs of a stream of samples."""
 
         def read(raw: RawSampleData) -> Any:
@@ -298,6 +298,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
             return sample
 
         samples = MapDataset(stream, read, stateless_map_fn=True, worker_config=workers)
+        # Energon's own, because BalancedTaskEncoder's is for tars and shares packs otherwise.
         packing = TaskEncoder.build_batch(
             self, samples, batch_size=None, packing_buffer_size=buffer, worker_config=workers
         )

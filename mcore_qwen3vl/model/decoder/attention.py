@@ -219,6 +219,7 @@ class RotarySelfAttention(SelfAttention):
         return remember(turned, lambda: self._rotate(recipe(), angles))
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Apply mcore's gate, and keep its inputs alone for the backward pass."""
         # A copy, because a view that is kept would keep the whole projection.
         return compute_keeping_inputs(super()._apply_output_gate, x, gate.contiguous())
 

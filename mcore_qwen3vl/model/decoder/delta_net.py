@@ -95,7 +95,7 @@ class DeltaNet(GatedDeltaNet):
         """
         cp = self.pg_collection.cp
         if attention_mask is not None:
-            hidden_states = self._zero_padding(hidden_states, attention_mask)
+            hidden_states = self._zero_out_padding(hidden_states, attention_mask)
         inputs, _bias = self.in_proj(hidden_states)  # (s, B, ...)
         length = len(inputs) * self.cp_size
         bounds: tuple[int, ...] = (0, length)
@@ -139,8 +139,8 @@ class DeltaNet(GatedDeltaNet):
         result: tuple[Tensor, Tensor | None] = self.out_proj(normed)
         return result
 
-    def _zero_padding(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        """Set the rows of padding to zero, which as the first rows leave the state zero."""
+    def _zero_out_padding(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        """Set the rows of padding to zero; on the left, they then leave the state zero."""
         parallel = self.config.sequence_parallel
         length = len(hidden) * self.cp_size * (self.tp_size if parallel else 1)
         rows = local_positions(
@@ -151,6 +151,7 @@ class DeltaNet(GatedDeltaNet):
             tp_rank=self.tp_group.rank(),
             sequence_parallel=parallel,
         )
+        # The mask also has the tokens before these that a cached call does not compute again.
         valid = attention_mask[:, -length:].index_select(1, to_device(rows, hidden.device))
         return hidden * valid.T.unsqueeze(-1).to(hidden.dtype)
 

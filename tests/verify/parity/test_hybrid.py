@@ -96,7 +96,7 @@ FAULTS: dict[str, tuple[str, str, str, str, Patch]] = {
     "decay of weights in bf16": ("qwen3.5", "single", "text", "logits", round_decays),
     "padding not zero": (
         *("qwen3.5", "single", "padded-left", "logits"),
-        lambda patch: patch.setattr(DeltaNet, "_zero_padding", lambda self, x, mask: x),
+        lambda patch: patch.setattr(DeltaNet, "_zero_out_padding", lambda self, x, mask: x),
     ),
     "gradient of each rank's heads": (
         *("qwen3.5", "tp2", "text", "gradients"),
