@@ -604,7 +604,7 @@ class Conductor:
                 self.write()
 
     def _may_start(self, part: Part, waiting: Sequence[Part], jobs: int) -> bool:
-        """Return whether nothing that it needs, or that would disturb it, is waiting or running."""
+        """Return whether what it needs is over, nothing running disturbs it, and a job is free."""
         if any(before in waiting or before in self._running for before in part.after):
             return False
         if part.measures:

@@ -324,7 +324,7 @@ def _verl_huggingface(path: Path) -> Path | None:
 
 
 def _tracked_folder(path: Path) -> Path | None:
-    """Return the folder that the tracker names; None if only Hugging Face's weights are there.
+    """Return the folder that the tracker names; None without one, or beside HF weights alone.
 
     ms-swift writes a tracker beside Hugging Face weights, with or without Megatron's.
     """

@@ -393,7 +393,7 @@ def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group:
     ]
     forwards = [Pass(True, micro_batch, chunk) for micro_batch, chunk in table]
     backwards = [Pass(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
-    # Forwards before the first backward, as mcore counts those of the warm-up.
+    # The forwards of the warm-up, as mcore counts them; one more precedes the first backward.
     ahead = ranks - rank - 1
     if chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * group

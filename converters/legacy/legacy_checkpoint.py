@@ -111,9 +111,8 @@ class LegacyCheckpoint(MegatronCheckpoint):
             for row in stage_rows:
                 for name in self._stored_names(row, stage):
                     known.add(name)
-                    if not (
-                        architecture.tie_word_embeddings and name == OUTPUT
-                    ):  # the embedding's copy
+                    # A tied head is the embedding's copy.
+                    if not (architecture.tie_word_embeddings and name == OUTPUT):
                         self._add_parts(row, stage, name)
             self._add_unknown(stage, known)
 

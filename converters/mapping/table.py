@@ -106,8 +106,7 @@ class SourceTensor:
             rows, first = box[0], self.rows[0]
             assert isinstance(rows, slice)
             box = (slice(first + rows.start, first + rows.stop), *box[1:])
-        # An empty box is the whole piece.
-        elif self.rows is not None:
+        elif self.rows is not None:  # an empty box is the whole piece
             box = (slice(*self.rows),)
         return box if self.index is None else (self.index, *box)
 

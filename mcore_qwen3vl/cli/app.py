@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _exit_with_error(error: str, code: int, wants_json: bool) -> NoReturn:
-    """Exit after printing the error; with ``--json``, unless a result was already written."""
+    """Print the error and exit; with ``--json``, print none after a result that was written."""
     if not wants_json:
         console.messages.print(f"[bold red]error:[/] {console.plain(error)}", soft_wrap=True)
     elif not console.json_was_written.get():

@@ -139,7 +139,7 @@ def _show_inspection(inspection: Inspection, tensors: bool) -> None:
 
 
 def _head_in_words(inspection: Inspection) -> str | None:
-    """Return whether the head is the embedding; None if it is no language model's."""
+    """Return ``tied`` or ``separate``; None if the head is no language model's."""
     if not inspection.form.head.is_language_model:
         return None  # the form says which head there is
     return "tied" if inspection.architecture.tie_word_embeddings else "separate"

@@ -69,7 +69,7 @@ class MediaLimits:
             videos.min_frames = min(videos.min_frames, most)
 
     def _set_size(self, processor: Any, kind: str, token_pixels: int) -> None:
-        """Set the lower and the upper budget of one processor; what is None stays as it is."""
+        """Set both budgets of a processor; None keeps its own, if that fits the other budget."""
         least, most, tokens = (
             getattr(self, f"{kind}_{name}") for name in ("min_pixels", "max_pixels", "max_tokens")
         )

@@ -82,7 +82,7 @@ def vision(a: Architecture, patches: float, squared_frames: float, trained: Trai
     tower = v.patch_dim * v.hidden_size
     tower += v.depth * (4 * v.hidden_size**2 + 2 * v.hidden_size * v.intermediate_size)
     core = 2 * v.depth * v.hidden_size * squared_frames
-    into_tower = bool(trained.vision)  # else nobody needs the gradients of activations
+    into_tower = bool(trained.vision)  # else nobody needs the gradients of its activations
     linears = (1 + into_tower + trained.vision) * tower
     linears += (1 + into_tower + trained.aligner) * mergers
     return MULTIPLY_ADD * (linears * patches + (FORWARD_AND_BACKWARD if into_tower else 1) * core)

@@ -199,7 +199,7 @@ def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
 
 
 def _install_sites(module: nn.Module, kind: Kind, sites: Sequence[Site]) -> None:
-    """Let `module` add the adapters of `sites`: of all its experts if grouped, else of one."""
+    """Let `module` add the adapters of `sites`; only grouped experts have several."""
     if kind.router:
         adapt_router(module, sites[0])
         return

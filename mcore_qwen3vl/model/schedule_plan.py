@@ -82,7 +82,7 @@ class _PreProcess(PreProcessNode):
     def _backward_of_both(
         self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Run the backward pass from the first layer's input and, if they train, the features."""
+        """Run the backward pass from the first layer's input, and from features with a gradient."""
         # The layers' nodes have added the features' gradients to the detached copy.
         features, self._features = self._features, None
         if features is not None and self.chunk_state.features.grad is not None:

@@ -320,6 +320,6 @@ def _copy_to_all(outputs: Any, inputs: Any) -> None:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has true values: on the host all have, on the device few integers."""
+    """Return whether a tensor has true values: any on the host, on the device small integers."""
     known = not tensor.is_cuda or (not tensor.is_floating_point() and tensor.numel() < _SMALL)
     return known and tensor.numel() > 0

@@ -410,7 +410,8 @@ def segmented_flops(
     queries, keys = (host_view(bounds).diff().double() for bounds in (of_queries, of_keys))
     pairs = float((queries * keys).sum())
     if causal:
-        pairs -= float((queries * queries).sum()) / 2  # each query with the later half of them
+        # On average, half of the queries come after a query.
+        pairs -= float((queries * queries).sum()) / 2
     a_pair = 4 * query.shape[-2] * query.shape[-1]
     return a_pair * pairs, a_pair * float(queries.sum())
 

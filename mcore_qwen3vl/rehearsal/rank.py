@@ -202,7 +202,7 @@ class _Watch:
         trained = {n: p for n, p in _named_parameters(model).items() if p.requires_grad}
         self._facts["parameters"] = sum(p.numel() for p in trained.values())
         for name, parameter in trained.items():
-            # Bound as a default: a closure would see the last parameter alone.
+            # Bound as a default: a closure would add the last parameter's name alone.
             reach = partial(self._reached.add, name)
             parameter.register_post_accumulate_grad_hook(lambda _, reach=reach: reach())
 
@@ -296,7 +296,7 @@ class StageWork:
 
 
 def _virtual_stage_of(chunk: Any) -> int:
-    """Return the number of a chunk's virtual stage, which is None without virtual stages."""
+    """Return the number of a chunk's virtual stage; 0 without any, where Megatron's is None."""
     from megatron.core.utils import get_attr_wrapped_model
 
     return get_attr_wrapped_model(chunk, "vp_stage") or 0

@@ -366,7 +366,7 @@ def make_plot(outcome: RoleOutcome) -> Plot:
 
 
 def _ticks(top: float, y_of: Any) -> list[tuple[float, str]]:
-    """Return the places and labels of up to seven round sizes, from zero to below `top`."""
+    """Return the places and labels of up to seven round sizes, from zero to at most `top`."""
     steps = (s * 10**e for e in range(6, 13) for s in (1, 2, 5))
     every = next(s for s in steps if top / s <= 6)
     return [(y_of(n * every), f"{n * every / 1e9:g} GB") for n in range(int(top / every) + 1)]

@@ -120,7 +120,7 @@ def candidates(
     The run's own layout is among them, with its virtual stages and its own pipeline split.
     """
     trained = trained_counts(command, architecture)
-    # Context and NCCL take more in some layouts than with all parallel sizes 1. What they take
+    # Context and NCCL take more in some layouts than with data parallelism alone. What they take
     # beyond that is added to the memory of tensors.
     assumed = allowance_gib(command.without(*_REPLACED).layout, moe=architecture.is_moe)
 

@@ -111,7 +111,7 @@ class Buffer:
         counts = torch.empty(ranks + num_experts, dtype=torch.int32, device="cuda")
         in_rank = torch.empty(len(topk_idx), ranks, dtype=torch.bool, device="cuda")
         launch([topk_idx], [counts, in_rank])
-        # DeepEP's order; the second are the tokens for each node, which a group on one node lacks.
+        # DeepEP's order; the second, the tokens for each node, is left out here.
         return counts[:ranks], None, counts[ranks:], in_rank, _Event()
 
     def dispatch(
@@ -415,7 +415,7 @@ class _Kernels:
         to_states, to_all_new = torch.empty_like(states), torch.empty_like(to_new)
         read = [query, key, taken, since, gradient, to_new]
         launch(read, [to_states, to_all_new], 3 * self.product * self.per_state)
-        del to_new  # as the library does, which counts for the peak
+        del to_new  # the library frees it here too, which counts for the peak
         to_query, to_key = self.empty_for_heads(query), self.empty_for_heads(key)
         to_taken = torch.empty_like(taken)
         to_decay = since.new_empty(-(-self.width // _WIDEST), *since.shape)

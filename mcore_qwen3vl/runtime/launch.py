@@ -266,12 +266,12 @@ def _collect_answers(ranks: list[_Rank], timeout: float, heard: Callable[[Any], 
             return
         for r in waiting:
             if r.pipe in ready:
-                _receive_answer(r, heard)
+                _receive_message(r, heard)
                 if r.error is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE)
 
 
-def _receive_answer(r: _Rank, heard: Callable[[Any], None]) -> None:
+def _receive_message(r: _Rank, heard: Callable[[Any], None]) -> None:
     """Take a message of a rank: its answer, what it tells, or the end of its pipe."""
     try:
         succeeded, value = pickle.loads(r.pipe.recv_bytes())

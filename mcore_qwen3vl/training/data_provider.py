@@ -143,7 +143,7 @@ class DataProvider:
         return train.chunk(chunk), valid.chunk(chunk) if valid else None, None
 
     def _build_streams(self) -> tuple[SharedBatches, SharedBatches | None]:
-        """Open the data, at the place where a resumed run goes on: training and validation."""
+        """Open the training data, where a resumed run goes on, and the validation data."""
         from megatron.training import get_args  # scoring takes batches without Megatron's loop
 
         settings, loop = self._settings, self._settings.loop

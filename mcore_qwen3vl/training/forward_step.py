@@ -107,7 +107,8 @@ class StepRecords:
 
     def explain(self, step: int) -> FloatingPointError:
         """Make the error that names the records of `step`; waits for the device."""
-        batches = self._done.get(step, self._running)  # a step that failed has not been finished
+        # A step that failed while it ran is not among those that are done.
+        batches = self._done.get(step, self._running)
         bad = [n for n, loss in batches.items() if loss is not None and not loss.isfinite().item()]
         what = "loss is" if bad else "gradients are"
         return FloatingPointError(
@@ -372,7 +373,7 @@ def further_token_objective(loss: Loss, factor: float) -> Objective:
             if batch.cu_seqlens is None
             else batch.cu_seqlens[1:]
         )
-        # The roll has given the last position of a sequence another sequence's weight.
+        # The roll has given the last position of a sequence the weight of some first token.
         weights.index_fill_(1, to_device(last.long() - 1, weights.device), 0.0)
         weights = weights.index_select(1, to_device(local, weights.device))
         total, normaliser = _checked_result(loss, loss(losses[1], weights))

@@ -169,7 +169,7 @@ class Stats:
 
 
 def _all_reduce_maximum(stat: float | bool | Tensor, group: Any) -> Tensor:
-    """Return the largest value of all ranks, (1,), on the device."""
+    """Return the largest value of the group's ranks, (1,), on the device."""
     if isinstance(stat, Tensor):
         largest = stat.detach().float().reshape(1).clone()
     else:

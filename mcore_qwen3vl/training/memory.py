@@ -179,7 +179,7 @@ def rank_parameters(
     layers = stage_layers(a, layout)[stage]
     shared = experts = 0.0
     for group, count in (parameters.count(a) if counts is None else counts).items():
-        if group.layer not in layers and not _is_outside_layers_of_stage(group, a, layout, stage):
+        if group.layer not in layers and not _is_on_stage_outside_layers(group, a, layout, stage):
             continue
         if group.part == "experts":
             experts += count / (layout.ep * layout.etp)
@@ -188,7 +188,7 @@ def rank_parameters(
     return shared, experts
 
 
-def _is_outside_layers_of_stage(group: Group, a: Architecture, layout: Layout, stage: int) -> bool:
+def _is_on_stage_outside_layers(group: Group, a: Architecture, layout: Layout, stage: int) -> bool:
     """Return whether the group is outside the decoder layers and on this pipeline stage."""
     first, last = stage == 0, stage == layout.pp - 1
     if group.layer is not None:

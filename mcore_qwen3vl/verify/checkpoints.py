@@ -214,7 +214,7 @@ def _config_folder(path: Path) -> Path | None:
 
 
 def _compare_tensor(name: str, left: Side, right: Side, rounded: bool) -> Finding:
-    """Compare a tensor of `left`; without the same shape and dtype there, it has a flaw."""
+    """Compare a tensor of both; another shape is a flaw, and another dtype unless `rounded`."""
     mine, theirs = left.pieces[name], right.pieces.get(name)
     if theirs is None:
         return Finding(TENSORS, name, flaw=ONLY_A)

@@ -293,7 +293,7 @@ def _layout_of_config(config: Any, architecture: Architecture) -> Layout:
 
 
 def _require_reshardable(config: Any) -> None:
-    """Raise BadInput if the optimizer's state would be saved in a form that torch's Adam lacks."""
+    """Raise BadInput if Megatron would save the state of torch's Adam in a form that it cannot."""
     if config.use_distributed_optimizer and not config.dist_ckpt_optim_fully_reshardable:
         raise BadInput(
             "The optimizer is torch's Adam (neither Transformer Engine's nor Apex's is installed), "

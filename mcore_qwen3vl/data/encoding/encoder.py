@@ -330,7 +330,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         is_spare = not records
         if is_spare:
             records = [self._spare_record()]
-            self.guard.take_counts()  # what it skipped is counted where it is read
+            self.guard.take_counts()  # what it skipped is counted by the worker whose turn it was
         batch = self._assemble(assemble, records)
         if is_spare:
             batch = replace(batch, is_spare=True, counts=Counts(), names=(), data_sets=())

@@ -482,7 +482,7 @@ class _Ordered(SavableDataset[Any]):
         self._taken = 0
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        return 1  # energon only asks whether there are any
+        return 1  # abstract in energon, which reads it for len() alone; the order is endless
 
     def worker_has_samples(self) -> bool:
         return True

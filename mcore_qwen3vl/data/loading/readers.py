@@ -178,9 +178,8 @@ class JsonReader:
     def __getitem__(self, index: int) -> Any:
         """Return the crude sample of one record, with its JSON not parsed yet."""
         start, end = (int(bound) for bound in self._rows[index])
-        text = os.pread(
-            self._open_file.fileno(), end - start, start
-        )  # forks share a file's position
+        # pread, because forks share a file's position.
+        text = os.pread(self._open_file.fileno(), end - start, start)
         return crude_sample(self._path, self._path.name, index, index, text)
 
     @cached_property

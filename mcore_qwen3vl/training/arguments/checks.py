@@ -490,7 +490,7 @@ def _main(words: Sequence[str]) -> int:
     try:
         command.check_names()
         _ = command.settings  # parses them, and raises BadInput for an invalid value
-        noted = dry_run  # what is refused from here on depends on the machine
+        noted = dry_run  # what is refused from here on may depend on the machine
         check_early(command)
         command.layout(int(os.environ["WORLD_SIZE"]))
     except BadInput as error:

@@ -224,7 +224,8 @@ class Sorting:
         release = Version(megatron).base_version  # 0.20 of a pre-release, which has its flags
         for line in text.splitlines():
             flag, _, versions = line.partition(" ")
-            if not flag.startswith("-"):  # "KIND: REASON" of the flags below
+            # Such a line has the "KIND" or "KIND: REASON" of the flags below, or is the header.
+            if not flag.startswith("-"):
                 kind, _, reason = line.partition(": ")
             elif SpecifierSet(versions).contains(release):
                 kinds[kind][flag] = reason

@@ -130,7 +130,7 @@ class LoraSettings:
             return _with_weight_tying(
                 self._with_score(self._config_from_flags(architecture), task), architecture
             )
-        decides = "lora_config" if self.lora_config else "lora_init"  # a file, and no other flag
+        decides = "lora_config" if self.lora_config else "lora_init"  # and no other flag
         names = (name for name in (*_ASKING, *_DETAILS) if name != decides)
         if others := [flag_of(name) for name in names if getattr(self, name)]:
             raise BadInput(f"{flag_of(decides)} decides this already: drop {', '.join(others)}.")

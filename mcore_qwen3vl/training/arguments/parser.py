@@ -322,6 +322,6 @@ class Kept:
     def _possible_ranks(self, micro_batch_size: int) -> str:
         """List the numbers of data-parallel ranks that can go on without another flag."""
         workers, rows = self.workers * self.ranks, (self.batch or 0) // micro_batch_size
-        # Without a stored batch there are 0 rows, which every number divides.
+        # If `batch` is None there are 0 rows, which every number divides.
         fit = [n for n in range(1, workers + 1) if workers % n == rows % n == 0]
         return " or ".join(map(str, fit or [self.ranks]))

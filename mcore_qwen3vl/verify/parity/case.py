@@ -459,9 +459,8 @@ def _assemble_micro_batch(
     cu_seqlens = None
     if form == "packed":
         starts = [0, *accumulate(lengths)]
-        spans = [
-            SampleSpan(0, start, s) for start, s in zip(starts, samples, strict=False)
-        ]  # more starts: the end
+        # There is one more start than samples, which is the end.
+        spans = [SampleSpan(0, start, s) for start, s in zip(starts, samples, strict=False)]
         cu_seqlens = torch.tensor([*starts, width], dtype=torch.int32)
     else:
         left = form == "padded-left"
