@@ -18,7 +18,7 @@ from mcore_qwen3vl.rehearsal.command import Command, sample_size
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, Rehearser, Remedy, checked_architecture
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork
-from mcore_qwen3vl.runtime.gpus import GIB, Gpu, allowance_gib
+from mcore_qwen3vl.runtime.gpus import Gpu
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.command_line import NONE, RESETTABLE, SIZES
 
@@ -40,7 +40,7 @@ class Candidate:
     command: Command
     flags: tuple[str, ...]  # to append to the run's own, to override them; empty for its own layout
     seconds: float  # of a step, modelled from the shape of the model
-    estimate: float  # modelled bytes of the fullest rank
+    estimate: float  # modelled bytes of the fullest rank's tensors
 
     @property
     def is_requested(self) -> bool:
@@ -91,15 +91,23 @@ def search(rehearser: Rehearser, command: Command, architecture: Architecture) -
     Raises:
         BadInput: no layout divides this model over these GPUs, or none is estimated to fit.
     """
-    usable = rehearser.options.device(command).usable
     gpu, constants = rehearser.options.gpu, rehearser.options.constants
     ranked = sorted(candidates(command, architecture, gpu, constants), key=lambda c: c.seconds)
-    if all(c.estimate > ESTIMATE_OFF * usable for c in ranked):
+
+    def may_fit(candidate: Candidate) -> bool:
+        # Context and NCCL take more in some layouts than in others, and on a small GPU all.
+        try:
+            usable = rehearser.options.device(candidate.command).usable
+        except BadInput:
+            return False
+        return candidate.estimate <= ESTIMATE_OFF * usable
+
+    if not any(map(may_fit, ranked)):
         raise BadInput(
             f"No layout of this model fits on {command.gpus} GPUs; {len(ranked)} were "
             "estimated. Use more or larger GPUs, or a shorter --seq-length."
         )
-    possible = [c for c in ranked if c.is_requested or c.estimate <= ESTIMATE_OFF * usable]
+    possible = [c for c in ranked if c.is_requested or may_fit(c)]
     tried: list[Fit] = []
     for number, candidate in enumerate(possible):
         done = number >= TRIED or sum(fit.good for fit in tried) >= WANTED
@@ -120,14 +128,10 @@ def candidates(
     The run's own layout is among them, with its virtual stages and its own pipeline split.
     """
     trained = trained_counts(command, architecture)
-    # Context and NCCL take more in some layouts than with data parallelism alone. What they take
-    # beyond that is added to the memory of tensors.
-    assumed = allowance_gib(command.without(*_REPLACED).layout, moe=architecture.is_moe)
 
     def make_candidate(run: Command, flags: tuple[str, ...]) -> Candidate:
         peak = max(stage.total for stage in memory_of_stages(run, architecture, trained))
-        extra = (allowance_gib(run.layout, moe=architecture.is_moe) - assumed) * GIB
-        return Candidate(run, flags, step_seconds(run, architecture, gpu, constants), peak + extra)
+        return Candidate(run, flags, step_seconds(run, architecture, gpu, constants), peak)
 
     try:
         checked_architecture(command)

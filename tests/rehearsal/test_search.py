@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Durations, Layout, model_pipeline
 from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.rehearsal import search as search_module
 from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
-from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, candidates, modelled_work, step_seconds
+from mcore_qwen3vl.rehearsal.rehearse import Options
+from mcore_qwen3vl.rehearsal.search import (
+    ESTIMATE_OFF,
+    FULL_RECOMPUTE,
+    candidates,
+    modelled_work,
+    step_seconds,
+)
 from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.runtime.gpus import GPUS
 from mcore_qwen3vl.shapes import SHAPES
@@ -147,6 +157,30 @@ def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
         for flag in ("granularity", "method", "num-layers"):
             flag = f"--recompute-{flag}"
             assert started.value(flag) == row.command.value(flag)
+
+
+def test_what_context_and_nccl_take_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is more under TP x CP than under DP, and each layout has what is left of its own GPU."""
+    flags = ("--hf-model", str(SHAPES / "8b.json"), *sized(tp=2, cp=2))
+    command, options = Command(flags, 8), Options(gpu=H100)
+    most = ESTIMATE_OFF * options.device(command).usable
+    stage = SimpleNamespace(total=most)
+    monkeypatch.setattr(search_module, "memory_of_stages", lambda *args: [stage])
+    tried: list[Layout] = []
+
+    def rehearse(candidate: Command, **_: Any) -> Any:
+        tried.append(candidate.layout)
+        return SimpleNamespace(fits=False, outcomes=[], step=None)
+
+    rehearser: Any = SimpleNamespace(options=options, rehearse=rehearse)
+    monkeypatch.setattr(search_module, "TRIED", 1000)
+    search_module.search(rehearser, command, DENSE)
+    assert Layout(tp=4, cp=2, sp=True) in tried  # with as many groups as the run's own
+    stage.total = most * 1.0001
+    tried.clear()
+    search_module.search(rehearser, command, DENSE)
+    assert tried  # under DP alone there is more
+    assert not any(layout.tp > 1 and layout.cp > 1 for layout in tried if layout != command.layout)
 
 
 def test_a_run_that_takes_no_layout() -> None:
