@@ -72,8 +72,8 @@ def load_hf(models: Models, path: str | Path, *, spare_value_head: bool = False)
     layout = Architecture.from_hf(path).expert_layout
     stored = checkpoint.form.head
     spared = spare_value_head and stored.kind != forms.CLASSIFIER
-    labels = chunks[0].head_labels
-    headless = labels is not None and not labels  # a head that is stored is not read
+    own_head = forms.head_of(chunks[0].head_labels)
+    headless = own_head.kind == forms.HEADLESS  # a head that is stored is not read
     head = stored if spared or headless or stored.kind == forms.TIED_COPY else None
     checkpoint.require(table_of(chunks, layout, head=head, mtp=checkpoint.has_mtp))
     chunks[0].architecture.require_settings_of(path)
@@ -123,14 +123,15 @@ def load_checkpoint(models: Models, path: str | Path) -> None:
             "first: mcore-qwen3vl convert mcore-to-hf."
         )
     checkpoint = open_megatron(place, architecture)
+    head = forms.head_of(labels)
     rows = table(
         architecture,
         padded_vocab_size=checkpoint.vocab_size,
-        head=forms.head_of(labels),
+        head=head,
         mtp=checkpoint.has_mtp or chunks[0].has_mtp,
     )
-    headless = labels is not None and not labels
-    checkpoint.require(rows, unread=("output_layer.weight",) if headless else ())
+    unread = ("output_layer.weight",) if head.kind == forms.HEADLESS else ()
+    checkpoint.require(rows, unread=unread)
     if place.hf is not None:
         architecture.require_settings_of(place.hf)
     with torch.no_grad():
