@@ -150,7 +150,9 @@ def run_loader(loader: Loader, samples: int) -> tuple[float, float, Counts]:
 def measure(
     model: Path, jsonl: Path, path: Path, *, seq_length: int, samples: int, rounds: int
 ) -> dict[str, Any]:
-    """Run both in turns, and return medians over the rounds after one warm-up round.
+    """Run Hugging Face's processor and our loader in turns, and return medians of the rounds.
+
+    A first round for warming up is left out.
 
     The processor reads the samples as `jsonl`, and we read them as `path`.
     """

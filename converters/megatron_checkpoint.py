@@ -479,8 +479,8 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
     folder, format = place.weights(), format_of(place)
     stored = format.open(folder, architecture)
     if EMBEDDING not in stored.index.tensors:
-        place.require_base()
-    if format.plan is not None:
+        place.require_base()  # it may be a LoRA run's, which has no base weights
+    if format.plan is not None:  # a file of one layout, from which only our own keys are read
         require_own_keys(folder, stored.index.tensors)
         return stored
     dialect = dialect_of(folder, stored.index.tensors)

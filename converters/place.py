@@ -96,8 +96,8 @@ class Place:
 
     Attributes:
         form, kind, refusal: those of the rule; the last names this path.
-        folder: the folder of the weights or of the adapter: of a run, the newest iteration's, which
-            may be missing; for `Kind.ELSEWHERE`, the one to name instead.
+        folder: the folder of the weights or of the adapter: of a run, the one that its tracker
+            names, which may be missing; for `Kind.ELSEWHERE`, the one to name instead.
         hf: the folder with the model's ``config.json`` and the files beside it, or that file if
             `path` is one; None if there is none.
         iteration: that of `folder`, or `RELEASE`; None if the folder's name does not tell.

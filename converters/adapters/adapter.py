@@ -296,6 +296,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
 
     Args:
         hf_config: the model's ``config.json``: its content, the file or its directory.
+        roles: the roles of the factors of fused experts; None: their shapes decide.
 
     Raises:
         BadInput: a file is missing or damaged, or is a pickle; the config asks for something that
@@ -311,7 +312,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     tensors = AdapterFile(path)
     keys = {f"{PREFIX}{name}": name for name in applied.saved}  # of the tensors stored whole
     if LM_HEAD in applied.slots:
-        keys[BASE_LAYER] = LM_HEAD
+        keys[BASE_LAYER] = LM_HEAD  # PEFT may store the whole head beside its factors
     _require_keys(file, set(tensors.shapes), keys, applied)
     stored = find_roles(applied.slots, tensors.shapes, roles, str(file))
     factors = {

@@ -266,9 +266,10 @@ def _read_index(path: Path) -> dict[str, str] | None:
 def _check_shard_count(index: Path, files: set[str]) -> None:
     """Refuse an index that skips a shard of a set named ``model-00001-of-00007.safetensors``.
 
-    Nothing else would show it where the shard holds `LM_HEAD` alone, without which the rest has
-    the form of a headless model.
+    This check alone sees that a shard is missing which holds nothing but `LM_HEAD`: without it
+    the rest has the form of a headless model.
     """
+    # The names of each set, as model-*-of-00007, and how many of its files are named.
     sets = Counter(NUMBERED.sub(r"\1*-of-\2", file) for file in files if NUMBERED.search(file))
     for name, count in sets.items():
         if count < int(name.rpartition("-")[2]):

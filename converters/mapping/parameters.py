@@ -80,11 +80,13 @@ def total(architecture: Architecture, head: Head = AS_CONFIG) -> int:
 
 def active(architecture: Architecture, head: Head = AS_CONFIG) -> int:
     """Count the parameters used for one token: all parts, but only the top k experts a layer."""
-    idle = count_by_part(architecture, head)["experts"] - count_active_experts(architecture)
+    idle = count_by_part(architecture, head)["experts"] - count_active_expert_parameters(
+        architecture
+    )
     return total(architecture, head) - idle
 
 
-def count_active_experts(architecture: Architecture) -> int:
+def count_active_expert_parameters(architecture: Architecture) -> int:
     """Count the parameters of the experts used for one token, summed over layers."""
     if not architecture.num_experts:
         return 0

@@ -162,8 +162,9 @@ def qkv(heads: int, kv_heads: int, head_dim: int, *, gated: bool = False) -> Rea
     """Interleave query, key and value projections by KV head, as mcore's ``linear_qkv`` expects.
 
     Group g holds the ``heads / kv_heads`` query heads that share KV head g, then key head g, then
-    value head g, so that TP cuts between groups. If attention is `gated`, HF has the gate of each
-    query head after it, and a group holds the gates of all its query heads after these.
+    value head g, so that TP cuts between groups while it divides the KV heads. If attention is
+    `gated`, HF has the gate of each query head after it, and a group holds the gates of all its
+    query heads after these.
     """
     share, d = heads // kv_heads, head_dim
     blocks: list[Block] = []

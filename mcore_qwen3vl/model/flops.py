@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mapping.parameters import count_active_experts, count_by_part
+from mcore_qwen3vl.converters.mapping.parameters import (
+    count_active_expert_parameters,
+    count_by_part,
+)
 
 FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2
@@ -44,14 +47,16 @@ def language(
     which takes a layer with attention and the head once more.
     """
     parts = count_by_part(a)
-    linears = parts["attention"] + parts["mlp"] + parts["router"] + count_active_experts(a)
+    linears = (
+        parts["attention"] + parts["mlp"] + parts["router"] + count_active_expert_parameters(a)
+    )
     linears += parts["shared experts"]
     linears += parts["embedding"]  # as large as the head, tied or not
     # Scores and weighted values, each over half of the square.
     attentions = a.num_hidden_layers - sum(a.delta_net_layers) + mtp
     if mtp:
         # The further layer's part has all of its experts, and a token uses a few.
-        idle = (parts["experts"] - count_active_experts(a)) // max(sum(a.moe_layers), 1)
+        idle = (parts["experts"] - count_active_expert_parameters(a)) // max(sum(a.moe_layers), 1)
         linears += count_by_part(a, mtp=True)["further token"] - idle + parts["embedding"]
     core = attentions * a.num_attention_heads * a.head_dim * squared_lengths
     core += delta_rule_operations(a) * tokens

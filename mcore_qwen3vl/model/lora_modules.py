@@ -22,7 +22,7 @@ its gradient over TP, as it does for norms.
 
 Under ETP the token dispatcher gathers the experts' inputs and sums their outputs, and does the same
 for gradients, so activations need nothing here. But every rank computes the gradient of a whole
-factor from its part of the other factor: `Kind.undivided_region` adds these gradients up.
+factor from its part of the other factor: `Kind.region_of_undivided_factor` adds these gradients up.
 """
 
 from __future__ import annotations
@@ -322,8 +322,11 @@ class Kind:
         return lambda x: (under_sp if linear.sequence_parallel else without)(x, group=self.group)
 
     @property
-    def undivided_region(self) -> Region:
-        """The region for a factor that is not divided: an expert's gradient is summed over ETP."""
+    def region_of_undivided_factor(self) -> Region:
+        """The region for a factor that is not divided: an expert's gradient is summed over ETP.
+
+        Megatron sums the gradients of other undivided factors, as `mark` asks.
+        """
         if not self.expert or self.group.size() == 1:
             return same_region
         return partial(tensor_parallel.copy_to_tensor_model_parallel_region, group=self.group)
@@ -400,7 +403,10 @@ class Site:
         self, pairs: Sequence[Pair], rows: Tensor, kind: Kind, linear: Any, dropout: float = 0.0
     ) -> None:
         self.pairs, self._kind, self._rows = list(pairs), kind, len(rows)
-        self._region, self._undivided_region = kind.region(linear), kind.undivided_region
+        self._region, self._region_of_undivided_factor = (
+            kind.region(linear),
+            kind.region_of_undivided_factor,
+        )
         self._dropout = dropout
         in_order = torch.arange(len(rows), device="cpu")
         filled = sum(len(pair.lora_B) for pair in pairs)
@@ -447,7 +453,7 @@ class Site:
 
     def _product_with_a(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
         """Return A times `x`, B, and the scaling of their product."""
-        factors = [self.apply_undivided_region(*pair(), of=pair) for pair in self.pairs]
+        factors = [self.sum_undivided_gradients(*pair(), of=pair) for pair in self.pairs]
         # A router computes in float32.
         down, up = ([factor.to(dtype) for factor in side] for side in zip(*factors, strict=True))
         a = self._apply_a(x.to(dtype), down)
@@ -474,12 +480,12 @@ class Site:
         self._order = to_device(self._order, matrix.device)
         return matrix.index_select(0, self._order)
 
-    def apply_undivided_region(self, a: Tensor, b: Tensor, *, of: Pair) -> tuple[Tensor, Tensor]:
-        """Apply `Kind.undivided_region` to the undivided factors of a pair, or of stacked ones."""
+    def sum_undivided_gradients(self, a: Tensor, b: Tensor, *, of: Pair) -> tuple[Tensor, Tensor]:
+        """Apply `Kind.region_of_undivided_factor` to undivided factors: of a pair, or stacked."""
         if of.places["lora_A"].axis is None:
-            a = self._undivided_region(a)
+            a = self._region_of_undivided_factor(a)
         if of.places["lora_B"].axis is None:
-            b = self._undivided_region(b)
+            b = self._region_of_undivided_factor(b)
         return a, b
 
     def _apply_a(self, x: Tensor, factors: list[Tensor]) -> Tensor:
@@ -522,7 +528,7 @@ class GroupedSite:
         pairs = [pair for site in self._sites for pair in site.pairs]
         downs, ups = zip(*(pair() for pair in pairs), strict=True)
         # A (E, r, in) and B (E, out, r).
-        down, up = self._sites[0].apply_undivided_region(
+        down, up = self._sites[0].sum_undivided_gradients(
             torch.stack(downs), torch.stack(ups), of=pairs[0]
         )
         inner = grouped_product(tokens, down.to(output.dtype), groups) * pairs[0].scaling

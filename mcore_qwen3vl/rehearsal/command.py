@@ -82,11 +82,10 @@ class Command:
         """The parallel sizes, not checked. DP follows from the number of GPUs.
 
         Raises:
-            BadInput: a flag has an invalid value.
+            BadInput: a flag has an invalid value, or there is no such model.
         """
-        parallel = self.settings.parallel
-        moe = parallel.expert_model_parallel_size > 1
-        return Layout.from_flags(parallel, self.gpus, moe=moe)
+        moe = self.line.architecture.is_moe
+        return Layout.from_flags(self.settings.parallel, self.gpus, moe=moe)
 
     @cached_property
     def line(self) -> CommandLine:

@@ -258,12 +258,14 @@ Named = tuple[str, nn.Parameter]
 def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
     """Replace ``_allreduce_non_tensor_model_parallel_grads``; the sums are the same.
 
+    mcore calls it in ``finalize_model_grads``, after the backward pass and before our division.
     Some parameters are replicated on every TP rank, while each rank's gradient comes from a part of
     the tokens or of the heads. mcore sums up the gradients of
 
     * norms of queries and keys, which it knows by their names, with SP and without;
     * what is marked ``sequence_parallel``, under SP: its router marks itself, and we mark other
-      norms (``model/decoder/norm.py``) and the vision tower (``model/vision.py``).
+      norms (``model/decoder/norm.py``) and the vision tower (``model/vision.py``). Without SP
+      every TP rank has all tokens, and their gradients are whole.
 
     It takes the mean of what is marked ``average_gradients_across_tp_domain``: without SP the tower
     and a delta net's norm (``model/decoder/delta_net.py``). LoRA's undivided factors have the marks

@@ -176,7 +176,8 @@ def _check_layout(
     """Refuse a second model that cannot be divided over the ranks as the one that trains is."""
     layout = Layout.from_flags(parallel, parallel.world_size, moe=second.is_moe)
     layout = layout_for(layout, trained, second)
-    if second.num_hidden_layers == trained.num_hidden_layers:  # divided as they are
+    if second.num_hidden_layers == trained.num_hidden_layers:
+        # It has the stages of the model that trains, which are checked already.
         layout = replace(layout, pp=1, vpp=1, first=None, last=None, split=None)
     try:
         layout.validate(second, training=False)

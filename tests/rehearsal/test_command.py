@@ -20,6 +20,7 @@ from mcore_qwen3vl.shapes import SHAPES
 LAUNCH = Path(__file__).parents[2] / "launch"
 BIG = Architecture.from_hf(SHAPES / "235b_a22b.json")
 SMALL = Architecture.from_hf(SHAPES / "8b.json")
+MODEL = ("--hf-model", str(SHAPES / "8b.json"))
 
 
 def test_a_script_gives_flags_ranks_and_the_model_of_its_name() -> None:
@@ -122,8 +123,8 @@ def test_roles_are_the_stages_that_differ() -> None:
 
 
 def test_one_stage_two_stages_virtual_stages_and_another_order_of_ranks() -> None:
-    flags = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size")
-    (only,) = roles_of(Command((), 8), SMALL)
+    flags = (*MODEL, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size")
+    (only,) = roles_of(Command(MODEL, 8), SMALL)
     assert (only.rank, only.stages) == (0, 1)
     two = roles_of(Command((*flags, "2", "--num-virtual-stages-per-pipeline-rank", "3"), 8), SMALL)
     assert [(r.name, r.rank) for r in two] == [
@@ -142,22 +143,32 @@ def test_one_stage_two_stages_virtual_stages_and_another_order_of_ranks() -> Non
 
 
 def test_as_many_micro_batches_as_fill_the_pipeline() -> None:
-    batch = ("--global-batch-size", "64", "--pipeline-model-parallel-size", "4")
+    batch = (*MODEL, "--global-batch-size", "64", "--pipeline-model-parallel-size", "4")
     assert Command(batch, 8).rehearsed_micro_batches == 5  # of 32
     virtual = (*batch, "--num-virtual-stages-per-pipeline-rank", "2")
     assert Command(virtual, 8).rehearsed_micro_batches == 8
     turns = (*virtual, "--microbatch-group-size-per-virtual-pipeline-stage", "6")
     assert Command(turns, 8).rehearsed_micro_batches == 12
-    assert Command(("--global-batch-size", "8"), 8).rehearsed_micro_batches == 1
+    assert Command((*MODEL, "--global-batch-size", "8"), 8).rehearsed_micro_batches == 1
 
 
 @pytest.mark.parametrize(
-    "written", ["single", "tp2xep8xetp2xcp2xdp8+sp", "pp4xvpp2+first1+last3", "pp2+E|ttt|t|L"]
+    ("shape", "written"),
+    [
+        *(("8b", written) for written in ("single", "pp4xvpp2+first1+last3", "pp2+E|ttt|t|L")),
+        *(("30b_a3b", written) for written in ("tp2xep8xetp2xcp2xdp8+sp", "tp2xdp2", "tp2xetp2")),
+    ],
 )
-def test_a_layout_is_read_from_its_flags(written: str) -> None:
-    layout = Layout.parse(written)
-    read = Command(tuple(layout.flags(moe=layout.ep > 1)), layout.world_size).layout
-    assert read == layout
+def test_a_layout_is_read_from_its_flags(shape: str, written: str) -> None:
+    layout, moe = Layout.parse(written), shape == "30b_a3b"
+    flags = ("--hf-model", str(SHAPES / f"{shape}.json"), *layout.flags(moe=moe))
+    assert Command(flags, layout.world_size).layout == layout
+
+
+def test_experts_are_divided_over_tp_unless_a_flag_says_otherwise() -> None:
+    flags = ("--tensor-model-parallel-size", "2", "--hf-model", str(SHAPES / "30b_a3b.json"))
+    assert Command(flags, 2).layout.etp == 2
+    assert Command((*flags, "--expert-tensor-parallel-size", "1"), 2).layout.etp == 1
 
 
 def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None:
@@ -175,7 +186,7 @@ def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None
 
 def test_the_heading_is_in_one_unit() -> None:
     device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
-    found = heading(Rehearsal(Command((), 1), device))
+    found = heading(Rehearsal(Command(MODEL, 1), device))
     assert "85.9 GB, of which 2.1 GB are taken" in found
     assert "83.8 GB are left" in found
 

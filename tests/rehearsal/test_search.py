@@ -35,6 +35,7 @@ from tests.turns import slow
 
 H100 = GPUS["h100-80gb"]
 DENSE = Architecture.from_hf(SHAPES / "8b.json")
+MODEL = ("--hf-model", str(SHAPES / "8b.json"))
 HYBRID = Architecture.from_hf(SHAPES / "qwen3.5_9b.json")
 IDEAL = Constants(gemm=0.5, attention=0.5, link=1)
 SCRIPT = Path(__file__).parents[2] / "launch" / "sft_30b_a3b.sh"
@@ -42,7 +43,7 @@ SCRIPT = Path(__file__).parents[2] / "launch" / "sft_30b_a3b.sh"
 
 def seconds(*flags: str, gpus: int = 1, batch: int = 4) -> float:
     """Return the modelled seconds of a step of packs whose samples have 512 tokens."""
-    size = ("--seq-length", "8192", "--packing", "--global-batch-size", str(batch))
+    size = (*MODEL, "--seq-length", "8192", "--packing", "--global-batch-size", str(batch))
     return step_seconds(Command((*size, *flags), gpus), DENSE, H100, IDEAL)
 
 
@@ -95,7 +96,7 @@ def test_a_gated_delta_net_sends_tokens_to_the_ranks_of_their_heads() -> None:
 
 def cp_exchange(a: Architecture, layout: Layout) -> list[dict[str, float]]:
     """Return the bytes that a CP rank is to exchange forward and backward, by operation."""
-    size = ("--seq-length", "8192", "--packing", "--global-batch-size", "4")
+    size = (*MODEL, "--seq-length", "8192", "--packing", "--global-batch-size", "4")
     command = Command((*size, *layout.flags(moe=a.is_moe)), layout.world_size)
     work = modelled_work(command, a)[0].chunks[0]
     return [
@@ -152,7 +153,8 @@ def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
     assert len(rows) > 20
     for row in rows[:: len(rows) // 20]:
         words = final_command(script, *row.flags, NODES=str(nodes))
-        started = Command(tuple(words[words.index("--bf16") :]), gpus)
+        model = ("--hf-model", str(SHAPES / f"{name}.json"))
+        started = Command((*model, *words[words.index("--bf16") :]), gpus)
         assert started.layout == row.command.layout
         for flag in ("granularity", "method", "num-layers"):
             flag = f"--recompute-{flag}"

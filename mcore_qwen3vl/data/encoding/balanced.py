@@ -226,23 +226,25 @@ class _Stubs:
         return {**stub, **known, "__subflavors__": factory.subflavors}
 
 
-def set_sizes(
+def load_or_measure_sizes(
     factory: MeasuredFactory,
-    size: Callable[[MeasuredFactory, int], tuple[Size | Unusable, int]],
-    stamp: Callable[[MeasuredFactory, int], int],
+    measure: Callable[[MeasuredFactory, int], tuple[Size | Unusable, int]],
+    stamp_of: Callable[[MeasuredFactory, int], int],
     settings: str,
     processes: int,
 ) -> None:
     """Set the factory's sizes from the file of an earlier run, or by reading every sample once.
 
+    The file is in the cache, if it can be written, and then `factory.file` names it.
+
     Args:
-        size: returns the size or the flaw of the sample with a number, and the stamp of its media.
-        stamp: returns the stamp alone.
+        measure: returns the size or the flaw of the sample with a number, and its media's stamp.
+        stamp_of: returns the stamp alone.
         settings: what the sizes depend on besides the data.
         processes: number of processes that measure.
     """
     data = origin(factory.path)
-    # The words keep a file of an earlier form, without stamps, from being read.
+    # "with stamps" changes the key, so that files of an earlier form, without them, are not read.
     said = f"with stamps {settings}{fingerprint(data)}"
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
     file = cache_of(data) / f"{data.name}.{key}.sizes"
@@ -256,13 +258,13 @@ def set_sizes(
             sizes.samples_to_compare(),
             f"comparing the media of {data} with their measurement",
         )
-        now = _map_in_children(partial(stamp, factory), data, compared, processes, title)
+        now = _map_in_children(partial(stamp_of, factory), data, compared, processes, title)
         return sizes if now == sizes.stamps[compared].tolist() else None
 
     def measure_all() -> Sizes:
         title = f"measuring {data}, once, to balance work"
         indices = range(factory.count)
-        return Sizes(_map_in_children(partial(size, factory), data, indices, processes, title))
+        return Sizes(_map_in_children(partial(measure, factory), data, indices, processes, title))
 
     try:
         if (sizes := read_sizes()) is None:
@@ -270,7 +272,7 @@ def set_sizes(
             with FileLock(file.with_name(f"{file.name}.lock"), timeout=PATIENCE):
                 if (sizes := read_sizes()) is None:  # another rank may have done it meanwhile
                     measure_all().save(file)
-                    sizes = Sizes.load(file)
+                    sizes = Sizes.load(file)  # as every other rank reads them
         factory.file = file
     except OSError as error:
         log.warning("the sizes of %s cannot be kept in %s: %s", data, file.parent, error)
@@ -481,7 +483,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             factory = MeasuredFactory(dataset.dataset, number)
             source = self._sources[factory.subflavors[SOURCE]]
             said = [self._settings, repr(source.reading), repr(source.limits)]
-            set_sizes(
+            load_or_measure_sizes(
                 factory, self._measure_sample, self._stamp_of_sample, json.dumps(said), processes
             )
             self._data_sets.append(factory)

@@ -131,6 +131,15 @@ class BadSampleGuard:
                 self._count_bad(sample_id(sample), error)
             raise SkipSample from error
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count nothing that the block skips: whoever reads it in its turn counts it."""
+        before = set(self._bad), self._skipped, self._dropped
+        try:
+            yield
+        finally:
+            self._bad, self._skipped, self._dropped = before
+
     def log_unused(self, name: str, unused: Iterable[Unused]) -> None:
         """Log what is not used of a sample of this name, each thing once."""
         new = [item for item in dict.fromkeys(unused) if item not in self._named]
@@ -290,7 +299,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         return self.preencode_sample(sample)
 
     def build_packs(self, stream: Stream, buffer: int, workers: WorkerConfig) -> Any:
-        """Build the packs of a stream of samples."""
+        """Build the data set of a stream's packs; samples are read as it is iterated."""
 
         def read(raw: RawSampleData) -> Any:
             sample = self.read_and_plan(stream.part_of(raw), raw)
@@ -298,7 +307,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
             return sample
 
         samples = MapDataset(stream, read, stateless_map_fn=True, worker_config=workers)
-        # Energon's own, because BalancedTaskEncoder's is for tars and shares packs otherwise.
+        # Energon's own: BalancedTaskEncoder's is for tars. Here `_pack_by_epoch` shares the packs.
         packing = TaskEncoder.build_batch(
             self, samples, batch_size=None, packing_buffer_size=buffer, worker_config=workers
         )
@@ -329,8 +338,8 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         skipped, dropped = self.guard.take_counts()
         is_spare = not records
         if is_spare:
-            records = [self._spare_record()]
-            self.guard.take_counts()  # what it skipped is counted by the worker whose turn it was
+            with self.guard.uncounted():
+                records = [self._spare_record()]
         batch = self._assemble(assemble, records)
         if is_spare:
             batch = replace(batch, is_spare=True, counts=Counts(), names=(), data_sets=())

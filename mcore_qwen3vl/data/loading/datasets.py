@@ -156,7 +156,14 @@ def are_numbered(datasets: Sequence[LoadedDataset]) -> bool:
 def _index_leaves(path: Path) -> None:
     """Index a metadataset's data sets beside them, where energon opens all splits."""
     for split in yaml.safe_load(path.read_text(encoding="utf-8")).get("splits", {}):
-        for leaf in traverse_metadataset(path, split_part=split):
+        try:
+            leaves = list(traverse_metadataset(path, split_part=split))
+        except NotImplementedError:  # energon traverses all but these
+            raise BadInput(
+                f"{path} joins WebDatasets (join:), which cannot be read here. Write each record "
+                "and its media into one WebDataset, as members of one name."
+            ) from None
+        for leaf in leaves:
             place = Path(str(leaf.path))
             if is_table(place) or place.suffix == ".json":
                 raise BadInput(

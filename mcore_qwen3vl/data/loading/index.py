@@ -42,11 +42,12 @@ _NAMES = ("state.json", "dataset_dict.json")  # files of Hugging Face datasets o
 
 
 def ensure_index(path: Path) -> Path:
-    """Make the index of a JSON or JSONL file, or of a folder of tars, unless it is up to date.
+    """Make the index of a JSON or JSONL file, or of a folder of tars, unless there is one.
 
     Returns:
         The path that energon reads: `path`, if it needs no index or has one beside it, as energon's
-        own preparation leaves it; otherwise its stand-in in the cache.
+        own preparation leaves it; otherwise its stand-in: links to the data, in a cache folder that
+        is named by their state, with the index beside them.
 
     Raises:
         BadInput: `path` does not exist, is not a data set or is empty, or the cache cannot be
@@ -54,7 +55,7 @@ def ensure_index(path: Path) -> Path:
     """
     if not _needs_index(path) or _is_indexed(path):
         return path
-    stand_in = cache_of(path) / path.absolute().name
+    stand_in = cache_of(path) / path.absolute().name  # in another folder once the data change
     try:
         if not _is_indexed(stand_in):
             _make_stand_in(path.absolute(), stand_in)

@@ -140,7 +140,10 @@ class DeltaNet(GatedDeltaNet):
         return result
 
     def _zero_out_padding(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        """Set the rows of padding to zero; on the left, they then leave the state zero."""
+        """Set padding's rows of `hidden`, (s_local, B, H), to zero, so that the state stays zero.
+
+        The mask, (B, S), is nonzero at tokens.
+        """
         parallel = self.config.sequence_parallel
         length = len(hidden) * self.cp_size * (self.tp_size if parallel else 1)
         rows = local_positions(

@@ -394,6 +394,21 @@ def test_max_samples_of_a_metadataset_is_refused_and_its_remedies_work(
         assert {next(stream).names[0].rsplit(":", 1)[1] for _ in range(12)} == set("123456")
 
 
+@pytest.mark.parametrize("balance", [False, True])
+def test_joined_webdatasets_are_refused(
+    balance: bool, written: Callable[[str], Path], make: MakeLoader, tmp_path: Path
+) -> None:
+    name = written("tars").name
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    join:\n"
+        f"      - {{path: {name}}}\n      - {{path: {name}}}\n"
+        "    joiner: {__module__: megatron.energon, __class__: CaptioningSample}\n"
+    )
+    with pytest.raises(BadInput, match=r"blend\.yaml joins WebDatasets .*into one WebDataset"):
+        make(*parse_sources([str(blend)]), config=replace(PACKED, balance=balance))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -144,6 +144,22 @@ def test_a_micro_batch_without_a_usable_record_counts_for_nothing(
     assert (full.is_spare, lines(full)) == (False, [1])
 
 
+def test_a_bad_record_that_a_spare_batch_passes_over_is_counted_in_its_turn(
+    ranks: Ranks, write_jsonl: WriteJsonl
+) -> None:
+    records: list[Any] = [
+        {**question(i, image=False), "chosen": "This one", "rejected": "None"} for i in range(4)
+    ]
+    records[:2] = ["{broken", "{broken too"]
+    config = DataConfig(seq_length=256, shuffle=False, max_bad_fraction=0.5, pairs=True)
+    (loader,) = ranks(write_jsonl(records), 1, config)
+    # The first batch stands in with the third record, and finds the second unusable on the way.
+    batches = [next(loader) for _ in range(4)]
+    assert [(batch.is_spare, batch.counts.skipped) for batch in batches] == [
+        (True, 1), (True, 1), (False, 0), (False, 0)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("old", "new", "rows"),
     [*slow((2, 1, 2)), (1, 3, 2), *slow((2, 2, 1))],

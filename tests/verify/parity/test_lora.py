@@ -184,7 +184,7 @@ def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: A
 @pytest.mark.slow
 def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: Any) -> None:
     nothing = property(lambda self: lora_modules.same_region)
-    monkeypatch.setattr(lora_modules.Kind, "undivided_region", nothing)
+    monkeypatch.setattr(lora_modules.Kind, "region_of_undivided_factor", nothing)
     report = matrix.compare_row(MatrixRow.build("moe", "tp2xetp2+sp", "image", lora="experts"))
     assert worst(report, "gradients", "gate_up_proj.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.lora_B") > FAR_OFF
