@@ -6,7 +6,6 @@
 # layers: no recompute. TP 2 alone is modelled 9 % faster and leaves 11 % of the GPU: docs/rehearse.md
 # has the layouts that rehearse --fit compared.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# The te spec, which is the default here, was not rehearsed.
 # Memory of a GPU, rehearsed with the torch spec: 52.4 GB reserved of 80.7, 51.6 held (weights 28.0,
 # gradients 0.3, optimizer 0.2, logits and loss 0.9, the rest 22.1).
 NODES=${NODES:-${SLURM_NNODES:-1}}
