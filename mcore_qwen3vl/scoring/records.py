@@ -28,8 +28,9 @@ from mcore_qwen3vl.data.encoding.planning import Plan, spare_plan
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import Place, place_of
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.records.parse import POSITIVE, SIDES
+from mcore_qwen3vl.data.records.parse import SIDES
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
+from mcore_qwen3vl.data.records.tasks import POSITIVE
 from mcore_qwen3vl.data.scores import facts_file_of, token_digest, write_teacher
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json

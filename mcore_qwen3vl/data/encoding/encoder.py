@@ -71,33 +71,35 @@ from mcore_qwen3vl.data.loading.datasets import SOURCE, Block, Part, Stream
 from mcore_qwen3vl.data.loading.index import number_of, origin, sample_id
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.media import MediaFolder, load_image
-from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.parse import (
-    POSITIVE,
-    QUERY,
     SIDES,
+    Conversation,
     Document,
-    is_classification,
-    is_labelled,
+    find_hook,
     is_preference,
     is_retrieval,
     join_parts,
-    parse_classification,
-    parse_judgements,
-    parse_labelled,
-    parse_pair,
     parse_record,
-    parse_retrieval,
-    require_preference,
+    preprocess_record,
 )
 from mcore_qwen3vl.data.records.reading import (
     BadSample,
     Observed,
     OverlongSample,
-    find_hook,
-    preprocess_record,
     reason_of,
     time_limit,
+)
+from mcore_qwen3vl.data.records.tasks import (
+    POSITIVE,
+    QUERY,
+    is_classification,
+    is_labelled,
+    parse_classification,
+    parse_judgements,
+    parse_labelled,
+    parse_pair,
+    parse_retrieval,
+    require_preference,
 )
 from mcore_qwen3vl.data.records.video import load_frames
 from mcore_qwen3vl.data.scores import References, Top, join_tops, teachers_of

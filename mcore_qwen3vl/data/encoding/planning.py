@@ -39,8 +39,7 @@ from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.records.media import Media, image_size
-from mcore_qwen3vl.data.records.messages import MESSAGE, Conversation
-from mcore_qwen3vl.data.records.parse import Document
+from mcore_qwen3vl.data.records.parse import MESSAGE, Conversation, Document
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.video import probe_video, sample_frames
 from mcore_qwen3vl.errors import BadInput

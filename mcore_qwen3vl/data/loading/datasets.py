@@ -36,8 +36,8 @@ from mcore_qwen3vl.data.loading.readers import (
     index_of,
     is_table,
 )
-from mcore_qwen3vl.data.records.parse import labels_in
-from mcore_qwen3vl.data.records.reading import preprocess_record
+from mcore_qwen3vl.data.records.parse import preprocess_record
+from mcore_qwen3vl.data.records.tasks import labels_in
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.labels import Labels
