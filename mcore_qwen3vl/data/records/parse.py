@@ -232,7 +232,7 @@ _PROMPT_TURN = Fields(
     reasons=dict.fromkeys(("weight", "loss"), "only turns of the assistant are trained"),
 )
 _AS_TEXT = "text there"  # what becomes of a tag where it is not the place of any media
-_OTHER_TASKS = {"chosen", "rejected", "label", "query", "positive", "positive_messages"}
+_KEYS_OF_OTHER_TASKS = {"chosen", "rejected", "label", "query", "positive", "positive_messages"}
 _CALLED = Fields("a tool call", ("name", "arguments"))
 
 
@@ -270,7 +270,7 @@ def records_of_turns(record: Any) -> list[Any]:
     when it generates. Records of other kinds stay as they are; a malformed message is a BadSample.
     """
     key = next((key for key in _ROLES if isinstance(record, Mapping) and record.get(key)), None)
-    if key is None or _OTHER_TASKS & record.keys():
+    if key is None or _KEYS_OF_OTHER_TASKS & record.keys():
         return [record]
     speaker, text = ("role", "content") if key == "messages" else ("from", "value")
     turns = _require_turns(record, key)
@@ -283,7 +283,7 @@ def records_of_turns(record: Any) -> list[Any]:
     for turn, role, following in zip(turns, roles, [*roles[1:], None], strict=True):
         answers = role in ("assistant", _CALL)
         call_goes_on = role == following == _CALL  # consecutive calls are one turn
-        if answers and not call_goes_on and weight_of(turn) * weight_of(turn, "loss") > 0:
+        if answers and not call_goes_on and _weight_of(turn) * _weight_of(turn, "loss") > 0:
             start = len(prompt)
             # The calls before are of the same turn, and keep their weights.
             while role == _CALL and start and roles[start - 1] == _CALL:
@@ -313,7 +313,7 @@ def _with_used_media_only(
         left = media_list(record, kind)[:used]
         cut |= {name: left for name in (kind, f"{kind}s") if record.get(name)}
     if isinstance(objects := record.get("objects"), Mapping):
-        kinds = [kind for text in texts for kind in TAGS.findall(text)]
+        kinds = [kind for text in texts for kind in _TAGS.findall(text)]
         counts = {"ref": kinds.count("ref-object"), "bbox": kinds.count("bbox")}
         counts["image_id"] = counts["bbox"]
         trimmed = {name: objects[name][:count] for name, count in counts.items() if name in objects}
@@ -338,7 +338,7 @@ def parse_nested(value: Any, key: str) -> Any:
         raise BadSample(f"{key} is text, but not JSON: {error}.") from error
 
 
-def weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
+def _weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
     """Return the weight of a record or a message: ``weight``, or ms-swift's ``loss``; default 1."""
     weight = holder.get(key)
     if weight is None:
@@ -364,7 +364,7 @@ def _make_conversation(
 ) -> Conversation:
     """Make a conversation of a record, whose turns have a role and content each."""
     media = RecordMedia(record, folder)
-    sample_weight = weight_of(record)
+    sample_weight = _weight_of(record)
     rendered: list[dict[str, Any]] = []
     weights: list[float] = []
     unused = unused_of_lists(record)
@@ -390,7 +390,7 @@ def _make_conversation(
         message, left = _template_message(turn, role, index, media)
         unused += left
         # A zero in either of them masks a turn.
-        weight = weight_of(turn) * weight_of(turn, "loss") * sample_weight
+        weight = _weight_of(turn) * _weight_of(turn, "loss") * sample_weight
         if role == previous == _CALL:  # consecutive calls are one assistant turn
             if weight != weights[-1]:
                 raise BadSample(
@@ -427,14 +427,14 @@ def _ground_messages(
             (message, "content"),
             *((part, "text") for part in message["content"] if isinstance(part, dict)),
         )
-        if isinstance(holder.get(key), str) and TAGS.search(holder[key])
+        if isinstance(holder.get(key), str) and _TAGS.search(holder[key])
     ]
     if not texts:
         return []
     images = [medium for medium in media if medium.kind == "image"]
     objects = parse_nested(record.get("objects"), "objects")
     try:
-        placed, unused = ground_texts([holder[key] for _, holder, key in texts], objects, images)
+        placed, unused = _ground_texts([holder[key] for _, holder, key in texts], objects, images)
     except BadSample as error:
         place = "" if isinstance(objects, Mapping) else f"message {texts[0][0]}: "
         raise BadSample(f"{place}{error}") from error
@@ -624,15 +624,15 @@ def _make_document(parts: list[str | Media], record: Mapping[str, Any]) -> Docum
     if not any(text.strip() for text in texts):
         raise BadSample("the document holds no text.")
     unused = unused_of_lists(record)
-    if any(map(TAGS.search, texts)) and record.get("objects") is not None:
+    if any(map(_TAGS.search, texts)) and record.get("objects") is not None:
         images = [part for part in parts if isinstance(part, Media) and part.kind == "image"]
-        texts, left = ground_texts(texts, parse_nested(record["objects"], "objects"), images)
+        texts, left = _ground_texts(texts, parse_nested(record["objects"], "objects"), images)
         unused += left
         rest = iter(texts)
         parts = [next(rest) if isinstance(part, str) else part for part in parts]
-    tags = [tag for text in texts for tag in (*TAG.finditer(text), *TAGS.finditer(text))]
+    tags = [tag for text in texts for tag in (*TAG.finditer(text), *_TAGS.finditer(text))]
     unused += [Unused("a document", tag[0], "trained as text") for tag in tags]
-    return Document(parts, weight_of(record), unused=tuple(dict.fromkeys(unused)))
+    return Document(parts, _weight_of(record), unused=tuple(dict.fromkeys(unused)))
 
 
 @dataclass(frozen=True)
@@ -712,7 +712,7 @@ def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
     )
 
 
-TAGS = re.compile("<(ref-object|bbox)>")
+_TAGS = re.compile("<(ref-object|bbox)>")
 """The place of an object's name or box in a text."""
 _SCALE = 1000
 """Qwen3-VL writes coordinates in thousandths of an image's width and height."""
@@ -720,7 +720,7 @@ _FIELDS = Fields("objects", ("ref", "bbox", "bbox_type", "image_id"))
 _TYPES = ("real", "norm1", "norm1000")
 
 
-def ground_texts(
+def _ground_texts(
     texts: Sequence[str], objects: Any, images: Sequence[Media]
 ) -> tuple[list[str], list[Unused]]:
     """Return the texts of a record with its objects in place of the tags, and what is not used.
@@ -736,7 +736,7 @@ def ground_texts(
     Raises:
         BadSample: there are other numbers of tags and objects, or a box is not inside its image.
     """
-    kinds = [kind for text in texts for kind in TAGS.findall(text)]
+    kinds = [kind for text in texts for kind in _TAGS.findall(text)]
     if not kinds:
         return list(texts), []
     if not isinstance(objects, Mapping):
@@ -753,7 +753,7 @@ def ground_texts(
                 "of objects."
             )
     left = {kind: iter(values) for kind, values in written.items()}
-    placed = [TAGS.sub(lambda tag: next(left[tag[1]]), text) for text in texts]
+    placed = [_TAGS.sub(lambda tag: next(left[tag[1]]), text) for text in texts]
     return placed, unused_keys(_FIELDS, objects)
 
 
