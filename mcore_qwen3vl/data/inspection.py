@@ -25,12 +25,12 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig, parse_sources
+from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding.balanced import Measure, Row, Size, divide, size_of, uneven_work
 from mcore_qwen3vl.data.encoding.encoder import Preparation, best_fit
 from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, PlannedMedia, check_length
-from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.loading.index import ensure_index, number_of, record_of, sample_id
 from mcore_qwen3vl.data.processor import require_fitting
+from mcore_qwen3vl.data.readers import ensure_index, number_of, record_of, sample_id
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.parse import records_of_turns
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of

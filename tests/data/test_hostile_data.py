@@ -16,10 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_qwen3vl.data import DataConfig
+from mcore_qwen3vl.data import DataConfig, readers
 from mcore_qwen3vl.data.encoding import encoder
 from mcore_qwen3vl.data.inspection import check_data
-from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image
 from mcore_qwen3vl.data.records.reading import BadSample, time_limit

@@ -62,11 +62,10 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
+from mcore_qwen3vl.data.datasets import ABSENT, SOURCE, Order, Part, require_epoch_length
 from mcore_qwen3vl.data.encoding.encoder import EpochOf, EpochPacking, Qwen3VLTaskEncoder, Record
 from mcore_qwen3vl.data.encoding.planning import Plan
-from mcore_qwen3vl.data.loading.datasets import ABSENT, SOURCE, Order, Part, require_epoch_length
-from mcore_qwen3vl.data.loading.index import cache_of, fingerprint, origin, sample_id
-from mcore_qwen3vl.data.loading.readers import crude_sample
+from mcore_qwen3vl.data.readers import cache_of, crude_sample, fingerprint, origin, sample_id
 from mcore_qwen3vl.data.records.media import Media
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.errors import BadInput

@@ -46,6 +46,7 @@ from transformers.image_utils import ChannelDimension
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, Task, names_to_log
+from mcore_qwen3vl.data.datasets import SOURCE, Block, Part, Stream
 from mcore_qwen3vl.data.encoding.batch import (
     Batch,
     Batcher,
@@ -67,9 +68,8 @@ from mcore_qwen3vl.data.encoding.planning import (
     check_length,
     spare_plan,
 )
-from mcore_qwen3vl.data.loading.datasets import SOURCE, Block, Part, Stream
-from mcore_qwen3vl.data.loading.index import number_of, origin, sample_id
 from mcore_qwen3vl.data.processor import require_fitting
+from mcore_qwen3vl.data.readers import number_of, origin, sample_id
 from mcore_qwen3vl.data.records.media import MediaFolder, load_image
 from mcore_qwen3vl.data.records.parse import (
     SIDES,
