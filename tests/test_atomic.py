@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.data.loading import readers
-from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data import readers
+from mcore_qwen3vl.data.readers import ensure_index
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, only_writer
 from mcore_qwen3vl.rehearsal.command import Command
