@@ -25,6 +25,7 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.dialects import dialect_of
 from mcore_qwen3vl.converters.mapping.forms import Form
 from mcore_qwen3vl.converters.mapping.table import (
+    Rearrangement,
     Row,
     SourceTensor,
     hf_shapes,
@@ -32,7 +33,6 @@ from mcore_qwen3vl.converters.mapping.table import (
     split_experts,
     table,
 )
-from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.megatron_checkpoint import open_megatron
 from mcore_qwen3vl.converters.offline.engine import default_workers, group_units, unit_bytes
 from mcore_qwen3vl.converters.place import Kind, Place, identify

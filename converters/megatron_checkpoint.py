@@ -435,7 +435,7 @@ class Format:
         open: opens the checkpoint in an iteration's folder, of a model with the given architecture.
         plan: ``plan(source, layout, spec, *, dtype, make_vocab_size_divisible_by)`` plans a
             conversion to a format that loads under one layout only; see
-            `convert.plan_hf_to_mcore`. None if the format loads under any layout.
+            `to_mcore.plan_hf_to_mcore`. None if the format loads under any layout.
         check_run: ``check_run(folder, args)`` raises BadInput if a run with Megatron's arguments
             `args` could not load the checkpoint in `folder`.
     """

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.legacy.legacy_checkpoint import open_ranks
+from mcore_qwen3vl.converters.legacy import open_ranks
 from mcore_qwen3vl.data.config import parse_sources
-from mcore_qwen3vl.data.loading.readers import TableReader, write_index
+from mcore_qwen3vl.data.readers import TableReader, write_index
 from mcore_qwen3vl.data.records.reading import time_limit
 from mcore_qwen3vl.data.scores import References, facts_file_of, file_digest, scores_file_of
 from mcore_qwen3vl.errors import BadInput

@@ -43,7 +43,8 @@ from mcore_qwen3vl.converters.adapters.config import (
     unused_name_notes,
 )
 from mcore_qwen3vl.converters.hf.config_file import dumps
-from mcore_qwen3vl.converters.hf.shards import FLOATS, SafetensorsFile
+from mcore_qwen3vl.converters.hf.hf_checkpoint import SafetensorsFile
+from mcore_qwen3vl.converters.hf.shards import FLOATS
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, refuse_wrapped
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, origin_of

@@ -5,6 +5,7 @@ Tensors are views of memory-mapped files; nothing is read until it is used.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -13,16 +14,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mcore_qwen3vl.config import MODEL_TYPES, Architecture, read_config_file, ties_embeddings
 from mcore_qwen3vl.converters.hf import quantized
-from mcore_qwen3vl.converters.hf.shards import DTYPES, SafetensorsFile, TensorHeader
+from mcore_qwen3vl.converters.hf.shards import DTYPES, TensorHeader
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import MTP, TEXT, Row, hf_shapes
 from mcore_qwen3vl.converters.place import INDEX, SINGLE, Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, with_explicit_bounds
-from mcore_qwen3vl.converters.storage.disk import load_pages
+from mcore_qwen3vl.converters.storage.disk import load_pages, map_file
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_special_files
@@ -221,6 +223,41 @@ class HuggingFaceCheckpoint:
                     f"{self.path / INDEX} {claim}, but {truth}. The index belongs to another "
                     "checkpoint or a file was replaced."
                 )
+
+
+class SafetensorsFile:
+    """A mapped safetensors file.
+
+    Attributes:
+        described: safetensors' name of the dtype, and the shape, of each tensor, sorted by name.
+
+    Raises:
+        BadInput: the file is not a complete safetensors file, or may not be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            # `safe_open` checks the header. It reports a file that it may not open as absent.
+            with path.open("rb") as file, safe_open(path, framework="pt"):
+                self._start = 8 + int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(self._start - 8))
+            self._data = map_file(path)
+        except PermissionError as error:
+            raise BadInput(f"{path} cannot be read: {error.strerror}. Check its mode.") from None
+        except (SafetensorError, OSError, ValueError) as error:
+            raise BadInput(
+                f"{path} is not a complete safetensors file ({error!s:.200}). Fetch it again."
+            ) from None
+        self._header = {name: header[name] for name in sorted(header) if name != "__metadata__"}
+        self.described = {n: (t["dtype"], tuple(t["shape"])) for n, t in self._header.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of one of `DTYPES`, a view of the file that is not read yet."""
+        dtype, shape = self.described[name]
+        start, stop = (self._start + at for at in self._header[name]["data_offsets"])
+        if start == stop:
+            return torch.empty(shape, dtype=DTYPES[dtype])
+        return torch.frombuffer(self._data[start:stop], dtype=DTYPES[dtype]).view(shape)
 
 
 def _only_file(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""safetensors files: what their headers say, and which tensor a new file has at which byte.
+"""Headers of safetensors files: what they declare, and which tensor a new file has at which byte.
 
-The layout is decided before any data is written, so that workers, or the ranks of a running model,
-can fill the files in any order with the same result.
+The layout of new files is decided before any data is written, so that workers, or the ranks of a
+running model, can fill the files in any order with the same result.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.disk import map_file
 from mcore_qwen3vl.errors import BadInput
 
 FP8 = torch.float8_e4m3fn
@@ -52,41 +50,6 @@ class TensorHeader:
     shape: Shape
     stored: torch.dtype
     scale: str | None = None
-
-
-class SafetensorsFile:
-    """A mapped safetensors file.
-
-    Attributes:
-        described: safetensors' name of the dtype, and the shape, of each tensor, sorted by name.
-
-    Raises:
-        BadInput: the file is not a complete safetensors file, or may not be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        try:
-            # `safe_open` checks the header. It reports a file that it may not open as absent.
-            with path.open("rb") as file, safe_open(path, framework="pt"):
-                self._start = 8 + int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(self._start - 8))
-            self._data = map_file(path)
-        except PermissionError as error:
-            raise BadInput(f"{path} cannot be read: {error.strerror}. Check its mode.") from None
-        except (SafetensorError, OSError, ValueError) as error:
-            raise BadInput(
-                f"{path} is not a complete safetensors file ({error!s:.200}). Fetch it again."
-            ) from None
-        self._header = {name: header[name] for name in sorted(header) if name != "__metadata__"}
-        self.described = {n: (t["dtype"], tuple(t["shape"])) for n, t in self._header.items()}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of one of `DTYPES`, a view of the file that is not read yet."""
-        dtype, shape = self.described[name]
-        start, stop = (self._start + at for at in self._header[name]["data_offsets"])
-        if start == stop:
-            return torch.empty(shape, dtype=DTYPES[dtype])
-        return torch.frombuffer(self._data[start:stop], dtype=DTYPES[dtype]).view(shape)
 
 
 PATTERN = "model{suffix}.safetensors"

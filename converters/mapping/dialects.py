@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
-from mcore_qwen3vl.converters.mapping import transforms
 from mcore_qwen3vl.converters.mapping.table import (
     EMBEDDING,
     LAYERS,
     Row,
+    by_head,
     extra_state_keys,
+    fused_qkv,
     shard_suffix,
     unstacked,
     vision_rows,
@@ -168,7 +169,7 @@ class Dialect:
                 else architecture.delta_net.num_key_heads
             )
             sources = tuple(source for row in fused_rows for source in row.sources)
-            how = transforms.by_head(heads, *(s.piece_shape[0] // heads for s in sources))
+            how = by_head(heads, *(s.piece_shape[0] // heads for s in sources))
             shape = (how.rows, *fused_rows[0].shape[1:])
             fused = replace(fused_rows[0], key=self.language + key, global_shape=shape)
             yield replace(fused, sources=sources, rearrangement=how), fused_rows
@@ -215,7 +216,7 @@ class Dialect:
             start = self.vision + module.theirs.format(*match.groups())
             row = replace(row, key=start + name[match.end() :])
             if module.by_head:
-                how = transforms.fused_qkv(v.num_heads, v.hidden_size // v.num_heads)
+                how = fused_qkv(v.num_heads, v.hidden_size // v.num_heads)
                 row = replace(row, rearrangement=how)
             if not match.groups() or "{}" in module.theirs:
                 return row

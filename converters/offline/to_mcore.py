@@ -1,4 +1,7 @@
-"""Hugging Face to Megatron-Core: the plan and its units. Each unit is one ``.distcp`` file."""
+"""Hugging Face to Megatron-Core: the plan and its units. Each unit is one ``.distcp`` file.
+
+`plan_hf_to_mcore` leaves a format that loads under one layout only to that format's own `plan`.
+"""
 
 from __future__ import annotations
 
@@ -27,32 +30,54 @@ from mcore_qwen3vl.converters.hf.companions import (
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.dialects import Dialect
+from mcore_qwen3vl.converters.mapping.dialects import Dialect, dialect_named
 from mcore_qwen3vl.converters.mapping.table import Row, extra_state_keys, max_rows, table
 from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
     FileRange,
+    format_named,
 )
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import (
     ConversionPlan,
     PlannedTensor,
     Unit,
+    Writing,
     file_identity,
     group_units,
     unit_bytes,
 )
-from mcore_qwen3vl.converters.place import HF_FOLDER, RELEASE, TRACKER, folder_name
+from mcore_qwen3vl.converters.place import (
+    DEFAULT_FORMAT,
+    HF_FOLDER,
+    RELEASE,
+    TRACKER,
+    folder_name,
+    identify,
+)
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.converters.torch_dist import METADATA, DistcpFile, dumps_metadata
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
 
 OBJECTS = "__0_objects.distcp"
+
+
+class McoreOptions(Writing, total=False):
+    """The options of `plan_hf_to_mcore` and of `engine.write`."""
+
+    dtype: str
+    make_vocab_size_divisible_by: int
+    tp: int
+    format: str
+    layout: Layout | None
+    spec: str | None
+    dialect: str | None
 
 
 @dataclass(frozen=True)
@@ -203,6 +228,52 @@ def unit_result(readers: Sequence[RowReader]) -> dict[str, Any]:
     }
 
 
+def plan_hf_to_mcore(
+    src: str | Path,
+    *,
+    dtype: str = "keep",
+    make_vocab_size_divisible_by: int = 1,
+    tp: int = 1,
+    format: str = DEFAULT_FORMAT,
+    layout: Layout | None = None,
+    spec: str | None = None,
+    dialect: str | None = None,
+) -> ConversionPlan:
+    """Check a Hugging Face checkpoint and plan its conversion; write nothing.
+
+    Args:
+        dtype: "keep", "bf16", "fp16" or "fp32".
+        make_vocab_size_divisible_by, tp: the vocabulary is padded as Megatron pads it for these
+            flags.
+        format: the value of Megatron's ``--ckpt-format``: "torch_dist" loads under any layout,
+            "torch" (legacy) under one only.
+        layout: the parallel sizes, for a format that is written for one layout. Its TP replaces
+            `tp` in the padding; CP, DP and SP do not matter. Default: one rank.
+        spec: the layer spec whose parameter names are written, for a format that is written for
+            one layout: "te" (the default) or "torch".
+        dialect: the project whose keys are written, "megatron-bridge" or "ms-swift"; or "hybrid",
+            for those of Megatron-Core's ``HybridModel``. Default: this project's own.
+
+    Raises:
+        BadInput: the input cannot be converted exactly with these options.
+    """
+    source = identify(src)
+    source.require_huggingface()
+    plan_per_layout = format_named(format).plan
+    wanted = None if dialect is None else dialect_named(dialect)
+    common: Any = {"dtype": dtype, "make_vocab_size_divisible_by": make_vocab_size_divisible_by}
+    if plan_per_layout is not None:
+        if wanted is not None:
+            raise BadInput(f"--dialect {dialect} is written in the {DEFAULT_FORMAT} format only.")
+        return plan_per_layout(source.path, layout or Layout(), spec or "te", **common)
+    if layout is not None or spec is not None:
+        raise BadInput(
+            f"{format} loads under any layout and layer spec: leave layout and spec out, or choose "
+            "a format that is written for one layout."
+        )
+    return plan(source.path, **common, tp=tp, dialect=wanted)
+
+
 def plan(
     source: Path,
     *,
@@ -211,7 +282,7 @@ def plan(
     tp: int = 1,
     dialect: Dialect | None = None,
 ) -> ConversionPlan:
-    """Check an HF checkpoint and plan its conversion; see `convert.plan_hf_to_mcore`."""
+    """Check an HF checkpoint and plan its conversion to ``torch_dist``; see `plan_hf_to_mcore`."""
     if make_vocab_size_divisible_by < 1 or tp < 1:
         raise BadInput("--make-vocab-size-divisible-by and --tp must be at least 1.")
     wanted = parse_dtype(dtype)

@@ -54,7 +54,7 @@ def convert(
 
     After Ctrl-C, the next run continues with what is done.
     """
-    from mcore_qwen3vl.converters.convert import write
+    from mcore_qwen3vl.converters.offline.engine import write
     from mcore_qwen3vl.owners import unused_of
 
     unused: list[Unused] = []
@@ -153,7 +153,7 @@ def hf_to_mcore(
     ] = None,
 ) -> "ConversionPlan":
     """Hugging Face to Megatron-Core ([bold]torch_dist[/], loads under any parallel layout)."""
-    from mcore_qwen3vl.converters.convert import plan_hf_to_mcore
+    from mcore_qwen3vl.converters.offline.to_mcore import plan_hf_to_mcore
 
     tp = layout.get("tp", 1)
     if format != "torch" and (layout.keys() - {"tp"} or spec):
@@ -192,7 +192,7 @@ def mcore_to_hf(
     ] = "source",
 ) -> "ConversionPlan":
     """Megatron-Core to Hugging Face (safetensors)."""
-    from mcore_qwen3vl.converters.convert import plan_mcore_to_hf
+    from mcore_qwen3vl.converters.offline.to_hf import plan_mcore_to_hf
 
     return plan_mcore_to_hf(
         src,
@@ -226,7 +226,7 @@ def hf_to_hf(
     ] = None,
 ) -> "ConversionPlan":
     """Hugging Face to Hugging Face: the other layout of fused experts, another dtype, more rows."""
-    from mcore_qwen3vl.converters.convert import plan_hf_to_hf
+    from mcore_qwen3vl.converters.offline.to_hf import plan_hf_to_hf
 
     return plan_hf_to_hf(
         src,

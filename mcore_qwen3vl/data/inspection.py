@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from io import BytesIO
-from itertools import islice
+from itertools import batched, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +25,21 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig, parse_sources
-from mcore_qwen3vl.data.encoding.balanced import size_of
-from mcore_qwen3vl.data.encoding.packing import (
-    Balance,
-    Size,
-    Workload,
-    best_fit,
-    pack_by_length,
-    pack_by_work,
-)
-from mcore_qwen3vl.data.encoding.preparation import (
-    Pixels,
-    Plan,
-    PlannedMedia,
-    Preparation,
-    check_length,
-)
-from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.loading.index import ensure_index, number_of, record_of, sample_id
+from mcore_qwen3vl.data.datasets import CrudeSamples
+from mcore_qwen3vl.data.encoding.balanced import Measure, Row, Size, divide, size_of, uneven_work
+from mcore_qwen3vl.data.encoding.encoder import Preparation, best_fit
+from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, PlannedMedia, check_length
 from mcore_qwen3vl.data.processor import require_fitting
+from mcore_qwen3vl.data.readers import ensure_index, number_of, record_of, sample_id
 from mcore_qwen3vl.data.records.media import peculiarities
-from mcore_qwen3vl.data.records.messages import records_of_turns
+from mcore_qwen3vl.data.records.parse import records_of_turns
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.video import is_uneven
 from mcore_qwen3vl.data.scores import teachers_of
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.files import atomic_write, parse_json, templates
 from mcore_qwen3vl.machine import require_extra
+from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.unused import Unused
 
 _BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is
@@ -300,6 +288,83 @@ def _measure_balance(
         "by work": pack_by_work(load.measures(), *layout, micro_batches),
     }
     return {way: load.balance(list(rows), micro_batches) for way, rows in ways.items()}
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How even the work of the rows is."""
+
+    micro_batch_step: float
+    """Sum over rows of the most work of a pack, divided by the sum of the rows' means: the time
+    that the ranks take together, relative to perfect balance."""
+    worst_micro_batch_step: float
+    optimizer_step: float
+    """The same ratio for the ranks' totals over a step, which matters if ranks wait for one another
+    only when they reduce gradients."""
+    filled: float
+    """Share of the packs that is not padding."""
+    packs: list[float]
+    """The work of each pack divided by the mean of all packs."""
+
+
+class Workload:
+    """Samples with the work that a model does for them."""
+
+    def __init__(self, architecture: Architecture, sizes: Sequence[Size], capacity: int) -> None:
+        self.lengths = [size.tokens for size in sizes]
+        self.extra = [uneven_work(architecture, size) for size in sizes]
+        self.capacity = capacity
+        self.linear = flops.language(architecture, capacity, 0)
+        """FLOPs of a pack's linear layers, padding included."""
+
+    def measures(self) -> list[Measure]:
+        return [Measure(*pair) for pair in zip(self.lengths, self.extra, strict=True)]
+
+    def balance(self, rows: Sequence[Row], rows_per_step: int) -> Balance:
+        """Return the balance of whole steps, or of all rows if they are fewer than a step's."""
+        per_step = min(rows_per_step, len(rows))
+        rows = rows[: len(rows) // per_step * per_step]
+        work = np.array(
+            [[self.linear + sum(self.extra[item] for item in pack) for pack in row] for row in rows]
+        ).reshape(-1, per_step, len(rows[0]))  # (steps, rows, ranks)
+        tokens = [sum(self.lengths[item] for item in pack) for row in rows for pack in row]
+        totals = work.sum(1)
+        return Balance(
+            micro_batch_step=float(work.max(2).sum() / work.mean(2).sum()),
+            worst_micro_batch_step=float((work.max(2) / work.mean(2)).max()),
+            optimizer_step=float(totals.max(1).sum() / totals.mean(1).sum()),
+            filled=float(np.mean(tokens)) / self.capacity,
+            packs=(work / work.mean()).ravel().tolist(),
+        )
+
+
+def pack_by_length(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) -> Iterator[Row]:
+    """Pack without ``--balance``: each rank packs its own part, buffer by buffer."""
+    share = len(lengths) // ranks
+    columns: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for rank, packs in enumerate(columns):
+        for items in batched(range(rank * share, (rank + 1) * share), buffer):
+            fit = best_fit([lengths[item] for item in items], capacity)
+            packs += [[items[place] for place in pack] for pack in fit]
+    for row in zip(*columns, strict=False):
+        yield list(row)
+
+
+def pack_by_work(
+    measures: Sequence[Measure], capacity: int, ranks: int, buffer: int, rows_per_step: int
+) -> Iterator[Row]:
+    """Pack with ``--balance``, `buffer` samples a rank at a time; omit a last, partial buffer."""
+    waiting: list[int] = []
+    place = 0
+    while (end := place + ranks * buffer - len(waiting)) <= len(measures):
+        carried = len(waiting)
+        waiting += range(place, end)
+        place = end
+        chosen = [measures[item] for item in waiting]
+        division = divide(chosen, capacity, ranks, carried=carried, rows_per_step=rows_per_step)
+        for row in division.rows:
+            yield [[waiting[item] for item in pack] for pack in row]
+        waiting = [waiting[item] for item in division.left]
 
 
 def plot_report(report: DataReport, png: Path) -> None:

@@ -40,14 +40,7 @@ from torch.utils.data import get_worker_info
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig, Source
-from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder, SharedPacking
-from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.encoding.encoder import (
-    GroupTaskEncoder,
-    LabelledTaskEncoder,
-    Qwen3VLTaskEncoder,
-)
-from mcore_qwen3vl.data.loading.datasets import (
+from mcore_qwen3vl.data.datasets import (
     Blocks,
     Order,
     Part,
@@ -58,6 +51,13 @@ from mcore_qwen3vl.data.loading.datasets import (
     position_after,
     require_epoch_length,
     states_of,
+)
+from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder, SharedPacking
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.encoding.encoder import (
+    GroupTaskEncoder,
+    LabelledTaskEncoder,
+    Qwen3VLTaskEncoder,
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.machine import usable_cores

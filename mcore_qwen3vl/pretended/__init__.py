@@ -13,9 +13,9 @@ It cannot show results, speed, anything that depends on time, hangs between rank
 kernels. Floats hold whatever is in memory, mostly zeros; integers and booleans have true values.
 
 ``stub/`` is that library. Among its files, ``memory.c`` allocates, ``kernels.c`` takes launches,
-``lookup.c`` finds functions by name, ``libraries.c`` stands in for cuBLAS and others, ``driver.c``
-for the driver, and ``count.c`` counts. ``device.py`` compiles it, starts a process with it and
-reads the counters, ``integers.py`` computes integers, ``groups.py`` stands in for other ranks, and
+``driver.c`` stands in for the driver and finds functions by name, ``libraries.c`` for cuBLAS and
+others, and ``count.c`` counts. ``device.py`` compiles it, starts a process with it and reads the
+counters, ``integers.py`` computes integers, ``groups.py`` stands in for other ranks, and
 ``rank.py`` counts work and measures memory.
 
 ``python -m mcore_qwen3vl.pretended`` runs a program on it, see ``--help``.

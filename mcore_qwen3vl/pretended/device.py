@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 SOURCES = Path(__file__).parent / "stub"
 _LIBRARIES = {  # soname: source files; whoever opens the driver by this name gets our library
-    "libcuda.so.1": ("count", "memory", "kernels", "device", "driver", "libraries", "lookup"),
+    "libcuda.so.1": ("count", "memory", "kernels", "device", "driver", "libraries"),
     "libnvidia-ml.so.1": ("nvml",),
 }
 _OPTIONS = ("-shared", "-fPIC", "-O2", "-w")

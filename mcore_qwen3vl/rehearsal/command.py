@@ -405,7 +405,7 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
     import numpy as np
 
     from mcore_qwen3vl.data.config import DataConfig, parse_sources
-    from mcore_qwen3vl.data.loading.datasets import CrudeSamples
+    from mcore_qwen3vl.data.datasets import CrudeSamples
     from mcore_qwen3vl.data.processor import load_processor
     from mcore_qwen3vl.data.scores import (
         encode_top,

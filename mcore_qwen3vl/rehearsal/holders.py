@@ -23,7 +23,8 @@ LOGITS = "logits and loss"
 DELTA_NETS = "gated delta nets"
 TEMPORARY = "backward, temporary"
 
-_HOLDERS = (  # path part, holder: the first part that the innermost file outside PyTorch contains
+# Part of PATH:FUNCTION, holder: the first part that the innermost function outside PyTorch has.
+_HOLDERS = (
     ("megatron/core/optimizer/", f"{OPTIMIZER}, temporary"),
     ("mcore_qwen3vl/training/optimizer", f"{OPTIMIZER}, temporary"),
     ("megatron/core/distributed/", GRADIENTS),
@@ -48,7 +49,9 @@ _HOLDERS = (  # path part, holder: the first part that the innermost file outsid
     ("core/ssm/gated_delta_net", DELTA_NETS),
     ("models/common/embeddings/rotary", "attention"),
     ("models/common/embeddings/language", "embedding"),
-    ("mcore_qwen3vl/model/fusion", "embedding"),
+    ("mcore_qwen3vl/model/qwen3vl.py:fuse", "embedding"),
+    ("mcore_qwen3vl/model/qwen3vl.py:select", "embedding"),
+    ("mcore_qwen3vl/model/decoder/layer.py:add_features", "embedding"),
     ("transformer/transformer_layer", "residual stream"),
     ("fusions/fused_bias_dropout", "residual stream"),
     ("mcore_qwen3vl/model/decoder/layer", "residual stream"),
@@ -74,15 +77,16 @@ _TRANSPARENT = (
 def holder_of(frames: Frames) -> str:
     """Return the holder of an allocation without a known owner, by its frames, innermost first."""
     for frame in frames:
-        name = _holder_of_file(frame["filename"])
-        if name is not None:
-            return name
+        holder = _holder_of_function(frame["filename"], frame["name"])
+        if holder is not None:
+            return holder
     return TEMPORARY
 
 
 @cache
-def _holder_of_file(file: str) -> str | None:
-    """Return the holder that a file stands for; None if its caller's file counts instead."""
+def _holder_of_function(file: str, function: str) -> str | None:
+    """Return the holder that a function stands for; None if its caller counts instead."""
     if any(part in file for part in _TRANSPARENT):
         return None
-    return next((name for part, name in _HOLDERS if part in file), None)
+    place = f"{file}:{function}"
+    return next((holder for part, holder in _HOLDERS if part in place), None)

@@ -35,8 +35,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.fusion import FusionPlan
-from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.qwen3vl import FusionPlan, Qwen3VLModel
 from mcore_qwen3vl.pretended import rank as this_rank
 from mcore_qwen3vl.pretended.device import place_of
 from mcore_qwen3vl.pretended.rank import History, Rank, record_allocations

@@ -22,14 +22,15 @@ import numpy as np
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
+from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
-from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.preparation import Plan, Preparation, spare_plan
-from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.loading.index import Place, place_of
+from mcore_qwen3vl.data.encoding.encoder import Preparation, best_fit
+from mcore_qwen3vl.data.encoding.planning import Plan, spare_plan
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.records.parse import POSITIVE, SIDES
+from mcore_qwen3vl.data.readers import Place, place_of
+from mcore_qwen3vl.data.records.parse import SIDES
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
+from mcore_qwen3vl.data.records.tasks import POSITIVE
 from mcore_qwen3vl.data.scores import facts_file_of, token_digest, write_teacher
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, Task, parse_sources
-from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.loading.index import fingerprint
+from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.processor import load_processor
+from mcore_qwen3vl.data.readers import fingerprint
 from mcore_qwen3vl.data.scores import (
     facts_file_of,
     file_digest,

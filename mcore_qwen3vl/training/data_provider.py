@@ -34,10 +34,10 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import print_unused
 from mcore_qwen3vl.converters.place import read_tracker
 from mcore_qwen3vl.data.config import DataConfig, Source, parse_sources
+from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding.balanced import PATIENCE
 from mcore_qwen3vl.data.encoding.batch import Batch, without_pixels
 from mcore_qwen3vl.data.loader import Loader
-from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL

@@ -129,7 +129,7 @@ def rank_keys(case: str, layout_text: str) -> dict[str, Any]:
     """Return the names in this rank's file of a legacy checkpoint, by chunk, without vision's."""
     from megatron.core import parallel_state as mpu
 
-    from mcore_qwen3vl.converters.legacy.legacy_checkpoint import Rank
+    from mcore_qwen3vl.converters.legacy import Rank
     from mcore_qwen3vl.layout import Layout
     from mcore_qwen3vl.runtime.launch import initialize
 

@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mapping import parameters, transforms
-from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, table
-from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
+from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.converters.mapping.table import (
+    Rearrangement,
+    Row,
+    concatenate,
+    hf_shapes,
+    identity,
+    pad_rows,
+    qkv,
+    table,
+    transpose,
+)
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.shapes import SHAPES
@@ -84,7 +93,7 @@ def test_qkv_puts_each_kv_group_together() -> None:
     def numbered(heads: int, base: int) -> Tensor:
         return torch.tensor([[base + 100 * h + i] for h in range(heads) for i in range(3)])
 
-    got = transforms.qkv(heads=4, kv_heads=2, head_dim=3).to_mcore(
+    got = qkv(heads=4, kv_heads=2, head_dim=3).to_mcore(
         numbered(4, 0), numbered(2, 1000), numbered(2, 2000)
     )
     # fmt: off
@@ -103,7 +112,7 @@ def test_gates_follow_the_queries_of_their_group() -> None:
 
     query = numbered(0, 50, 100, 150, 200, 250, 300, 350)
     key, value = numbered(1000, 1100), numbered(2000, 2100)
-    how = transforms.qkv(heads=4, kv_heads=2, head_dim=2, gated=True)
+    how = qkv(heads=4, kv_heads=2, head_dim=2, gated=True)
     got = how.to_mcore(query, key, value)
     # fmt: off
     assert got.flatten().tolist() == [
@@ -170,7 +179,7 @@ def test_published_tensors_of_qwen3_5_are_all_named() -> None:
 
 
 def test_vocabulary_padding_is_zero_and_goes_away() -> None:
-    pad = transforms.pad_rows(3, 5)
+    pad = pad_rows(3, 5)
     stored = torch.tensor([[1, 2], [3, 4], [5, 6]])
     padded = pad.to_mcore(stored)
     assert padded.tolist() == [[1, 2], [3, 4], [5, 6], [0, 0], [0, 0]]
@@ -181,12 +190,12 @@ def test_vocabulary_padding_is_zero_and_goes_away() -> None:
 @pytest.mark.parametrize(
     ("how", "shapes"),
     [
-        (transforms.identity(7), [(7, 3, 2)]),
-        (transforms.identity(7), [(7,)]),
-        (transforms.qkv(6, 2, 4), [(24, 5), (8, 5), (8, 5)]),
-        (transforms.concatenate(5, 5), [(5, 3), (5, 3)]),
-        (transforms.transpose(9), [(4, 9)]),
-        (transforms.pad_rows(7, 12), [(7, 5)]),
+        (identity(7), [(7, 3, 2)]),
+        (identity(7), [(7,)]),
+        (qkv(6, 2, 4), [(24, 5), (8, 5), (8, 5)]),
+        (concatenate(5, 5), [(5, 3), (5, 3)]),
+        (transpose(9), [(4, 9)]),
+        (pad_rows(7, 12), [(7, 5)]),
     ],
 )
 def test_inverse_and_every_slice(how: Rearrangement, shapes: list[Shape]) -> None:
@@ -207,7 +216,7 @@ def test_inverse_and_every_slice(how: Rearrangement, shapes: list[Shape]) -> Non
 
 
 def test_a_slice_fetches_nothing_it_does_not_need() -> None:
-    how = transforms.concatenate(8, 8)
+    how = concatenate(8, 8)
     fetched: list[tuple[int, tuple[slice, ...]]] = []
 
     def fetch(source: int, part: tuple[slice, ...]) -> Tensor:

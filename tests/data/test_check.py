@@ -18,6 +18,7 @@ from mcore_qwen3vl.cli.data import show_report
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.inspection import (
     DataReport,
     check_data,
@@ -25,7 +26,6 @@ from mcore_qwen3vl.data.inspection import (
     read_sample,
     write_page,
 )
-from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.rehearsal.command import write_made_up_teacher
 from mcore_qwen3vl.scoring.records import Records

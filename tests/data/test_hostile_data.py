@@ -16,10 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_qwen3vl.data import DataConfig
-from mcore_qwen3vl.data.encoding import preparation
+from mcore_qwen3vl.data import DataConfig, readers
+from mcore_qwen3vl.data.encoding import encoder
 from mcore_qwen3vl.data.inspection import check_data
-from mcore_qwen3vl.data.loading import readers
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image
 from mcore_qwen3vl.data.records.reading import BadSample, time_limit
@@ -51,9 +50,9 @@ def test_images_and_frames_of_many_pixels_are_not_decoded(
     )
     decoded = []
     for module, name in (
-        (preparation, "load_image"),
+        (encoder, "load_image"),
         (video, "load_image"),
-        (preparation, "load_frames"),
+        (encoder, "load_frames"),
     ):
         read = getattr(module, name)
         monkeypatch.setattr(

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_qwen3vl.data.encoding.preparation import Plan
-from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.readers import ensure_index
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.scores import (
     Teacher,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.messages import Conversation
-from mcore_qwen3vl.data.records.parse import Document, parse_record, parse_retrieval
+from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_record
+from mcore_qwen3vl.data.records.tasks import parse_retrieval
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.shapes import SHAPES

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_qwen3vl.model.fusion import add_features, fuse, plan_fusion
+from mcore_qwen3vl.model.decoder.layer import add_features
 from mcore_qwen3vl.model.inputs import local_positions
+from mcore_qwen3vl.model.qwen3vl import fuse, plan_fusion
 
 B, S, H = 3, 16, 5
 MASK = torch.rand(B, S, generator=torch.Generator().manual_seed(0)) < 0.4

@@ -23,8 +23,9 @@ from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLM
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.fusion import add_features, fuse, plan_fusion
+from mcore_qwen3vl.model.decoder.layer import add_features
 from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs, visual_inputs
+from mcore_qwen3vl.model.qwen3vl import fuse, plan_fusion
 from mcore_qwen3vl.model.vision import VisionTower, assign_frames, make_lean, share_frames
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from tests.model.visual_batches import ARCHITECTURE, DTYPE, SEQ, batch, exact_rotary, vision_weights

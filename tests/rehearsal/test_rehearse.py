@@ -14,8 +14,10 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.rehearsal import holders
 from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training import memory
+from tests.docs.markdown import ROOT
 from tests.rehearsal.conftest import KNOWN_HOST_SYNCS, Command
 from tests.training.tasks.retrieval import write_retrieval
 
@@ -29,6 +31,17 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def layout() -> Layout:
     return Layout(pp=2, ep=2, dp=2)
+
+
+def test_what_memory_is_named_after_exists() -> None:
+    """A function that is moved or renamed would change the name of its memory without a word."""
+    files = [file.as_posix() for file in (ROOT / "mcore_qwen3vl").rglob("*.py")]
+    for part in (*(part for part, _ in holders._HOLDERS), *holders._TRANSPARENT):
+        path, _, function = part.partition(":")
+        if path.startswith("mcore_qwen3vl/"):
+            found = [Path(file).read_text("utf-8") for file in files if path in file]
+            assert found, path
+            assert not function or any(f"def {function}(" in text for text in found), part
 
 
 @pytest.mark.slow

@@ -20,9 +20,9 @@ import transformers
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.data import DataConfig, Source, load_processor
-from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.datasets import CrudeSamples
+from mcore_qwen3vl.data.encoding.encoder import Preparation
 from mcore_qwen3vl.data.inspection import read_sample
-from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.scores import References, facts_file_of, vocabulary_fingerprint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout

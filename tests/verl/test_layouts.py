@@ -225,14 +225,14 @@ def test_control_with_positions_of_text_fails(
     kind: str, case: Any, on_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison notices a mistake known from other stacks: images counted like text."""
-    from mcore_qwen3vl.verl import model
+    from mcore_qwen3vl.verl import engine
 
     def counted(a: Any, ids: Any, images: Any, videos: Any, valid: Any, bounds: Any) -> Any:
         places = torch.arange(ids.shape[1])
         places = places - torch.repeat_interleave(bounds[:-1], bounds.diff())
         return places.expand(3, *ids.shape).contiguous(), None
 
-    monkeypatch.setattr(model, "mrope_position_ids", counted)
+    monkeypatch.setattr(engine, "mrope_position_ids", counted)
     given = case(kind)
     ((log_probs, _),) = on_ranks(1, log_probs_of, given.path, {}, given.samples, {})
     pairs = zip(log_probs, given.expected.log_probs, strict=True)

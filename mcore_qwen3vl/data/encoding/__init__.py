@@ -1,1 +1,1 @@
-"""From conversations to batches: tokens, pixels, positions, packing."""
+"""From conversations to batches: chat template, tokens, pixels, positions, packing."""

@@ -1,5 +1,17 @@
 """Data sets with known sample sizes, which ranks pack together, and of which each reads its part.
 
+With balanced work, all ranks of a run do each micro-batch together, so it takes as long as its most
+expensive pack. A *row* is the packs that the ranks have at the same time: its balance is the most
+work of a pack over the mean. Every rank computes the same rows from the same numbers and takes its
+own column.
+
+To form packs, samples are placed the largest first, by their share of a pack's tokens or of its
+work, whichever is larger. Each goes into the pack with the least work that has room for it (longest
+processing time first: Graham, "Bounds on multiprocessing timing anomalies", 1969). Samples that
+find no room wait for the next buffer, where they are placed first.
+To form rows, packs are sorted by work, so that those of a row are nearly equal; within a row they
+are assigned so that the ranks' totals are even.
+
 To balance work, every rank must know the sizes of all samples of a global batch, but read only its
 own. So each sample is measured once, before training: its tokens and patches are kept in a small
 file in the cache. With it all ranks go through the same order of samples, by number.
@@ -25,6 +37,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from heapq import heappop, heappush
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,25 +62,16 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
-from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, Record
-from mcore_qwen3vl.data.encoding.packing import (
-    Division,
-    EpochOf,
-    EpochPacking,
-    Measure,
-    Size,
-    divide,
-    uneven_work,
-)
-from mcore_qwen3vl.data.encoding.preparation import Plan
-from mcore_qwen3vl.data.loading.datasets import ABSENT, SOURCE, Order, Part, require_epoch_length
-from mcore_qwen3vl.data.loading.index import cache_of, fingerprint, origin, sample_id
-from mcore_qwen3vl.data.loading.readers import crude_sample
+from mcore_qwen3vl.data.datasets import ABSENT, SOURCE, Order, Part, require_epoch_length
+from mcore_qwen3vl.data.encoding.encoder import EpochOf, EpochPacking, Qwen3VLTaskEncoder, Record
+from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.readers import cache_of, crude_sample, fingerprint, origin, sample_id
 from mcore_qwen3vl.data.records.media import Media
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
-from mcore_qwen3vl.model.flops import Trained
+from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.model.flops import ALL, Trained
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
 
 log = logging.getLogger(__name__)
@@ -77,6 +82,112 @@ PATIENCE = 6 * 3600.0
 """Seconds that other ranks wait for the rank that measures."""
 
 BAD, OVERLONG, EXCLUDED = "bad", "over-long", "absent"
+
+Row = list[list[int]]
+"""The packs that the ranks have at the same time: for each rank, the samples of its pack."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a sample from which its work is computed."""
+
+    tokens: int
+    patches: int
+    squared_frames: float  # sum of the squared patch counts of all frames
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is known about a sample before it is read."""
+
+    length: int  # tokens, padding included
+    work: float  # FLOPs except those of its tokens' linear layers, which are equal for all packs
+
+
+@dataclass(frozen=True)
+class Division:
+    """The samples of a buffer, by their index, divided into rows of packs."""
+
+    rows: list[Row]
+    left: list[int]  # samples left for the next buffer
+
+
+def divide(
+    samples: Sequence[Measure],
+    capacity: int,
+    ranks: int,
+    *,
+    carried: int = 0,
+    rows_per_step: int = 1,
+) -> Division:
+    """Pack a buffer into rows of one pack a rank.
+
+    Args:
+        capacity: tokens of a pack; no sample is longer.
+        carried: number of first samples that were left from the previous buffer.
+        rows_per_step: rows of one optimizer step; every step gets rows of all amounts of work,
+            sorted.
+    """
+    tokens = sum(sample.length for sample in samples)
+    row_count = max(1, tokens // (capacity * ranks))
+    bins, left = _fill_packs(samples, capacity, row_count * ranks, carried)
+    works = [sum(samples[index].work for index in items) for items in bins]
+    order = sorted(range(len(bins)), key=lambda pack: -works[pack])
+    totals = [0.0] * ranks
+    rows = []
+    for start in range(0, len(order), ranks):
+        row: list[list[int]] = [[] for _ in range(ranks)]
+        # The most expensive pack of a row goes to the rank with the least work so far.
+        emptiest = sorted(range(ranks), key=lambda rank: totals[rank])
+        for rank, pack in zip(emptiest, order[start : start + ranks], strict=True):
+            row[rank] = sorted(bins[pack])
+            totals[rank] += works[pack]
+        rows.append(row)
+    steps = -(-len(rows) // rows_per_step)
+    return Division([row for step in range(steps) for row in rows[step::steps]], left)
+
+
+def _fill_packs(
+    samples: Sequence[Measure], capacity: int, count: int, carried: int
+) -> tuple[list[list[int]], list[int]]:
+    """Return samples in `count` packs, and those that find no room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    rooms = [capacity] * count
+    least = [(0.0, pack) for pack in range(count)]  # a heap: packs by their work
+    left = []
+    # Without any work, all shares of it are 0.
+    share = sum(sample.work for sample in samples) / count or 1.0
+    # Long samples need room as expensive ones need work: the larger share of a pack decides.
+    weights = [max(sample.length / capacity, sample.work / share) for sample in samples]
+    order = sorted(range(len(samples)), key=lambda i: (i >= carried, -weights[i]))
+    # The shortest sample from each place of the order on.
+    shortest = list(accumulate((samples[i].length for i in reversed(order)), min))[::-1]
+    for place, index in enumerate(order):
+        length = samples[index].length
+        passed = []
+        while least and rooms[least[0][1]] < length:
+            work, pack = heappop(least)
+            if rooms[pack] >= shortest[place]:  # otherwise no other sample fits into it
+                passed.append((work, pack))
+        if least:
+            work, pack = heappop(least)
+            bins[pack].append(index)
+            rooms[pack] -= length
+            heappush(least, (work + samples[index].work, pack))
+        else:
+            left.append(index)
+        for item in passed:
+            heappush(least, item)
+    return bins, sorted(left)
+
+
+def uneven_work(architecture: Architecture, size: Size, trained: Trained = ALL) -> float:
+    """Return the FLOPs of a sample, except those of its tokens' linear layers.
+
+    Those cost the same in every pack, since every pack is padded to `seq_length`.
+    """
+    attention = flops.language(architecture, 0, float(size.tokens) ** 2, trained)
+    return attention + flops.vision(architecture, size.patches, size.squared_frames, trained)
 
 
 @dataclass(frozen=True)

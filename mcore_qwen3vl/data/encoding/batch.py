@@ -14,10 +14,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.preparation import Plan, join_grids, join_patches
+from mcore_qwen3vl.data.encoding.planning import Pixels, Plan
 from mcore_qwen3vl.data.scores import Top
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import (
@@ -271,9 +272,9 @@ class Batcher:
             loss_weights[row, start : end - 1] = weights
             padding_mask[row, start:end] = False
 
-        patches = join_patches([plan.pixels for plan in plans])
-        image_grid = join_grids([plan.pixels.image_grid_thw for plan in plans])
-        video_grid = join_grids([plan.pixels.video_grid_thw for plan in plans])
+        patches = _join_patches([plan.pixels for plan in plans])
+        image_grid = _join_grids([plan.pixels.image_grid_thw for plan in plans])
+        video_grid = _join_grids([plan.pixels.video_grid_thw for plan in plans])
         position_ids, _ = mrope_position_ids(
             self._architecture,
             input_ids,
@@ -330,6 +331,30 @@ def without_pixels(visual: VisualInputs) -> VisualInputs:
 
 def _row_count(tensor: Tensor | None) -> int:
     return 0 if tensor is None else len(tensor)
+
+
+def _join_patches(pixels: Sequence[Pixels]) -> Tensor | None:
+    """Join the patches of all images, then of all videos, to (P, patch_dim) with one copy.
+
+    In a data worker they are written to shared memory, from which the batch is sent.
+    """
+    values = [p.pixel_values for p in pixels] + [p.pixel_values_videos for p in pixels]
+    present = [tensor for tensor in values if tensor is not None]
+    if not present:
+        return None
+    if get_worker_info() is None:
+        return torch.cat(present) if len(present) > 1 else present[0]
+    first = present[0]
+    rows, width = sum(len(tensor) for tensor in present), first.shape[1]
+    # torch's own collate function shares memory in this way.
+    storage = first._typed_storage()._new_shared(rows * width, device=first.device)
+    return torch.cat(present, out=first.new(storage).resize_(rows, width))
+
+
+def _join_grids(grids: Sequence[Tensor | None]) -> Tensor | None:
+    """Join the grids that are not None, in order, to (n, 3); None if there is none."""
+    present = [grid for grid in grids if grid is not None]
+    return torch.cat(present) if present else None
 
 
 def mrope_position_ids(

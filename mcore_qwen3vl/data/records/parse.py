@@ -1,59 +1,68 @@
-"""Parsing of one record, whose format is recognised by its keys, or which is read for a task.
+"""Parsing of a record of any format, which is recognised by its keys: a conversation or a document.
 
-docs/preference.md shows the forms of records with answers that are compared, or of which it is said
-whether they are wanted. Answers share the record's media, tools and first messages, and only
-assistant turns after the shared messages count in the loss.
-
-docs/embedding.md and docs/scores.md show those for ``--task embedding``, ``reranker`` and
-``classify``. Texts that are compared are rendered as prompts, at whose last token the embedding is
-taken. A reranker judges one document at a time; its prompt is that of Qwen3-VL-Reranker, and the
-instruction is the query's system message.
+The formats are ``messages`` of OpenAI and ms-swift, ``conversations`` of LLaVA and ShareGPT, and
+documents: text with images between, or with images and videos before it. A data set's hook rewrites
+records of other kinds. Names and boxes of ``objects`` take the place of their tags, as in
+ms-swift's grounding data. Records for other tasks are parsed by
+:mod:`mcore_qwen3vl.data.records.tasks`.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 from mcore_qwen3vl.data.records.media import (
     KINDS,
+    OPTION_NAMES,
     TAG,
     Kind,
     Media,
     MediaFolder,
     RecordMedia,
+    image_size,
     media_list,
     options_of_all,
     unused_of_lists,
-)
-from mcore_qwen3vl.data.records.messages import (
-    TAGS,
-    Conversation,
-    ground_texts,
-    parse_nested,
-    read_conversations,
-    read_messages,
+    unused_of_reference,
 )
 from mcore_qwen3vl.data.records.reading import (
     PLAIN,
     BadSample,
     Observed,
     Reading,
-    preprocess_record,
-    read_observed,
     require_number,
     unused_keys,
-    weight_of,
 )
-from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.unused import Fields, Unused
 
 CAPTION_KEYS = ("caption", "text", "txt")
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _VIDEO_SUFFIXES = ("mp4", "mkv", "webm", "mov", "avi")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Chat messages in the form that HF chat templates read, with their media in order."""
+
+    messages: list[dict[str, Any]]
+    media: list[Media]
+    weights: list[float]  # one a message; 0 for all but assistant turns
+    tools: list[Any] | None = None
+    prompt: bool = False  # rendered with the generation prompt, and not trained on
+    target: float | tuple[float, ...] | None = None
+    """A pair's margin, on the chosen side; the score of two texts, on the query; or 1 for each
+    label of a classifier that is right, and 0 for others."""
+    format: str = field(default="", compare=False)  # format of the record
+    unused: tuple[Unused, ...] = field(default=(), compare=False)
+    label: bool | None = None  # of a labelled record: whether the answer is wanted
 
 
 @dataclass(frozen=True)
@@ -73,143 +82,71 @@ class Document:
 Parsed = Conversation | Document
 
 
-def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document:
-    """Read ``texts`` and ``images``: equally long lists, with one of the two null at each place."""
-    texts, images = record["texts"], record.get("images")
-    if not isinstance(texts, list) or not isinstance(images, list | None):
-        raise BadSample("texts and images must be lists.")
-    if images is None:
-        images = [None] * len(texts)
-    if len(texts) != len(images):
-        raise BadSample(f"texts has {len(texts)} entries and images {len(images)}; pad with null.")
-    parts: list[str | Media] = []
-    for index, (text, image) in enumerate(zip(texts, images, strict=True)):
-        if (text is None) == (image is None):
-            raise BadSample(f"entry {index}: exactly one of texts and images must be null.")
-        if image is None and not isinstance(text, str):
-            raise BadSample(f"entry {index}: texts holds {type(text).__name__}, not text.")
-        if image is None and any(images) and (tag := TAG.search(text)):
-            raise BadSample(
-                f"entry {index}: {tag[0]} in texts: the lists give the places of images, so take "
-                "the tag out."
-            )
-        parts.append(text if image is None else folder.resolve("image", image))
-    return _make_document(parts, record)
-
-
-def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
-    """Read ``text``, ``caption`` or ``txt``, with images and videos before it."""
-    text = next((record[key] for key in CAPTION_KEYS if record.get(key) is not None), None)
-    if not isinstance(text, str):
-        raise BadSample(f"{' or '.join(CAPTION_KEYS)} must be text.")
-    parts: list[str | Media] = []
-    if TAG.search(text) and any(media_list(record, kind) for kind in KINDS):
-        media = RecordMedia(record, folder)
-        for piece in media.split_tags(text):
-            parts.append(piece["text"] if piece["type"] == "text" else media.media[-1])
-        media.check_all_used({})
-        return _make_document(parts, record)
-    options = options_of_all(record)
-    for kind in KINDS:
-        for reference in media_list(record, kind):
-            parts.append(folder.resolve(kind, reference, options))
-    return _make_document([*parts, text], record)
-
-
-def _make_document(parts: list[str | Media], record: Mapping[str, Any]) -> Document:
-    """Make a document; without media or objects, the tags for them are text like any other."""
-    texts = [part for part in parts if isinstance(part, str)]
-    if not any(text.strip() for text in texts):
-        raise BadSample("the document holds no text.")
-    unused = unused_of_lists(record)
-    if any(map(TAGS.search, texts)) and record.get("objects") is not None:
-        images = [part for part in parts if isinstance(part, Media) and part.kind == "image"]
-        texts, left = ground_texts(texts, parse_nested(record["objects"], "objects"), images)
-        unused += left
-        rest = iter(texts)
-        parts = [next(rest) if isinstance(part, str) else part for part in parts]
-    tags = [tag for text in texts for tag in (*TAG.finditer(text), *TAGS.finditer(text))]
-    unused += [Unused("a document", tag[0], "trained as text") for tag in tags]
-    return Document(parts, weight_of(record), unused=tuple(dict.fromkeys(unused)))
-
-
-@dataclass(frozen=True)
-class Format:
-    """A format of records."""
-
-    name: str
-    keys: tuple[str, ...]  # a record that has one of them is of this format
-    read: Callable[[Mapping[str, Any], MediaFolder], Parsed]
-
-
-FORMATS = (
-    Format("messages", ("messages",), read_messages),
-    Format("conversations", ("conversations",), read_conversations),
-    Format("interleaved", ("texts",), read_interleaved),
-    Format("caption", CAPTION_KEYS, read_caption),
-)
-"""The formats in order: a record has the first one of which it has a key."""
-
-
-_PAIRED = (
-    "belongs to preference data, of which this would train the first answer alone. --loss dpo, "
-    "simpo or orpo trains on both, from chosen and rejected, which --preprocess MODULE:FUNCTION "
-    "can write; without this key the answer is trained as any other."
-)
-PAIRED_ELSEWHERE = ("rejected_response", "rejected_messages", "rejected_images")
-"""Keys of other programs' preference records."""
-OTHER_TASKS = {
-    **dict.fromkeys(PAIRED_ELSEWHERE, _PAIRED),
-    "label": "is true or false, which tells wanted answers from unwanted ones: this would train "
-    "both alike. --loss kto trains on such records; or take the key out of records to train on.",
-}
-"""Keys of records that are made for another task than training on their answers. ``label`` is one
-only if it is true or false: data sets of other kinds have numbers and words there."""
-
-
-RETRIEVED = ("positive", "positive_messages")
-"""Keys of retrieval records."""
-
-
-def is_retrieval(record: Mapping[str, Any]) -> bool:
-    """Return whether a JSON record is a retrieval record."""
-    return any(key in record for key in RETRIEVED)
-
-
-def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
-    """Return the format of a JSON record."""
-    if is_preference(record):
-        raise BadSample(
-            "it is a preference record: --loss dpo, simpo or orpo trains on these, and --task "
-            "reward."
-        )
-    if is_retrieval(record):
-        raise BadSample(
-            "it is a retrieval record: --task embedding and --task reranker train on these."
-        )
-    for key, advice in OTHER_TASKS.items():
-        value = record.get(key)
-        if isinstance(value, bool) or (key != "label" and value):
-            raise BadSample(f"{key} {advice}")
-    offered = [form for form in FORMATS if name in (None, form.name)]
-    for form in offered:
-        if any(record.get(key) is not None for key in form.keys):
-            return form
-    wanted = ", ".join(key for form in offered for key in form.keys)
-    raise BadSample(
-        f"the record has the keys {', '.join(map(str, record))[:80]}; none of {wanted}, nor "
-        "chosen, rejected (preference data), label that is true or false (--loss kto) or positive "
-        "(retrieval data). For records of another kind, name a function that rewrites them: "
-        "--preprocess MODULE:FUNCTION."
-    )
-
-
 def parse_record(record: Any, folder: MediaFolder, reading: Reading = PLAIN) -> Parsed:
     """Read a JSON record of any of :data:`FORMATS`."""
     record = preprocess_record(record, reading)
     form = format_of(record, reading.format)
     parsed = read_observed(record, form.name, lambda seen: form.read(seen, folder))
     return _select_turns(parsed, reading) if isinstance(parsed, Conversation) else parsed
+
+
+GROUP = "mcore_qwen3vl.preprocess"
+"""The group of entry points under which packages register hooks."""
+
+Hook = Callable[[Any], Any]
+"""A user's function from a record of any kind to a record in a known format."""
+
+
+def preprocess_record(record: Any, reading: Reading) -> Mapping[str, Any]:
+    """Return the record as the data set's hook rewrites it.
+
+    Raises:
+        BadSample: the hook returned None, or the record is no JSON object. The hook's own
+            exceptions pass through.
+    """
+    if reading.preprocess is not None:
+        record = find_hook(reading.preprocess)(record)
+        if record is None:
+            raise BadSample(f"{reading.preprocess} returned None for it.")
+    if not isinstance(record, Mapping):
+        raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
+    return record
+
+
+@cache
+def find_hook(name: str) -> Hook:
+    """Return a hook by its name: ``module:function``, or an entry point of :data:`GROUP`.
+
+    Raises:
+        BadInput: the hook cannot be imported, or is not a function.
+    """
+    module, colon, function = name.partition(":")
+    entry = next((e for e in entry_points(group=GROUP) if e.name == name), None)
+    try:
+        if entry is not None:
+            hook = entry.load()
+        elif colon:
+            hook = getattr(importlib.import_module(module), function)
+        else:
+            raise ImportError("no installed package has an entry point of this name")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(
+            f"The hook {name!r} cannot be imported: {error}. Name it module:function, with the "
+            "module on PYTHONPATH."
+        ) from error
+    if not callable(hook):
+        raise BadInput(f"The hook {name!r} is a {type(hook).__name__}, not a function.")
+    return hook
+
+
+def read_observed[P](
+    record: Mapping[str, Any], format: str, read: Callable[[Mapping[str, Any]], P]
+) -> P:
+    """Return what `read` makes of a record, with the format's name and what is not used of it."""
+    seen = Observed(record)
+    parsed: Any = read(seen)
+    made: P = replace(parsed, format=format, unused=(*seen.unused, *parsed.unused))
+    return made
 
 
 def _select_turns(parsed: Conversation, reading: Reading) -> Conversation:
@@ -267,8 +204,470 @@ def media_kind(name: str) -> Kind | None:
     return "video" if suffix in _VIDEO_SUFFIXES else None
 
 
+_CALL = "a call of a tool"  # internal: an assistant turn whose text is the call as JSON
+_ROLES = {
+    "messages": {
+        "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+        "tool": "tool", "function": "tool",
+        # names of ms-swift
+        "tool_call": _CALL, "tool_response": "tool",
+    },
+    "conversations": {
+        "system": "system", "human": "user", "user": "user", "gpt": "assistant",
+        "assistant": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
+        "function_call": _CALL, "observation": "tool", "tool": "tool", "function_response": "tool",
+    },
+}  # fmt: skip
+_OWN = ("content", "weight", "loss")  # keys of a message that the template does not get
+MESSAGE = Fields(
+    "a message",
+    (*_OWN, "role", "name", "tool_calls", "tool_call_id", "reasoning_content"),
+    inert=("id",),
+)
+"""Keys of a message that we read or that chat templates do; all but our own get there."""
+_PROMPT_TURN = Fields(
+    "a message that is not the assistant's",
+    (),
+    without_effect={"weight": (0, 0.0), "loss": (False, 0, 0.0)},
+    reasons=dict.fromkeys(("weight", "loss"), "only turns of the assistant are trained"),
+)
+_AS_TEXT = "text there"  # what becomes of a tag where it is not the place of any media
+_KEYS_OF_OTHER_TASKS = {"chosen", "rejected", "label", "query", "positive", "positive_messages"}
+_CALLED = Fields("a tool call", ("name", "arguments"))
+
+
+def read_messages(
+    record: Mapping[str, Any], folder: MediaFolder, *, prompt: bool = False
+) -> Conversation:
+    """Read ``messages`` with ``role`` and ``content``: text with or without tags, or parts."""
+    turns = []
+    for index, message in enumerate(_require_turns(record, "messages"), 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BadSample(f"message {index} must be an object with a role and content.")
+        turns.append(_with_tool_calls(message))
+    return _make_conversation(record, "messages", turns, folder, prompt=prompt)
+
+
+def read_conversations(record: Mapping[str, Any], folder: MediaFolder) -> Conversation:
+    """Read ``conversations`` with ``from`` and ``value``, and optionally a ``system`` text."""
+    turns = []
+    for index, turn in enumerate(_require_turns(record, "conversations"), 1):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("from"), str):
+            raise BadSample(f"turn {index} must be an object with from and value.")
+        if not isinstance(turn.get("value"), str):
+            raise BadSample(
+                f"turn {index}: value is {type(turn.get('value')).__name__}; text is needed."
+            )
+        kept = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        turns.append({**kept, "role": turn["from"], "content": turn["value"]})
+    return _make_conversation(record, "conversations", turns, folder)
+
+
+def records_of_turns(record: Any) -> list[Any]:
+    """Return one record for each trained turn of a conversation, which ends with that turn.
+
+    Earlier turns have the weight 0, so that a template may leave their reasoning out, as it does
+    when it generates. Records of other kinds stay as they are; a malformed message is a BadSample.
+    """
+    key = next((key for key in _ROLES if isinstance(record, Mapping) and record.get(key)), None)
+    if key is None or _KEYS_OF_OTHER_TASKS & record.keys():
+        return [record]
+    speaker, text = ("role", "content") if key == "messages" else ("from", "value")
+    turns = _require_turns(record, key)
+    for index, turn in enumerate(turns, 1):
+        if not isinstance(turn, Mapping):
+            raise BadSample(f"message {index} must be an object with {speaker} and {text}.")
+    roles = [_ROLES[key].get(turn.get(speaker)) for turn in turns]
+    prompt: list[Mapping[str, Any]] = []
+    records = []
+    for turn, role, following in zip(turns, roles, [*roles[1:], None], strict=True):
+        answers = role in ("assistant", _CALL)
+        call_goes_on = role == following == _CALL  # consecutive calls are one turn
+        if answers and not call_goes_on and _weight_of(turn) * _weight_of(turn, "loss") > 0:
+            start = len(prompt)
+            # The calls before are of the same turn, and keep their weights.
+            while role == _CALL and start and roles[start - 1] == _CALL:
+                start -= 1
+            messages = [*prompt[:start], *turns[start : len(prompt) + 1]]
+            records.append({**_with_used_media_only(record, messages, text), key: messages})
+        prompt.append({**turn, "weight": 0} if answers else turn)
+    return records or [record]
+
+
+def _with_used_media_only(
+    record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], text: str
+) -> dict[str, Any]:
+    """Return the record with only the images, videos and objects that the messages use."""
+    contents = [message.get(text) for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [
+        *(content for content in contents if isinstance(content, str)),
+        *(part["text"] for part in parts if isinstance(part, Mapping) and "text" in part),
+    ]
+    cut = dict(record)
+    for kind in KINDS:
+        used = sum(content.count(f"<{kind}>") for content in contents if isinstance(content, str))
+        used += sum(
+            _media_kind_of(part) == kind and not _reference_key(kind, part) for part in parts
+        )
+        left = media_list(record, kind)[:used]
+        cut |= {name: left for name in (kind, f"{kind}s") if record.get(name)}
+    if isinstance(objects := record.get("objects"), Mapping):
+        kinds = [kind for text in texts for kind in _TAGS.findall(text)]
+        counts = {"ref": kinds.count("ref-object"), "bbox": kinds.count("bbox")}
+        counts["image_id"] = counts["bbox"]
+        trimmed = {name: objects[name][:count] for name, count in counts.items() if name in objects}
+        cut["objects"] = {**objects, **trimmed}
+    return cut
+
+
+def _require_turns(record: Mapping[str, Any], key: str) -> list[Any]:
+    turns = parse_nested(record[key], key)
+    if not isinstance(turns, list) or not turns:
+        raise BadSample(f"{key} must be a list of at least one message.")
+    return turns
+
+
+def parse_nested(value: Any, key: str) -> Any:
+    """Return the value of `key`, parsed if it is text: tables keep nested values as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise BadSample(f"{key} is text, but not JSON: {error}.") from error
+
+
+def _weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
+    """Return the weight of a record or a message: ``weight``, or ms-swift's ``loss``; default 1."""
+    weight = holder.get(key)
+    if weight is None:
+        return 1.0
+    if key == "loss" and isinstance(weight, bool):
+        return float(weight)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e6:
+        switch = "true, false or " if key == "loss" else ""
+        quoted = ", without quotes" if isinstance(weight, str) else ""
+        raise BadSample(
+            f"{key} is {weight!r:.40}: it takes {switch}a number from 0 to 1e6{quoted}."
+        )
+    return float(weight)
+
+
+def _make_conversation(
+    record: Mapping[str, Any],
+    key: str,
+    turns: Sequence[Mapping[str, Any]],
+    folder: MediaFolder,
+    *,
+    prompt: bool = False,
+) -> Conversation:
+    """Make a conversation of a record, whose turns have a role and content each."""
+    media = RecordMedia(record, folder)
+    sample_weight = _weight_of(record)
+    rendered: list[dict[str, Any]] = []
+    weights: list[float] = []
+    unused = unused_of_lists(record)
+    system = record.get("system")
+    if system is not None and system != "":
+        if not isinstance(system, str):
+            raise BadSample(f"system is {type(system).__name__}; text is needed.")
+        if turns[0]["role"] == "system":
+            raise BadSample(
+                "the record has both a system text and a system turn; keep one of them."
+            )
+        rendered.append({"role": "system", "content": system})
+        weights.append(0.0)
+        unused += _unused_tags(system, "the system text")
+    previous = None
+    for index, turn in enumerate(turns, 1):
+        role = _ROLES[key].get(turn["role"])
+        if role is None:
+            raise BadSample(
+                f"message {index}: the role {turn['role']!r:.40} is not known; use one "
+                f"of {', '.join(_ROLES[key])}."
+            )
+        message, left = _template_message(turn, role, index, media)
+        unused += left
+        # A zero in either of them masks a turn.
+        weight = _weight_of(turn) * _weight_of(turn, "loss") * sample_weight
+        if role == previous == _CALL:  # consecutive calls are one assistant turn
+            if weight != weights[-1]:
+                raise BadSample(
+                    f"message {index}: consecutive tool calls must have the same weight."
+                )
+            rendered[-1]["tool_calls"] += message["tool_calls"]
+        else:
+            rendered.append(message)
+            weights.append(weight if message["role"] == "assistant" else 0.0)
+        previous = role
+    media.check_all_used({item.name: item.where for item in unused if item.why == _AS_TEXT})
+    unused += _ground_messages(record, rendered, media.media)
+    if not (prompt or any(weights)):
+        raise BadSample("no assistant turn has a weight above 0, so nothing would be trained.")
+    return Conversation(
+        rendered,
+        media.media,
+        weights,
+        _parse_tools(record),
+        prompt,
+        unused=tuple(dict.fromkeys(unused)),
+    )
+
+
+def _ground_messages(
+    record: Mapping[str, Any], messages: list[dict[str, Any]], media: Sequence[Media]
+) -> list[Unused]:
+    """Put the record's objects in place of their tags; return what is not used of them."""
+    texts = [
+        (index, holder, key)
+        for index, message in enumerate(messages, 1)
+        for holder, key in (
+            (message, "reasoning_content"),
+            (message, "content"),
+            *((part, "text") for part in message["content"] if isinstance(part, dict)),
+        )
+        if isinstance(holder.get(key), str) and _TAGS.search(holder[key])
+    ]
+    if not texts:
+        return []
+    images = [medium for medium in media if medium.kind == "image"]
+    objects = parse_nested(record.get("objects"), "objects")
+    try:
+        placed, unused = _ground_texts([holder[key] for _, holder, key in texts], objects, images)
+    except BadSample as error:
+        place = "" if isinstance(objects, Mapping) else f"message {texts[0][0]}: "
+        raise BadSample(f"{place}{error}") from error
+    for (_, holder, key), text in zip(texts, placed, strict=True):
+        holder[key] = text
+    return unused
+
+
+def _template_message(
+    turn: Mapping[str, Any], role: str, index: int, media: RecordMedia
+) -> tuple[dict[str, Any], list[Unused]]:
+    """Return a turn in the form that templates read, and what is not used of it."""
+    kept = {name: value for name, value in turn.items() if name not in _OWN}
+    unused = unused_keys(MESSAGE, turn)
+    unused += _unused_tags(turn.get("reasoning_content"), "reasoning_content")
+    if role == _CALL:
+        calls = _parse_calls(turn, index, unused)
+        return {**kept, "role": "assistant", "content": "", "tool_calls": calls}, unused
+    if role != "assistant":
+        weights = {name: turn[name] for name in ("weight", "loss") if name in turn}
+        unused += _PROMPT_TURN.unused(weights)
+    if turn.get("content") is None and role != "assistant":
+        raise BadSample(
+            f"message {index} has no content; its keys are {', '.join(map(str, turn))}."
+        )
+    try:
+        content = _template_content(turn.get("content"), media, unused)
+    except BadSample as error:
+        said = f"message {index}: {error}"
+        if isinstance(turn.get("content"), str) and TAG.search(turn["content"]):
+            said += (
+                ' Text that itself has such a tag is given as a part: {"type": "text", "text": …}.'
+            )
+        raise BadSample(said) from error
+    if role == "assistant" and _is_empty(content) and not turn.get("tool_calls"):
+        raise BadSample(f"message {index}, an assistant turn, is empty.")
+    return {**kept, "role": role, "content": content}, unused
+
+
+def _with_tool_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `message` with OpenAI's older ``function_call`` rewritten as ``tool_calls``."""
+    call = message.get("function_call")
+    if call is None:
+        return message
+    kept = {name: value for name, value in message.items() if name != "function_call"}
+    return {**kept, "tool_calls": [{"type": "function", "function": call}]}
+
+
+def _parse_calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[dict[str, Any]]:
+    """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
+    said = parse_nested(turn.get("content"), f"message {index}, a tool call,")
+    calls = []
+    for call in said if isinstance(said, list) else [said]:
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            raise BadSample(f"message {index}, a tool call, has no name.")
+        unused += unused_keys(_CALLED, call)
+        function = {"name": call["name"], "arguments": call.get("arguments", {})}
+        calls.append({"type": "function", "function": function})
+    if not calls:
+        raise BadSample(f"message {index}, a tool call, is empty.")
+    return calls
+
+
+def _parse_tools(record: Mapping[str, Any]) -> list[Any] | None:
+    value = record.get("tools")
+    if value is None and record.get("functions") is not None:  # OpenAI's older form
+        return [{"type": "function", "function": function} for function in record["functions"]]
+    if value is None or value == "":
+        return None
+    tools = parse_nested(value, "tools")
+    if not isinstance(tools, list):
+        raise BadSample(f"tools is {type(tools).__name__}; a list is needed.")
+    return [parse_nested(tool, "a tool") for tool in tools] or None
+
+
+def _template_content(
+    content: Any, media: RecordMedia, unused: list[Unused]
+) -> str | list[dict[str, Any]]:
+    """Return content for the template; strings stay strings unless they hold media tags.
+
+    What is not used of it is added to `unused`.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        parts = list(media.split_tags(content))
+        return content if all(part["type"] == "text" for part in parts) else parts
+    if not isinstance(content, list):
+        raise BadSample(f"content is {type(content).__name__}, not text or parts.")
+    return [_template_part(part, media, unused) for part in content]
+
+
+def _template_part(part: Any, media: RecordMedia, unused: list[Unused]) -> dict[str, Any]:
+    """Return one part of a content for the template; media are added to `media`."""
+    if isinstance(part, str):
+        part = {"type": "text", "text": part}
+    declared = part.get("type") if isinstance(part, Mapping) else None
+    where = f"a part of type {declared}"
+    if declared == "text":
+        if not isinstance(part.get("text"), str):
+            raise BadSample(
+                f"a part of type text has no text; its keys are {', '.join(map(str, part))}."
+            )
+        unused += unused_keys(Fields(where, ("type", "text")), part)
+        unused += _unused_tags(part["text"], where)
+        return {"type": "text", "text": part["text"]}
+    kind = _media_kind_of(part)
+    if kind is None:
+        raise BadSample(f"a part must be text, image or video, not {declared!r}.")
+    key = _reference_key(kind, part)
+    unused += unused_keys(Fields(where, ("type", key, *OPTION_NAMES[kind])), part)
+    unused += unused_of_reference(kind, part.get(key))
+    media.take(kind, part.get(key), part)
+    return {"type": kind}
+
+
+def _media_kind_of(part: Any) -> Kind | None:
+    """Return the kind of media that a part of a content is."""
+    declared = part.get("type") if isinstance(part, Mapping) else None
+    return next((kind for kind in KINDS if declared in (kind, f"{kind}_url")), None)
+
+
+def _reference_key(kind: Kind, part: Mapping[str, Any]) -> str:
+    """Return the key of a part's reference; empty: it takes the next of the record's list."""
+    keys = (kind, "path", "url", f"{kind}_url", "bytes", "base64")
+    return next((key for key in keys if part.get(key) is not None), "")
+
+
+def _unused_tags(text: Any, where: str) -> list[Unused]:
+    """Return the tags of media in a text where they are not the place of any."""
+    tags = TAG.findall(text) if isinstance(text, str) else []
+    return [Unused(where, f"<{tag}>", _AS_TEXT) for tag in tags]
+
+
+def _is_empty(content: str | list[dict[str, Any]]) -> bool:
+    if isinstance(content, str):
+        return not content.strip()
+    return all(part["type"] == "text" and not part["text"].strip() for part in content)
+
+
+def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document:
+    """Read ``texts`` and ``images``: equally long lists, with one of the two null at each place."""
+    texts, images = record["texts"], record.get("images")
+    if not isinstance(texts, list) or not isinstance(images, list | None):
+        raise BadSample("texts and images must be lists.")
+    if images is None:
+        images = [None] * len(texts)
+    if len(texts) != len(images):
+        raise BadSample(f"texts has {len(texts)} entries and images {len(images)}; pad with null.")
+    parts: list[str | Media] = []
+    for index, (text, image) in enumerate(zip(texts, images, strict=True)):
+        if (text is None) == (image is None):
+            raise BadSample(f"entry {index}: exactly one of texts and images must be null.")
+        if image is None and not isinstance(text, str):
+            raise BadSample(f"entry {index}: texts holds {type(text).__name__}, not text.")
+        if image is None and any(images) and (tag := TAG.search(text)):
+            raise BadSample(
+                f"entry {index}: {tag[0]} in texts: the lists give the places of images, so take "
+                "the tag out."
+            )
+        parts.append(text if image is None else folder.resolve("image", image))
+    return _make_document(parts, record)
+
+
+def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
+    """Read ``text``, ``caption`` or ``txt``, with images and videos before it."""
+    text = next((record[key] for key in CAPTION_KEYS if record.get(key) is not None), None)
+    if not isinstance(text, str):
+        raise BadSample(f"{' or '.join(CAPTION_KEYS)} must be text.")
+    parts: list[str | Media] = []
+    if TAG.search(text) and any(media_list(record, kind) for kind in KINDS):
+        media = RecordMedia(record, folder)
+        for piece in media.split_tags(text):
+            parts.append(piece["text"] if piece["type"] == "text" else media.media[-1])
+        media.check_all_used({})
+        return _make_document(parts, record)
+    options = options_of_all(record)
+    for kind in KINDS:
+        for reference in media_list(record, kind):
+            parts.append(folder.resolve(kind, reference, options))
+    return _make_document([*parts, text], record)
+
+
+def _make_document(parts: list[str | Media], record: Mapping[str, Any]) -> Document:
+    """Make a document; without media or objects, the tags for them are text like any other."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if not any(text.strip() for text in texts):
+        raise BadSample("the document holds no text.")
+    unused = unused_of_lists(record)
+    if any(map(_TAGS.search, texts)) and record.get("objects") is not None:
+        images = [part for part in parts if isinstance(part, Media) and part.kind == "image"]
+        texts, left = _ground_texts(texts, parse_nested(record["objects"], "objects"), images)
+        unused += left
+        rest = iter(texts)
+        parts = [next(rest) if isinstance(part, str) else part for part in parts]
+    tags = [tag for text in texts for tag in (*TAG.finditer(text), *_TAGS.finditer(text))]
+    unused += [Unused("a document", tag[0], "trained as text") for tag in tags]
+    return Document(parts, _weight_of(record), unused=tuple(dict.fromkeys(unused)))
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of records."""
+
+    name: str
+    keys: tuple[str, ...]  # a record that has one of them is of this format
+    read: Callable[[Mapping[str, Any], MediaFolder], Parsed]
+
+
+FORMATS = (
+    Format("messages", ("messages",), read_messages),
+    Format("conversations", ("conversations",), read_conversations),
+    Format("interleaved", ("texts",), read_interleaved),
+    Format("caption", CAPTION_KEYS, read_caption),
+)
+"""The formats in order: a record has the first one of which it has a key."""
+
+
+_PAIRED = (
+    "belongs to preference data, of which this would train the first answer alone. --loss dpo, "
+    "simpo or orpo trains on both, from chosen and rejected, which --preprocess MODULE:FUNCTION "
+    "can write; without this key the answer is trained as any other."
+)
+PAIRED_ELSEWHERE = ("rejected_response", "rejected_messages", "rejected_images")
+"""Keys of other programs' preference records."""
+OTHER_TASKS = {
+    **dict.fromkeys(PAIRED_ELSEWHERE, _PAIRED),
+    "label": "is true or false, which tells wanted answers from unwanted ones: this would train "
+    "both alike. --loss kto trains on such records; or take the key out of records to train on.",
+}
+"""Keys of records that are made for another task than training on their answers. ``label`` is one
+only if it is true or false: data sets of other kinds have numbers and words there."""
 SIDES = ("chosen", "rejected")
-_LABEL, _PROMPT, _ANSWER = "label", "prompt", "completion"
 
 
 def is_preference(record: Mapping[str, Any]) -> bool:
@@ -276,353 +675,125 @@ def is_preference(record: Mapping[str, Any]) -> bool:
     return any(side in record for side in SIDES)
 
 
-def require_preference(record: Mapping[str, Any], owner: str) -> None:
-    """Raise BadSample unless it is a preference record; `owner` is who needs one, with the verb."""
+RETRIEVED = ("positive", "positive_messages")
+"""Keys of retrieval records."""
+
+
+def is_retrieval(record: Mapping[str, Any]) -> bool:
+    """Return whether a JSON record is a retrieval record."""
+    return any(key in record for key in RETRIEVED)
+
+
+def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
+    """Return the format of a JSON record."""
     if is_preference(record):
-        return
-    needs = f"{owner} chosen and rejected"
-    if other := next(filter(record.get, PAIRED_ELSEWHERE), None):
         raise BadSample(
-            f"{other} is another program's key of preference records, and {needs}, which "
-            "--preprocess MODULE:FUNCTION can write."
+            "it is a preference record: --loss dpo, simpo or orpo trains on these, and --task "
+            "reward."
         )
-    raise BadSample(f"it is not a preference record: {needs}.")
-
-
-def is_labelled(record: Mapping[str, Any]) -> bool:
-    """Return whether a JSON record is a labelled record."""
-    return isinstance(record.get(_LABEL), bool)
-
-
-def parse_pair(
-    record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
-) -> dict[str, Conversation]:
-    """Read a preference record.
-
-    The data set's hook has been applied; of `reading` only the system prompt counts.
-
-    Returns:
-        Two conversations with the same beginning, by the names in :data:`SIDES`; weights are 1 for
-        turns that count, else 0. The chosen one has the margin as its target.
-    """
-    missing = [side for side in SIDES if side not in record]
-    if missing:
-        raise BadSample(f"a preference record needs chosen and rejected; {missing[0]} is missing.")
-    if record.get("weight") is not None:
-        raise BadSample("a preference record has no weight: every pair counts the same.")
-    shared = record.get("messages") or []
-    if not isinstance(shared, list):
-        raise BadSample("messages must be a list of messages.")
-    for side in SIDES:
-        if not shared and not (isinstance(record[side], list) and record[side]):
-            raise BadSample(f"{side} must be a list of messages.")
-    sides = [[*shared, *_messages_under(record[side], side, "assistant")] for side in SIDES]
-    rest = {k: v for k, v in record.items() if k not in (*SIDES, "messages", "margin")}
-    if sides[0] == sides[1]:
-        raise BadSample("chosen and rejected are the same.")
-    pairs = zip(*sides, strict=False)
-    unequal = (place for place, (a, b) in enumerate(pairs) if a != b)
-    common = next(unequal, min(map(len, sides)))  # messages at the beginning that both share
-    # Both sides get the system prompt, or neither does.
-    common += len(reading.add_system_prompt(sides[0])) - len(sides[0])
-    pair = {
-        side: _read_compared_answer(rest, side, reading.add_system_prompt(messages), common, folder)
-        for side, messages in zip(SIDES, sides, strict=True)
-    }
-    margin = 0.0 if record.get("margin") is None else require_number("margin", record["margin"])
-    return {**pair, SIDES[0]: replace(pair[SIDES[0]], target=margin)}
-
-
-def parse_labelled(
-    record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
-) -> Conversation:
-    """Read a labelled record; the arguments and errors are those of :func:`parse_pair`."""
-    if record.get("weight") is not None:
-        raise BadSample("a labelled record has no weight: --desirable-weight weighs all alike.")
-    prompt, answer = _prompt_and_answer(record)
-    messages = reading.add_system_prompt([*prompt, *answer])
-    rest = {k: v for k, v in record.items() if k not in (_LABEL, _PROMPT, _ANSWER, "messages")}
-    before = len(messages) - len(answer)
-    parsed = _read_compared_answer(rest, _ANSWER, messages, before, folder)
-    if any(map(_has_media, parsed.messages[before:])):
-        raise BadSample("the answer has an image or a video; only the prompt may have them.")
-    return replace(parsed, format="labelled", label=record[_LABEL])
-
-
-def _prompt_and_answer(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return the messages of a labelled record's prompt, and those of its answer."""
-    if record.get(_PROMPT) is not None and record.get(_ANSWER) is not None:
-        prompt = _messages_under(record[_PROMPT], _PROMPT, "user")
-        return prompt, _messages_under(record[_ANSWER], _ANSWER, "assistant")
-    messages = record.get("messages")
-    if not isinstance(messages, list) or len(messages) < 2:
+    if is_retrieval(record):
         raise BadSample(
-            "a labelled record needs prompt and completion, or messages whose last one is the "
-            "answer."
+            "it is a retrieval record: --task embedding and --task reranker train on these."
         )
-    return messages[:-1], messages[-1:]
-
-
-def _messages_under(value: Any, name: str, role: str) -> list[Any]:
-    """Return the messages that the value of key `name` stands for; a text is one of `role`."""
-    if isinstance(value, list) and value:
-        return value
-    if not isinstance(value, str | Mapping):
-        raise BadSample(f"{name} must be text, a message or a list of messages.")
-    return [{"role": role, "content": value} if isinstance(value, str) else value]
-
-
-def _read_compared_answer(
-    rest: Mapping[str, Any], side: str, messages: list[Any], common: int, folder: MediaFolder
-) -> Conversation:
-    """Read a conversation of which only the messages after the first `common` count in the loss."""
-    try:
-        parsed = parse_record({**rest, "messages": messages}, folder)
-    except BadSample as error:
-        raise BadSample(f"{side}: {error}") from error
-    assert isinstance(parsed, Conversation)
-    weights = parsed.weights[common:]
-    if set(weights) - {0.0, 1.0}:
-        raise BadSample(f"{side}: here a message's weight is 0 or 1.")
-    if not any(weights):
-        raise BadSample(f"{side} has no assistant turn of its own, so nothing would be compared.")
-    return replace(parsed, weights=[0.0] * common + weights, format="preference")
-
-
-def _has_media(message: Mapping[str, Any]) -> bool:
-    content = message["content"]
-    return not isinstance(content, str) and any(part["type"] != "text" for part in content)
-
-
-QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
-
-_DOCUMENTS = {
-    POSITIVE: RETRIEVED,
-    NEGATIVE: ("negatives", NEGATIVE, "negative_messages"),
-}
-_MEDIA = ("images", "videos")
-_SCORE = ("score", "label")
-_INPUT = ("text", "image", "video")
-_TEXT_FIELDS = Fields("a query or document", _INPUT)
-
-_SYSTEM = (
-    "Judge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".'
-)
-_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
-
-
-def parse_retrieval(
-    record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
-) -> dict[str, Conversation]:
-    """Read a record's texts as prompts; some of them may be missing.
-
-    The data set's hook has been applied. Only the system prompt of `reading` is used.
-
-    Returns:
-        The texts by name, in this order: ``query``, ``positive``, ``negative 0`` and so on. The
-        query has the score as its target.
-    """
-    seen, prompts = Observed(record), {}
-    for name, text, media in _texts_with_media(seen):
-        if isinstance(text, str) and not text.strip() and not any(media.values()):
-            raise BadSample(f"{name} is empty.")
-        try:
-            messages = reading.add_system_prompt(messages_of(text))
-            read = read_messages({**media, "messages": messages}, folder, prompt=True)
-            plain = isinstance(text, Mapping) and "role" not in text
-            prompts[name] = replace(
-                read, unused=(*read.unused, *(unused_keys(_TEXT_FIELDS, text) if plain else ()))
-            )
-        except BadSample as error:
-            raise BadSample(f"{name}: {error}") from error
-    if not prompts:
-        raise BadSample("a retrieval record has query, or messages, and positive.")
-    if QUERY in prompts:
-        key = next((key for key in _SCORE if seen.get(key) is not None), None)
-        score = None if key is None else require_number(key, record[key])
-        prompts[QUERY] = replace(prompts[QUERY], target=score)
-    of_record = seen.unused
-    return {
-        name: replace(prompt, format="retrieval", unused=(*of_record, *prompt.unused))
-        for name, prompt in prompts.items()
-    }
-
-
-def _texts_with_media(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield the name, the text and the media of the query and of each document."""
-    query = next((record[key] for key in (QUERY, "messages") if record.get(key) is not None), None)
-    if query is not None:
-        keys_of_media = ("image", "video", *_MEDIA)
-        yield QUERY, query, {kind: record[kind] for kind in keys_of_media if kind in record}
-    for kind, keys in _DOCUMENTS.items():
-        present = [key for key in keys if record.get(key) is not None]
-        if len(present) > 1:
-            raise BadSample(f"both {present[0]} and {present[1]} are given; keep one of them.")
-        documents = _documents_under(present[0], record[present[0]]) if present else []
-        if kind == POSITIVE and len(documents) > 1:
-            raise BadSample(f"{present[0]} holds {len(documents)} documents; one is needed.")
-        lists = {name: record.get(f"{kind}_{name}") or [] for name in _MEDIA}
-        for name, entries in lists.items():
-            if entries and len(entries) != len(documents):
-                raise BadSample(
-                    f"{kind}_{name} needs one list for each of {len(documents)} documents, and "
-                    f"has {len(entries)}."
-                )
-        for place, document in enumerate(documents):
-            name = kind if kind == POSITIVE else f"{NEGATIVE} {place}"
-            yield name, document, {key: entries[place] for key, entries in lists.items() if entries}
-
-
-def _documents_under(key: str, value: Any) -> list[Any]:
-    """Return the documents under `key`; a key in the plural, or ms-swift's, holds a list.
-
-    A list of texts is one of documents under the other keys too, where a list of messages is not.
-    """
-    if key in (POSITIVE, NEGATIVE):
-        texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
-        return value if texts else [value]
-    if not isinstance(value, list):
-        raise BadSample(f"{key} is {type(value).__name__}; a list of documents is needed.")
-    return value
-
-
-def messages_of(text: Any) -> list[Any]:
-    """Return the messages that a text of any kind stands for."""
-    if isinstance(text, str):
-        return [{"role": "user", "content": text}]
-    if isinstance(text, list) and text:
-        return text
-    if not isinstance(text, Mapping):
-        raise BadSample("it must be a text, an object with text, image or video, or messages.")
-    if "role" in text:
-        return [text]
-    parts: list[dict[str, Any]] = []
-    for kind in ("video", "image", "text"):  # the order of Qwen3-VL-Embedding's own program
-        content = text.get(kind)
-        many = content if isinstance(content, list) else [content]
-        parts += [{"type": kind, kind: part} for part in many if part is not None]
-    if not parts:
-        raise BadSample("it has none of text, image and video.")
-    return [{"role": "user", "content": parts}]
-
-
-def parse_judgements(
-    record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
-) -> dict[str, Conversation]:
-    """Read a retrieval record as one prompt for each document, by the document's name."""
-    texts = parse_retrieval(record, folder, reading)
-    query = texts.pop(QUERY, None)
-    if query is None or not texts:
-        raise BadSample(
-            f"a reranker judges a document by a query; it has no {'document' if query else QUERY}."
-        )
-    return {name: _make_judgement(query, document, name) for name, document in texts.items()}
-
-
-def _make_judgement(query: Conversation, document: Conversation, name: str) -> Conversation:
-    """Make the prompt by which a reranker judges one document."""
-    instruction, asked = _split_system(query, QUERY)
-    system, offered = _split_system(document, name)
-    if system not in (None, instruction):
-        raise BadSample(f"{name} has a system message; the instruction belongs to the query.")
-    content = [
-        _text_part(f"<Instruct>: {_INSTRUCTION if instruction is None else instruction}"),
-        *(_text_part("<Query>:"), *asked),
-        *(_text_part("\n<Document>:"), *offered),
-    ]
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": content},
-    ]
-    return Conversation(
-        messages,
-        [*query.media, *document.media],
-        [0.0, 0.0],
-        prompt=True,
-        format=query.format,
-        unused=(*query.unused, *document.unused),
+    for key, advice in OTHER_TASKS.items():
+        value = record.get(key)
+        if isinstance(value, bool) or (key != "label" and value):
+            raise BadSample(f"{key} {advice}")
+    offered = [form for form in FORMATS if name in (None, form.name)]
+    for form in offered:
+        if any(record.get(key) is not None for key in form.keys):
+            return form
+    wanted = ", ".join(key for form in offered for key in form.keys)
+    raise BadSample(
+        f"the record has the keys {', '.join(map(str, record))[:80]}; none of {wanted}, nor "
+        "chosen, rejected (preference data), label that is true or false (--loss kto) or positive "
+        "(retrieval data). For records of another kind, name a function that rewrites them: "
+        "--preprocess MODULE:FUNCTION."
     )
 
 
-def _split_system(text: Conversation, name: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the text of the system message, if there is one, and the other message's parts."""
-    system, rest = None, text.messages
-    if rest[0]["role"] == "system":
-        system, rest = "".join(part["text"] for part in _parts_of(rest[0])), rest[1:]
-    if len(rest) != 1:
-        raise BadSample(f"{name} has {len(rest)} messages; a reranker takes one.")
-    return system, _parts_of(rest[0])
+_TAGS = re.compile("<(ref-object|bbox)>")
+"""The place of an object's name or box in a text."""
+_SCALE = 1000
+"""Qwen3-VL writes coordinates in thousandths of an image's width and height."""
+_FIELDS = Fields("objects", ("ref", "bbox", "bbox_type", "image_id"))
+_TYPES = ("real", "norm1", "norm1000")
 
 
-def _parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message["content"]
-    return [_text_part(content)] if isinstance(content, str) else content
+def _ground_texts(
+    texts: Sequence[str], objects: Any, images: Sequence[Media]
+) -> tuple[list[str], list[Unused]]:
+    """Return the texts of a record with its objects in place of the tags, and what is not used.
 
+    Args:
+        objects: the value of the record's key: ``ref``, the names in the order of their tags, and
+            ``bbox``, as many numbers x, y, x, y, ... as a box, point or polygon has. They are
+            pixels of an image's file, upright; with ``bbox_type`` norm1 or norm1000 they are parts
+            of its width and height. ``image_id`` has the index of each one's image; the default
+            is 0.
+        images: the record's images, in order.
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
-def is_classification(record: Mapping[str, Any]) -> bool:
-    """Return whether a record can only be a classifier's: it has a label, and no answer."""
-    if isinstance(record.get(_LABEL, True), bool):
-        return False
-    messages = record.get("messages")
-    if isinstance(messages, list):
-        return not _is_answered(messages)
-    of_another = any(record.get(key) is not None for form in FORMATS for key in form.keys)
-    return not of_another and any(record.get(key) is not None for key in _INPUT)
-
-
-def parse_classification(
-    record: Mapping[str, Any], folder: MediaFolder, reading: Reading, labels: Labels | None
-) -> Conversation:
-    """Read a classifier's record, whose target is 1 for each of `labels` that is right and else 0.
-
-    Without `labels` the record needs none. Of `reading` only the system prompt counts.
+    Raises:
+        BadSample: there are other numbers of tags and objects, or a box is not inside its image.
     """
-    rest = {key: value for key, value in record.items() if key not in (_LABEL, *_INPUT)}
-    messages = record.get("messages")
-    if messages is None:
-        messages = messages_of({key: record[key] for key in _INPUT if key in record})
-    messages = parse_nested(messages, "messages")
-    if not isinstance(messages, list):
-        raise BadSample("messages must be a list of messages.")
-    rest |= {"messages": reading.add_system_prompt(messages)}
-    prompt = not _is_answered(messages)
-    read = partial(read_messages, folder=folder, prompt=prompt)
-    named = labels_in(record)
-    target = None if labels is None else _target_of_labels(named, labels)
-    return replace(read_observed(rest, "classification", read), target=target)
-
-
-def labels_in(record: Mapping[str, Any]) -> list[int | str]:
-    """Return the numbers and names in a record's ``label``; none if it has no label."""
-    label = record.get(_LABEL)
-    labels = label if isinstance(label, list) else [] if label is None else [label]
-    for each in labels:
-        if not isinstance(each, int | str) or (isinstance(each, int) and each < 0):
-            raise BadSample(f"label is {label!r:.60}; a number from 0 or a name is needed.")
-    return labels
-
-
-def _target_of_labels(named: list[int | str], labels: Labels) -> tuple[float, ...]:
-    """Return 1 for each of `labels` that a record names, by name or number, and 0 for others."""
-    numbers = {name: number for number, name in enumerate(labels.names)}
-    right = {numbers.get(label) if isinstance(label, str) else int(label) for label in named}
-    if any(label is None or label >= len(labels) for label in right):
+    kinds = [kind for text in texts for kind in _TAGS.findall(text)]
+    if not kinds:
+        return list(texts), []
+    if not isinstance(objects, Mapping):
         raise BadSample(
-            f"label is {named!r:.60}; the {len(labels)} labels are {', '.join(labels.names)[:200]}."
+            f"<{kinds[0]}> takes its text from objects, an object with ref and bbox; the record "
+            f"has {'none' if objects is None else type(objects).__name__}. Write the text out, or "
+            "add them."
         )
-    if labels.is_single and len(right) != 1:
-        raise BadSample(
-            f"it has {len(right)} labels, and --task classify trains on one. For several, pass "
-            "--problem-type multi_label_classification."
-        )
-    return tuple(float(number in right) for number in range(len(labels)))
+    written = {"ref-object": _object_names(objects), "bbox": _box_texts(objects, images)}
+    for (kind, values), key in zip(written.items(), ("ref", "bbox"), strict=True):
+        if kinds.count(kind) != len(values):
+            raise BadSample(
+                f"there are {kinds.count(kind)} tags <{kind}> and {len(values)} entries in {key} "
+                "of objects."
+            )
+    left = {kind: iter(values) for kind, values in written.items()}
+    placed = [_TAGS.sub(lambda tag: next(left[tag[1]]), text) for text in texts]
+    return placed, unused_keys(_FIELDS, objects)
 
 
-def _is_answered(messages: list[Any]) -> bool:
-    last = messages[-1] if messages else None
-    return isinstance(last, Mapping) and last.get("role") == "assistant"
+def _object_names(objects: Mapping[str, Any]) -> list[str]:
+    names = objects.get("ref") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise BadSample("ref of objects must be a list of texts.")
+    return names
+
+
+def _box_texts(objects: Mapping[str, Any], images: Sequence[Media]) -> list[str]:
+    """Return the record's boxes as the text that Qwen3-VL writes for them."""
+    boxes, indices = objects.get("bbox") or [], objects.get("image_id") or []
+    kind = objects.get("bbox_type") or "real"
+    if kind not in _TYPES:
+        raise BadSample(f"bbox_type of objects is {kind!r:.40}; one of {', '.join(_TYPES)}.")
+    if not isinstance(boxes, list) or not isinstance(indices, list):
+        raise BadSample("bbox and image_id of objects must be lists.")
+    indices = [*indices, *[0] * (len(boxes) - len(indices))]
+    if len(indices) != len(boxes):
+        raise BadSample(f"objects has {len(indices)} image_id for {len(boxes)} bbox.")
+    written = []
+    for box, index in zip(boxes, indices, strict=True):
+        if kind != "real":
+            size = (1, 1) if kind == "norm1" else (_SCALE, _SCALE)
+        elif isinstance(index, int) and 0 <= index < len(images):
+            size = image_size(images[index])
+        else:
+            raise BadSample(f"image_id {index!r:.40} of objects: there are {len(images)} images.")
+        written.append(_box_text(box, *size))
+    return written
+
+
+def _box_text(box: Any, height: int, width: int) -> str:
+    """Return a box in thousandths, as ``[x, y, x, y]``, of one in an image of that size."""
+    if not isinstance(box, list) or not box or len(box) % 2:
+        raise BadSample(f"a bbox of objects is {box!r:.60}; a list of x, y, x, y is needed.")
+    numbers = [require_number("a coordinate of bbox", value, least=0) for value in box]
+    limits = [width, height] * (len(box) // 2)
+    if any(value > limit for value, limit in zip(numbers, limits, strict=True)):
+        raise BadSample(f"bbox {box!r:.60} of objects is not inside {width} x {height}.")
+    scaled = [round(value / limit * _SCALE) for value, limit in zip(numbers, limits, strict=True)]
+    return f"[{', '.join(map(str, scaled))}]"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.metadata import entry_points
 from math import inf, isfinite
 from typing import Any
 
@@ -60,13 +57,6 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-GROUP = "mcore_qwen3vl.preprocess"
-"""The group of entry points under which packages register hooks."""
-
-Hook = Callable[[Any], Any]
-"""A user's function from a record of any kind to a record in a known format."""
-
-
 @dataclass(frozen=True)
 class Reading:
     """How the records of one data set are read. It is picklable, because the hook is a name."""
@@ -111,48 +101,6 @@ PLAIN = Reading()
 """Records are read as they are."""
 
 
-def preprocess_record(record: Any, reading: Reading) -> Mapping[str, Any]:
-    """Return the record as the data set's hook rewrites it.
-
-    Raises:
-        BadSample: the hook returned None, or the record is no JSON object. The hook's own
-            exceptions pass through.
-    """
-    if reading.preprocess is not None:
-        record = find_hook(reading.preprocess)(record)
-        if record is None:
-            raise BadSample(f"{reading.preprocess} returned None for it.")
-    if not isinstance(record, Mapping):
-        raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
-    return record
-
-
-@cache
-def find_hook(name: str) -> Hook:
-    """Return a hook by its name: ``module:function``, or an entry point of :data:`GROUP`.
-
-    Raises:
-        BadInput: the hook cannot be imported, or is not a function.
-    """
-    module, colon, function = name.partition(":")
-    entry = next((e for e in entry_points(group=GROUP) if e.name == name), None)
-    try:
-        if entry is not None:
-            hook = entry.load()
-        elif colon:
-            hook = getattr(importlib.import_module(module), function)
-        else:
-            raise ImportError("no installed package has an entry point of this name")
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(
-            f"The hook {name!r} cannot be imported: {error}. Name it module:function, with the "
-            "module on PYTHONPATH."
-        ) from error
-    if not callable(hook):
-        raise BadInput(f"The hook {name!r} is a {type(hook).__name__}, not a function.")
-    return hook
-
-
 class Observed(Mapping[str, Any]):
     """A record that remembers which of its keys were read."""
 
@@ -178,16 +126,6 @@ class Observed(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._record)
-
-
-def read_observed[P](
-    record: Mapping[str, Any], format: str, read: Callable[[Mapping[str, Any]], P]
-) -> P:
-    """Return what `read` makes of a record, with the format's name and what is not used of it."""
-    seen = Observed(record)
-    parsed: Any = read(seen)
-    made: P = replace(parsed, format=format, unused=(*seen.unused, *parsed.unused))
-    return made
 
 
 _OF_LOSS = re.compile("loss|train|learn|mask|weigh")
@@ -227,19 +165,3 @@ def require_number(name: str, value: Any, *, above: float = -inf, least: float =
         wanted = next((said for said, limit in limits if limit > -inf), "")
         raise BadSample(f"{name} is {value!r:.40}; a number{wanted} is needed.")
     return float(value)
-
-
-def weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
-    """Return the weight of a record or a message: ``weight``, or ms-swift's ``loss``; default 1."""
-    weight = holder.get(key)
-    if weight is None:
-        return 1.0
-    if key == "loss" and isinstance(weight, bool):
-        return float(weight)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e6:
-        switch = "true, false or " if key == "loss" else ""
-        quoted = ", without quotes" if isinstance(weight, str) else ""
-        raise BadSample(
-            f"{key} is {weight!r:.40}: it takes {switch}a number from 0 to 1e6{quoted}."
-        )
-    return float(weight)

@@ -48,7 +48,6 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model import fusion
 from mcore_qwen3vl.model.decoder.attention import RotarySelfAttention, TorchAttention
 from mcore_qwen3vl.model.decoder.delta_net import DeltaNet
 from mcore_qwen3vl.model.decoder.experts import (
@@ -127,9 +126,22 @@ class DeepStackLayer(TransformerLayer):
             return hidden
         # Earlier stages keep their layers' features: the last row is always layer K's.
         features = context[self.layer_number - self.deepstack_layers - 1]
-        hidden = fusion.add_features(hidden, features, context_mask)
+        hidden = add_features(hidden, features, context_mask)
         # The schedules free a stage's output after sending it, and refuse to free a view.
         return make_viewless_tensor(hidden, requires_grad=True, keep_graph=True)
+
+
+def add_features(hidden: Tensor, features: Tensor, destination: Tensor) -> Tensor:
+    """Add visual features to the output (s_local, B, H) of a decoder layer, as DeepStack does.
+
+    Source: Meng et al., "DeepStack", 2024; HF ``Qwen3VLTextModel._deepstack_process``.
+
+    Args:
+        features: (n, H) rows of one layer's features, from :meth:`FusionPlan.select`.
+        destination: (n,) ``FusionPlan.destination``.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])  # (s_local * B, H)
+    return flat.index_add(0, destination, features.to(flat.dtype)).view_as(hidden)
 
 
 def pack_features(hidden: Tensor, features: Tensor) -> Tensor:

@@ -455,7 +455,7 @@ def _classifier_labels(
     elif count is not None:
         labels = Labels.numbered(count)
     else:
-        from mcore_qwen3vl.data.loading.datasets import collect_labels
+        from mcore_qwen3vl.data.datasets import collect_labels
 
         labels = collect_labels(parse_sources(data, preprocess), trust=trust)
     if len(labels) < 2:

@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing
 from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.legacy.legacy_checkpoint import check_run, saved_arguments
+from mcore_qwen3vl.converters.legacy import check_run, saved_arguments
 from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mapping.dialects import (
     MEGATRON_BRIDGE,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.converters import torch_dist
-from mcore_qwen3vl.converters.legacy.legacy_checkpoint import check_run, open_ranks
+from mcore_qwen3vl.converters.legacy import check_run, open_ranks
 from mcore_qwen3vl.converters.storage.archive import BadArchive, load, read_tensor
 from mcore_qwen3vl.errors import BadInput
 

@@ -20,15 +20,8 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
 from mcore_qwen3vl.data.encoding import balanced
-from mcore_qwen3vl.data.encoding.packing import (
-    Measure,
-    Size,
-    Workload,
-    divide,
-    pack_by_length,
-    pack_by_work,
-    uneven_work,
-)
+from mcore_qwen3vl.data.encoding.balanced import Measure, Size, divide, uneven_work
+from mcore_qwen3vl.data.inspection import Workload, pack_by_length, pack_by_work
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.shapes import SHAPES
 from tests.data.conftest import WriteJsonl, chat, question, write_png

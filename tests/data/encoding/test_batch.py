@@ -16,8 +16,8 @@ from transformers import AutoConfig, Qwen3VLModel
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig, Source
 from mcore_qwen3vl.data.encoding.batch import Batcher, Margins, Scores
-from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.preparation import PixelLoader, Plan
+from mcore_qwen3vl.data.encoding.encoder import PixelLoader, best_fit
+from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput

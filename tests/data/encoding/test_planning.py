@@ -13,11 +13,11 @@ from transformers.image_utils import load_image
 from transformers.video_utils import read_video_pyav
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
-from mcore_qwen3vl.data.encoding.preparation import PixelLoader, Plan, Planner, truncate
+from mcore_qwen3vl.data.encoding.encoder import PixelLoader
+from mcore_qwen3vl.data.encoding.planning import Plan, Planner, Renderer, truncate
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import Conversation, parse_record
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, OverlongSample, Reading
-from mcore_qwen3vl.data.records.template import Renderer
 from tests.data.conftest import chat
 
 ANSWER = "The  answer\nis 42 — naïve 😀\n"

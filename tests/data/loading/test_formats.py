@@ -18,10 +18,9 @@ from datasets import Dataset, DatasetDict, Features, List, Value
 from datasets import Image as ImageFeature
 from datasets.utils.logging import disable_progress_bar
 
-from mcore_qwen3vl.data import DataConfig, parse_sources
+from mcore_qwen3vl.data import DataConfig, parse_sources, readers
 from mcore_qwen3vl.data.inspection import check_data
-from mcore_qwen3vl.data.loading import readers
-from mcore_qwen3vl.data.loading.readers import TableReader
+from mcore_qwen3vl.data.readers import TableReader
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import question, write_tar
 from tests.data.loading.conftest import PACKED, MakeLoader, same

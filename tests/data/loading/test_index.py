@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from mcore_qwen3vl.data.loading import readers
-from mcore_qwen3vl.data.loading.index import ensure_index, index_beside
+from mcore_qwen3vl.data import readers
+from mcore_qwen3vl.data.readers import ensure_index, index_beside
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question, write_tar
 from tests.data.loading.conftest import PACKED, MakeLoader, lines, same

@@ -15,11 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
+from mcore_qwen3vl.data import DataConfig, Loader, Source, readers, redistribute
 from mcore_qwen3vl.data.config import parse_sources
-from mcore_qwen3vl.data.loading import readers
-from mcore_qwen3vl.data.loading.datasets import Order
-from mcore_qwen3vl.data.loading.readers import TableReader
+from mcore_qwen3vl.data.datasets import Order
+from mcore_qwen3vl.data.readers import TableReader
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, question
 from tests.data.loading.conftest import MakeLoader, lines

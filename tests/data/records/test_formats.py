@@ -12,8 +12,8 @@ import pytest
 from mcore_qwen3vl.data import DataConfig
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import FORMATS, format_of, parse_record
-from mcore_qwen3vl.data.records.reading import BadSample, Reading, find_hook
+from mcore_qwen3vl.data.records.parse import FORMATS, find_hook, format_of, parse_record
+from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question
 from tests.data.encoding.test_planning import planned, trained_text

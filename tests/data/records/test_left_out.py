@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.data.encoding.planning import Rendered, Renderer
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.messages import records_of_turns
-from mcore_qwen3vl.data.records.parse import Document, parse_record
+from mcore_qwen3vl.data.records.parse import Document, parse_record, records_of_turns
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
-from mcore_qwen3vl.data.records.template import Rendered, Renderer
 from mcore_qwen3vl.tiny.tiny_checkpoint import chat_template
 from tests.data.records.format_examples import CALL, EXAMPLES, TEMPLATE, WEATHER
 from tests.data.records.published_templates import INSTRUCT, THINKING

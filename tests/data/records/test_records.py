@@ -25,8 +25,7 @@ from mcore_qwen3vl.data.records.media import (
     load_image,
     peculiarities,
 )
-from mcore_qwen3vl.data.records.messages import Conversation
-from mcore_qwen3vl.data.records.parse import Document, join_parts, parse_record
+from mcore_qwen3vl.data.records.parse import Conversation, Document, join_parts, parse_record
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from tests.data.conftest import chat, write_png, write_video

@@ -12,18 +12,17 @@ import pytest
 from mcore_qwen3vl.data import DataConfig, load_processor
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.messages import Conversation
-from mcore_qwen3vl.data.records.parse import (
+from mcore_qwen3vl.data.records.parse import Conversation, parse_record, preprocess_record
+from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
+from mcore_qwen3vl.data.records.tasks import (
     is_classification,
     is_labelled,
     parse_classification,
     parse_judgements,
     parse_labelled,
     parse_pair,
-    parse_record,
     parse_retrieval,
 )
-from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading, preprocess_record
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.unused import Unused
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters import legacy
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.legacy import legacy_checkpoint
-from mcore_qwen3vl.converters.legacy.legacy_checkpoint import check_run, saved_arguments
+from mcore_qwen3vl.converters.legacy import check_run, saved_arguments
 from mcore_qwen3vl.converters.storage.archive import load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -189,7 +189,7 @@ def test_an_optimizers_state_of_single_experts_is_refused(tiny, tmp_path, monkey
     args = arguments(tiny("moe"), Layout()).args
     check_run(trained, args)
     saved = Namespace(**{**vars(saved_arguments(trained)), "moe_grouped_gemm": False})
-    monkeypatch.setattr(legacy_checkpoint, "saved_arguments", lambda folder: saved)
+    monkeypatch.setattr(legacy, "saved_arguments", lambda folder: saved)
     with pytest.raises(BadInput, match=r"each expert is a parameter of its own.*--no-load-optim"):
         check_run(trained, args)
     check_run(trained, Namespace(**{**vars(args), "no_load_optim": True}))

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import transformer_block
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model import fusion, qwen3vl, transformer_config, vision
+from mcore_qwen3vl.model import qwen3vl, transformer_config, vision
 from mcore_qwen3vl.model.decoder import attention, layer
 from mcore_qwen3vl.runtime.launch import RanksFailed
 from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Matrix, MatrixRow
@@ -71,13 +71,13 @@ def test_yarn_without_one_of_its_parts(
 @pytest.mark.slow
 def test_deepstack_by_gathering_adding_and_scattering(matrix: Matrix, monkeypatch: Any) -> None:
     """TP ranks do the same work on gathered states, which a summing backward counts TP times."""
-    add = fusion.add_features
+    add = layer.add_features
 
     def gathered(*args: torch.Tensor) -> torch.Tensor:
         whole = mappings.gather_from_sequence_parallel_region(add(*args))
         return mappings.scatter_to_sequence_parallel_region(whole)
 
-    monkeypatch.setattr(fusion, "add_features", gathered)
+    monkeypatch.setattr(layer, "add_features", gathered)
     report = matrix.compare_row(MatrixRow("dense", "tp2+sp", ("image",)))
     assert worst(report, "gradients") > FAR_OFF
     assert worst(report, "logits") < 2e-5
@@ -100,7 +100,7 @@ def test_features_gathered_without_reducing_backward(matrix: Matrix, monkeypatch
 @pytest.mark.slow
 def test_features_placed_batch_first(matrix: Matrix, monkeypatch: Any) -> None:
     """Hidden states are sequence first: features land on wrong tokens, but only with B > 1."""
-    plan = fusion.plan_fusion
+    plan = qwen3vl.plan_fusion
 
     def batch_first(token_index: Any, positions: Any, **sizes: Any) -> Any:
         made = plan(token_index, positions, **sizes)
@@ -108,7 +108,7 @@ def test_features_placed_batch_first(matrix: Matrix, monkeypatch: Any) -> None:
             made.destination // sizes["batch_size"],
             made.destination % sizes["batch_size"],
         )
-        return fusion.FusionPlan(made.rows, batch * len(positions) + local)
+        return qwen3vl.FusionPlan(made.rows, batch * len(positions) + local)
 
     monkeypatch.setattr(qwen3vl, "plan_fusion", batch_first)
     matrix.compare_row(MatrixRow("dense", "single", ("image",))).require()

@@ -28,16 +28,18 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode, Load
 from torch.utils.data import ConcatDataset, Dataset
 
 from mcore_qwen3vl.data.config import Source
-from mcore_qwen3vl.data.loading.index import ensure_index, index_beside, origin
-from mcore_qwen3vl.data.loading.readers import (
+from mcore_qwen3vl.data.readers import (
     CrudeFactory,
     JsonReader,
     TableReader,
+    ensure_index,
+    index_beside,
     index_of,
     is_table,
+    origin,
 )
-from mcore_qwen3vl.data.records.parse import labels_in
-from mcore_qwen3vl.data.records.reading import preprocess_record
+from mcore_qwen3vl.data.records.parse import preprocess_record
+from mcore_qwen3vl.data.records.tasks import labels_in
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.labels import Labels

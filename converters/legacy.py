@@ -1,4 +1,4 @@
-"""Megatron's legacy checkpoints (``--ckpt-format torch``), read as the table's tensors.
+"""Megatron's legacy format (``--ckpt-format torch``): read as the table's tensors, and written.
 
 A legacy checkpoint has one file for each model-parallel rank: what ``state_dict()`` returns there.
 So names are those of the layer spec, layers and experts are numbered from zero on every rank, and
@@ -7,36 +7,56 @@ this module says which rank gets which part, and under which name.
 
 The files are mapped, checked against each other and against a run, and their tensors are assembled
 into whole tensors; the data of the optimizer and random states in the files is never read.
+
+To write, `plan` makes each rank's file a unit of work; further units compute the manifest's
+checksums.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from argparse import Namespace
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from functools import cached_property
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, table
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, max_rows, table
 from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
     FileRange,
+    Format,
     MegatronCheckpoint,
     require_own_keys,
 )
+from mcore_qwen3vl.converters.offline import to_mcore
+from mcore_qwen3vl.converters.offline.engine import ConversionPlan, Unit
+from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
 from mcore_qwen3vl.converters.place import RELEASE
-from mcore_qwen3vl.converters.storage.archive import STORAGES, BadArchive, Sums, load
-from mcore_qwen3vl.converters.storage.boxes import Box, Shape, are_exact_cover
+from mcore_qwen3vl.converters.storage.archive import (
+    STORAGES,
+    BadArchive,
+    Described,
+    Sums,
+    load,
+    write_archive,
+)
+from mcore_qwen3vl.converters.storage.boxes import Box, Selection, Shape, are_exact_cover
+from mcore_qwen3vl.converters.storage.disk import DirectFile
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.megatron_config import architecture_arguments
 
 
 class LegacyCheckpoint(MegatronCheckpoint):
@@ -51,7 +71,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
-        require_equal_parts(architecture)
+        _require_equal_parts(architecture)
         self._sums = Sums()
         self._ranks = open_ranks(folder, self._sums)
         self.layout = self._ranks[0].layout
@@ -94,7 +114,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
     def _find_parts(self, architecture: Architecture) -> None:
         """Fill the index with the parts of each row's tensor in the ranks' files."""
         pp, vpp = range(self.layout.pp), range(self.layout.vpp)
-        pipeline = pipeline_stages(
+        pipeline = _pipeline_stages(
             [[self._by_tp[rank, 0].layer_count(vp) for rank in pp] for vp in vpp]
         )
         self._layer_count = sum(len(stage.layers) for stage in pipeline)
@@ -105,7 +125,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
             expert_layout="published",
             padded_vocab_size=max(padded, architecture.vocab_size),
         )
-        shares = rows_by_stage(rows, pipeline, tied=architecture.tie_word_embeddings)
+        shares = _rows_by_stage(rows, pipeline, tied=architecture.tie_word_embeddings)
         for stage, stage_rows in zip(pipeline, shares, strict=True):
             known = set()
             for row in stage_rows:
@@ -121,7 +141,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
         states = [
             self._file_of_part(row, stage, n).models[stage.vp] for n in range(self._part_count(row))
         ]
-        names = {local_name(row, stage, self._experts, spec) for spec in get_args(Spec)}
+        names = {_local_name(row, stage, self._experts, spec) for spec in get_args(Spec)}
         return {name for name in names if any(name in state for state in states)}
 
     def _part_count(self, row: Row) -> int:
@@ -144,7 +164,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
             local = file.tensor(stage.vp, name)
             size = [n * count if axis == row.tp_axis else n for axis, n in enumerate(local.shape)]
             stored = self._index_entry(row, local, tuple(size), f"{file.path}: {name}")
-            places = rank_boxes(row, tuple(size), part, count)
+            places = _rank_boxes(row, tuple(size), part, count)
             pieces, axis = len(places), row.tp_axis or 0
             cuts = [local] if pieces == 1 else local.tensor_split(pieces, axis)
             for box, values in zip(places, cuts, strict=True):
@@ -258,7 +278,7 @@ def open_ranks(folder: Path, sums: Sums | None = None) -> list[RankFile]:
         content = load(path, sums=sums)
         layout = _layout_in(content, path)
         models = [
-            _named_parameters(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)
+            _named_parameters(content, _model_key(vp, layout.vpp), path) for vp in range(layout.vpp)
         ]
         rank_files.append(RankFile(path, _rank_in_path(path, layout), layout, models))
     for file in rank_files:
@@ -442,7 +462,7 @@ class Rank:
         return self.tp % layout.etp, layout.etp
 
 
-def require_equal_parts(architecture: Architecture) -> None:
+def _require_equal_parts(architecture: Architecture) -> None:
     """Raise BadInput for a model whose tensors a rank does not hold in equal parts of one kind."""
     if architecture.delta_net is not None:
         raise BadInput(
@@ -452,7 +472,7 @@ def require_equal_parts(architecture: Architecture) -> None:
         )
 
 
-def ranks_with_files(layout: Layout) -> list[Rank]:
+def _ranks_with_files(layout: Layout) -> list[Rank]:
     """Return one rank per file: the pairs of TP and EP rank that occur in each pipeline stage."""
     # The pairs repeat after so many ranks.
     numbers = range(lcm(layout.tp, layout.etp * layout.ep))
@@ -476,7 +496,7 @@ class Stage:
     last: bool
 
 
-def pipeline_stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
+def _pipeline_stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
     """Return the pipeline's chunks, of ``counts[vp][pp]`` layers, in the order of the network."""
     pipeline: list[Stage] = []
     start, chunks = 0, sum(len(of_pp) for of_pp in counts)
@@ -488,7 +508,9 @@ def pipeline_stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
     return pipeline
 
 
-def rows_by_stage(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> list[list[Row]]:
+def _rows_by_stage(
+    rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool
+) -> list[list[Row]]:
     """Return the rows of each chunk.
 
     If the embedding is tied and the last chunk does not hold it, Megatron gives that chunk a copy
@@ -508,12 +530,12 @@ def rows_by_stage(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool)
     return list(shares.values())
 
 
-def model_key(vp: int, vpp: int) -> str:
+def _model_key(vp: int, vpp: int) -> str:
     """Return the key under which a rank's file has the state of virtual stage `vp`."""
     return f"model{vp}" if vpp > 1 else "model"
 
 
-def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
+def _local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
     """Return the parameter's name on a rank that holds `experts` experts of a layer."""
     layer, expert = row.layer, row.expert
     if layer is None:
@@ -529,7 +551,7 @@ def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
     return f"{_LAYERS}{layer - stage.layers.start}.{part}"
 
 
-def extra_state_names(row: Row, name: str, spec: Spec) -> Iterator[str]:
+def _extra_state_names(row: Row, name: str, spec: Spec) -> Iterator[str]:
     """Yield the names of the ``_extra_state`` that ``state_dict()`` has beside parameter `name`.
 
     Linear layers and standalone norms have one (FP8 scales; None or empty without FP8). So have
@@ -544,7 +566,7 @@ def extra_state_names(row: Row, name: str, spec: Spec) -> Iterator[str]:
         yield name.replace("linear_proj.weight", "core_attention._extra_state")
 
 
-def rank_boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
+def _rank_boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
     """Return the boxes of one TP rank's part of a row's piece, in order along the TP axis."""
     full = tuple(slice(0, n) for n in shape)
     axis = row.tp_axis
@@ -554,3 +576,230 @@ def rank_boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
     width = part // size
     starts = (number * part + index * width for number in range(row.tp_parts))
     return [(*full[:axis], slice(at, at + width), *full[axis + 1 :]) for at in starts]
+
+
+@dataclass(frozen=True)
+class _LocalTensor:
+    """One parameter of one rank: boxes of a row's piece, one after another."""
+
+    name: str
+    row: Row
+    boxes: list[Box]
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+_Models = list[tuple[Stage, list[_LocalTensor]]]
+
+
+@dataclass(frozen=True)
+class ToLegacy:
+    """A conversion to the legacy format; see `engine.Conversion`."""
+
+    mcore: ToMcore  # the torch_dist conversion of the same source
+    rows: list[Row]
+    layout: Layout  # CP, DP and SP do not matter
+    spec: Spec  # whose parameter names are written
+    args: dict[str, Any]  # the arguments that Megatron's loader reads
+
+    def prepare(self, tree: Path) -> None:
+        self.mcore.prepare(tree)
+
+    def file(self, unit: Unit, tree: Path) -> Path | None:
+        return tree / RELEASE / unit.name / FILE if isinstance(unit.work[0], Rank) else None
+
+    def run_unit(self, unit: Unit, tree: Path, advance: Callable[[int, str], None]) -> Any:
+        file = self.file(unit, tree)
+        if file is None:
+            # Ranks read parts of tensors, some repeatedly; a checksum needs one whole pass.
+            readers = self.mcore.readers(unit)
+            for reader in readers:
+                for _ in reader.chunks():
+                    pass
+            return to_mcore.unit_result(readers)
+        file.parent.mkdir(exist_ok=True)
+        models = list(self.models(unit.work[0]))
+        with DirectFile(file, create=True) as out:
+            write_archive(out, self._state_dict_content(models), self._storages(models, advance))
+            out.sync()
+        return {"size": file.stat().st_size}
+
+    def finish(self, tree: Path, results: dict[str, Any]) -> None:
+        self.mcore.write_files_beside(tree, results)
+
+    def models(self, rank: Rank) -> Iterator[tuple[Stage, list[_LocalTensor]]]:
+        """Yield the rank's pipeline chunks with their parameters, in the order of the network."""
+        for stage, rows in self._pipeline:
+            if stage.pp == rank.pp:
+                yield stage, list(self._local_tensors(stage, rows, rank))
+
+    @cached_property
+    def _pipeline(self) -> list[tuple[Stage, list[Row]]]:
+        a, layout = self.mcore.architecture, self.layout
+        counts = [len(layers) for layers in layout.virtual_stages(a.num_hidden_layers)]
+        pipeline = _pipeline_stages(
+            [list(counts) for counts in itertools.batched(counts, layout.pp)]
+        )
+        shares = _rows_by_stage(self.rows, pipeline, tied=a.tie_word_embeddings)
+        return list(zip(pipeline, shares, strict=True))
+
+    def _local_tensors(self, stage: Stage, rows: list[Row], rank: Rank) -> Iterator[_LocalTensor]:
+        """Yield the rank's parameters of one pipeline chunk, without other ranks' experts."""
+        layout = self.layout
+        experts = self.mcore.architecture.num_experts // layout.ep
+        for row in rows:
+            expert = row.expert
+            if expert is not None and expert // experts != rank.ep:
+                continue
+            name = _local_name(row, stage, experts, self.spec)
+            index, size = rank.share(row, layout)
+            dtype = self.mcore.tensors.get(row.key, self.mcore.tensors[EMBEDDING]).dtype
+            places = _rank_boxes(row, row.shape, index, size)
+            shape = tuple(n // size if i == row.tp_axis else n for i, n in enumerate(row.shape))
+            yield _LocalTensor(name, row, places, shape, dtype)
+
+    def _state_dict_content(self, models: _Models) -> dict[str, Any]:
+        """Return what ``megatron.training.checkpointing.generate_state_dict`` would make."""
+        content: dict[str, Any] = {"args": Namespace(**self.args)}
+        content |= {"checkpoint_version": 3.0, "iteration": 0}
+        # Numbered in the order in which `_storages` yields them.
+        numbers = itertools.count()
+        for stage, tensors in models:
+            state: OrderedDict[str, Any] = OrderedDict()
+            for tensor in tensors:
+                state[tensor.name] = Described(tensor.dtype, tensor.shape, next(numbers))
+                state |= dict.fromkeys(_extra_state_names(tensor.row, tensor.name, self.spec))
+            if stage.last:
+                state["output_layer._extra_state"] = None
+            content[_model_key(stage.vp, self.layout.vpp)] = state
+        return content
+
+    def _storages(
+        self, models: _Models, advance: Callable[[int, str], None]
+    ) -> Iterator[tuple[int, Iterator[Tensor]]]:
+        """Yield the bytes and the chunks of each tensor; report it once its chunks are written."""
+        for _, tensors in models:
+            for tensor in tensors:
+                yield tensor.nbytes, self._stream_values(tensor)
+                advance(tensor.nbytes, tensor.name)
+
+    def _stream_values(self, tensor: _LocalTensor) -> Iterator[Tensor]:
+        """Yield the tensor's values in order, in chunks; views of the source where possible."""
+        row, source = tensor.row, self.mcore.source
+
+        def fetch(name: str, box: Selection) -> Tensor:
+            return source.read_tensor(name, box, tensor.dtype)
+
+        step = max_rows(row, tensor.dtype)
+        for rows, *columns in tensor.boxes:
+            for start in range(rows.start, rows.stop, step):
+                yield row.take(fetch, (slice(start, min(start + step, rows.stop)), *columns))
+
+
+def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> ConversionPlan:
+    """Check an HF checkpoint and plan its conversion; `options` are those of `to_mcore.plan`.
+
+    Raises:
+        BadInput: the layout does not divide the model, the format cannot hold such a layout, `spec`
+            is unknown, or `to_mcore.plan` raised it.
+    """
+    if spec not in get_args(Spec):
+        raise BadInput(f"layer spec {spec!r} is not one of {', '.join(get_args(Spec))}.")
+    _require_equal_parts(Architecture.from_hf(source))
+    same = to_mcore.plan(source, **options, tp=layout.tp)
+    base = same.conversion
+    assert isinstance(base, ToMcore)
+    layout = layout if base.architecture.is_moe else replace(layout, etp=1)
+    rows = [row for unit in same.units for row in unit.work]
+    _check_layout(layout, base, rows)
+    divisor = options.get("make_vocab_size_divisible_by", 1)
+    conversion = ToLegacy(base, rows, layout, spec, _loader_arguments(layout, spec, base, divisor))
+    files = []
+    for rank in _ranks_with_files(layout):
+        nbytes = sum(tensor.nbytes for _, tensors in conversion.models(rank) for tensor in tensors)
+        files.append(Unit(rank.folder_name(layout), nbytes, (rank,)))
+    checksums = [Unit(f"checksums {unit.name}", 0, unit.work) for unit in same.units]
+    return replace(
+        same,
+        units=(*files, *checksums),
+        identity={**same.identity, "layout": str(layout), "spec": spec},
+        conversion=conversion,
+        files=len(files),
+        notes=(*same.notes, f"For layout {layout} and layer spec {spec} only."),
+    )
+
+
+def _check_layout(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
+    """Raise BadInput if the layout does not fit the model or the format."""
+    a = mcore.architecture
+    if not mcore.source.form.head.is_language_model:
+        raise BadInput(
+            f"{mcore.source.path} has no language model's head, and Megatron loads the legacy "
+            "format only with one: choose --format torch_dist."
+        )
+    if min(layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp) < 1:
+        raise BadInput(f"{layout}: parallel sizes start at 1.")
+    if a.is_moe and layout.tp % layout.etp:
+        raise BadInput(
+            f"The names of legacy files tell TP, PP and EP ranks apart, but not those of ETP "
+            f"{layout.etp} under TP {layout.tp}: choose an ETP that divides TP, or --format "
+            "torch_dist, which loads under any layout."
+        )
+    together = lcm(layout.tp, layout.etp * layout.ep)
+    enough = replace(layout, cp=1, dp=together // layout.tp, sp=layout.tp > 1)
+    padded = mcore.tensors[EMBEDDING].shape[0]
+    enough.validate(replace(a, vocab_size=padded))
+    for row in rows:
+        size = layout.tp if row.expert is None else layout.etp
+        if row.tp_axis is not None and row.shape[row.tp_axis] % (size * row.tp_parts):
+            raise BadInput(
+                f"{row.key} {list(row.shape)} cannot be cut into {size} equal parts along axis "
+                f"{row.tp_axis}: choose another TP."
+            )
+
+
+def _loader_arguments(layout: Layout, spec: Spec, mcore: ToMcore, divisor: int) -> dict[str, Any]:
+    """Return the arguments that Megatron's loader compares with, or takes from, a checkpoint."""
+    a = mcore.architecture
+    dtype = mcore.tensors[EMBEDDING].dtype
+    return {
+        **architecture_arguments(a),
+        "add_position_embedding": True,  # Megatron's default; mrope does not change it
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tokenizer_type": "NullTokenizer",
+        "make_vocab_size_divisible_by": divisor,
+        "padded_vocab_size": mcore.tensors[EMBEDDING].shape[0],
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "decoder_first_pipeline_num_layers": layout.first,
+        "decoder_last_pipeline_num_layers": layout.last,
+        "pipeline_model_parallel_layout": layout.split,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "spec": [spec],
+        "transformer_impl": "transformer_engine" if spec == "te" else "local",
+        "moe_grouped_gemm": any(a.moe_layers),
+        "data_parallel_random_init": False,
+        "consumed_train_samples": 0,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "ckpt_format": "torch",
+    }
+
+
+FORMAT = Format(
+    name="torch",
+    title="Megatron's legacy format",
+    open=LegacyCheckpoint,
+    plan=plan,
+    check_run=check_run,
+)

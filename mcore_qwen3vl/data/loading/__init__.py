@@ -1,1 +1,0 @@
-"""Reading data sets with energon: indices, workers, resumable state."""
