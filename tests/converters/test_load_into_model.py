@@ -188,29 +188,6 @@ def build(config: Path):
     return Qwen3VLModel.from_hf_config(Architecture.from_hf(config))
 
 
-def saved_by_training(mcore_dense: Path, folder: Path) -> float:
-    """Save with optimizer state, as training does, load that and return the largest difference."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    initialize(Layout())
-    model = build(mcore_dense / "hf")
-    load_checkpoint([model], mcore_dense)
-    folder.mkdir()
-    key = "optimizer.state.exp_avg.output_layer.weight"
-    moment = ShardedTensor.from_rank_offsets(key, torch.full((1, 5), 3.0), (0, 0, 1))
-    state = {"model": model.sharded_state_dict(), "optimizer": moment}
-    dist_checkpointing.save(state, str(folder))
-    again = build(mcore_dense / "hf")
-    load_checkpoint([again], folder)
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs)
-
-
-def test_optimizer_state_beside_the_model_is_left_alone(mcore_dense, tmp_path):
-    assert run_layout(saved_by_training, 1, mcore_dense, tmp_path / "iteration") == [0.0]
-
-
 def load_into(config: Path, checkpoint: Path) -> None:
     initialize(Layout())
     load_checkpoint([build(config)], checkpoint)
