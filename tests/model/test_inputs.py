@@ -138,18 +138,6 @@ def test_the_positions_of_a_rank(
     assert [local_positions(length, **rank).tolist() for rank in ranks] == expected
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (4, 1), (2, 2), (4, 2)])
-def test_the_ranks_together_hold_every_position_once(cp: int, tp: int, packed: bool) -> None:
-    bounds = torch.tensor([0, 16, 24, 24, 64]) if packed else None
-    common: Any = {"cp_size": cp, "tp_size": tp, "sequence_parallel": True, "cu_seqlens": bounds}
-    held = [
-        local_positions(64, cp_rank=c, tp_rank=t, **common) for c in range(cp) for t in range(tp)
-    ]
-    assert {len(part) for part in held} == {64 // cp // tp}
-    assert torch.cat(held).sort().values.tolist() == list(range(64))
-
-
 @pytest.mark.parametrize(
     ("length", "cp", "bounds", "message"),
     [

@@ -72,7 +72,7 @@ def _step(case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
             lambda m, inputs: [note("rotary", x) for x in inputs[:2]] and None
         )
     chunk.output_layer.register_forward_pre_hook(count)
-    train_step(case, wrap(case, [chunk]))
+    train_step(case, wrap([chunk]))
     return {name: p.main_grad.clone() for name, p in chunk.named_parameters()}, kept
 
 
@@ -137,7 +137,7 @@ def _offloaded_step(case: Case) -> tuple[dict[str, Tensor], int]:
         mock.patch.object(Tensor, "record_stream", return_value=None),
     ):
         (chunk,) = build(case)
-        train_step(case, wrap(case, [chunk]))
+        train_step(case, wrap([chunk]))
     return {name: p.main_grad.clone() for name, p in chunk.named_parameters()}, len(taken)
 
 

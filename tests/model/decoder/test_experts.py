@@ -24,7 +24,6 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.experts import GroupedExperts, Groups, _has_kernel, grouped_product
 from mcore_qwen3vl.model.decoder.layer import block_spec
 from mcore_qwen3vl.model.decoder.mlp import weighted_swiglu
-from mcore_qwen3vl.model.recompute import recomputing
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
@@ -105,13 +104,6 @@ def test_rows_at_an_odd_address_do_without_the_kernel() -> None:
     )
 
 
-def test_sizes_on_the_host() -> None:
-    groups = Groups.from_counts(torch.tensor(COUNTS), torch.device("cpu"))
-    assert groups.sizes == COUNTS
-    assert groups.ends.tolist() == [3, 3, 8, 9]
-    assert groups.ends.dtype == torch.int32
-
-
 MOE = Architecture.from_hf(tiny_config(moe=True))
 OFFSETS = ((0, 2, 5),)  # the third of five layers
 LAYOUTS = ["single", "ep2xdp4", "tp2xetp2+sp", "tp2xep2xetp2xdp2+sp"]
@@ -172,30 +164,6 @@ def test_names_and_boxes_in_checkpoints_are_megatrons(layout: Layout) -> None:
     assert set(counts) == {(3 + 2) * MOE.num_experts // layout.ep}
 
 
-def _read_back(layout: Layout) -> None:
-    initialize(layout)
-    ours = make(layout)
-    before = {name: p.detach().clone() for name, p in ours.named_parameters()}
-    stored = ours.sharded_state_dict("", OFFSETS)
-    read = {
-        name: entry.merge_fn([piece.data.clone() for piece in entry.build()])
-        if isinstance(entry, ShardedTensorFactory)
-        else entry.data
-        for name, entry in stored.items()
-    }
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.zero_()
-    ours.load_state_dict(read)
-    for name, parameter in ours.named_parameters():
-        assert torch.equal(parameter, before[name]), name
-
-
-@pytest.mark.parametrize("layout", map(Layout.parse, LAYOUTS[::3]), ids=LAYOUTS[::3])
-def test_what_is_stored_is_read_back(layout: Layout) -> None:
-    run_layout(_read_back, layout.world_size, layout)
-
-
 def _state_that_lacks_an_expert() -> str:
     initialize(Layout())
     ours = make(Layout())
@@ -208,40 +176,6 @@ def _state_that_lacks_an_expert() -> str:
 
 def test_a_state_that_lacks_an_expert_is_refused() -> None:
     run_layout(_state_that_lacks_an_expert, 1)
-
-
-def _outputs_agree(layout: Layout, recomputes: bool) -> list[float]:
-    initialize(layout)
-    ours, theirs = both(layout)
-    torch.manual_seed(3)
-    counts = torch.arange(MOE.num_experts // layout.ep) % 3  # some have none
-    tokens = torch.randn(int(counts.sum()), MOE.hidden_size)
-    probs, gradient = torch.rand(len(tokens)), torch.randn_like(tokens)
-    found = []
-    for experts in (ours, theirs):
-        inputs = tokens.clone().requires_grad_(), probs.clone().requires_grad_()
-        with recomputing() if recomputes else torch.enable_grad():
-            output, _ = experts(inputs[0], counts, inputs[1])
-        output.backward(gradient)
-        found.append([output, *(x.grad for x in inputs), *_gradients(experts)])
-    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
-
-
-def _gradients(experts: Any) -> Iterator[Tensor]:
-    """Yield the gradients of fc1 and fc2, experts stacked."""
-    if isinstance(experts, GroupedExperts):
-        yield from (experts.linear_fc1.weight.grad, experts.linear_fc2.weight.grad)
-        return
-    for name in ("linear_fc1", "linear_fc2"):
-        weights = [getattr(one, name).weight for one in experts.local_experts]
-        yield torch.stack([torch.zeros_like(w) if w.grad is None else w.grad for w in weights])
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("layout", map(Layout.parse, LAYOUTS[:2]), ids=LAYOUTS[:2])
-def test_outputs_and_gradients_are_megatrons(layout: Layout, recomputes: bool) -> None:
-    for errors in run_layout(_outputs_agree, layout.world_size, layout, recomputes):
-        assert max(errors) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
