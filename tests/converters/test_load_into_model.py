@@ -54,15 +54,9 @@ def check_rank(layout: Layout, source: Path, checkpoint: Path) -> int:
 
 
 LAYOUTS = [
-    ("dense", Layout(tp=2)),
     ("dense", Layout(pp=2, vpp=2)),
     ("dense-tied", Layout(pp=2)),
-    ("dense-tied", Layout()),
     ("dense-v5", Layout()),
-    ("moe", Layout()),
-    ("moe", Layout(tp=2, sp=True)),
-    ("moe", Layout(pp=2)),
-    ("moe", Layout(ep=2, dp=2)),
     ("moe", Layout(tp=2, ep=2, dp=2, sp=True)),
     ("moe", Layout(tp=2, etp=2, sp=True)),
     ("moe", Layout(tp=2, pp=2, ep=2, sp=True)),
@@ -72,7 +66,6 @@ LAYOUTS = [
     ("moe-H=2I-v5", Layout()),
     ("moe-H=I", Layout()),
     ("moe-H=I-v5", Layout()),
-    ("mixed-listed", Layout()),
     ("mixed-listed", Layout(pp=2, tp=2, sp=True)),
     ("mixed-step-v5", Layout(ep=2, dp=2)),
     ("bf16-sharded", Layout(ep=2, dp=2)),
@@ -213,20 +206,9 @@ def test_more_files_than_a_process_may_have_open(
     run_layout(load_with_few_descriptors, 1, mcore_dense, tmp_path / "mcore")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"text": {"num_hidden_layers": 5}},
-            r"decoder\.\S+ has shape \[4, .* but the Hugging Face config makes it \[5, ",
-        ),
-        ({"tie": True}, "holds the tensor output_layer.weight"),
-        ({"vision": {"depth": 6}}, "lacks the tensor visual.blocks.5"),
-    ],
-)
-def test_another_model_is_refused(mcore_dense, tmp_path, options, message):
-    other = write_tiny_checkpoint(tmp_path / "other", **options)
-    with pytest.raises(BadInput, match=message):
+def test_another_model_is_refused(mcore_dense, tmp_path):
+    other = write_tiny_checkpoint(tmp_path / "other", tie=True)
+    with pytest.raises(BadInput, match=r"holds the tensor output_layer\.weight"):
         run_layout(load_into, 1, other, mcore_dense)
 
 

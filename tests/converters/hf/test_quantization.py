@@ -363,10 +363,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         replace(LAYER + "self_attn.q_proj.input_scale", torch.ones(())),
         "q_proj.input_scale .* belongs to a quantised checkpoint",
     ),
-    "integers": (
-        replace(LAYER + "mlp.gate.qweight", torch.ones(4, 4, dtype=torch.int32)),
-        "mlp.gate.qweight .* dtype I32",
-    ),
     "FP8 norm": (
         replace(LAYER + "input_layernorm.weight", torch.ones(152).to(FP8)),
         "input_layernorm.weight is float8_e4m3fn, but there is no",
