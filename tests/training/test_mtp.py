@@ -24,8 +24,7 @@ from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.layer import mtp_spec
 from mcore_qwen3vl.model.transformer_config import transformer_config
-from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
-from mcore_qwen3vl.training.forward_step import cross_entropy, further_token_objective
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.curves import (
     OTHER_LAYOUT,
     Job,
@@ -39,7 +38,6 @@ from tests.converters.checkpoints import assert_same_tensors
 from tests.training.further_token import FurtherToken
 from tests.training.log import numbers_of
 from tests.training.one_step import Plain, check_step, plain_model, step_job
-from tests.training.toy import batch as toy_batch
 from tests.turns import slow
 
 FACTOR = 0.4
@@ -149,20 +147,6 @@ def test_both_losses_and_every_gradient_are_those_of_a_plain_loop(
     expected, further = plain_step(job)
     entry = check_step(job, expected, "lm loss", tmp_path)
     assert entry["mtp_1 loss"] == pytest.approx(further, rel=2e-5)
-
-
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_no_label_is_another_samples(is_packed: bool) -> None:
-    """Without packing the row's first label follows its last."""
-    batch = toy_batch(Architecture.from_hf(tiny_config()), image=False)
-    batch = batch if is_packed else replace(batch, cu_seqlens=None)
-    losses = torch.stack([torch.zeros(1, 16), 2.0 ** torch.arange(16)[None]])
-    reduced = further_token_objective(cross_entropy, 0.5)(batch, torch.arange(16), losses)
-    ends = (4, 12, 15) if is_packed else (15,)
-    expected = sum(2.0**i for i in range(16) if i not in ends)
-    assert reduced.sums["mtp_1 loss"].tolist() == [expected, 16 - len(ends)]
-    assert reduced.total.item() == 0.5 * expected
-    assert reduced.normaliser.item() == 16
 
 
 def test_the_layer_is_saved_resumed_and_exported_as_trained(
