@@ -81,6 +81,21 @@ def turned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def one_by_one(tensors: dict[str, Tensor], start: str = "") -> dict[str, Tensor]:
+    """Write fused experts, (E, out, in), whose names begin so, as a tensor for each matrix."""
+    written: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        experts, _, kind = name.rpartition(".")
+        if not experts.endswith(".mlp.experts") or not name.startswith(start):
+            written[name] = tensor
+            continue
+        parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+        for expert, matrix in enumerate(tensor):
+            for part, values in zip(parts, matrix.chunk(len(parts)), strict=True):
+                written[f"{experts}.{expert}.{part}.weight"] = values.clone()
+    return written
+
+
 def save(tensors: dict[str, Tensor], path: Path) -> None:
     """Replace the weights of a single-file HF checkpoint."""
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

@@ -28,7 +28,7 @@ from transformers.modeling_layers import (
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoePreTrainedModel
 
-from tests.converters.checkpoints import edit_config
+from tests.converters.checkpoints import edit_config, one_by_one
 
 Tensors = dict[str, Tensor]
 
@@ -115,21 +115,6 @@ def cosmos(record: str, **attention: str) -> FormCase:
 
 def with_copied_head(tensors: Tensors) -> Tensors:
     return tensors | {"lm_head.weight": tensors["model.language_model.embed_tokens.weight"].clone()}
-
-
-def one_by_one(tensors: Tensors, start: str = "") -> Tensors:
-    """Write fused experts, (E, out, in), whose names begin so, as a tensor for each matrix."""
-    written: Tensors = {}
-    for name, tensor in tensors.items():
-        experts, _, kind = name.rpartition(".")
-        if not experts.endswith(".mlp.experts") or not name.startswith(start):
-            written[name] = tensor
-            continue
-        parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
-        for expert, matrix in enumerate(tensor):
-            for part, values in zip(parts, matrix.chunk(len(parts)), strict=True):
-                written[f"{experts}.{expert}.{part}.weight"] = values.clone()
-    return written
 
 
 def language_model_alone(source: Path, target: Path) -> None:

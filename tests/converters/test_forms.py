@@ -342,7 +342,6 @@ def without_vision(source: Path, target: Path) -> None:
 
 
 REFUSED = {
-    "AWQ": (rewritten(dict, quantization_config={"quant_method": "awq"}), r"'awq'.*original"),
     "GPTQ": (rewritten(dict, quantization_config={"quant_method": "gptq"}), r"'gptq'.*original"),
     "GPTQ, config restored": (unquantised_config_of_gptq, r"qweight .* I32.*original one"),
     "pickled": (

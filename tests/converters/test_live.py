@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 import json
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
@@ -29,62 +27,34 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from tests.converters.checkpoints import edit_config
+from tests.converters.checkpoints import copy, edit_config, load
 from tests.converters.offline.test_durability import Disk, NotDurable
 from tests.converters.ranks import build_empty
 from tests.turns import slow_except
 
-CASES: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "tied": {"tie": True},
-    "moe": {"moe": True},
-    "moe-v5": {"moe": True, "layout": "v5"},
-    "mixed": {"moe": True, "text": {"mlp_only_layers": [0, 2]}},
-    "bf16": {"moe": True, "dtype": "bfloat16"},
-    "qwen3.5": {"family": "qwen3.5"},
-    "qwen3.5-moe": {"family": "qwen3.5", "moe": True, "tie": True},
-}
 LAYOUTS = [
-    ("dense", "single"),
     ("dense", "tp2xpp2+sp"),
     ("dense", "pp2xvpp2"),
     ("dense", "cp2xdp2"),
-    ("tied", "single"),
-    ("tied", "tp2xpp2"),
-    ("moe", "ep2xdp2"),
-    ("moe", "tp2xep2+sp"),
+    ("dense-tied", "tp2xpp2"),
     ("moe", "tp2xetp2+sp"),
     ("moe", "pp2xep2xdp2"),
     ("moe-v5", "ep4xdp4"),
     ("moe-v5", "tp2xetp2+sp"),
-    ("mixed", "pp2xep2xdp2"),
-    ("bf16", "tp2xpp2xep2+sp"),
-    ("qwen3.5", "tp2xpp2"),
-    ("qwen3.5", "cp2xdp2"),
-    ("qwen3.5-moe", "tp2xep2+sp"),
-    ("qwen3.5-moe", "pp2xep2xdp2"),
+    ("mixed-listed", "pp2xep2xdp2"),
+    ("bf16-sharded", "tp2xpp2xep2+sp"),
+    ("hybrid-tied", "tp2xpp2"),
+    ("hybrid-tied", "cp2xdp2"),
+    ("hybrid-moe-float32", "tp2xep2+sp"),
+    ("hybrid-moe-float32", "pp2xep2xdp2"),
 ]
 FAST = [
-    ("tied", "tp2xpp2"),
+    ("dense-tied", "tp2xpp2"),
     ("moe-v5", "tp2xetp2+sp"),
-    ("mixed", "pp2xep2xdp2"),
-    ("qwen3.5-moe", "tp2xep2+sp"),
+    ("mixed-listed", "pp2xep2xdp2"),
+    ("hybrid-moe-float32", "tp2xep2+sp"),
 ]
 SMALL_BUCKETS = 40_000
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(case: str) -> Path:
-        if case not in made:
-            made[case] = tmp_path_factory.mktemp("live") / case
-            write_tiny_checkpoint(made[case], **CASES[case])
-        return made[case]
-
-    return get
 
 
 def on_ranks(path: Path, text: str, work: Callable[[list[Any]], Any]) -> list[Any]:
@@ -103,7 +73,7 @@ def on_ranks(path: Path, text: str, work: Callable[[list[Any]], Any]) -> list[An
 @pytest.mark.parametrize(("case", "layout"), slow_except(LAYOUTS, *FAST))
 def test_what_was_loaded_is_exported_bitwise(tiny, tmp_path, case, layout):
     source, exported, offline = tiny(case), tmp_path / "live", tmp_path / "offline"
-    expected = load_file(source / "model.safetensors")
+    expected = load(source)
 
     def work(chunks: list[Any]) -> None:
         assert not any(p.isnan().any() for chunk in chunks for p in chunk.parameters())
@@ -147,42 +117,29 @@ def test_what_was_loaded_is_exported_bitwise(tiny, tmp_path, case, layout):
 
 
 @pytest.mark.slow
-def test_loaded_at_one_layout_and_reloaded_at_another(tiny, tmp_path):
-    source = tiny("moe")
-    on_ranks(source, "tp2xpp2+sp", lambda c: save_hf(c, tmp_path / "a", hf_config=source))
-    on_ranks(
-        tmp_path / "a", "ep4xdp4", lambda c: save_hf(c, tmp_path / "b", hf_config=tmp_path / "a")
-    )
-    expected, found = (load_file(p / "model.safetensors") for p in (source, tmp_path / "b"))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
-@pytest.mark.slow
 def test_weights_of_a_quantised_model_are_not_called_quantised(tiny, tmp_path):
-    source, quantised = tiny("tied"), tmp_path / "fp8"
-    config = json.loads((source / "config.json").read_text())
+    source = tiny("dense-tied")
     said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    quantised.mkdir()
-    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    edit_config(quantised := copy(source, tmp_path / "fp8"), quantization_config=said)
     on_ranks(source, "single", lambda c: save_hf(c, tmp_path / "a", hf_config=quantised))
-    assert json.loads((tmp_path / "a" / "config.json").read_text()) == config
+    configs = [json.loads((path / "config.json").read_text()) for path in (source, tmp_path / "a")]
+    assert configs[0] == configs[1]
 
 
 def test_weights_beside_the_config_are_not_looked_at_without_need(tiny, tmp_path):
     """Only Qwen3.5's ``mtp.*`` are copied from there; of others a part of a download suffices."""
-    source, partly = tiny("tied"), tmp_path / "partly"
-    shutil.copytree(source, partly)
+    source = tiny("dense-tied")
+    partly = copy(source, tmp_path / "partly")
     (partly / "model.safetensors").write_bytes(b"cut short")
     on_ranks(source, "single", lambda c: save_hf(c, tmp_path / "a", hf_config=partly))
-    expected, exported = (load_file(p / "model.safetensors") for p in (source, tmp_path / "a"))
+    expected, exported = (load(p) for p in (source, tmp_path / "a"))
     assert all(torch.equal(expected[name], exported[name]) for name in expected)
 
 
 def test_an_expert_parallel_rank_reads_its_share_of_the_experts(tiny):
     source = tiny("moe")
     layout = Layout(ep=4, dp=4)
-    tensors = load_file(source / "model.safetensors")
+    tensors = load(source)
     experts = sum(t.nbytes for name, t in tensors.items() if ".mlp.experts." in name)
     rest = sum(t.nbytes for t in tensors.values()) - experts
 
@@ -204,7 +161,7 @@ def test_an_expert_parallel_rank_reads_its_share_of_the_experts(tiny):
 
 
 def test_the_other_expert_layout_can_be_asked_for(tiny):
-    expected = load_file(tiny("moe") / "model.safetensors")
+    expected = load(tiny("moe"))
 
     def work(chunks: list[Any]) -> None:
         for name, tensor in export_hf(chunks, expert_layout="v5"):
@@ -231,7 +188,7 @@ def test_a_padded_vocabulary_is_zero_beyond_the_source_and_left_out_of_the_expor
         if dist.get_rank() == 1:
             assert not model.embedding.word_embeddings.weight[-32:].any()
             assert not model.output_layer.weight[-32:].any()
-        expected = load_file(source / "model.safetensors")
+        expected = load(source)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in export_hf(model))
 
     run_layout(on_rank, 2, timeout=60)
@@ -262,14 +219,14 @@ def test_every_local_value_belongs_to_one_hf_place(tiny):
     for counts in on_ranks(tiny("moe"), "tp2xep2xcp2+sp", work):
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
-    tensors = load_file(tiny("moe") / "model.safetensors")
+    tensors = load(tiny("moe"))
     assert total == {name: t.numel() for name, t in tensors.items()}
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny):
     def on_rank() -> None:
         initialize(Layout())
-        load_hf(build_empty(Layout(), Architecture.from_hf(tiny("dense"))), tiny("tied"))
+        load_hf(build_empty(Layout(), Architecture.from_hf(tiny("dense"))), tiny("dense-tied"))
 
     with pytest.raises(BadInput, match=r"lacks the tensor lm_head\.weight"):
         run_layout(on_rank, 1, timeout=60)
@@ -362,8 +319,7 @@ def test_what_is_published_is_on_the_disk(tiny, tmp_path):
 @pytest.mark.parametrize("megatron", [False, True])
 def test_weights_beside_another_config_are_not_loaded(tiny, tmp_path, megatron):
     """The rotary base and other settings show in no tensor, and the model would compute another."""
-    other = tmp_path / "other"
-    shutil.copytree(tiny("moe"), other)
+    other = copy(tiny("moe"), tmp_path / "other")
     changes = {"rope_theta": 1e4, "rms_norm_eps": 1e-5, "num_experts_per_tok": 1}
     changes |= {"initializer_range": 0.5}
     text = {f"text_config__{name}": value for name, value in changes.items()}

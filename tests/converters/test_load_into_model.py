@@ -54,15 +54,9 @@ def check_rank(layout: Layout, source: Path, checkpoint: Path) -> int:
 
 
 LAYOUTS = [
-    ("dense", Layout(tp=2)),
     ("dense", Layout(pp=2, vpp=2)),
     ("dense-tied", Layout(pp=2)),
-    ("dense-tied", Layout()),
     ("dense-v5", Layout()),
-    ("moe", Layout()),
-    ("moe", Layout(tp=2, sp=True)),
-    ("moe", Layout(pp=2)),
-    ("moe", Layout(ep=2, dp=2)),
     ("moe", Layout(tp=2, ep=2, dp=2, sp=True)),
     ("moe", Layout(tp=2, etp=2, sp=True)),
     ("moe", Layout(tp=2, pp=2, ep=2, sp=True)),
@@ -72,7 +66,6 @@ LAYOUTS = [
     ("moe-H=2I-v5", Layout()),
     ("moe-H=I", Layout()),
     ("moe-H=I-v5", Layout()),
-    ("mixed-listed", Layout()),
     ("mixed-listed", Layout(pp=2, tp=2, sp=True)),
     ("mixed-step-v5", Layout(ep=2, dp=2)),
     ("bf16-sharded", Layout(ep=2, dp=2)),
@@ -188,29 +181,6 @@ def build(config: Path):
     return Qwen3VLModel.from_hf_config(Architecture.from_hf(config))
 
 
-def saved_by_training(mcore_dense: Path, folder: Path) -> float:
-    """Save with optimizer state, as training does, load that and return the largest difference."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    initialize(Layout())
-    model = build(mcore_dense / "hf")
-    load_checkpoint([model], mcore_dense)
-    folder.mkdir()
-    key = "optimizer.state.exp_avg.output_layer.weight"
-    moment = ShardedTensor.from_rank_offsets(key, torch.full((1, 5), 3.0), (0, 0, 1))
-    state = {"model": model.sharded_state_dict(), "optimizer": moment}
-    dist_checkpointing.save(state, str(folder))
-    again = build(mcore_dense / "hf")
-    load_checkpoint([again], folder)
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs)
-
-
-def test_optimizer_state_beside_the_model_is_left_alone(mcore_dense, tmp_path):
-    assert run_layout(saved_by_training, 1, mcore_dense, tmp_path / "iteration") == [0.0]
-
-
 def load_into(config: Path, checkpoint: Path) -> None:
     initialize(Layout())
     load_checkpoint([build(config)], checkpoint)
@@ -236,20 +206,9 @@ def test_more_files_than_a_process_may_have_open(
     run_layout(load_with_few_descriptors, 1, mcore_dense, tmp_path / "mcore")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"text": {"num_hidden_layers": 5}},
-            r"decoder\.\S+ has shape \[4, .* but the Hugging Face config makes it \[5, ",
-        ),
-        ({"tie": True}, "holds the tensor output_layer.weight"),
-        ({"vision": {"depth": 6}}, "lacks the tensor visual.blocks.5"),
-    ],
-)
-def test_another_model_is_refused(mcore_dense, tmp_path, options, message):
-    other = write_tiny_checkpoint(tmp_path / "other", **options)
-    with pytest.raises(BadInput, match=message):
+def test_another_model_is_refused(mcore_dense, tmp_path):
+    other = write_tiny_checkpoint(tmp_path / "other", tie=True)
+    with pytest.raises(BadInput, match=r"holds the tensor output_layer\.weight"):
         run_layout(load_into, 1, other, mcore_dense)
 
 

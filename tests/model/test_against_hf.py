@@ -2,20 +2,19 @@
 
 ``verify/parity`` compares every layout and batch. These tests check its own tools: weights are
 cut by hand-written rules instead of the conversion table, and positions, labels and loss masks are
-random, so that nothing holds by chance. Each gradient rule of the design has a case.
+random, so that nothing holds by chance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from tests.model.engine import TOLERANCE, Case, References, build, check, train_step, wrap
 from tests.model.reference import Expected, Reference
@@ -58,97 +57,47 @@ def tail(reference: Reference, dp: int) -> Batches:
     return made, [[packed(a, made[:3], 8, tail=16), packed(a, made[3:], 8, tail=56)]]
 
 
-def ragged(reference: Reference, dp: int) -> Batches:
-    """Make micro-batches of different lengths."""
-    made = samples(reference, 28, 28, 40, 40, 32, 32, 36, 36)
-    pairs = [made[i : i + 2] for i in (0, 2, 4, 6)]
-    return made, [[padded(reference.architecture, p, p[0].input_ids.shape[1]) for p in pairs]]
-
-
-def text_beside_images(reference: Reference, dp: int) -> Batches:
-    """Give one rank samples with images or a video, and the other text alone."""
-    a = reference.architecture
-    ranks = [
-        [sample(a, 32, IMAGES, seed=1), sample(a, 32, VIDEO, seed=2)],
-        [sample(a, 32, seed=3), sample(a, 32, seed=4)],
-    ]
-    return [s for rank in ranks for s in rank], [[padded(a, [s], 32) for s in r] for r in ranks]
-
-
 UNIFORM_2 = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2
 }  # fmt: skip
-MLP = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
-
-
-@dataclass(frozen=True)
-class Given:
-    """A case without its reference; see :class:`tests.model.engine.Case`."""
-
-    layout: str
-    batches: Callable[[Reference, int], Batches] = even
-    model: dict[str, Any] = field(default_factory=dict)
-    overrides: dict[str, Any] = field(default_factory=dict)
-    ddp: dict[str, Any] = field(default_factory=dict)
-    frozen: tuple[str, ...] = ()
-
-
-CASES = {
-    "features land on their tokens with two samples a micro-batch": Given("single"),
-    "each SP rank adds its DeepStack rows once": Given("tp2+sp"),
-    "features gathered over CP, padding at a pack's tail": Given("cp2", tail),
-    "recompute of two layers keeps DeepStack": Given("tp2xcp2+sp", left, overrides=UNIFORM_2),
-    "interleaved pipeline, tied": Given("pp2xvpp2", model={"tie": True}),
-    "features travel with uneven micro-batches": Given(
-        "pp4", ragged, overrides={"variable_seq_lengths": True}
-    ),
-    "a rank without images reduces with the others": Given(
-        "tp2xdp2+sp", text_beside_images, ddp={"overlap_grad_reduce": True, "bucket_size": 4000}
-    ),
-    "padding is routed to no expert": Given("tp2xep2+sp", tail, {"moe": True}),
-    "dense and MoE layers in turn": Given(
-        "pp2", model={"moe": True, "text": {"mlp_only_layers": [0, 3]}}
-    ),
-    "eight ranks": Given("tp2xpp2xvpp2xep2xcp2+sp", model={"moe": True}),
-    "frozen language, recomputed MLPs": Given("tp2+sp", overrides=MLP, frozen=("language",)),
-    "all frozen but the last layer, recomputed": Given(
-        "pp2xvpp2",
-        overrides=UNIFORM_2,
-        frozen=("vision", "aligner", "embedding", r"decoder\.layers\.[012]\."),
-    ),
+CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
+    "features land on their tokens with two samples a micro-batch": ("single", even, {}, {}),
+    "each SP rank adds its DeepStack rows once": ("tp2+sp", even, {}, {}),
+    "features gathered over CP, padding at a pack's tail": ("cp2", tail, {}, {}),
+    "interleaved pipeline, tied": ("pp2xvpp2", even, {"tie": True}, {}),
+    "padding is routed to no expert": ("tp2xep2+sp", tail, {"moe": True}, {}),
+    "recompute of two layers keeps DeepStack": ("tp2xcp2+sp", left, {}, UNIFORM_2),
+    "eight ranks": ("tp2xpp2xvpp2xep2xcp2+sp", even, {"moe": True}, {}),
 }
+SLOW = ("recompute of two layers keeps DeepStack", "eight ranks")
 
 
-QUICK = (
-    "features land on their tokens with two samples a micro-batch",
-    "each SP rank adds its DeepStack rows once",
-    "features gathered over CP, padding at a pack's tail",
-    "interleaved pipeline, tied",
-    "padding is routed to no expert",
-)
+def cases(named: dict[str, tuple[Any, ...]], slow: tuple[str, ...]) -> list[Any]:
+    """Return the parameters of these cases: layout, batches, model and overrides."""
+    return [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in slow else [])
+        for name, case in named.items()
+    ]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name, case in CASES.items()
-    ],
-)
-def test_equals_hugging_face(reference: References, given: Given) -> None:
-    hf, layout = reference(**given.model), Layout.parse(given.layout)
-    made, batches = given.batches(hf, layout.dp)
-    check(
-        Case(
-            layout,
-            hf,
-            batches,
-            hf.expect(made),
-            overrides=given.overrides,
-            ddp=given.ddp,
-            prepare=lambda model: Freezing(given.frozen).apply(model),
-        )
-    )
+@pytest.mark.parametrize(("layout", "batches", "model", "overrides"), cases(CASES, SLOW))
+def test_equals_hugging_face(
+    reference: References, layout: str, batches: Any, model: dict[str, Any], overrides: Any
+) -> None:
+    compare(reference, layout, batches, model, overrides)
+
+
+def compare(
+    reference: References,
+    layout: str,
+    batches: Callable[[Reference, int], Batches],
+    model: dict[str, Any],
+    overrides: dict[str, Any],
+    kind: Any = Qwen3VLModel,
+) -> None:
+    hf, sizes = reference(**model), Layout.parse(layout)
+    samples, of_ranks = batches(hf, sizes.dp)
+    check(Case(sizes, hf, of_ranks, hf.expect(samples), overrides=overrides, kind=kind))
 
 
 AUX, Z = {"moe_aux_loss_coeff": 0.1}, {"moe_z_loss_coeff": 0.05}
@@ -156,7 +105,7 @@ AUX, Z = {"moe_aux_loss_coeff": 0.1}, {"moe_z_loss_coeff": 0.05}
 
 def _gradients(case: Case) -> dict[str, Tensor]:
     chunks = build(case)
-    train_step(case, wrap(case, chunks))
+    train_step(case, wrap(chunks))
     (chunk,) = chunks
     return {name: p.main_grad.clone() for name, p in chunk.named_parameters()}
 

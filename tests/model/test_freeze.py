@@ -15,21 +15,6 @@ from mcore_qwen3vl.tiny import tiny_config
 DENSE = Architecture.from_hf(tiny_config())
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("module.module.visual.blocks.0.attn.qkv.weight", "vision"),
-        ("visual.patch_embed.proj.weight", "vision"),
-        ("module.visual.merger.norm.weight", "aligner"),
-        ("visual.deepstack_merger_list.2.linear_fc1.bias", "aligner"),
-        ("module.embedding.word_embeddings.weight", "language"),
-        ("decoder.final_layernorm.weight", "language"),
-    ],
-)
-def test_every_parameter_has_its_part(name: str, part: str) -> None:
-    assert part_of(name) == part
-
-
 def frozen_and_trained(
     frozen: list[str], trainable: list[str], layout: Layout
 ) -> tuple[list[str], list[str]]:

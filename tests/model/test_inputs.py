@@ -30,7 +30,7 @@ def test_features_are_matched_with_their_placeholders():
     mixed = batch(
         [("image", 1, 4, 2), ("video", 2, 2, 4), ("image", 1, 2, 6)], [("video", 1, 2, 2)]
     )
-    visual = mixed.visual()
+    visual = mixed.visual
     tokens = mixed.input_ids.flatten()
     assert visual is not None
     assert tokens[visual.token_index].tolist() == [IMAGE] * (2 + 3) + [VIDEO] * (4 + 1)
@@ -45,7 +45,7 @@ def test_text_alone_has_no_visual_inputs():
 
 
 def test_picklable_and_moved_without_its_host_part():
-    visual = batch([("image", 1, 4, 2)]).visual()
+    visual = batch([("image", 1, 4, 2)]).visual
     copy = pickle.loads(pickle.dumps(visual))
     assert copy.pixel_values.equal(visual.pixel_values)
     moved = visual.to("meta")
@@ -136,39 +136,6 @@ def test_the_positions_of_a_rank(
     length: int, ranks: list[dict[str, Any]], expected: list[list[int]]
 ) -> None:
     assert [local_positions(length, **rank).tolist() for rank in ranks] == expected
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (4, 1), (2, 2), (4, 2)])
-def test_the_ranks_together_hold_every_position_once(cp: int, tp: int, packed: bool) -> None:
-    bounds = torch.tensor([0, 16, 24, 24, 64]) if packed else None
-    common: Any = {"cp_size": cp, "tp_size": tp, "sequence_parallel": True, "cu_seqlens": bounds}
-    held = [
-        local_positions(64, cp_rank=c, tp_rank=t, **common) for c in range(cp) for t in range(tp)
-    ]
-    assert {len(part) for part in held} == {64 // cp // tp}
-    assert torch.cat(held).sort().values.tolist() == list(range(64))
-
-
-@pytest.mark.parametrize(
-    ("length", "cp", "bounds", "message"),
-    [
-        (10, 2, None, r"length 10.*multiple of 4"),
-        (14, 2, [0, 8, 14], r"packed sample.*length 6.*multiple of 4"),
-        (10, 1, [0, 4, 8], "from 0 to 8 over a packed sequence of 10"),
-    ],
-)
-def test_lengths_that_do_not_divide_are_refused_with_the_remedy(
-    length: int, cp: int, bounds: list[int] | None, message: str
-) -> None:
-    cu_seqlens = None if bounds is None else torch.tensor(bounds)
-    with pytest.raises(BadInput, match=message):
-        local_positions(length, cp_size=cp, cp_rank=0, cu_seqlens=cu_seqlens)
-
-
-def test_a_length_that_sp_does_not_divide_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"10 tokens.*TP 4.*multiple of 4"):
-        local_positions(10, cp_size=1, cp_rank=0, tp_size=4, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(("cp", "tp", "expected"), [(1, 1, 1), (1, 4, 4), (2, 1, 4), (2, 3, 12)])

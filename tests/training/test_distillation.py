@@ -29,12 +29,11 @@ from mcore_qwen3vl.verify.curves import (
 )
 from tests.training.log import entries_of
 from tests.training.one_step import Plain, check_step, plain_model, random_adapter, step_job
-from tests.turns import slow
+from tests.turns import slow_except
 
 K = 7
 PACKED = ("--packing",)
 TWO_ROWS = ("--micro-batch-size", "2", "--global-batch-size", "8")
-TEACHERS = {"dense": "moe", "moe": "dense", "hybrid": "large_hybrid"}
 FORWARD = Distillation(temperature=1.5, alpha=0.3)
 REVERSE = Distillation("reverse")
 JSD = Distillation("jsd", beta=0.2, temperature=0.8)
@@ -109,45 +108,6 @@ def plain_step(job: Job, teacher: Path, settings: Distillation) -> tuple[Plain, 
     return Plain.of(loss / tokens, named), numbers
 
 
-@pytest.mark.parametrize(
-    ("student", "layout", "settings", "flags"),
-    [
-        ("dense", "cp2", REVERSE, PACKED),
-        *slow(
-            ("dense", "pp2", JSD, TWO_ROWS),
-            ("dense", "single", FORWARD, PACKED),
-            ("dense", "tp2+sp", FORWARD, PACKED),
-            ("dense", "dp2", REVERSE, TWO_ROWS),
-            ("dense", "dp2", FORWARD, (*PACKED, "--no-balance", "--head-chunk", "50")),
-            ("dense", "tp2", JSD, ()),
-            ("dense", "tp2xpp2", REVERSE, PACKED),
-            ("dense", "pp2xvpp2", FORWARD, PACKED),
-            ("dense", "cp2xdp2", JSD, PACKED),
-            ("dense", "tp2xcp2+sp", FORWARD, TWO_ROWS),
-            ("moe", "ep2xdp2", JSD, PACKED),
-            ("moe", "tp2xetp2+sp", REVERSE, ()),
-            ("hybrid", "tp2+sp", FORWARD, PACKED),
-        ),
-    ],
-)
-def test_loss_and_every_gradient_are_those_of_one_process(
-    student: str,
-    layout: str,
-    settings: Distillation,
-    flags: tuple[str, ...],
-    records: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
-    checkpoint = request.getfixturevalue(student)
-    teacher = request.getfixturevalue(TEACHERS[student])
-    data = scored(records, teacher, tmp_path, settings.temperature)
-    job = step_job(checkpoint, data, layout, *flags_of(settings), *flags)
-    expected, numbers = plain_step(job, teacher, settings)
-    entry = check_step(job, expected, "distill loss", tmp_path)
-    assert {name: entry[name] for name in numbers} == pytest.approx(numbers, rel=2e-5)
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A teacher of other depth and width than the students, with other DeepStack layers."""
@@ -173,29 +133,48 @@ def large_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("large"), moe=True, seed=6, text=text)
 
 
+BY_FILE = [
+    ("dense", "moe", "cp2", REVERSE, PACKED),
+    ("dense", "moe", "pp2", JSD, TWO_ROWS),
+    ("dense", "moe", "single", FORWARD, PACKED),
+    ("dense", "moe", "tp2+sp", FORWARD, PACKED),
+    ("dense", "moe", "dp2", REVERSE, TWO_ROWS),
+    ("dense", "moe", "dp2", FORWARD, (*PACKED, "--no-balance", "--head-chunk", "50")),
+    ("dense", "moe", "tp2", JSD, ()),
+    ("dense", "moe", "tp2xpp2", REVERSE, PACKED),
+    ("dense", "moe", "pp2xvpp2", FORWARD, PACKED),
+    ("dense", "moe", "cp2xdp2", JSD, PACKED),
+    ("dense", "moe", "tp2xcp2+sp", FORWARD, TWO_ROWS),
+    ("moe", "dense", "ep2xdp2", JSD, PACKED),
+    ("moe", "dense", "tp2xetp2+sp", REVERSE, ()),
+    ("hybrid", "large_hybrid", "tp2+sp", FORWARD, PACKED),
+]
+LIVE = [
+    ("dense", "large", "tp2+sp", FORWARD, PACKED),
+    ("dense", "large", "pp2xvpp2", JSD, TWO_ROWS),
+    ("hybrid", "large_hybrid", "pp2", REVERSE, PACKED),
+    ("dense", "large", "cp2xdp2", REVERSE, PACKED),
+    ("moe", "large_moe", "ep2xdp2", FORWARD, PACKED),
+    ("dense", "large", "single", REVERSE, TWO_ROWS),
+    ("dense", "large", "pp2+first1+last3", FORWARD, PACKED),
+    ("dense", "large", "tp2xpp2", JSD, PACKED),
+    ("dense", "large", "tp2xcp2+sp", JSD, ()),
+    ("dense", "large_moe", "tp2", FORWARD, PACKED),
+    ("moe", "dense", "ep2xdp2", REVERSE, PACKED),
+    ("moe", "large_moe", "tp2xetp2+sp", JSD, ()),
+    ("dense", "large_hybrid", "tp2+sp", FORWARD, PACKED),
+    ("hybrid", "large", "cp2", JSD, PACKED),
+    ("hybrid_moe", "dense", "ep2xdp2", FORWARD, PACKED),
+]
+ROWS = [*(("by file", *row) for row in BY_FILE), *(("live", *row) for row in LIVE)]
+
+
 @pytest.mark.parametrize(
-    ("student", "teacher", "layout", "settings", "flags"),
-    [
-        ("dense", "large", "tp2+sp", FORWARD, PACKED),
-        *slow(
-            ("dense", "large", "pp2xvpp2", JSD, TWO_ROWS),
-            ("hybrid", "large_hybrid", "pp2", REVERSE, PACKED),
-            ("dense", "large", "cp2xdp2", REVERSE, PACKED),
-            ("moe", "large_moe", "ep2xdp2", FORWARD, PACKED),
-            ("dense", "large", "single", REVERSE, TWO_ROWS),
-            ("dense", "large", "pp2+first1+last3", FORWARD, PACKED),
-            ("dense", "large", "tp2xpp2", JSD, PACKED),
-            ("dense", "large", "tp2xcp2+sp", JSD, ()),
-            ("dense", "large_moe", "tp2", FORWARD, PACKED),
-            ("moe", "dense", "ep2xdp2", REVERSE, PACKED),
-            ("moe", "large_moe", "tp2xetp2+sp", JSD, ()),
-            ("dense", "large_hybrid", "tp2+sp", FORWARD, PACKED),
-            ("hybrid", "large", "cp2", JSD, PACKED),
-            ("hybrid_moe", "dense", "ep2xdp2", FORWARD, PACKED),
-        ),
-    ],
+    ("way", "student", "teacher", "layout", "settings", "flags"),
+    slow_except(ROWS, ROWS[0], ROWS[len(BY_FILE)]),
 )
-def test_a_live_teacher_of_another_size(
+def test_loss_and_every_gradient_are_those_of_one_process(
+    way: str,
     student: str,
     teacher: str,
     layout: str,
@@ -206,8 +185,12 @@ def test_a_live_teacher_of_another_size(
     request: pytest.FixtureRequest,
 ) -> None:
     checkpoint, other = (request.getfixturevalue(name) for name in (student, teacher))
-    flags = (*flags_of(settings), *live_flags(other), *flags)
-    job = step_job(checkpoint, records, layout, *flags)
+    flags, data = (*flags_of(settings), *flags), records
+    if way == "live":
+        flags = (*flags, *live_flags(other))
+    else:
+        data = scored(records, other, tmp_path, settings.temperature)
+    job = step_job(checkpoint, data, layout, *flags)
     expected, numbers = plain_step(job, other, settings)
     entry = check_step(job, expected, "distill loss", tmp_path)
     assert {name: entry[name] for name in numbers} == pytest.approx(numbers, rel=2e-5)

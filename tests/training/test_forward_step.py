@@ -25,22 +25,16 @@ LOSSES = torch.tensor([[2.0, 3.0, 5.0], [7.0, float("inf"), 11.0]])
 WEIGHTS = torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, 0.0]])
 
 
-def test_cross_entropy_counts_trained_tokens_alike() -> None:
-    total, normaliser = forward_step.cross_entropy(LOSSES, WEIGHTS)
-    assert total.item() == 2 + 5 + 7
-    assert normaliser.item() == 3
-
-
-def test_weighted_cross_entropy_is_a_weighted_mean() -> None:
-    total, normaliser = forward_step.weighted_cross_entropy(LOSSES, WEIGHTS)
-    assert total.item() == 2 + 0.5 * 5 + 2 * 7
-    assert normaliser.item() == 3.5
-
-
-def test_scaled_cross_entropy_divides_by_the_tokens() -> None:
-    total, normaliser = forward_step.scaled_cross_entropy(LOSSES, WEIGHTS)
-    assert total.item() == 2 + 0.5 * 5 + 2 * 7
-    assert normaliser.item() == 3
+@pytest.mark.parametrize(
+    ("loss", "total", "normaliser"),
+    [
+        (forward_step.cross_entropy, 2 + 5 + 7, 3),  # trained tokens count alike
+        (forward_step.weighted_cross_entropy, 2 + 0.5 * 5 + 2 * 7, 3.5),
+        (forward_step.scaled_cross_entropy, 2 + 0.5 * 5 + 2 * 7, 3),  # the number of tokens
+    ],
+)
+def test_what_a_loss_sums_and_what_divides_it(loss: Any, total: float, normaliser: float) -> None:
+    assert [value.item() for value in loss(LOSSES, WEIGHTS)] == [total, normaliser]
 
 
 def test_infinite_losses_at_padding_leave_no_gradient() -> None:

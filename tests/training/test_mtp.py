@@ -24,8 +24,7 @@ from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.layer import mtp_spec
 from mcore_qwen3vl.model.transformer_config import transformer_config
-from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
-from mcore_qwen3vl.training.forward_step import cross_entropy, further_token_objective
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.curves import (
     OTHER_LAYOUT,
     Job,
@@ -39,7 +38,6 @@ from tests.converters.checkpoints import assert_same_tensors
 from tests.training.further_token import FurtherToken
 from tests.training.log import numbers_of
 from tests.training.one_step import Plain, check_step, plain_model, step_job
-from tests.training.toy import batch as toy_batch
 from tests.turns import slow
 
 FACTOR = 0.4
@@ -75,15 +73,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="session")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    kinds: dict[str, dict[str, Any]] = {"dense": {}, "moe": {"moe": True}, "tied": {"tie": True}}
-    return {
-        kind: write_tiny_checkpoint(
-            tmp_path_factory.mktemp(f"hybrid-{kind}"), family="qwen3.5", **options
-        )
-        for kind, options in kinds.items()
-    }
+@pytest.fixture(scope="module")
+def hybrid_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tied"), family="qwen3.5", tie=True)
 
 
 def plain_step(job: Job) -> tuple[Plain, float]:
@@ -130,57 +122,37 @@ def plain_step(job: Job) -> tuple[Plain, float]:
 @pytest.mark.parametrize(
     ("kind", "layout", "flags"),
     [
-        ("dense", "tp2+sp", PACKED),
-        ("dense", "pp2", ("--micro-batch-size", "2")),
+        ("hybrid", "tp2+sp", PACKED),
+        ("hybrid", "pp2", ("--micro-batch-size", "2")),
         *slow(
-            ("dense", "single", PACKED),
-            ("dense", "single", (*PACKED, *FULL)),
-            ("dense", "single", (*PACKED, "--no-chunked-head")),
-            ("dense", "tp2", PACKED),
-            ("dense", "cp2", PACKED),
-            ("dense", "cp2", ()),
-            ("dense", "pp2xvpp2", PACKED),
-            ("dense", "dp2", PACKED),
-            ("dense", "tp2xpp2+sp", PACKED),
-            ("tied", "pp2", PACKED),
-            ("moe", "ep2xdp2", PACKED),
-            ("moe", "tp2xetp2+sp", PACKED),
+            ("hybrid", "single", PACKED),
+            ("hybrid", "single", (*PACKED, *FULL)),
+            ("hybrid", "single", (*PACKED, "--no-chunked-head")),
+            ("hybrid", "tp2", PACKED),
+            ("hybrid", "cp2", PACKED),
+            ("hybrid", "cp2", ()),
+            ("hybrid", "pp2xvpp2", PACKED),
+            ("hybrid", "dp2", PACKED),
+            ("hybrid", "tp2xpp2+sp", PACKED),
+            ("hybrid_tied", "pp2", PACKED),
+            ("hybrid_moe", "ep2xdp2", PACKED),
+            ("hybrid_moe", "tp2xetp2+sp", PACKED),
         ),
     ],
 )
 def test_both_losses_and_every_gradient_are_those_of_a_plain_loop(
-    kind: str,
-    layout: str,
-    flags: tuple[str, ...],
-    hybrids: dict[str, Path],
-    documents: Path,
-    tmp_path: Path,
+    checkpoint: Path, layout: str, flags: tuple[str, ...], documents: Path, tmp_path: Path
 ) -> None:
-    job = step_job(hybrids[kind], documents, layout, *FLAGS, *flags)
+    job = step_job(checkpoint, documents, layout, *FLAGS, *flags)
     expected, further = plain_step(job)
     entry = check_step(job, expected, "lm loss", tmp_path)
     assert entry["mtp_1 loss"] == pytest.approx(further, rel=2e-5)
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_no_label_is_another_samples(is_packed: bool) -> None:
-    """Without packing the row's first label follows its last."""
-    batch = toy_batch(Architecture.from_hf(tiny_config()), image=False)
-    batch = batch if is_packed else replace(batch, cu_seqlens=None)
-    losses = torch.stack([torch.zeros(1, 16), 2.0 ** torch.arange(16)[None]])
-    reduced = further_token_objective(cross_entropy, 0.5)(batch, torch.arange(16), losses)
-    ends = (4, 12, 15) if is_packed else (15,)
-    expected = sum(2.0**i for i in range(16) if i not in ends)
-    assert reduced.sums["mtp_1 loss"].tolist() == [expected, 16 - len(ends)]
-    assert reduced.total.item() == 0.5 * expected
-    assert reduced.normaliser.item() == 16
-
-
 def test_the_layer_is_saved_resumed_and_exported_as_trained(
-    hybrids: dict[str, Path], data: Path, tmp_path: Path
+    hybrid: Path, data: Path, tmp_path: Path
 ) -> None:
-    checkpoint = hybrids["dense"]
-    job = replace(step_job(checkpoint, data, "single", *FLAGS, *PACKED, steps=4), batch=2)
+    job = replace(step_job(hybrid, data, "single", *FLAGS, *PACKED, steps=4), batch=2)
     whole, save = train_and_rewind(job, tmp_path)
     export = tmp_path / "export"
     flags = ("--save", str(save), "--save-interval", "1000", "--save-hf", str(export))
@@ -188,17 +160,17 @@ def test_the_layer_is_saved_resumed_and_exported_as_trained(
     assert numbers_of(rest) == numbers_of(whole[2:])
     assert [entry["mtp_1 loss"] for entry in rest] == [e["mtp_1 loss"] for e in whole[2:]]
     before, after = (
-        load_file(folder / "model.safetensors") for folder in (checkpoint, export / "iter_0000004")
+        load_file(folder / "model.safetensors") for folder in (hybrid, export / "iter_0000004")
     )
     further = [name for name in before if name.startswith("mtp.")]
     assert further
     assert all(not torch.equal(before[name], after[name]) for name in further)
-    mcore_to_hf(save, tmp_path / "back", hf_config=checkpoint)
+    mcore_to_hf(save, tmp_path / "back", hf_config=hybrid)
     assert_same_tensors(export / "iter_0000004", tmp_path / "back")
 
 
-def test_a_pipeline_layout_does_not_name_the_layer(hybrids: dict[str, Path]) -> None:
-    architecture = Architecture.from_hf(hybrids["dense"])
+def test_a_pipeline_layout_does_not_name_the_layer(hybrid: Path) -> None:
+    architecture = Architecture.from_hf(hybrid)
     layers = "t" * (architecture.num_hidden_layers - 1)
     overrides = Layout.parse(f"pp2+E{layers}|tL").config_overrides()
     config = transformer_config(architecture, **overrides, mtp_num_layers=1)
@@ -206,9 +178,9 @@ def test_a_pipeline_layout_does_not_name_the_layer(hybrids: dict[str, Path]) -> 
 
 
 @pytest.mark.skipif(HAVE_TE, reason="asks for what Megatron has without Transformer Engine")
-def test_megatrons_next_version_can_ask_for_layers_of_inference(hybrids: dict[str, Path]) -> None:
+def test_megatrons_next_version_can_ask_for_layers_of_inference(hybrid: Path) -> None:
     """It asks isinstance of them, and without Transformer Engine they are mocks."""
-    config = transformer_config(Architecture.from_hf(hybrids["dense"]), mtp_num_layers=1)
+    config = transformer_config(Architecture.from_hf(hybrid), mtp_num_layers=1)
     mtp_spec(config, "torch", rotary_factor=1.0, keep_activations=True)
     assert not isinstance(nn.Linear(1, 1), inference_layers.InferenceColumnParallelLinear)
     assert not isinstance(nn.Linear(1, 1), inference_layers.InferenceLayerNormColumnParallelLinear)
@@ -216,12 +188,12 @@ def test_megatrons_next_version_can_ask_for_layers_of_inference(hybrids: dict[st
 
 @pytest.mark.slow
 def test_the_layer_goes_on_under_another_layout(
-    hybrids: dict[str, Path], data: Path, tmp_path: Path
+    hybrid_moe: Path, data: Path, tmp_path: Path
 ) -> None:
-    job = replace(step_job(hybrids["moe"], data, "ep2xdp2", *FLAGS, steps=4), batch=2)
+    job = replace(step_job(hybrid_moe, data, "ep2xdp2", *FLAGS, steps=4), batch=2)
     job = replace(job, flags=(*job.flags, "--use-distributed-optimizer"))
     whole, save = train_and_rewind(job, tmp_path)
-    other = step_job(hybrids["moe"], data, "pp2", *job.flags, steps=4)
+    other = step_job(hybrid_moe, data, "pp2", *job.flags, steps=4)
     rest = train(replace(other, batch=2), tmp_path / "rest", "--save", str(save))
     difference = worst_difference(curve_of(rest), curve_of(whole[2:]))
     assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT

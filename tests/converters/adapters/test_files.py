@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -199,9 +198,7 @@ EMBEDDING = "base_model.model.model.language_model.embed_tokens.weight"
         (dict, {"rank_pattern": {"q_proj": 1.5}}, "rank_pattern is"),
         (dict, {"target_modules": [1]}, r"target_modules is \[1\]"),
         (dict, {"peft_type": "LOHA"}, "peft_type 'LOHA'"),
-        (dict, {"use_dora": True}, "DoRA"),
         (dict, {"r": 5}, "rank 5"),
-        (dict, {"target_modules": ["nothing"], "target_parameters": None}, "not found in the base"),
     ],
 )
 def test_bad_tensors_and_fields(
@@ -336,18 +333,6 @@ def test_without_peft(
 
 
 SPOIL = {"weights": (WEIGHTS, spoil_header), "config": (CONFIG, spoil_json)}
-COUNT = 12
-"""Cases in a default run; the slow run makes 25 times as many for each kind."""
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return whether two JSON values are equal; NaN equals itself here."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
-    return both_nan or (type(a) is type(b) and a == b)
 
 
 def attempt_in(folder: Path, base: Path) -> Callable[[], str | None]:
@@ -367,28 +352,18 @@ def attempt_in(folder: Path, base: Path) -> Callable[[], str | None]:
             if tensor.dtype != after[key].dtype or not torch.equal(tensor, after[key]):
                 return f"another tensor {key}"
         said, written = (json.loads((f / CONFIG).read_text()) for f in (folder, back))
-        return None if same(said, {key: written[key] for key in said}) else "another config"
+        pair = (json.dumps(one, sort_keys=True) for one in (said, {k: written[k] for k in said}))
+        return None if len({*pair}) == 1 else "another config"
 
     return attempt
-
-
-def fuzz(part: str, made: Made, tmp_path: Path, *, count: int, seed: str) -> None:
-    folder = Path(shutil.copytree(made.folder, tmp_path / "adapter"))
-    file, mutate = SPOIL[part]
-    attempt = attempt_in(folder, made.base)
-    assert attempt() is None
-    damages = [Damage(folder / file, mutate)]
-    trial(damages, attempt, count, f"{seed} {part}", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", SPOIL)
-def test_fuzz(part: str, made: Callable[[str], Made], tmp_path: Path) -> None:
-    fuzz(part, made("rank patterns"), tmp_path, count=COUNT, seed="2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rank patterns", "swapped roles", "tied", "some layers"])
 @pytest.mark.parametrize("part", SPOIL)
-def test_fuzz_at_length(part: str, kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
-    fuzz(part, made(kind), tmp_path, count=25 * COUNT, seed=f"long {kind}")
+def test_fuzz(part: str, kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made(kind).folder, tmp_path / "adapter"))
+    file, mutate = SPOIL[part]
+    attempt = attempt_in(folder, made(kind).base)
+    assert attempt() is None
+    trial([Damage(folder / file, mutate)], attempt, 300, f"long {kind} {part}", tmp_path)

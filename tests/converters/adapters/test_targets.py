@@ -17,45 +17,6 @@ MIXED = tiny_config(moe=True, text={"mlp_only_layers": [1]})
 LAYER = "model.language_model.layers.1."
 
 
-def test_factors_of_every_kind_of_parameter() -> None:
-    config = AdapterConfig(
-        r=4,
-        lora_alpha=6,
-        target_modules=("q_proj", "merger.linear_fc1", "lm_head"),
-        target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"),
-        rank_pattern={"experts.down_proj": 3, "mlp.gate.weight": 2},
-        alpha_pattern={"q_proj": 8},
-        use_rslora=True,
-    )
-    found = resolve_targets(config, MOE)
-    experts, hidden, ffn = 12, 48, 36
-    down = found[f"{LAYER}mlp.experts.down_proj"]
-    assert (down.r, down.a_shape[0], down.scaling) == (3, 3 * experts, 6 / 3**0.5)
-    assert (down.a_shape, down.b_shape) == ((experts * 3, ffn), (hidden, 3 * experts))
-    gate_up = found[f"{LAYER}mlp.experts.gate_up_proj"]
-    assert (gate_up.a_shape, gate_up.b_shape) == ((experts * 4, hidden), (2 * ffn, 4 * experts))
-    router = found[f"{LAYER}mlp.gate.weight"]
-    assert (router.a_shape, router.b_shape) == ((2, hidden), (experts, 2))
-    query = found[f"{LAYER}self_attn.q_proj.weight"]
-    assert (query.r, query.scaling, query.b_shape) == (4, 8 / 4**0.5, (192, 4))
-    assert len(found) == 4 * 4 + 2
-    assert set(found) <= set(hf_shapes(table(Architecture.from_hf(MOE))))
-
-
-def test_selections() -> None:
-    def layers(**fields: Any) -> list[str]:
-        return [name.split("layers.")[-1] for name in resolve_targets(AdapterConfig(**fields), MOE)]
-
-    every = [f"{layer}.self_attn.k_proj.weight" for layer in range(4)]
-    assert layers(target_modules=("k_proj",)) == every
-    assert layers(target_modules=("k_proj",), layers_to_transform=(1, 3)) == every[1::2]
-    assert layers(target_modules=("k_proj",), exclude_modules=r".*\.0\..*") == every[1:]
-    assert layers(target_modules=r".*[02]\.self_attn\.k_proj") == every[::2]
-    linear = resolve_targets(AdapterConfig(target_modules="all-linear"), MOE)
-    assert not {name for name in linear if "lm_head" in name or "mlp.gate" in name}
-    assert len(linear) == 4 * 4 + 5 * 4 + 4 * 2  # decoder, vision blocks, mergers
-
-
 @pytest.mark.parametrize("config", [DENSE, MOE, MIXED], ids=["dense", "moe", "mixed"])
 def test_presets(config: dict[str, Any]) -> None:
     """Each preset adds a part to the one before; the last leaves out only head and router."""

@@ -1,4 +1,4 @@
-"""Tensors share files by huggingface_hub's rule, which agrees with the rule used before."""
+"""Which tensors share a file, how large one may be, and how a file is filled."""
 
 from __future__ import annotations
 
@@ -8,58 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.shards import (
-    Shard,
     TensorSpec,
-    index_json,
     parse_size,
     plan_shards,
 )
-from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.disk import DirectFile
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.shapes import SHAPES
-
-
-def model(name: str) -> dict[str, TensorSpec]:
-    shapes = hf_shapes(table(Architecture.from_hf(SHAPES / f"{name}.json")))
-    return {name: TensorSpec(torch.bfloat16, shape) for name, shape in shapes.items()}
-
-
-def planned_by_hand(tensors: dict[str, TensorSpec], limit: int) -> list[Shard]:
-    """Fill files in order, a new one where the next tensor does not fit: the earlier rule.
-
-    The two rules differ where a single tensor is larger than a file may be.
-    """
-    groups: list[dict[str, TensorSpec]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.nbytes > limit:
-            groups.append({})
-            size = 0
-        groups[-1][name] = tensor
-        size += tensor.nbytes
-    if len(groups) == 1:
-        return [Shard("model.safetensors", groups[0])]
-    return [
-        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
-        for number, group in enumerate(groups, start=1)
-    ]
-
-
-@pytest.mark.parametrize("size", ["5GB", "2GiB", "1GB"])
-@pytest.mark.parametrize("name", ["2b", "30b_a3b"])
-def test_shards_are_what_they_were(name: str, size: str) -> None:
-    tensors, limit = model(name), parse_size(size)
-    found, expected = plan_shards(tensors, limit), planned_by_hand(tensors, limit)
-    assert [(s.file, list(s.tensors)) for s in found] == [
-        (s.file, list(s.tensors)) for s in expected
-    ]
-    assert [shard.header for shard in found] == [shard.header for shard in expected]
-    assert index_json(found) == index_json(expected)
-    assert all(shard.data_bytes <= limit for shard in found)
 
 
 def test_a_tensor_larger_than_a_file_has_one_of_its_own() -> None:

@@ -39,23 +39,6 @@ def test_every_query_sees_something_and_no_token_sees_padding() -> None:
     assert torch.equal(mask[:, 0][valid], expected[valid])
 
 
-def test_segments_without_cp_are_the_samples() -> None:
-    segments = causal_segments((0, 4, 4, 12), 1, 0, CPU)
-    assert segments.query_lengths == segments.key_lengths == (4, 8)
-    assert segments.key_rows is None
-
-
-def test_segments_under_cp_end_at_the_last_query() -> None:
-    """Rank 0 of 2 holds positions 0 and 3 of the first sample, and 4, 5, 10, 11 of the second."""
-    segments = causal_segments((0, 4, 12), 2, 0, CPU)
-    assert segments.query_lengths == (1, 1, 2, 2)
-    assert segments.key_lengths == (1, 4, 2, 8)
-    assert segments.key_rows is not None
-    arriving = torch.tensor([0, 3, 4, 5, 10, 11, 1, 2, 6, 7, 8, 9])  # positions, rank by rank
-    keys = arriving[segments.key_rows].split(segments.key_lengths)
-    assert [k.tolist() for k in keys] == [[0], [0, 1, 2, 3], [4, 5], list(range(4, 12))]
-
-
 def test_cumulative_lengths_for_the_varlen_kernel() -> None:
     queries, keys = causal_segments((0, 4, 12), 2, 0, CPU).cu_seqlens(CPU)
     assert queries.tolist() == [0, 1, 2, 4, 6]

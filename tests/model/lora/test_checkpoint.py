@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from mcore_qwen3vl.converters.live import factor_parts, hf_parts
 from mcore_qwen3vl.converters.torch_dist import guard_reads
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import adapt, trained_names, whole_tensors
-from mcore_qwen3vl.model.lora_modules import AdapterModule
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.verify.parity.matrix import Matrix
@@ -110,29 +108,3 @@ def test_another_layout_loads_the_same_bits(
     matrix: Matrix, model: str, lora: str, before: str, after: str, tmp_path: Path
 ) -> None:
     assert round_trip(matrix, model, lora, before, after, tmp_path) == []
-
-
-def as_copies(
-    self: AdapterModule, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-) -> dict[str, ShardedTensor]:
-    """Describe factors as mcore describes the children of its linears: as copies on each rank."""
-    replica = (0, self._groups.tp.rank(), self._groups.dp_cp.rank())
-    return {
-        f"{prefix}{path}.{factor}": ShardedTensor.from_rank_offsets(
-            f"adapter.{path}.{factor}", getattr(pair, factor), replica_id=replica
-        )
-        for path, pair in self.pairs()
-        for factor in pair.places
-    }
-
-
-@pytest.mark.slow
-def test_factors_described_as_copies_would_be_seen(
-    matrix: Matrix, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Rank 1 would load the factors of rank 0, without an error from mcore."""
-    monkeypatch.setattr(AdapterModule, "sharded_state_dict", as_copies)
-    wrong = round_trip(matrix, "dense", "mixed ranks", "tp2", "tp2", tmp_path)
-    print("observed:", len(wrong), "factors differ, as", wrong[:2])
-    assert {name.rpartition(".")[2] for name in wrong} == {"lora_A", "lora_B"}
-    assert len(wrong) == 4 * 7  # in each layer: B of q, k, v, gate and up; A of o and down

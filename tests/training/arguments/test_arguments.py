@@ -103,11 +103,9 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
         (("--enable-cuda-graph",), "a CUDA graph needs the same number of image tokens"),
         (("--external-cuda-graph",), "a CUDA graph needs the same number of image tokens"),
         (("--no-such-flag", "3"), r"unrecognized arguments: --no-such-flag 3\. .*--help"),
-        (("--train-iters", "many"), "--train-iters: invalid int value: 'many'"),
         (("--global-batch-size", "0"), "Megatron refuses these flags: .*global_batch_size"),
         (("--tensor-model-parallel-size", "2"), "The world size is 1, which TP 2 x PP 1 x CP 1"),
         (("--tensor-model-parallel-size", "3"), "heads cannot be divided over TP 3: use TP 2"),
-        (("--train-itres", "3"), r"--train-itres 3\. Did you mean --train-iters"),
     ],
 )
 def test_flags_that_do_not_fit_together(flags: tuple[str, ...], message: str, dense: Path) -> None:

@@ -138,10 +138,6 @@ def test_a_flag_of_later_versions_is_unknown_before(
         (["--train-iters", "3", "--max-bad-fraction", "x"], "invalid float value: 'x'"),
         (["--train-iters", "3", "--max-bad-fraction", "2"], "--max-bad-fraction is 2.0; it must"),
         (["--train-iters", "3", "--max-decoded-pixels", "0"], "--max-decoded-pixels is 0; it must"),
-        (
-            ["--train-iters", "3", "--packing", "--micro-batch-size", "4"],
-            "--micro-batch-size is 4 with --packing",
-        ),
         (["--train-iters", "3", "--balance"], "--balance needs packing"),
         (["--skip-train", "--valid-data-path", "{data}"], r"give --train-iters N\.$"),
         (["--skip-train", "--train-iters", "3"], "--skip-train without --valid-data-path PATH"),
@@ -150,7 +146,6 @@ def test_a_flag_of_later_versions_is_unknown_before(
             ["--skip-train", "--num-epochs", "1", "--valid-data-path", "{data}"],
             "--skip-train with --num-epochs, .* give --train-iters N",
         ),
-        (["--train-iters", "3", "--data-path", "gone.jsonl"], "gone.jsonl does not exist"),
         (["--train-iters", "3", "--load-hf", "gone"], "gone does not exist: check .* --load-hf"),
         (
             ["--train-iters", "3", "--save", "{run}", "--ckpt-step", "17"],

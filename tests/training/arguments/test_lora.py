@@ -75,10 +75,6 @@ def test_a_config_file_decides_everything(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (("--lora-target", "language", "q_proj"), "language cannot be combined"),
-        (
-            ("--lora-target", "mlp.gate.weight", "--lora-dropout", "0.1"),
-            "no dropout for parameters",
-        ),
         (("--lora-config", "/nowhere.json"), "does not exist"),
     ],
 )

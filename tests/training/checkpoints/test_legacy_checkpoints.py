@@ -6,7 +6,6 @@ import contextlib
 import io
 import re
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +29,18 @@ from tests.converters.ranks import build_empty, check_chunks
 from tests.training.log import numbers_of
 from tests.turns import slow_except
 
-TINY: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "tied": {"tie": True},
-    "moe": {"moe": True},
-    "mixed": {"moe": True, "text": {"mlp_only_layers": [0, 2]}},
-}
 CASES = [
     ("dense", "tp2xpp2"),
-    ("tied", "tp2xpp2xvpp2"),
-    ("tied", "single"),
+    ("dense-tied", "tp2xpp2xvpp2"),
+    ("dense-tied", "single"),
     ("dense", "pp2+first1"),
     ("dense", "pp2+E|t|tt|tL"),
     ("moe", "tp2xpp2xep2+sp"),  # ETP 1: the TP ranks are the EP ranks
     ("moe", "tp2xpp2xep2xetp2xdp2+sp"),  # ETP equals TP, Megatron's default: 8 ranks
     ("moe", "tp2xetp2+sp"),
-    ("mixed", "pp2xep2xdp2"),
+    ("mixed-listed", "pp2xep2xdp2"),
 ]
-FAST = [("tied", "tp2xpp2xvpp2"), ("dense", "pp2+E|t|tt|tL"), ("moe", "tp2xpp2xep2+sp")]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(case: str) -> Path:
-        if case not in made:
-            path = tmp_path_factory.mktemp("legacy") / case
-            made[case] = write_tiny_checkpoint(path, seed=7, **TINY[case])
-        return made[case]
-
-    return get
+FAST = [("dense-tied", "tp2xpp2xvpp2"), ("dense", "pp2+E|t|tt|tL"), ("moe", "tp2xpp2xep2+sp")]
 
 
 def arguments(source: Path, layout: Layout, *flags: str) -> Parsed:

@@ -181,6 +181,9 @@ def test_every_checkpoint_of_a_run_is_its_own(
         ),
         (False, ("tp2xdp2+sp", "--num-workers", "2"), ("dp4", "--num-workers", "1")),
         (True, ("ep2xdp2", "--num-workers", "2"), ("ep4xdp4", "--num-workers", "1")),
+        # With EP, experts have an optimizer of their own, unlike in a checkpoint without EP.
+        (True, ("ep2xdp2", "--num-workers", "1"), ("tp2xetp2+sp", "--num-workers", "2")),
+        (True, ("tp2xdp2+sp", "--num-workers", "2"), ("ep4xdp4", "--num-workers", "1")),
     ],
 )
 def test_another_layout_goes_on_closely_with_many_buckets(
@@ -301,25 +304,3 @@ def test_the_state_of_two_serves_one() -> None:
 def test_the_same_number_stays_as_it_is() -> None:
     state = {0: saved(group(1.0, False)), 1: saved(group(2.0, True))}
     assert regroup(state, 2) is state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (("ep2xdp2", "--num-workers", "1"), ("tp2xetp2+sp", "--num-workers", "2")),
-        (("tp2xdp2+sp", "--num-workers", "2"), ("ep4xdp4", "--num-workers", "1")),
-    ],
-)
-def test_experts_go_on_where_they_are_divided_otherwise(
-    before: tuple[str, ...], after: tuple[str, ...], moe: Path, data: Path, tmp_path: Path
-) -> None:
-    """With EP, experts have an optimizer of their own, unlike in a checkpoint without EP."""
-    first, then = (
-        Job(moe, data, Layout.parse(layout), steps=4, flags=(*DISTRIBUTED, *flags))
-        for layout, *flags in (before, after)
-    )
-    whole, save = train_and_rewind(first, tmp_path)
-    rest = train(then, tmp_path / "rest", "--save", str(save))
-    difference = worst_difference(curve_of(rest), curve_of(whole[2:]))
-    assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT

@@ -10,9 +10,8 @@ from mcore_qwen3vl.objectives.settings import Kto
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.training.one_step import check_step, random_adapter, step_job
 from tests.training.preference.pairs import plain_kto_step, write_labelled
-from tests.turns import slow
+from tests.turns import slow_except
 
-KTO = ("--loss", "kto", "--reference", "adapter")
 WEIGHTS = ("--beta", "0.3", "--desirable-weight", "0.7", "--undesirable-weight", "1.6")
 PACKED = ("--packing",)
 TWO_ROWS = ("--micro-batch-size", "2", "--global-batch-size", "8")
@@ -25,56 +24,39 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_labelled(tmp_path_factory.mktemp("labelled"), 16)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "flags"),
-    [
-        ("dense", "dp2", PACKED),
-        *slow(
-            ("dense", "cp2", (*PACKED, *OTHER_SEED)),
-            ("dense", "single", PACKED),
-            ("dense", "tp2+sp", PACKED),
-            ("moe", "ep2xdp2", PACKED),
-            ("dense", "dp2", (*TWO_ROWS, *OTHER_SEED)),
-            ("dense", "pp2", PACKED),
-            ("dense", "pp2xvpp2", TWO_ROWS),
-            ("dense", "cp2xdp2", PACKED),
-            ("moe", "tp2xetp2+sp", PACKED),
-            ("hybrid", "tp2+sp", PACKED),
-        ),
-    ],
-)
-def test_loss_and_every_gradient_are_those_of_one_process(
-    checkpoint: Path, layout: str, flags: tuple[str, ...], labelled: Path, tmp_path: Path
-) -> None:
-    adapter = random_adapter(tmp_path, checkpoint)
-    job = step_job(checkpoint, labelled, layout, *KTO, *WEIGHTS, *flags, lora=adapter)
-    expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6))
-    if layout in ("dp2", "cp2", "ep2xdp2"):  # elsewhere the mean may be below 0
-        assert baseline > 0.01
-    entry = check_step(job, expected, "kto loss", tmp_path)
-    assert entry["kl baseline"] == pytest.approx(baseline, rel=1e-4)
-    assert entry["rewards desirable"] != entry["rewards undesirable"]
-
-
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reference that is not the policy, which at the first step would be 0 apart."""
     return write_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "layout", "flags"),
-    [
-        ("dense", "pp2", TWO_ROWS),
-        ("dense", "dp2", PACKED),
-        ("dense", "cp2", PACKED),
-        ("dense", "tp2+sp", PACKED),
-        ("dense", "pp2xvpp2", PACKED),
-        ("moe", "ep2xdp2", PACKED),
-    ],
-)
-def test_full_fine_tuning_with_a_frozen_reference(
+LORA = [
+    ("dense", "dp2", PACKED),
+    ("dense", "cp2", (*PACKED, *OTHER_SEED)),
+    ("dense", "single", PACKED),
+    ("dense", "tp2+sp", PACKED),
+    ("moe", "ep2xdp2", PACKED),
+    ("dense", "dp2", (*TWO_ROWS, *OTHER_SEED)),
+    ("dense", "pp2", PACKED),
+    ("dense", "pp2xvpp2", TWO_ROWS),
+    ("dense", "cp2xdp2", PACKED),
+    ("moe", "tp2xetp2+sp", PACKED),
+    ("hybrid", "tp2+sp", PACKED),
+]
+WHOLE = [
+    ("dense", "pp2", TWO_ROWS),
+    ("dense", "dp2", PACKED),
+    ("dense", "cp2", PACKED),
+    ("dense", "tp2+sp", PACKED),
+    ("dense", "pp2xvpp2", PACKED),
+    ("moe", "ep2xdp2", PACKED),
+]
+ROWS = [*((True, *row) for row in LORA), *((False, *row) for row in WHOLE)]
+
+
+@pytest.mark.parametrize(("lora", "kind", "layout", "flags"), slow_except(ROWS, ROWS[0]))
+def test_loss_and_every_gradient_are_those_of_one_process(
+    lora: bool,
     checkpoint: Path,
     layout: str,
     flags: tuple[str, ...],
@@ -82,9 +64,14 @@ def test_full_fine_tuning_with_a_frozen_reference(
     other: Path,
     tmp_path: Path,
 ) -> None:
-    reference = ("--loss", "kto", "--reference-model", str(other))
-    job = step_job(checkpoint, labelled, layout, *reference, *WEIGHTS, *flags)
-    expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6), other)
+    """The reference is the model without its adapter, or another model in memory."""
+    reference = ("--reference", "adapter") if lora else ("--reference-model", str(other))
+    adapter = random_adapter(tmp_path, checkpoint) if lora else None
+    flags = ("--loss", "kto", *reference, *WEIGHTS, *flags)
+    job = step_job(checkpoint, labelled, layout, *flags, lora=adapter)
+    expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6), None if lora else other)
+    if lora and layout in ("dp2", "cp2", "ep2xdp2"):  # elsewhere the mean may be below 0
+        assert baseline > 0.01
     entry = check_step(job, expected, "kto loss", tmp_path)
     assert entry["kl baseline"] == pytest.approx(baseline, rel=1e-4)
     assert entry["rewards desirable"] != entry["rewards undesirable"]

@@ -40,8 +40,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dpo_job(
     folder: Path, checkpoint: Path, pairs: Path, layout: str, *flags: str, steps: int = 3
 ) -> Job:
-    """Return a job with a random adapter that is not zero, so that policy and base differ."""
-    adapter = random_adapter(folder, checkpoint)
+    """Return a job; its adapter, if any, is not zero, so that policy and base differ."""
+    adapter = None if BY_MODEL[1] in flags else random_adapter(folder, checkpoint)
     return step_job(checkpoint, pairs, layout, *DPO, *flags, steps=steps, lora=adapter)
 
 
@@ -76,38 +76,25 @@ def check(job: Job, folder: Path, preference: Preference, limit: float = TOLERAN
             ("moe", "tp2xetp2+sp", BY_ADAPTER),
             ("hybrid", "cp2", ("--packing", *BY_ADAPTER)),
             ("hybrid", "tp2", BY_ADAPTER),
+            ("dense", "tp2+sp", ("--packing", *BY_MODEL)),
+            ("dense", "pp2xvpp2", BY_MODEL),
+            ("dense", "pp2", ("--packing", *BY_MODEL)),
+            ("dense", "cp2", ("--packing", *BY_MODEL)),
+            ("dense", "dp2", (*DISTRIBUTED, *BY_MODEL)),
+            ("moe", "ep2xdp2", (*DISTRIBUTED, "--packing", *BY_MODEL)),
+            ("hybrid", "tp2+sp", ("--packing", *BY_MODEL)),
+            ("hybrid_moe", "ep2xdp2", (*DISTRIBUTED, "--packing", *BY_MODEL)),
         ),
     ],
 )
 def test_loss_gradient_and_margins_are_those_of_a_plain_loop(
     checkpoint: Path, layout: str, flags: tuple[str, ...], pairs: Path, tmp_path: Path
 ) -> None:
-    job = dpo_job(tmp_path, checkpoint, pairs, layout, *flags)
-    check(job, tmp_path / "run", Preference(beta=BETA))
+    """LoRA, and full fine-tuning with a frozen reference, which the policy leaves in step 2.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "layout", "flags"),
-    [
-        ("dense", "tp2+sp", ("--packing",)),
-        ("dense", "pp2xvpp2", ()),
-        ("dense", "pp2", ("--packing",)),
-        ("dense", "cp2", ("--packing",)),
-        ("dense", "dp2", DISTRIBUTED),
-        ("moe", "ep2xdp2", (*DISTRIBUTED, "--packing")),
-        ("hybrid", "tp2+sp", ("--packing",)),
-        ("hybrid_moe", "ep2xdp2", (*DISTRIBUTED, "--packing")),
-    ],
-)
-def test_full_fine_tuning_with_a_frozen_reference(
-    checkpoint: Path, layout: str, flags: tuple[str, ...], pairs: Path, tmp_path: Path
-) -> None:
-    """From the second step on the policy is no longer what training started from.
-
-    Fast is the comparison with the reference of a file, and KTO's with another model.
+    Fast are LoRA, the comparison with the reference of a file, and KTO's with another model.
     """
-    job = step_job(checkpoint, pairs, layout, *DPO, *BY_MODEL, *flags, steps=3)
+    job = dpo_job(tmp_path, checkpoint, pairs, layout, *flags)
     check(job, tmp_path / "run", Preference(beta=BETA))
 
 
@@ -137,7 +124,7 @@ def test_the_reference_by_file_is_the_one_in_memory_and_a_run_resumes(
     data = shutil.copytree(pairs.parent, tmp_path / "data") / pairs.name
     score(Request(dense, data), on_cpu=True)
     job = dpo_job(tmp_path, dense, data, "single", "--packing", *reference, steps=4)
-    job = replace(job, batch=2, lora=job.lora if reference == BY_ADAPTER else None)
+    job = replace(job, batch=2)
     in_memory, save = train_and_rewind(job, tmp_path)
     rest = train(job, tmp_path / "rest", "--save", str(save), "--save-interval", "1000")
     assert worst_difference(curve_of(rest), curve_of(in_memory[2:])).loss == 0

@@ -35,8 +35,10 @@ from tests.training.tasks.whole_batch import (
     headed_adapter,
     headed_model,
     inputs_of,
+    loaded,
     scored,
     trained_adapter,
+    trained_twice,
 )
 from tests.turns import slow, slow_except
 
@@ -170,18 +172,9 @@ def test_a_language_model_becomes_a_classifier_with_the_datas_labels(
     dense: Path, named: Path, tmp_path: Path
 ) -> None:
     """The run goes on, transformers' own class loads the export, and `score` agrees with it."""
-    save, export = tmp_path / "save", tmp_path / "export"
-    flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
     job = step_job(dense, named, "pp2", *TASK, *PACKED)
-    (first,) = train(job, tmp_path / "run", *flags)
-    more = ("--train-iters", "2", "--override-opt-param-scheduler")
-    (second,) = train(job, tmp_path / "rest", *flags, *more)
-    assert second["classification loss"] != first["classification loss"]
-    exported = export / "iter_0000002"
-    model, info = class_of(exported).from_pretrained(
-        exported, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info.values())
+    save, exported = trained_twice(job, "classification loss", tmp_path)
+    model = loaded(exported)
     assert model.config.id2label == dict(enumerate(NAMES))
     assert model.config.problem_type == "single_label_classification"
     expected = logits_of_all(model, exported, named)

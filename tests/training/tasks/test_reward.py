@@ -28,8 +28,10 @@ from tests.training.tasks.whole_batch import (
     headed_adapter,
     headed_model,
     inputs_of,
+    loaded,
     scored,
     trained_adapter,
+    trained_twice,
 )
 from tests.turns import slow, slow_except
 
@@ -125,20 +127,9 @@ def test_a_language_model_gets_a_head_that_is_exported_scored_and_resumed(
     dense: Path, pairs: Path, tmp_path: Path
 ) -> None:
     """Transformers' own class loads the export. A classifier has the fast test of this."""
-    save, export = tmp_path / "save", tmp_path / "export"
-    flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
-    (first,) = train(step_job(dense, pairs, "pp2", *TASK, *PACKED), tmp_path / "run", *flags)
-    (second,) = train(
-        step_job(dense, pairs, "pp2", *TASK, *PACKED),
-        tmp_path / "rest",
-        *(*flags, "--train-iters", "2", "--override-opt-param-scheduler"),
-    )
-    assert second["reward loss"] != first["reward loss"]
-    exported = export / "iter_0000002"
-    model, info = class_of(exported).from_pretrained(
-        exported, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info.values())
+    job = step_job(dense, pairs, "pp2", *TASK, *PACKED)
+    save, exported = trained_twice(job, "reward loss", tmp_path)
+    model = loaded(exported)
     assert model.config.num_labels == 1
     expected = rewards_of(model, exported, pairs)
     for checkpoint, layout in ((exported, "dp2"), (save, "tp2xcp2+sp")):

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AutoModel, AutoProcessor, Qwen3_5Model, Qwen3VLModel
 
 from mcore_qwen3vl import machine
-from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.scoring.score import Request, _ScoringJob, score
@@ -26,7 +25,7 @@ from mcore_qwen3vl.verify.curves import Job, train
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from tests.training.one_step import TOLERANCE, check_step, step_job
 from tests.training.tasks.retrieval import embedding, plain_step, texts_of
-from tests.training.tasks.whole_batch import LAYOUTS, PACKED, scored
+from tests.training.tasks.whole_batch import LAYOUTS, PACKED, scored, trained_twice
 from tests.turns import slow, slow_except
 
 
@@ -165,29 +164,13 @@ def test_a_headless_model_is_trained_exported_scored_and_resumed(
     checkpoint: Path, layouts: tuple[str, ...], retrieval: Path, tmp_path: Path
 ) -> None:
     """Transformers' own class loads the export, and embeds as `score` does, in any form."""
-    save, export = tmp_path / "save", tmp_path / "export"
     job = embedding_job(checkpoint, retrieval, "pp2", *PACKED)
-    flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
-    (first,) = train(job, tmp_path / "run", *flags)
-    (second,) = train(
-        replace(job, steps=2), tmp_path / "rest", *flags, "--override-opt-param-scheduler"
-    )
-    assert second["contrastive loss"] != first["contrastive loss"]
-    exported = export / "iter_0000002"
+    save, exported = trained_twice(job, "contrastive loss", tmp_path)
     assert "lm_head.weight" not in load_file(exported / "model.safetensors")
     expected = embeddings_of(exported, retrieval)
     for layout in layouts:
         checkpoint, suffix = (save, "npy") if "cp2" in layout else (exported, "parquet")
         compare_scores(checkpoint, layout, retrieval, tmp_path / f"{layout}.{suffix}", expected)
-
-
-@pytest.mark.slow
-def test_a_language_model_embeds_from_megatrons_format(
-    dense: Path, retrieval: Path, tmp_path: Path
-) -> None:
-    hf_to_mcore(dense, tmp_path / "mcore")
-    expected = embeddings_of(dense, retrieval)
-    compare_scores(tmp_path / "mcore", "tp2+sp", retrieval, tmp_path / "out.parquet", expected)
 
 
 def embeddings_of(checkpoint: Path, data: Path) -> Tensor:

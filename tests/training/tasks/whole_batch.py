@@ -17,7 +17,7 @@ from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, ScoreTask, Tally, score
-from mcore_qwen3vl.verify.curves import Job, sample_order, with_image_paths
+from mcore_qwen3vl.verify.curves import Job, sample_order, train, with_image_paths
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.reference import trained_parameters
 from tests.converters.forms import (
@@ -118,3 +118,23 @@ def trained_adapter(job: Job, plain: Plain, loss: str, folder: Path) -> Path:
     flags = (*job.flags, "--save-hf", str(folder / "export"))
     check_step(replace(job, flags=flags), plain, loss, folder)
     return folder / "export/iter_0000001"
+
+
+def trained_twice(job: Job, loss: str, folder: Path) -> tuple[Path, Path]:
+    """Train one step, go on for another, and return the checkpoints and the last export."""
+    save, export = folder / "save", folder / "export"
+    flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
+    (first,) = train(job, folder / "run", *flags)
+    more = (*flags, "--override-opt-param-scheduler")
+    (second,) = train(replace(job, steps=2), folder / "rest", *more)
+    assert second[loss] != first[loss]
+    return save, export / "iter_0000002"
+
+
+def loaded(exported: Path) -> Any:
+    """Return transformers' own class with the weights of an export, which has all of them."""
+    model, info = class_of(exported).from_pretrained(
+        exported, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values())
+    return model

@@ -1,0 +1,3 @@
+"""The converters' tiny checkpoints."""
+
+from tests.converters.conftest import tiny  # noqa: F401
