@@ -484,13 +484,14 @@ def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoin
         require_own_keys(folder, stored.index.tensors)
         return stored
     dialect = dialect_of(folder, stored.index.tensors)
-    if dialect is None:
+    if dialect is None:  # the mapping table's own keys; `dialect_of` refuses an unknown maker's
         try:
             return stack_layers(stored, None, architecture)
         except BadInput:  # another model, or a layer is missing: who reads it names the tensor
             return stored
     dialect.require_architecture(architecture)
     if dialect.language + HYBRID_NORM in stored.index.tensors:
+        # Megatron's HybridModel, alone or as the language model of another maker's.
         HYBRID.require_architecture(architecture)
         stored = PairedLayers(stored, dialect.language)
     return TranslatedCheckpoint(stack_layers(stored, dialect, architecture), dialect, architecture)

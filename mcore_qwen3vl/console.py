@@ -61,7 +61,7 @@ def plain(text: str, *, lines: bool = False) -> str:
 
 
 def print_unused(unused: Iterable[Unused]) -> None:
-    """Print the user's settings that are not used on standard error, a line for each place."""
+    """Print, on standard error, what nothing uses of what the user gave: a line for each place."""
     for sentence in sentences(unused):
         messages.print(plain(sentence), soft_wrap=True)
 

@@ -28,7 +28,7 @@ class Labels:
         return f"{', '.join(self.names)[:200]} ({self.problem_type})"
 
     @property
-    def is_single(self) -> bool:
+    def are_exclusive(self) -> bool:
         """Whether exactly one label of a record is right."""
         return self.problem_type == SINGLE
 

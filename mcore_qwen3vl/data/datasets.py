@@ -71,7 +71,7 @@ def load_sources(
     """
     with refuse_code(unless=trust):
         loaded = [
-            _load(number, source, split, training, shuffle, workers)
+            _load_source(number, source, split, training, shuffle, workers)
             for number, source in enumerate(sources)
         ]
     if len(loaded) == 1 and sources[0].epochs is None:
@@ -97,12 +97,12 @@ def load_sources(
     return datasets, mode
 
 
-def _load(
+def _load_source(
     number: int, source: Source, split: str, training: bool, shuffle: bool, workers: WorkerConfig
 ) -> tuple[list[LoadedDataset], DatasetBlendMode]:
     """Make energon's data sets of one source, several for a metadataset; return their blend too."""
     path = source.path.absolute()
-    place = ensure_index(path)
+    place = ensure_index(path)  # what energon reads: the path, or its stand-in in the cache
     is_metadataset = place.suffix in (".yaml", ".yml")
     if is_metadataset and source.max_samples is not None:
         raise BadInput(

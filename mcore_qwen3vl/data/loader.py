@@ -142,7 +142,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     if states[0].get("balance"):
         return _continue_shared_stream(states[0], world_size)
     if states[0].get("order") == RECORDS:
-        return [go_on_at(states[0], rank, world_size) for rank in range(world_size)]
+        return [state_for_rank(states[0], rank, world_size) for rank in range(world_size)]
     workers = states[0]["num_workers"]
     total = workers * len(states)
     if workers == 0 or total % world_size:
@@ -173,10 +173,11 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     ]
 
 
-def go_on_at(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """Return the state of a rank of `world_size` that goes on at the position of a saved one.
+def state_for_rank(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the state with which a rank of `world_size` goes on where the saved run stopped.
 
-    All ranks of the saved run have read as many micro-batches.
+    This is for records that are read by number. `state` may be any rank's, because all have read
+    equally many micro-batches.
     """
     workers = state["loader"]["worker_states"] if state["loader"] else []
     rows = (state["rows"] or 0) * state["world_size"]  # None: nothing was read since `start`
@@ -504,7 +505,9 @@ class Loader(Iterator[Batch]):
             state["rows"] != self._rows or state["num_workers"] != workers
         ):
             # The order of records depends on neither.
-            state = go_on_at(state, state["rank"], state["world_size"]) | {"num_workers": workers}
+            state = state_for_rank(state, state["rank"], state["world_size"]) | {
+                "num_workers": workers
+            }
         saved = {name: state[name] for name in self._place}
         if saved != self._place:
             raise BadInput(

@@ -233,7 +233,7 @@ def _build_pair(
         a = Place(a.shape, 1, (range(columns.start, columns.stop),), columns.stop - columns.start)
     expert = (parts[0].expert, shape[0]) if kind.expert else None
     pair = Pair(name, a, b, scaling=target.scaling, like=weight, expert=expert)
-    kind.mark(pair, weight)
+    kind.mark_factors(pair, weight)
     return pair
 
 
@@ -279,7 +279,7 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
         run = range(columns.first, columns.first + columns.count)
         b = Place(b.shape, 0, (run,) if run else (), gcd(rows, vocabulary))
     pair = Pair(LM_HEAD, a, b, scaling=target.scaling, like=weight)
-    kind.mark(pair, weight)
+    kind.mark_factors(pair, weight)
     places = torch.arange(rows, device="cpu")
     places[columns.count :] = -1
     head.adapter = Site([pair], places, kind, head, dropout)

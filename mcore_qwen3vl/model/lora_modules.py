@@ -325,7 +325,7 @@ class Kind:
     def region_of_undivided_factor(self) -> Region:
         """The region for a factor that is not divided: an expert's gradient is summed over ETP.
 
-        Megatron sums the gradients of other undivided factors, as `mark` asks.
+        Megatron sums the gradients of other undivided factors, as `mark_factors` asks.
         """
         if not self.expert or self.group.size() == 1:
             return same_region
@@ -336,7 +336,7 @@ class Kind:
         """Whether the ranks of the group see different values of the input."""
         return self.partition_dim == 1 or (self.partition_dim == 0 and self.sequence_parallel)
 
-    def mark(self, pair: Pair, weight: Tensor) -> None:
+    def mark_factors(self, pair: Pair, weight: Tensor) -> None:
         """Mark both factors, so that Megatron reduces and counts their gradients correctly."""
         # Like the weight's: the data-parallel group, and for undivided weights the sum over TP.
         names = ["allreduce"]

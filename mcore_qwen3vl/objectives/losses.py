@@ -271,21 +271,21 @@ def ranking_losses(
 
 
 def classification_losses(
-    logits: Tensor, right: Tensor, *, is_single: bool
+    logits: Tensor, right: Tensor, *, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of each record, as HF's ``ForSequenceClassificationLoss`` does.
 
     Args:
         logits: (N, labels) float32.
         right: (N, labels) float32, 1 for labels that are right and 0 for others.
-        is_single: whether one label is right, so that they exclude one another: cross entropy.
+        exclusive: whether one label is right, so that they exclude one another: cross entropy.
             Otherwise each label is judged by itself: the mean of their binary cross entropies.
 
     Returns:
         Losses (N,) float32, with a gradient for `logits`; and for each 1.0 if all its labels are
         predicted right, else 0.0.
     """
-    if is_single:
+    if exclusive:
         losses = F.cross_entropy(logits, right, reduction="none")
         return losses, (logits.argmax(1) == right.argmax(1)).float()
     losses = F.binary_cross_entropy_with_logits(logits, right, reduction="none").mean(1)

@@ -83,7 +83,7 @@ def install() -> None:
         if store is not None and timeout is not None:
             store.set_timeout(timeout)
         start("pretended", world_size=world_size, rank=rank, store=store or dist.HashStore())
-        _name_group(c10d._get_default_group(), "world", backend or "nccl")
+        _set_backend_and_description(c10d._get_default_group(), "world", backend or "nccl")
 
     def new_group(
         ranks: Sequence[int] | None = None,
@@ -96,7 +96,9 @@ def install() -> None:
     ) -> Any:
         group = new(ranks, backend="pretended", group_desc=group_desc)
         if isinstance(group, OneRankGroup):
-            _name_group(group, group_desc or "group", backend or dist.get_backend())
+            _set_backend_and_description(
+                group, group_desc or "group", backend or dist.get_backend()
+            )
             members = dist.get_process_group_ranks(group)
             group.span = members[-1] - members[0] + 1
         return group
@@ -114,9 +116,9 @@ def _make_group(store: Any, rank: int, size: int, timeout: Any) -> OneRankGroup:
     return OneRankGroup(rank, size, None if alone else store)
 
 
-def _name_group(group: Any, description: str, backend: Any) -> None:
-    """Let ``get_backend`` return the requested backend: the first of "cpu:gloo,cuda:nccl"."""
-    asked = str(backend).split(",")[0].split(":")[-1]
+def _set_backend_and_description(group: Any, description: str, backend: Any) -> None:
+    """Set what ``get_backend`` returns, the first requested backend, and the description."""
+    asked = str(backend).split(",")[0].split(":")[-1]  # of "cpu:gloo,cuda:nccl", for example
     c10d._world.pg_map[group] = (asked, c10d._world.pg_map[group][1])
     group.description = description + (" (gloo)" if asked == "gloo" else "")
 

@@ -73,7 +73,7 @@ class Command:
 
     @property
     def model(self) -> str:
-        """The value of ``--hf-model``; for a published config, its size."""
+        """The value of ``--hf-model``; for a published config, its file's name: ``8b``."""
         named = self.value("--hf-model", "") or ""
         return Path(named).stem if Path(named).parent == SHAPES else named
 

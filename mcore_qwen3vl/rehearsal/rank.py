@@ -180,8 +180,9 @@ class _Watch:
         """Count a batch, and report the shapes of the first one."""
         self._samples.add(batch)
         pixels = None if batch.visual is None else tuple(batch.visual.pixel_values.shape)
-        packs = None if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
-        shapes = {"tokens": tuple(batch.input_ids.shape), "packed": packs, "patches": pixels}
+        # A tail of padding counts as one.
+        samples = None if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
+        shapes = {"tokens": tuple(batch.input_ids.shape), "packed": samples, "patches": pixels}
         self._facts.setdefault("batch", shapes)
 
     def wrap_in_phase(self, name: str, function: Any) -> Any:

@@ -189,6 +189,7 @@ def _print_host_syncs(outcome: RoleOutcome) -> None:
 
 
 def _print_traffic(outcome: RoleOutcome) -> None:
+    """Print the `TRAFFIC_SHOWN` largest exchanges; the traffic is sorted by size."""
     done = [] if outcome.iteration is None else outcome.iteration.traffic
     rows = [
         (f"{t.size / 1e9:.3f}", str(t.calls), t.operation, console.plain(t.group))

@@ -71,12 +71,12 @@ def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
-def _with_cuda_type_name(name: Callable[..., Any]) -> Callable[..., Any]:
+def _with_cuda_type_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``Tensor.type`` name types as on CUDA: torch.cuda.FloatTensor."""
 
-    @functools.wraps(name)
+    @functools.wraps(tensor_type)
     def type_of(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = name(self, *args, **kwargs)
+        result = tensor_type(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     return type_of

@@ -176,13 +176,13 @@ class Classes(Readout):
 
     def values(self, output: Tensor) -> list[dict[str, Any]]:
         logits = output.double()
-        chances = logits.softmax(-1) if self._labels.is_single else logits.sigmoid()
+        chances = logits.softmax(-1) if self._labels.are_exclusive else logits.sigmoid()
         return [self._label_of(row) for row in chances.tolist()]
 
     def _label_of(self, row: list[float]) -> dict[str, Any]:
         """Return the likeliest label, or all above 0.5, from the probabilities of a record."""
         chances = dict(zip(self._labels.names, row, strict=True))
-        if self._labels.is_single:
+        if self._labels.are_exclusive:
             label: Any = max(chances, key=chances.__getitem__)
         else:
             label = [name for name, chance in chances.items() if chance > 0.5]

@@ -69,7 +69,7 @@ def forward(
         otherwise; and the (s,) int64 positions of this rank.
     """
     chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
-    has_logits = chunk.post_process and chunk.head_labels is None
+    has_lm_head = chunk.post_process and chunk.head_labels is None
     packing = _packed_sequence(batch)
     if processor is not None:
         options["output_processor"] = partial(processor, batch, chunk)
@@ -77,7 +77,7 @@ def forward(
         batch.input_ids,
         batch.position_ids,
         padding_mask=batch.padding_mask,
-        labels=batch.labels.clamp(min=0) if has_logits else None,
+        labels=batch.labels.clamp(min=0) if has_lm_head else None,
         visual=batch.visual,
         packed_seq_params=packing,
         **options,

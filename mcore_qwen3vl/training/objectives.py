@@ -457,7 +457,9 @@ def classification_objective(
 ) -> Reduced:
     """Compute the mean loss of classifiers over the records."""
     inputs = batch.inputs_of(RightLabels)
-    losses, right = formulas.classification_losses(logits, inputs.right, is_single=labels.is_single)
+    losses, right = formulas.classification_losses(
+        logits, inputs.right, exclusive=labels.are_exclusive
+    )
     return reduce_units(losses.sum(), batch, {"classification loss": losses, "accuracy": right})
 
 

@@ -149,11 +149,12 @@ def start_from(chunks: list[Any], source: str | Path) -> None:
 def _arguments_of_second(
     args: argparse.Namespace, trained: Architecture, second: Architecture
 ) -> argparse.Namespace:
-    """Return Megatron's arguments for building the second model; its shape alone changes them."""
+    """Return Megatron's arguments for building the second model, which has another shape."""
     other = {
         # A dense model's arguments say nothing about a router.
         **(recommended_arguments(second) if second.is_moe and not trained.is_moe else {}),
-        "experimental_attention_variant": None,  # gated delta nets
+        # Megatron's defaults of what the trained model may have set; then the second model's.
+        "experimental_attention_variant": None,
         "linear_attention_freq": None,
         "attention_output_gate": False,
         "moe_shared_expert_gate": False,

@@ -383,7 +383,7 @@ def _target_of_labels(named: list[int | str], labels: Labels) -> tuple[float, ..
         raise BadSample(
             f"label is {named!r:.60}; the {len(labels)} labels are {', '.join(labels.names)[:200]}."
         )
-    if labels.is_single and len(right) != 1:
+    if labels.are_exclusive and len(right) != 1:
         raise BadSample(
             f"it has {len(right)} labels, and --task classify trains on one. For several, pass "
             "--problem-type multi_label_classification."

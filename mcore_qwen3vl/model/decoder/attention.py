@@ -208,11 +208,15 @@ class RotarySelfAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         if self._angles is not None:
-            query, key = (self._rotate_remembering(x, self._angles) for x in (query, key))
+            query, key = (self._rotate_with_recipe(x, self._angles) for x in (query, key))
         return query, key, *rest
 
-    def _rotate_remembering(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Rotate the output of a norm, and give the result a recipe that begins with the norm's."""
+    def _rotate_with_recipe(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Rotate the output of a norm.
+
+        If a recipe computes it again for the backward pass (:mod:`mcore_qwen3vl.model.recompute`),
+        the result has one too: that recipe, then the rotation.
+        """
         turned, recipe = self._rotate(x, angles), recipe_of(x)
         if recipe is None:
             return turned

@@ -89,8 +89,8 @@ class DeltaNet(GatedDeltaNet):
             attention_mask: (B, cached + S) bool, True for tokens and False for padding, or None. It
                 matters where padding comes before tokens.
             inference_context: cache in which the layer's state is kept between calls. It is the
-                last K - 1 inputs of the convolution, (B, K - 1, D), and S, (B, heads, D, V)
-                float32, instead of keys and values.
+                last K - 1 inputs of the convolution, (B, K - 1, channels), and the rule's state,
+                (B, heads, key_head_dim, value_head_dim) float32, instead of keys and values.
             packed_seq_params: samples that are kept apart.
         """
         cp = self.pg_collection.cp
@@ -177,7 +177,7 @@ class DeltaNet(GatedDeltaNet):
         return compute_keeping_inputs(compute, output, gate)
 
     def _cached_state(self, context: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return the last inputs of the convolution and S; None before the first token."""
+        """Return the convolution's last inputs and the rule's state; None before a token."""
         if context is None:
             return None, None
         states: dict[int, tuple[Tensor, Tensor]] = context.key_value_memory_dict

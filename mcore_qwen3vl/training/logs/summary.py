@@ -122,7 +122,7 @@ def _task_rows(settings: Settings) -> list[tuple[str, str]]:
     if labels := settings.labels:
         names = ", ".join(labels.names)
         return [
-            ("loss", f"{'binary ' * (not labels.is_single)}cross entropy over labels"),
+            ("loss", f"{'binary ' * (not labels.are_exclusive)}cross entropy over labels"),
             ("head", f"score, {len(labels)} labels at the last token: {names:.200}"),
         ]
     loss = task.contrastive
