@@ -77,6 +77,7 @@ def forward(
         batch.input_ids,
         batch.position_ids,
         padding_mask=batch.padding_mask,
+        # -100 becomes 0, a column that exists: the loss weights alone decide what counts.
         labels=batch.labels.clamp(min=0) if has_lm_head else None,
         visual=batch.visual,
         packed_seq_params=packing,
