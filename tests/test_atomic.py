@@ -123,7 +123,7 @@ def test_an_index_of_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with full_disk(1000), pytest.raises(BadInput, match=r"cannot be written in .*File too large"):
         ensure_index(tmp_path / "a.json")
     assert not [*tmp_path.rglob("*.idx"), *tmp_path.rglob("*.tmp")]
-    assert readers.is_indexed(ensure_index(tmp_path / "a.json"))
+    assert readers.is_json_indexed(ensure_index(tmp_path / "a.json"))
 
 
 def test_a_lock_is_held_though_its_holder_cannot_be_written(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What a data set holds, before it trains: a check of every sample, and a page that shows one.
 
 The check reads, tokenises and decodes every sample, as training would; it can write the samples
-that pass, a plot of lengths, and each turn as a sample. The HTML page, in one file, shows a sample
+that pass, a plot of lengths, and each turn as a sample. It also packs the lengths in ways that
+training has, and says how even the ranks' work would be. The HTML page, in one file, shows a sample
 as the model will see it.
 """
 

@@ -119,7 +119,7 @@ def _needs_index(path: Path) -> bool:
 def _has_index(path: Path) -> bool:
     if path.is_dir():
         return (path / ".nv-meta" / "dataset.yaml").exists()
-    return is_indexed(path)
+    return is_json_indexed(path)
 
 
 def _index_once(path: Path) -> None:
@@ -454,7 +454,7 @@ def index_of(path: Path) -> Path:
     return path.with_name(path.name + ".idx")
 
 
-def is_indexed(path: Path) -> bool:
+def is_json_indexed(path: Path) -> bool:
     """Return whether the index exists and is up to date with the file.
 
     Energon's index of a JSONL file may be asked for too: its last number is that file's size.

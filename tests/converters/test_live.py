@@ -44,15 +44,15 @@ LAYOUTS = [
     ("mixed-listed", "pp2xep2xdp2"),
     ("bf16-sharded", "tp2xpp2xep2+sp"),
     ("hybrid-tied", "tp2xpp2"),
-    ("hybrid-tied", "cp2xdp2"),
-    ("hybrid-moe-float32", "tp2xep2+sp"),
-    ("hybrid-moe-float32", "pp2xep2xdp2"),
+    ("hybrid-float32", "cp2xdp2"),
+    ("hybrid-moe-tied", "tp2xep2+sp"),
+    ("hybrid-moe-tied", "pp2xep2xdp2"),
 ]
 FAST = [
     ("dense-tied", "tp2xpp2"),
     ("moe-v5", "tp2xetp2+sp"),
     ("mixed-listed", "pp2xep2xdp2"),
-    ("hybrid-moe-float32", "tp2xep2+sp"),
+    ("hybrid-moe-tied", "tp2xep2+sp"),
 ]
 SMALL_BUCKETS = 40_000
 

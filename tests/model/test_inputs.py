@@ -109,7 +109,7 @@ def test_bytes_need_their_scale_and_normalised_pixels_have_none():
 
 CP_2 = [{"cp_size": 2, "cp_rank": rank} for rank in range(2)]
 TP_3 = [{"tp_size": 3, "tp_rank": rank, "sequence_parallel": True} for rank in range(3)]
-PACK = torch.tensor([0, 4, 12], dtype=torch.int32)
+PACK = torch.tensor([0, 4, 4, 12], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,10 @@ PATTERNS_FROZEN = OVERLAP | {
     "note": "patterns frozen, overlap",
     "freeze": (r".*\.mlp\.router", r"visual\.blocks\.1\."),
 }
+ALMOST_FROZEN = recompute_uniform(2) | {
+    "note": "all but the last layer frozen, recompute uniform 2",
+    "freeze": ("vision", "aligner", "embedding", r"decoder\.layers\.[012]\."),
+}
 
 
 MATRIX: tuple[MatrixRow, ...] = (
@@ -242,6 +246,7 @@ MATRIX: tuple[MatrixRow, ...] = (
     row("dense", "cp2", "mixed", note="aligner frozen", freeze=("aligner",)),
     row("dense", "pp2", "mixed", note="language frozen", freeze=("language",)),
     row("moe", "ep2xdp2", "mixed", **PATTERNS_FROZEN),
+    row("dense", "pp2xvpp2", "mixed", **ALMOST_FROZEN),
     row("dense", "tp2xcp2+sp", "mixed", "packed", **FP64),
     row("moe", "tp2xep2+sp", "mixed", "packed", **FP64),
     row("dense", "single", "mixed", "padded-left", "packed", "imageless", **BF16),

@@ -198,6 +198,7 @@ EMBEDDING = "base_model.model.model.language_model.embed_tokens.weight"
         (dict, {"rank_pattern": {"q_proj": 1.5}}, "rank_pattern is"),
         (dict, {"target_modules": [1]}, r"target_modules is \[1\]"),
         (dict, {"peft_type": "LOHA"}, "peft_type 'LOHA'"),
+        (dict, {"use_dora": True}, "DoRA"),
         (dict, {"r": 5}, "rank 5"),
     ],
 )

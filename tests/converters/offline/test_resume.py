@@ -11,6 +11,7 @@ import mmap
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import struct
@@ -183,6 +184,26 @@ def test_kill_while_finishing(
     convert(source, target, force=True)
     assert tree_digests(target) == expected
     assert not (tmp_path / ".target.incomplete").exists()
+
+
+def test_a_file_that_cannot_be_created_is_one_error_and_resumes(
+    directions: dict[str, tuple[Convert, Path]], tmp_path: Path
+) -> None:
+    """Files for Hugging Face are made at their full size before any tensor is written."""
+    convert, source = directions["mcore-to-hf"]
+    whole, target = tmp_path / "whole", tmp_path / "target"
+    convert(source, whole)
+    largest = max(f.stat().st_size for f in whole.rglob("*") if f.is_file())
+
+    def run() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, resource.RLIM_INFINITY))
+        with pytest.raises(BadInput, match=r"stopped: .*File too large.*running the same command"):
+            convert(source, target)
+
+    assert in_child(run) == 0
+    assert not target.exists()
+    convert(source, target)
+    assert tree_digests(target) == tree_digests(whole)
 
 
 def test_a_changed_source_is_not_resumed(

@@ -258,7 +258,7 @@ def test_it_is_bitwise_what_the_maker_exports(
 
 
 @each_maker
-def test_its_optimizer_state_is_not_resumed(maker: str, runs: Path) -> None:
+def test_its_optimizer_state_is_not_resumed(maker: str, runs: Path, tmp_path: Path) -> None:
     run = run_of(maker, runs)
     load, refused = ("--load", str(run)), rf"written by {re.escape(MAKERS[maker])}, whose optimizer"
     with pytest.raises(BadInput, match=rf"{refused} state .* Add --finetune") as error:
@@ -269,14 +269,18 @@ def test_its_optimizer_state_is_not_resumed(maker: str, runs: Path) -> None:
         found = checkpoint_of_other_maker(arguments(START, *flags).settings.checkpoints)
         assert found is not None
         assert found.folder == iteration_of(run)
-    assert run_layout(into_model, 1, Layout(), run) == [True]
+    theirs = exported(maker, runs, tmp_path / "theirs")
+    assert run_layout(loads_as_exported, 1, Layout(), run, theirs) == [True]
 
 
-def into_model(layout: Layout, run: Path) -> bool:
+def loads_as_exported(layout: Layout, run: Path, export: Path) -> bool:
+    """Return whether a model has the same weights from the run's checkpoint and from its export."""
     initialize(layout)
-    chunks = build_empty(layout, Architecture.from_hf(START))
-    load_checkpoint(chunks, run)
-    return all(p.isfinite().all() for chunk in chunks for p in chunk.parameters())
+    (chunk,), (expected,) = (build_empty(layout, Architecture.from_hf(START)) for _ in range(2))
+    load_checkpoint([chunk], run)
+    load_hf([expected], export)
+    pairs = zip(chunk.parameters(), expected.parameters(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def test_the_checkpoint_of_a_run_of_ms_swifts_is_named(runs: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoProcessor, Qwen3_5Model, Qwen3VLModel
 
 from mcore_qwen3vl import machine
+from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.scoring.score import Request, _ScoringJob, score
@@ -171,6 +172,16 @@ def test_a_headless_model_is_trained_exported_scored_and_resumed(
     for layout in layouts:
         checkpoint, suffix = (save, "npy") if "cp2" in layout else (exported, "parquet")
         compare_scores(checkpoint, layout, retrieval, tmp_path / f"{layout}.{suffix}", expected)
+
+
+@pytest.mark.slow
+def test_a_language_model_embeds_from_megatrons_format(
+    dense: Path, retrieval: Path, tmp_path: Path
+) -> None:
+    """Its head is in the checkpoint, and is not read."""
+    hf_to_mcore(dense, tmp_path / "mcore")
+    expected = embeddings_of(dense, retrieval)
+    compare_scores(tmp_path / "mcore", "tp2+sp", retrieval, tmp_path / "out.parquet", expected)
 
 
 def embeddings_of(checkpoint: Path, data: Path) -> Tensor:
