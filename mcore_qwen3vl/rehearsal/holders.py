@@ -51,7 +51,7 @@ _HOLDERS = (
     ("models/common/embeddings/language", "embedding"),
     ("mcore_qwen3vl/model/qwen3vl.py:fuse", "embedding"),
     ("mcore_qwen3vl/model/qwen3vl.py:select", "embedding"),
-    ("mcore_qwen3vl/model/decoder/layer.py:add_features", "embedding"),
+    ("mcore_qwen3vl/model/decoder/layer.py:add_to_rows", "embedding"),
     ("transformer/transformer_layer", "residual stream"),
     ("fusions/fused_bias_dropout", "residual stream"),
     ("mcore_qwen3vl/model/decoder/layer", "residual stream"),

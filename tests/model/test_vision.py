@@ -20,7 +20,7 @@ from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLM
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.decoder.layer import add_features
+from mcore_qwen3vl.model.decoder.layer import add_to_rows
 from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs, visual_inputs
 from mcore_qwen3vl.model.qwen3vl import fuse, plan_fusion
 from mcore_qwen3vl.model.vision import VisionTower, assign_frames, make_lean, share_frames
@@ -141,7 +141,7 @@ def test_forward_and_backward_read_nothing_from_the_device(visual, batch_size, r
     )
     embeddings = torch.empty(SEQ, batch_size, ARCHITECTURE.hidden_size, device="meta", dtype=DTYPE)
     hidden = fuse(embeddings, features, plan)
-    hidden = add_features(hidden, plan.select(deepstack_features[0]), plan.destination)
+    hidden = add_to_rows(hidden, plan.select(deepstack_features[0]), plan.destination)
     hidden.sum().backward()
     assert all(p.grad is not None and p.grad.is_meta for p in model.blocks.parameters())
 

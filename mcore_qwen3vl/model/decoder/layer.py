@@ -126,12 +126,12 @@ class DeepStackLayer(TransformerLayer):
             return hidden
         # Earlier stages keep their layers' features: the last row is always layer K's.
         features = context[self.layer_number - self.deepstack_layers - 1]
-        hidden = add_features(hidden, features, context_mask)
+        hidden = add_to_rows(hidden, features, context_mask)
         # The schedules free a stage's output after sending it, and refuse to free a view.
         return make_viewless_tensor(hidden, requires_grad=True, keep_graph=True)
 
 
-def add_features(hidden: Tensor, features: Tensor, destination: Tensor) -> Tensor:
+def add_to_rows(hidden: Tensor, features: Tensor, destination: Tensor) -> Tensor:
     """Add visual features to the output (s_local, B, H) of a decoder layer, as DeepStack does.
 
     Source: Meng et al., "DeepStack", 2024; HF ``Qwen3VLTextModel._deepstack_process``.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, rotary_factor
-from mcore_qwen3vl.model.decoder.layer import DeepStackLayer, add_features, block_spec
+from mcore_qwen3vl.model.decoder.layer import DeepStackLayer, add_to_rows, block_spec
 from mcore_qwen3vl.model.decoder.norm import StandaloneRMSNorm
 from mcore_qwen3vl.model.head import Head
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -84,7 +84,7 @@ class HybridLayer(DeepStackLayer):
         if not after_mlp or self.hf_layer >= self.deepstack_layers or context is None:
             return hidden
         features = context[self.hf_layer - self.deepstack_layers]
-        return add_features(hidden, features, context_mask)
+        return add_to_rows(hidden, features, context_mask)
 
 
 class Stack(HybridStack):

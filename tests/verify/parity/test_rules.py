@@ -71,13 +71,13 @@ def test_yarn_without_one_of_its_parts(
 @pytest.mark.slow
 def test_deepstack_by_gathering_adding_and_scattering(matrix: Matrix, monkeypatch: Any) -> None:
     """TP ranks do the same work on gathered states, which a summing backward counts TP times."""
-    add = layer.add_features
+    add = layer.add_to_rows
 
     def gathered(*args: torch.Tensor) -> torch.Tensor:
         whole = mappings.gather_from_sequence_parallel_region(add(*args))
         return mappings.scatter_to_sequence_parallel_region(whole)
 
-    monkeypatch.setattr(layer, "add_features", gathered)
+    monkeypatch.setattr(layer, "add_to_rows", gathered)
     report = matrix.compare_row(MatrixRow("dense", "tp2+sp", ("image",)))
     assert worst(report, "gradients") > FAR_OFF
     assert worst(report, "logits") < 2e-5
