@@ -102,12 +102,13 @@ def search(rehearser: Rehearser, command: Command, architecture: Architecture) -
             return False
         return candidate.estimate <= ESTIMATE_OFF * usable
 
-    if not any(map(may_fit, ranked)):
+    likely = list(filter(may_fit, ranked))
+    if not likely:
         raise BadInput(
             f"No layout of this model fits on {command.gpus} GPUs; {len(ranked)} were "
             "estimated. Use more or larger GPUs, or a shorter --seq-length."
         )
-    possible = [c for c in ranked if c.is_requested or may_fit(c)]
+    possible = [c for c in ranked if c.is_requested or c in likely]
     tried: list[Fit] = []
     for number, candidate in enumerate(possible):
         done = number >= TRIED or sum(fit.good for fit in tried) >= WANTED

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Durations, Layout, model_pipeline
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.rehearsal import search as search_module
@@ -183,6 +184,13 @@ def test_what_context_and_nccl_take_is_counted_once(monkeypatch: pytest.MonkeyPa
     search_module.search(rehearser, command, DENSE)
     assert tried  # under DP alone there is more
     assert not any(layout.tp > 1 and layout.cp > 1 for layout in tried if layout != command.layout)
+
+
+def test_a_gpu_smaller_than_its_context_takes_no_layout() -> None:
+    command = Command(("--hf-model", str(SHAPES / "8b.json")), 8)
+    rehearser: Any = SimpleNamespace(options=Options(gpu=H100, memory_gib=0.5))
+    with pytest.raises(BadInput, match=r"No layout of this model fits on 8 GPUs"):
+        search_module.search(rehearser, command, DENSE)
 
 
 def test_a_run_that_takes_no_layout() -> None:
