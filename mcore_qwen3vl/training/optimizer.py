@@ -252,7 +252,8 @@ HALVES = (torch.bfloat16, torch.float16)
 def keep_own_parts(optimizer: Any) -> None:
     """Let each data-parallel rank save and load its own part, where mcore would gather all parts.
 
-    If the training state is no float32 tensor on the device, mcore's way stays, with a warning.
+    Without the distributed optimizer mcore's way stays; also if the training state is no float32
+    tensor on the device, with a warning.
 
     Raises:
         BadInput: the installed megatron-core lacks one of the methods in :data:`USED`.

@@ -266,7 +266,7 @@ def check_early(command: CommandLine) -> None:
 
 
 def check_surroundings(settings: Settings) -> None:
-    """Raise BadInput if the run lacks a flag, a data set, a checkpoint or a package."""
+    """Raise BadInput if flags clash, or if a flag, data, a checkpoint or a package is missing."""
     loop = settings.loop
     train = loop.training_data
     missing = []
