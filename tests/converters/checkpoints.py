@@ -52,7 +52,8 @@ HYBRID_CASES: dict[str, dict[str, Any]] = {
     "hybrid-tied": {"family": "qwen3.5", "tie": True, "seed": 16},
     "hybrid-moe": {"family": "qwen3.5", "moe": True, "dtype": "bfloat16", "seed": 17},
     "hybrid-float32": {"family": "qwen3.5", "seed": 20},
-    "hybrid-moe-tied": {"family": "qwen3.5", "moe": True, "tie": True, "seed": 19},
+    "hybrid-moe-float32": {"family": "qwen3.5", "moe": True, "seed": 19},
+    "hybrid-moe-tied": {"family": "qwen3.5", "moe": True, "tie": True, "seed": 21},
     "hybrid-moe-v5": {"family": "qwen3.5", "moe": True, "layout": "v5", "seed": 18},
 }
 """Checkpoints of Qwen3.5, which the legacy format does not hold."""
