@@ -43,8 +43,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_models import FP8, MOE, RUNS, STEPS, Size  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.files import atomic_write  # noqa: E402
-from mcore_qwen3vl.pretended.device import is_preloaded  # noqa: E402
 from mcore_qwen3vl.runtime.gpus import GPUS, find_gpu  # noqa: E402
+from mcore_qwen3vl.simulated_gpu.device import is_preloaded  # noqa: E402
 
 NOT_APPLICABLE, LEFT_OUT, WAITING, RUNNING = "not applicable", "left out", "waiting", "running"
 WORTH = (
@@ -400,15 +400,18 @@ def not_applicable_part(name: str, why: str) -> Part:
 def python_command(ranks: int = 1, tp: int = 1) -> list[str]:
     """Return the Python for a program that starts its own process group.
 
-    On the pretended device it is one of `ranks` ranks: the first of the last TP group, because it
+    On the simulated GPU it is one of `ranks` ranks: the first of the last TP group, because it
     reads batches and writes the log.
     """
     place = ["--world-size", str(ranks), "--rank", str(ranks - tp)]
-    return [sys.executable, *(["-m", "mcore_qwen3vl.pretended", *place] if is_preloaded() else [])]
+    return [
+        sys.executable,
+        *(["-m", "mcore_qwen3vl.simulated_gpu", *place] if is_preloaded() else []),
+    ]
 
 
 def trainer_command(gpus: int, tp: int = 1) -> list[str]:
-    """Return the command that trains on all GPUs; on the pretended device, on its one rank."""
+    """Return the command that trains on all GPUs; on the simulated GPU, on its one rank."""
     if is_preloaded():
         return [*python_command(gpus, tp), "-m", "mcore_qwen3vl.rehearsal.rank"]
     return [*COMMAND, "train", "--processes", str(gpus)]
@@ -483,10 +486,10 @@ def measurement_parts(
             if kind:
                 gpu = f"--memory-gib {GPUS[kind].memory_gib} --capability {GPUS[kind].capability}"
                 once = f"--warmup 2 --steps 1 --model-time-on {kind}"
-                simulated = [sys.executable, "-m", "mcore_qwen3vl.pretended", *gpu.split()]
+                simulated = [sys.executable, "-m", "mcore_qwen3vl.simulated_gpu", *gpu.split()]
                 prediction.command = [*simulated, *words, *once.split()]
         else:
-            # The peak is in the first rank's log, and the pretended device has one rank.
+            # The peak is in the first rank's log, and the simulated GPU has one rank.
             ranks = 1 if is_preloaded() else gpus
             flags = training_run_flags(size, side, options.out / "stand-ins", ranks)
             # Workers hand batches over in shared memory, which a container may have little of.

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.train_step import time_step
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.pretended.device import is_preloaded
 from mcore_qwen3vl.runtime.gpus import GPUS
+from mcore_qwen3vl.simulated_gpu.device import is_preloaded
 
 LIMIT = 2**-4
 """On the host, rounding explains errors up to 0.025: probabilities, outputs and the gradients that

@@ -112,7 +112,7 @@ def measure_side(side: str, config: dict[str, Any], options: argparse.Namespace)
         cpu.install()
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.model import flops
-    from mcore_qwen3vl.pretended.device import is_preloaded
+    from mcore_qwen3vl.simulated_gpu.device import is_preloaded
     from mcore_qwen3vl.training.logs.metrics import device_peak_tflops
 
     if is_preloaded():
@@ -170,7 +170,7 @@ def write_profile(step: Callable[[], Any], file: str) -> dict[str, Any]:
     """
     from torch.profiler import ProfilerActivity
 
-    from mcore_qwen3vl.pretended.device import is_preloaded
+    from mcore_qwen3vl.simulated_gpu.device import is_preloaded
 
     if is_preloaded():
         return {"profile": "none: the simulated GPU has no clock"}
@@ -201,14 +201,16 @@ def modelled_seconds(step: Callable[[], Any], kind: str) -> float:
 
     For the whole step that is the GPU's time, or the host's where it is longer.
     """
-    from mcore_qwen3vl.pretended import rank
-    from mcore_qwen3vl.pretended.rank import count_transformer_engine
     from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
     from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork
     from mcore_qwen3vl.runtime.gpus import find_gpu
+    from mcore_qwen3vl.simulated_gpu import rank
+    from mcore_qwen3vl.simulated_gpu.rank import count_transformer_engine
 
     if rank.current is None:
-        sys.exit("--model-time-on counts a step's work: run it under -m mcore_qwen3vl.pretended")
+        sys.exit(
+            "--model-time-on counts a step's work: run it under -m mcore_qwen3vl.simulated_gpu"
+        )
     rank.current.end_interval("before")
     with count_transformer_engine(rank.current.work.counts):
         step()

@@ -19,9 +19,9 @@ cpu.install(training=True)  # before any test module imports megatron
 
 from mcore_qwen3vl import machine  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
-from mcore_qwen3vl.pretended import Workbench  # noqa: E402
-from mcore_qwen3vl.pretended.device import cache_folder  # noqa: E402
 from mcore_qwen3vl.runtime import launch  # noqa: E402
+from mcore_qwen3vl.simulated_gpu import Workbench  # noqa: E402
+from mcore_qwen3vl.simulated_gpu.device import cache_folder  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
 from mcore_qwen3vl.training.arguments import command_line  # noqa: E402
@@ -123,7 +123,7 @@ ON_WORKBENCH = (
 
 @pytest.fixture(scope="session")
 def workbench() -> Iterator[Workbench]:
-    """Start one process on the pretended device for all tests, with everything imported."""
+    """Start one process on the simulated GPU for all tests, with everything imported."""
     with Workbench(ON_WORKBENCH, raised=(BadInput,)) as bench:
         yield bench
 

@@ -18,7 +18,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 ORDER = (
-    "pretended",
     "errors",
     "unused",
     "flags",
@@ -62,6 +61,7 @@ ORDER = (
     "training",
     "verl",
     "scoring",
+    "simulated_gpu",
     "rehearsal",
     "standalone",
     "verify.measurement",
@@ -77,6 +77,9 @@ ORDER = (
     "__main__",
 )
 """Packages from the lowest up. Each may import itself and those before it."""
+
+ALONE = "simulated_gpu"
+"""The package that is fit to be installed alone: it imports itself relatively, and no other."""
 
 
 def sources() -> dict[str, Path]:
@@ -95,13 +98,16 @@ def package_of(module: str) -> str | None:
     return next((p for p in ORDER if module == p or module.startswith(f"{p}.")), None)
 
 
-def imported(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the name of each import of this project in `source`."""
+def imported(module: str, source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each import of this project in the source of `module`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 1 and package_of(module) == ALONE:
+            around = ".".join(filter(None, ("mcore_qwen3vl", ALONE, node.module)))
+            names = [f"{around}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             raise AssertionError(f"line {node.lineno}: a relative import")
         else:
@@ -116,7 +122,7 @@ def upward(modules: Mapping[str, str]) -> list[str]:
     wrong = []
     for module, source in modules.items():
         own = package_of(module)
-        for line, name in imported(source):
+        for line, name in imported(module, source):
             other = package_of(name)
             if own is not None and other is not None and ORDER.index(other) > ORDER.index(own):
                 wrong.append(f"{module}:{line} imports {name}")
@@ -126,7 +132,7 @@ def upward(modules: Mapping[str, str]) -> list[str]:
 def cycles(modules: Mapping[str, str]) -> list[list[str]]:
     """Return groups of modules that import each other in a circle, the longest first."""
     edges = {
-        module: {found for _, name in imported(source) if (found := _module(name, modules))}
+        module: {found for _, name in imported(module, source) if (found := _module(name, modules))}
         for module, source in modules.items()
     }
     reach: dict[str, set[str]] = {}
@@ -176,11 +182,12 @@ def test_imports_go_one_way(modules: dict[str, str]) -> None:
     assert upward(modules) == []
 
 
-def test_the_pretended_device_imports_nothing_else_of_ours(modules: dict[str, str]) -> None:
-    """It could be released alone."""
-    own = [source for name, source in modules.items() if package_of(name) == "pretended"]
-    names = {name for source in own for _, name in imported(source)}
-    assert {name for name in names if package_of(name) != "pretended"} == set()
+def test_the_simulated_gpu_imports_nothing_else_of_ours(modules: dict[str, str]) -> None:
+    """It does not even know the name of the package around it."""
+    own = {name: source for name, source in modules.items() if package_of(name) == ALONE}
+    names = {found for name, source in own.items() for _, found in imported(name, source)}
+    assert {name for name in names if package_of(name) != ALONE} == set()
+    assert [name for name, source in own.items() if "mcore_qwen3vl" in source] == []
 
 
 def test_no_module_imports_itself_in_a_circle(modules: dict[str, str]) -> None:
@@ -195,6 +202,7 @@ def test_no_module_imports_itself_in_a_circle(modules: dict[str, str]) -> None:
         ("training.run", "import mcore_qwen3vl.verify.parity.matrix"),
         ("data.readers", "from mcore_qwen3vl.data.encoding.batch import Batch"),
         ("data.encoding.batch", "def f():\n    from mcore_qwen3vl.cli import app"),
+        ("runtime.launch", "def f():\n    from mcore_qwen3vl.simulated_gpu import is_preloaded"),
         ("config", "if TYPE_CHECKING:\n    from mcore_qwen3vl.layout import Layout"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from mcore_qwen3vl.pretended.rank import Frames
+from mcore_qwen3vl.simulated_gpu.rank import Frames
 
 FORWARD, BACKWARD = "forward", "backward"
 """The two parts of a micro-batch's work."""
@@ -64,7 +64,7 @@ _HOLDERS = (
 )
 # Files that allocate for their callers: the next caller's file counts instead.
 _TRANSPARENT = (
-    "mcore_qwen3vl/pretended/",
+    "mcore_qwen3vl/simulated_gpu/",
     "mcore_qwen3vl/rehearsal/",
     "tensor_parallel/layers",
     "tensor_parallel/mappings",

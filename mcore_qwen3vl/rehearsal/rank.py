@@ -1,6 +1,6 @@
 """One rank of a training run on the simulated GPU, with its own entry point.
 
-Run ``python -m mcore_qwen3vl.pretended --world-size 8 -m mcore_qwen3vl.rehearsal.rank``
+Run ``python -m mcore_qwen3vl.simulated_gpu --world-size 8 -m mcore_qwen3vl.rehearsal.rank``
 followed by the flags of ``launch/train.py``. The rank must be the first of its TP x CP group. On a
 later pipeline stage it reads the batches itself, because no first stage sends them.
 
@@ -36,11 +36,11 @@ from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.qwen3vl import FusionPlan, Qwen3VLModel
-from mcore_qwen3vl.pretended import rank as this_rank
-from mcore_qwen3vl.pretended.device import place_of
-from mcore_qwen3vl.pretended.rank import History, Rank, record_allocations
 from mcore_qwen3vl.rehearsal import holders, stubs
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
+from mcore_qwen3vl.simulated_gpu import rank as this_rank
+from mcore_qwen3vl.simulated_gpu.device import place_of
+from mcore_qwen3vl.simulated_gpu.rank import History, Rank, record_allocations
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.logs import metrics
 
@@ -68,13 +68,13 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     rank = this_rank.current
     if rank is None:
         raise BadInput(
-            "Start it with python -m mcore_qwen3vl.pretended -m mcore_qwen3vl.rehearsal.rank."
+            "Start it with python -m mcore_qwen3vl.simulated_gpu -m mcore_qwen3vl.rehearsal.rank."
         )
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
     from megatron.core.pipeline_parallel.utils import ScheduleNode
     from megatron.training import training, utils
 
-    from mcore_qwen3vl.pretended.rank import count_transformer_engine
+    from mcore_qwen3vl.simulated_gpu.rank import count_transformer_engine
     from mcore_qwen3vl.training import data_provider, run, second_model
     from mcore_qwen3vl.training.arguments import checks
 
@@ -222,7 +222,7 @@ class StageWork:
 
         Returns:
             For each virtual stage, the work of one micro-batch: the mean over the iteration's. See
-            :meth:`mcore_qwen3vl.pretended.rank.Rank.tally` for its keys.
+            :meth:`mcore_qwen3vl.simulated_gpu.rank.Rank.tally` for its keys.
         """
         work = [
             {
@@ -328,8 +328,8 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
         progress: file to which the name of each interval is appended when it ends.
 
     Returns:
-        ``peak``, ``refused`` (or None) and ``over time`` (a list): :class:`pretended.rank.Moment`
-        as dictionaries; ``error``: None, or what stopped the run; ``parameters``: their number by
+        ``peak``, ``refused`` (or None) and ``over time`` (a list): :class:`.History`'s moments as
+        dictionaries; ``error``: None, or what stopped the run; ``parameters``: their number by
         part; ``retries`` of the allocator; ``host bytes``: peak memory of this process.
 
     Raises:

@@ -12,13 +12,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
-from mcore_qwen3vl.pretended.device import Interval, Traffic
-from mcore_qwen3vl.pretended.rank import ONE_KEY
 from mcore_qwen3vl.rehearsal.command import Command, sample_size
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, Rehearser, Remedy, checked_architecture
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork
 from mcore_qwen3vl.runtime.gpus import Gpu
+from mcore_qwen3vl.simulated_gpu.device import Interval, Traffic
+from mcore_qwen3vl.simulated_gpu.rank import ONE_KEY
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.command_line import NONE, RESETTABLE, SIZES
 

@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mcore_qwen3vl.model.decoder.delta_rule import CHUNK
-from mcore_qwen3vl.pretended.integers import host_view
-from mcore_qwen3vl.pretended.rank import launch
 from mcore_qwen3vl.rehearsal.holders import COMBINE, DISPATCH
+from mcore_qwen3vl.simulated_gpu.integers import host_view
+from mcore_qwen3vl.simulated_gpu.rank import launch
 
 _NODE = 8  # GPUs
 _CHANNELS, _CHUNK = 10, 256  # of a buffer: 20 SMs, two for a channel; tokens in each

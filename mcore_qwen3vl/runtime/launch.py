@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import signal
 import time
 import traceback
@@ -30,7 +31,6 @@ import torch.distributed as dist
 from mcore_qwen3vl.console import prepare_standard_streams
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.pretended.device import is_preloaded
 from mcore_qwen3vl.runtime import cpu, shared_gpu
 from mcore_qwen3vl.runtime.lifetime import (
     end_with_parent,
@@ -41,6 +41,10 @@ from mcore_qwen3vl.runtime.lifetime import (
 
 PATIENCE = 1.0
 """Multiplies every limit of `run_layout`; tests raise it, so that only a hang meets a limit."""
+
+SIMULATED_RANK = "SIMULATED_GPU_RANK"
+"""Environment variable that a simulated GPU sets. It names, as ``module:function``, the context in
+which a rank's process acts as that rank; the function takes the rank and their number."""
 
 _LONGEST_PATIENCE = 3600.0  # seconds; a longer limit stays as it is
 
@@ -67,7 +71,7 @@ class _Rank:
 
 def _count_gpus(world_size: int) -> int:
     """Return how many GPUs `world_size` ranks have; each has its own on the simulated GPU."""
-    return world_size if is_preloaded() else torch.cuda.device_count()
+    return world_size if SIMULATED_RANK in os.environ else torch.cuda.device_count()
 
 
 def check_gpus() -> None:
@@ -230,10 +234,8 @@ def _call_in_group(work: _Work) -> Any:
     if work.device == "cpu":
         # More threads would oversubscribe the machine, and OpenMP threads do not survive a fork.
         torch.set_num_threads(1)
-    elif is_preloaded():
-        from mcore_qwen3vl.pretended.rank import one_rank
-
-        around = one_rank(work.rank, work.world_size)  # messages of other ranks are made up
+    elif acting := os.environ.get(SIMULATED_RANK):
+        around = pkgutil.resolve_name(acting)(work.rank, work.world_size)
     else:
         torch.cuda.set_device(gpu)
     os.environ |= {

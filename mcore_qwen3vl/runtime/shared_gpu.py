@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from mcore_qwen3vl.pretended.groups import PythonGroup
-
 BACKEND = "staged"
 """The name that ``torch.distributed`` knows these groups by, once :func:`register` was called."""
 
@@ -52,18 +50,29 @@ class _Exchange(Work):
         return True
 
 
-class StagedGroup(PythonGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # its type stubs have overloads that Python never calls
+
+
+class StagedGroup(_ProcessGroup):
     """A group whose ranks exchange through the host.
 
     Everything but messages between two ranks is over when its method returns. Sums of half
     precision are made in float32, as their order differs from NCCL's in any case.
     """
 
-    backend = BACKEND
-
     def __init__(self, gloo: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
+        self._size = size
         self._gloo = gloo
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _get_backend(self, device: torch.device) -> StagedGroup:
+        """Return the group itself, which torch 2.15 asks whether it can coalesce messages."""
+        return self
+
+    def _start_coalescing(self, device: Any) -> None: ...
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:

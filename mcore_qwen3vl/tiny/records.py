@@ -97,7 +97,7 @@ def write_half_images(
 ) -> Path:
     """Write conversations whose tokens are half of images and half of text, by default.
 
-    They are for runs whose results do not matter, such as those on the pretended device.
+    They are for runs whose results do not matter, such as those on the simulated GPU.
 
     A sample has about that many `tokens`, `image_side` of them along the side of an image. Each of
     the two sequences of preference records, `pairs`, is such a sample. Every second answer of

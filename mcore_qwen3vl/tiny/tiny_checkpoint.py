@@ -486,7 +486,7 @@ def write_stand_in(
 ) -> None:
     """Write a config and a processor of a published size, without weights.
 
-    They are for runs whose results do not matter, such as those on the pretended device.
+    They are for runs whose results do not matter, such as those on the simulated GPU.
     """
     fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
     text, vision = fields["text_config"], fields["vision_config"]

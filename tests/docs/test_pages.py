@@ -13,7 +13,7 @@ import yaml
 
 from mcore_qwen3vl.cli import app
 from mcore_qwen3vl.data.records.parse import GROUP as HOOKS
-from mcore_qwen3vl.pretended.__main__ import make_parser
+from mcore_qwen3vl.simulated_gpu.__main__ import make_parser
 from mcore_qwen3vl.training.arguments.settings import add_arguments
 from mcore_qwen3vl.training.forward_step import GROUP as LOSSES
 from tests.docs.markdown import PAGES, README, ROOT, anchors, blocks, commands, links, prose

@@ -74,7 +74,7 @@ def test_compiled_functions_give_the_same() -> None:
 
 PROGRAM = """
     import json, os
-    from mcore_qwen3vl.pretended.device import Settings, start_again
+    from mcore_qwen3vl.simulated_gpu.device import Settings, start_again
     os.environ["TORCHDYNAMO_DISABLE"] = "0"
     start_again(Settings())
 
@@ -82,7 +82,7 @@ PROGRAM = """
     from mcore_qwen3vl.model import kernels
     from mcore_qwen3vl.model.decoder.attention import rotate
     from mcore_qwen3vl.model.head import Columns, token_log_probs
-    from mcore_qwen3vl.pretended.device import Device
+    from mcore_qwen3vl.simulated_gpu.device import Device
 
     def step():
         on = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
@@ -111,7 +111,7 @@ PROGRAM = """
 
 @pytest.mark.slow
 def test_they_are_fewer_kernels_on_the_device() -> None:
-    """Triton compiles the kernels for a pretended GPU."""
+    """Triton compiles the kernels for a simulated GPU."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, check=True
     )

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_qwen3vl.pretended import Report, Workbench
 from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.simulated_gpu import Report, Workbench
 from mcore_qwen3vl.tiny import tiny_config
 from mcore_qwen3vl.tiny.records import write_half_images
 from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
@@ -89,7 +89,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def rehearse(workbench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> Rehearse:
     """Return a function that runs two iterations of a launch script as one of its ranks."""
-    data = write_half_images(tmp_path_factory.mktemp("pretended") / "data")
+    data = write_half_images(tmp_path_factory.mktemp("rehearsal") / "data")
 
     def run(
         script: str,

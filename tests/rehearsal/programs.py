@@ -218,7 +218,7 @@ def kept_by_layers(config: Path, tokens: int, cheap: bool) -> list[int]:
 
 
 def _measure(inputs: tuple[torch.Tensor, ...], call: Any) -> dict[str, Any]:
-    from mcore_qwen3vl.pretended import rank as this_rank
+    from mcore_qwen3vl.simulated_gpu import rank as this_rank
 
     assert this_rank.current is not None
     count = this_rank.current.device.count_launches

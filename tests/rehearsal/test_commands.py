@@ -1,4 +1,4 @@
-"""Commands run on the pretended device: ranks, generation, parity, and a model built by hand."""
+"""Commands run on the simulated GPU: ranks, generation, parity, and a model built by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.pretended import Workbench
+from mcore_qwen3vl.simulated_gpu import Workbench
 
 HERE = "tests.rehearsal.programs"
 

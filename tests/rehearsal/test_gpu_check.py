@@ -1,4 +1,4 @@
-"""``make gpu-check`` and the Python example do not break at once, on the pretended device.
+"""``make gpu-check`` and the Python example do not break at once, on the simulated GPU.
 
 Floats mean nothing there, so parity must fail by its findings; everything else must pass.
 """
@@ -26,8 +26,8 @@ from safetensors import safe_open
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.experts import _has_kernel
-from mcore_qwen3vl.pretended import Settings
 from mcore_qwen3vl.rehearsal.step_time import Constants
+from mcore_qwen3vl.simulated_gpu import Settings
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.case import Case, build_batch
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
@@ -97,7 +97,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     loops = {name.split("spec, ")[1] for name in others if name.startswith("training loop")}
     hybrid = {"Qwen3.5", "Qwen3.5, MTP"}
     assert loops == {"dense", "MoE", "dense, LoRA", "dense, TP 2, PP 2", *hybrid}
-    assert parts["versions"]["found"]["GPUs"] == ["Pretended GPU, 80.0 GiB"]
+    assert parts["versions"]["found"]["GPUs"] == ["Simulated GPU, 80.0 GiB"]
     # With the same step or loop, flags and data, memory is the same.
     for what in ("step, tiny, torch", "step, tiny, hf", "run, tiny, torch"):
         name = f"training {what}"
@@ -611,7 +611,7 @@ def test_python_example(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(
         example.text + "\nassert next(model.parameters()).is_cuda\n"
     )
-    command = [sys.executable, "-m", "mcore_qwen3vl.pretended", "example.py"]
+    command = [sys.executable, "-m", "mcore_qwen3vl.simulated_gpu", "example.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )

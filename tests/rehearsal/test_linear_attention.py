@@ -12,9 +12,9 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.pretended import Workbench
 from mcore_qwen3vl.rehearsal.rehearse import IMPORTS
 from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.simulated_gpu import Workbench
 from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 from mcore_qwen3vl.training import memory
 

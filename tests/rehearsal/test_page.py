@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.pretended.device import Interval, Report
 from mcore_qwen3vl.rehearsal.command import Command, Role
 from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.report import HEIGHT, LETTER, make_plot, write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
 from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.simulated_gpu.device import Interval, Report
 
 INTERVALS = {"model and optimizer": 0.3, "iteration 1": 2.0, "iteration 2": 2.0, "end": 0.0}
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.pretended.device import Interval, Traffic
-from mcore_qwen3vl.pretended.rank import ONE_KEY
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import find_gpu
+from mcore_qwen3vl.simulated_gpu.device import Interval, Traffic
+from mcore_qwen3vl.simulated_gpu.rank import ONE_KEY
 
 GPU = replace(find_gpu("h100"), tflops=1000.0, memory_tb_per_s=2.0, nvlink_gb_per_s=400.0)
 PLAIN = Constants(

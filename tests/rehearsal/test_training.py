@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.pretended import Report, Workbench
 from mcore_qwen3vl.rehearsal.holders import FINALIZE, FORWARD_BACKWARD, LOG
+from mcore_qwen3vl.simulated_gpu import Report, Workbench
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_half_images
 from tests.rehearsal.conftest import (
@@ -176,7 +176,7 @@ def test_peak_memory_is_what_it_was(rehearsed: tuple[Role, Report]) -> None:
 
 
 def test_export_out_of_a_running_job(rehearse: Rehearse, tmp_path: Path) -> None:
-    """``--save-hf`` works as the only rank; pretended others would claim the same slices."""
+    """``--save-hf`` works as the only rank; simulated others would claim the same slices."""
     tiny = write_tiny_checkpoint(tmp_path / "tiny", moe=True)
     out = tmp_path / "exported"
     flags = ("--seq-length", "1024", "--global-batch-size", "2", "--save-hf", str(out))

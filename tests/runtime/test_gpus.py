@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.pretended import Settings
+from mcore_qwen3vl.simulated_gpu import Settings
 from tests.docs.markdown import ROOT
 
 QUEUES = """

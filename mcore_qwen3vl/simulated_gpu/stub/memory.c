@@ -10,57 +10,57 @@
 enum { PAGE = 4096, ALIGNMENT = 512, GRANULARITY = 2 << 20, MIB = 1 << 20 };
 #define UP(n, to) (((n) + (to) - 1) & ~((u64)(to) - 1))
 
-u64 pretended_capacity;
-void *pretended_base;
+u64 simulated_capacity;
+void *simulated_base;
 static char *arena, *top;
 static u64 arena_size = 16ull << 40, copy_limit;
 static Slot *sizes;  // keys: addresses of allocations; values: bytes
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-void *pretended_pages(u64 bytes) {
+void *simulated_pages(u64 bytes) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void *p = mmap(0, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
     return p == MAP_FAILED ? 0 : p;
 }
 
-Slot *pretended_slot(Slot *table, const void *key) {
+Slot *simulated_slot(Slot *table, const void *key) {
     u64 i = ((u64)key * 0x9E3779B97F4A7C15ull) >> 44;  // 20 bits, for SLOTS = 2^20
     while (table[i].key && table[i].key != key) i = (i + 1) & (SLOTS - 1);
     return &table[i];
 }
 
-void pretended_set_memory(double gib) {
-    pretended_capacity = (u64)(gib * (1ull << 30));
+void simulated_set_memory(double gib) {
+    simulated_capacity = (u64)(gib * (1ull << 30));
 }
 
 __attribute__((constructor)) static void start(void) {
-    while (!(arena = pretended_pages(arena_size)))
+    while (!(arena = simulated_pages(arena_size)))
         if ((arena_size /= 2) < 1ull << 36) {
-            perror("pretended device: no address space");
+            perror("simulated GPU: no address space");
             abort();
         }
     madvise(arena, arena_size, MADV_NOHUGEPAGE);
     madvise(arena, arena_size, MADV_DONTDUMP);
     Dl_info own;
     dladdr((void *)start, &own);
-    pretended_base = own.dli_fbase;
+    simulated_base = own.dli_fbase;
     top = arena;
-    sizes = pretended_pages(SLOTS * sizeof(Slot));
-    pretended_set_memory(pretended_setting("PRETENDED_GIB", 80));
-    u64 context = (u64)(pretended_setting("PRETENDED_CONTEXT_MIB", 600) * MIB);
-    pretended_count[USED] = pretended_count[PEAK_USED] = context;
-    copy_limit = (u64)(pretended_setting("PRETENDED_COPY_MIB", 64) * MIB);
-    pretended_capability = (int)pretended_setting("PRETENDED_CAPABILITY", 90);
-    pretended_events_complete_late(pretended_setting("PRETENDED_LATE", 0) != 0);
+    sizes = simulated_pages(SLOTS * sizeof(Slot));
+    simulated_set_memory(simulated_setting("SIMULATED_GPU_GIB", 80));
+    u64 context = (u64)(simulated_setting("SIMULATED_GPU_CONTEXT_MIB", 600) * MIB);
+    simulated_count[USED] = simulated_count[PEAK_USED] = context;
+    copy_limit = (u64)(simulated_setting("SIMULATED_GPU_COPY_MIB", 64) * MIB);
+    simulated_capability = (int)simulated_setting("SIMULATED_GPU_CAPABILITY", 90);
+    simulated_events_complete_late(simulated_setting("SIMULATED_GPU_LATE", 0) != 0);
 }
 
-int pretended_on_device(const void *p) {
+int simulated_on_device(const void *p) {
     return (char *)p >= arena && (char *)p < arena + arena_size;
 }
 
 static int last_error;
-int pretended_fail(int error) { return last_error = error; }
-int pretended_take_error(int clear) {
+int simulated_fail(int error) { return last_error = error; }
+int simulated_take_error(int clear) {
     int error = last_error;
     if (clear) last_error = OK;
     return error;
@@ -68,8 +68,8 @@ int pretended_take_error(int clear) {
 
 // ---- device memory: bytes in use, and addresses ----
 static int take(u64 bytes) {
-    u64 *used = &pretended_count[USED], *peak = &pretended_count[PEAK_USED];
-    if (*used + bytes > pretended_capacity) return 0;
+    u64 *used = &simulated_count[USED], *peak = &simulated_count[PEAK_USED];
+    if (*used + bytes > simulated_capacity) return 0;
     *used += bytes;
     if (*used > *peak) *peak = *used;
     return 1;
@@ -81,48 +81,48 @@ static void *reserve(u64 bytes) {  // addresses are not reused: there are 16 TB
     top += bytes;
     return p;
 }
-int pretended_take(u64 bytes) {
+int simulated_take(u64 bytes) {
     pthread_mutex_lock(&lock);
     int taken = take(bytes);
     pthread_mutex_unlock(&lock);
     return taken;
 }
-void pretended_give_back(u64 bytes) {
+void simulated_give_back(u64 bytes) {
     pthread_mutex_lock(&lock);
-    pretended_count[USED] -= bytes;
+    simulated_count[USED] -= bytes;
     pthread_mutex_unlock(&lock);
 }
-void *pretended_reserve(u64 bytes) {
+void *simulated_reserve(u64 bytes) {
     pthread_mutex_lock(&lock);
     void *p = reserve(bytes);
     pthread_mutex_unlock(&lock);
     return p;
 }
-void pretended_forget(void *p, u64 bytes) { madvise(p, UP(bytes, PAGE), MADV_DONTNEED); }
+void simulated_forget(void *p, u64 bytes) { madvise(p, UP(bytes, PAGE), MADV_DONTNEED); }
 
 int cudaMalloc(void **p, size_t bytes) {
     u64 rounded = UP(bytes ? bytes : 1, ALIGNMENT);
     COUNT(MALLOCS, 1);
     *p = 0;
     pthread_mutex_lock(&lock);
-    if (take(rounded) && !(*p = reserve(rounded))) pretended_count[USED] -= rounded;
-    if (*p) *pretended_slot(sizes, *p) = (Slot){*p, rounded};
+    if (take(rounded) && !(*p = reserve(rounded))) simulated_count[USED] -= rounded;
+    if (*p) *simulated_slot(sizes, *p) = (Slot){*p, rounded};
     pthread_mutex_unlock(&lock);
-    return *p ? OK : pretended_fail(NO_MEMORY);
+    return *p ? OK : simulated_fail(NO_MEMORY);
 }
 int cudaFree(void *p) {
     if (!p) return OK;
     pthread_mutex_lock(&lock);
-    Slot *slot = pretended_slot(sizes, p);
+    Slot *slot = simulated_slot(sizes, p);
     u64 bytes = slot->key ? slot->value : 0;
     if (bytes) {
-        pretended_count[USED] -= bytes;
+        simulated_count[USED] -= bytes;
         slot->value = 0;
-        pretended_forget(p, bytes);
+        simulated_forget(p, bytes);
     }
     pthread_mutex_unlock(&lock);
     COUNT(FREES, 1);
-    pretended_host_sync(SYNC_FREE, bytes);
+    simulated_host_sync(SYNC_FREE, bytes);
     return OK;
 }
 int cudaMallocAsync(void **p, size_t bytes, void *stream) { return cudaMalloc(p, bytes); }
@@ -130,8 +130,8 @@ int cudaFreeAsync(void *p, void *stream) { return cudaFree(p); }
 int cudaMallocManaged(void **p, size_t bytes, unsigned flags) { return cudaMalloc(p, bytes); }
 int cudaGetSymbolAddress(void **p, const void *symbol) { return cudaMalloc(p, PAGE); }
 int cudaMemGetInfo(size_t *available, size_t *total) {
-    *total = pretended_capacity;
-    *available = pretended_capacity - pretended_count[USED];
+    *total = simulated_capacity;
+    *available = simulated_capacity - simulated_count[USED];
     return OK;
 }
 
@@ -149,7 +149,7 @@ static void pin(void *p, u64 bytes) {
         pins[i].size = bytes;
         if (i == used_pins) used_pins++;
     }
-    u64 *now = &pretended_count[PINNED], *peak = &pretended_count[PEAK_PINNED];
+    u64 *now = &simulated_count[PINNED], *peak = &simulated_count[PEAK_PINNED];
     *now += bytes;
     if (*now > *peak) *peak = *now;
     pthread_mutex_unlock(&lock);
@@ -162,7 +162,7 @@ static u64 unpin(void *p) {
             bytes = pins[i].size;
             pins[i].from = 0;
         }
-    pretended_count[PINNED] -= bytes;
+    simulated_count[PINNED] -= bytes;
     pthread_mutex_unlock(&lock);
     return bytes;
 }
@@ -174,7 +174,7 @@ static int is_pinned(const void *p) {
     return 0;
 }
 int cudaHostAlloc(void **p, size_t bytes, unsigned flags) {
-    if (!(*p = pretended_pages(bytes ? bytes : 1))) return pretended_fail(NO_MEMORY);
+    if (!(*p = simulated_pages(bytes ? bytes : 1))) return simulated_fail(NO_MEMORY);
     pin(*p, bytes);
     return OK;
 }
@@ -191,7 +191,7 @@ int cudaHostGetDevicePointer(void **device, void *host, unsigned flags) { *devic
 struct attributes { int type, device; void *on_device, *on_host; };
 int cudaPointerGetAttributes(struct attributes *a, const void *p) {
     enum { UNREGISTERED, HOST, DEVICE };
-    a->type = pretended_on_device(p) ? DEVICE : is_pinned(p) ? HOST : UNREGISTERED;
+    a->type = simulated_on_device(p) ? DEVICE : is_pinned(p) ? HOST : UNREGISTERED;
     a->device = a->type == DEVICE ? 0 : -1;
     a->on_device = a->type ? (void *)p : 0;
     a->on_host = a->type == DEVICE ? 0 : (void *)p;
@@ -199,26 +199,26 @@ int cudaPointerGetAttributes(struct attributes *a, const void *p) {
 }
 
 // ---- copies ----
-int pretended_copy(void *to, const void *from, u64 bytes, int blocking) {
-    int to_device = pretended_on_device(to), from_device = pretended_on_device(from);
+int simulated_copy(void *to, const void *from, u64 bytes, int blocking) {
+    int to_device = simulated_on_device(to), from_device = simulated_on_device(from);
     if (!bytes) return OK;
     if (to_device && from_device) { COUNT(D2D, 1); COUNT(D2D_BYTES, bytes); }
     else if (to_device) { COUNT(H2D, 1); COUNT(H2D_BYTES, bytes); }
     else if (from_device) { COUNT(D2H, 1); COUNT(D2H_BYTES, bytes); }
     // Large copies within the device are skipped: the host reads the values of small tensors only.
     if (bytes <= (to_device && from_device ? (u64)MIB : copy_limit)) memmove(to, from, bytes);
-    if (blocking) pretended_host_sync(SYNC_COPY, bytes);
-    else if (from_device && !to_device && !is_pinned(to)) pretended_host_sync(SYNC_TO_PAGEABLE, bytes);
-    else if (to_device && !from_device && !is_pinned(from)) pretended_host_sync(SYNC_FROM_PAGEABLE, bytes);
-    else pretended_enqueued();
+    if (blocking) simulated_host_sync(SYNC_COPY, bytes);
+    else if (from_device && !to_device && !is_pinned(to)) simulated_host_sync(SYNC_TO_PAGEABLE, bytes);
+    else if (to_device && !from_device && !is_pinned(from)) simulated_host_sync(SYNC_FROM_PAGEABLE, bytes);
+    else simulated_enqueued();
     return OK;
 }
-int cudaMemcpy(void *to, const void *from, size_t n, int kind) { return pretended_copy(to, from, n, 1); }
+int cudaMemcpy(void *to, const void *from, size_t n, int kind) { return simulated_copy(to, from, n, 1); }
 int cudaMemcpyAsync(void *to, const void *from, size_t n, int kind, void *stream) {
-    return pretended_copy(to, from, n, 0);
+    return simulated_copy(to, from, n, 0);
 }
 int cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t n, void *stream) {
-    return pretended_copy(to, from, n, 0);
+    return simulated_copy(to, from, n, 0);
 }
 int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                       size_t height, int kind, void *stream) {
@@ -231,7 +231,7 @@ SUCCEEDS(cudaMemcpyToSymbolAsync)
 
 int cudaMemset(void *p, int value, size_t bytes) {
     COUNT(MEMSETS, 1);
-    pretended_enqueued();
+    simulated_enqueued();
     if (!value && bytes >= MIB) {  // return whole pages to the system: they read as zeros
         char *from = (char *)UP((u64)p, PAGE), *to = (char *)(((u64)p + bytes) & ~(u64)(PAGE - 1));
         memset(p, 0, from - (char *)p);

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.model.decoder.experts import Groups, grouped_product
-from mcore_qwen3vl.pretended import rank as te_flops
-from mcore_qwen3vl.pretended.rank import BYTES, FUSED, CountWork, count_compiled
+from mcore_qwen3vl.simulated_gpu import rank as te_flops
+from mcore_qwen3vl.simulated_gpu.rank import BYTES, FUSED, CountWork, count_compiled
 
 COUNTS = [3, 0, 5]
 

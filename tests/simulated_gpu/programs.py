@@ -131,7 +131,7 @@ def host_syncs() -> None:
 
 def launches() -> int:
     """Launch three kernels from one line, among others; return the count of all but products."""
-    from mcore_qwen3vl.pretended import rank as this_rank
+    from mcore_qwen3vl.simulated_gpu import rank as this_rank
 
     rank = this_rank.current
     assert rank is not None

@@ -6,10 +6,10 @@
 static int gemm(void) {
     COUNT(GEMMS, 1);
     COUNT(LAUNCHES, 1);
-    pretended_enqueued();
+    simulated_enqueued();
     return OK;
 }
-static const char *status(int e) { return e ? "error of the pretended device" : "success"; }
+static const char *status(int e) { return e ? "error of the simulated GPU" : "success"; }
 
 // ---- cuBLAS and cuBLASLt ----
 enum { CUBLAS_VERSION = 130101, DESCRIPTOR = 512 };
@@ -79,7 +79,7 @@ int cudnnBackendGetAttribute(void *d, int name, int type, long long wanted, long
 }
 int cudnnBackendExecute(void *handle, void *plan, void *variants) {
     COUNT(CONVOLUTIONS, 1);
-    return pretended_launch(0);
+    return simulated_launch(0);
 }
 SUCCEEDS(cudnnDestroy) SUCCEEDS(cudnnSetStream) SUCCEEDS(cudnnBackendSetAttribute)
 SUCCEEDS(cudnnBackendFinalize)

@@ -1,4 +1,4 @@
-"""A simulated CUDA device, on which CUDA code runs and is measured without a GPU.
+"""A simulated GPU, on which CUDA code runs and is measured without a GPU.
 
 Underneath PyTorch, a small library of ours, compiled on first use, replaces CUDA. Tensors are real
 ``cuda`` tensors in PyTorch's own caching allocator, control flow is real, and kernels do nothing.
@@ -18,14 +18,15 @@ others, and ``count.c`` counts. ``device.py`` compiles it, starts a process with
 counters, ``integers.py`` computes integers, ``groups.py`` stands in for other ranks, and
 ``rank.py`` counts work and measures memory.
 
-``python -m mcore_qwen3vl.pretended`` runs a program on it, see ``--help``.
+``python -m`` with this package's name runs a program on it, see ``--help``.
 :class:`Workbench` runs functions, each in a process of its own that has done its imports. The
 device needs Linux with glibc and a C compiler.
 
-This package imports nothing else of ours and knows no model, so that it can be used alone.
+This package knows no model and imports nothing but PyTorch, so it can be installed alone, under
+any name.
 """
 
-from mcore_qwen3vl.pretended.device import (
+from .device import (
     HostSync,
     Interval,
     Report,
@@ -34,7 +35,7 @@ from mcore_qwen3vl.pretended.device import (
     is_preloaded,
     start_again,
 )
-from mcore_qwen3vl.pretended.workbench import Failed, Workbench
+from .workbench import Failed, Workbench
 
 __all__ = [
     "Failed",

@@ -25,13 +25,14 @@ from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
-from mcore_qwen3vl.pretended.device import Traffic, Unavailable
-from mcore_qwen3vl.pretended.integers import host_view
+from .device import Traffic, Unavailable
+from .integers import host_view
 
 REPLACED = ("init_process_group", "new_group", "_store_based_barrier")
 """Functions of ``torch.distributed.distributed_c10d`` that :func:`install` replaces."""
 
 TESTED_TORCH = "2.13.0"
+_BACKEND = "simulated"
 _SMALL = 1 << 20  # elements; device tensors of fewer integers are filled in
 _traffic: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 1])
 
@@ -57,7 +58,7 @@ def install() -> None:
     Raises:
         Unavailable: the installed PyTorch lacks a function that this one replaces.
     """
-    if getattr(c10d.init_process_group, "pretended", False):
+    if getattr(c10d.init_process_group, "simulated_gpu", False):
         return
     for name in REPLACED:
         if not hasattr(c10d, name):
@@ -66,7 +67,7 @@ def install() -> None:
                 f"{torch.__version__}, so the simulated GPU cannot stand in for other ranks. "
                 f"Install torch {TESTED_TORCH}, with which it was tested."
             )
-    dist.Backend.register_backend("pretended", _make_group, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(_BACKEND, _make_group, devices=["cpu", "cuda"])
     start, new = c10d.init_process_group, c10d.new_group
 
     def init_process_group(
@@ -82,7 +83,7 @@ def install() -> None:
         rank = rank if rank >= 0 else int(os.environ["RANK"])
         if store is not None and timeout is not None:
             store.set_timeout(timeout)
-        start("pretended", world_size=world_size, rank=rank, store=store or dist.HashStore())
+        start(_BACKEND, world_size=world_size, rank=rank, store=store or dist.HashStore())
         _set_backend_and_description(c10d._get_default_group(), "world", backend or "nccl")
 
     def new_group(
@@ -94,7 +95,7 @@ def install() -> None:
         group_desc: str | None = None,
         **_: Any,
     ) -> Any:
-        group = new(ranks, backend="pretended", group_desc=group_desc)
+        group = new(ranks, backend=_BACKEND, group_desc=group_desc)
         if isinstance(group, OneRankGroup):
             _set_backend_and_description(
                 group, group_desc or "group", backend or dist.get_backend()
@@ -103,7 +104,7 @@ def install() -> None:
             group.span = members[-1] - members[0] + 1
         return group
 
-    init_process_group.pretended = True  # type: ignore[attr-defined]
+    init_process_group.simulated_gpu = True  # type: ignore[attr-defined]
     c10d._store_based_barrier = lambda *args, **kwargs: None  # it waits for ranks that do not exist
     for module in (dist, c10d):
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
@@ -145,45 +146,9 @@ class _Receipt(Work):
         return True
 
 
-class PythonGroup(_ProcessGroup):
-    """What ``torch.distributed`` asks of a group whose operations are written in Python."""
-
-    backend: str
-    """The name that such groups were registered by."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-    def getBackendName(self) -> str:
-        return self.backend
-
-    def _get_backend(self, device: torch.device) -> PythonGroup:
-        """Return the group itself, which torch 2.15 asks whether it can coalesce messages."""
-        return self
-
-    @property
-    def pg_name(self) -> str:
-        return c10d._world.pg_names[self]
-
-    group_name = pg_name
-
-    def _set_sequence_number_for_group(self) -> None: ...
-
-    def _start_coalescing(self, device: Any) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-    abort = shutdown
-
-
-class OneRankGroup(PythonGroup):
+class OneRankGroup(_ProcessGroup):
     """A group of any size in which this rank is the only process, or exchanges messages alone."""
 
-    backend = "pretended"
     description = "group"
 
     def __init__(self, rank: int, size: int, store: Any = None) -> None:
@@ -193,9 +158,19 @@ class OneRankGroup(PythonGroup):
                 the only process.
         """
         super().__init__(rank, size)
+        self._size = size
         self._store = store
         self._messages: Counter[str] = Counter()  # number so far, by sender, receiver and tag
         self.span = size  # ranks from the first member to the last one
+
+    def getBackendName(self) -> str:
+        return _BACKEND
+
+    def _get_backend(self, device: torch.device) -> OneRankGroup:
+        """Return the group itself, which torch 2.15 asks whether it can coalesce messages."""
+        return self
+
+    def _start_coalescing(self, device: Any) -> None: ...
 
     def _count_and_finish(self, operation: str, handed: Any, result: Any = ()) -> Work:
         """Count an operation by the tensors it was handed; return finished work with `result`."""

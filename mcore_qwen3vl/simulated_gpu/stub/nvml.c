@@ -25,9 +25,9 @@ int nvmlDeviceGetUUID(void *handle, char *text, unsigned n) {
     return SUCCESS;
 }
 int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
-    const char *set = getenv("PRETENDED_CAPABILITY");
+    const char *set = getenv("SIMULATED_GPU_CAPABILITY");
     int capability = set ? atoi(set) : 90;
     *major = capability / 10, *minor = capability % 10;
     return SUCCESS;
 }
-const char *nvmlErrorString(int e) { return e ? "not supported by the pretended device" : "success"; }
+const char *nvmlErrorString(int e) { return e ? "not supported by the simulated GPU" : "success"; }

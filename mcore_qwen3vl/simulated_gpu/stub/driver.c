@@ -17,7 +17,7 @@ static void *entry(const char *name) {
         void *function = dlsym(RTLD_DEFAULT, versioned);
         if (function) return function;
     }
-    if (getenv("PRETENDED_TRACE")) fprintf(stderr, "pretended device: no body for %s\n", name);
+    if (getenv("SIMULATED_GPU_TRACE")) fprintf(stderr, "simulated GPU: no body for %s\n", name);
     return unknown;
 }
 int cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned version, u64 flags, int *found) {
@@ -37,16 +37,16 @@ static u64 context[2];
 int cuDriverGetVersion(int *v) { *v = CUDA_VERSION; return OK; }
 int cuDeviceGet(int *device, int i) { *device = i; return OK; }
 int cuDeviceGetCount(int *n) { *n = 1; return OK; }
-int cuDeviceGetName(char *text, int n, int device) { snprintf(text, n, "Pretended GPU"); return OK; }
-int cuDeviceGetAttribute(int *value, int which, int device) { *value = pretended_attribute(which); return OK; }
-int cuDeviceTotalMem_v2(size_t *n, int device) { *n = pretended_capacity; return OK; }
+int cuDeviceGetName(char *text, int n, int device) { snprintf(text, n, "Simulated GPU"); return OK; }
+int cuDeviceGetAttribute(int *value, int which, int device) { *value = simulated_attribute(which); return OK; }
+int cuDeviceTotalMem_v2(size_t *n, int device) { *n = simulated_capacity; return OK; }
 int cuDevicePrimaryCtxRetain(void **c, int device) { *c = context; return OK; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return OK; }
 int cuCtxGetCurrent(void **c) { *c = context; return OK; }
 int cuCtxPopCurrent_v2(void **c) { *c = context; return OK; }
 int cuCtxGetDevice(int *device) { *device = 0; return OK; }
 int cuStreamGetCtx(void *stream, void **c) { *c = context; return OK; }
-int cuGetErrorString(int e, const char **text) { *text = e ? "error of the pretended device" : "no error"; return OK; }
+int cuGetErrorString(int e, const char **text) { *text = e ? "error of the simulated GPU" : "no error"; return OK; }
 // torch 2.15 asks for what the driver logs when it starts. Nothing is logged.
 int cuLogsRegisterCallback(void *callback, void *data, void **handle) {
     if (handle) *handle = 0;
@@ -64,15 +64,15 @@ int cuKernelGetFunction(void **f, void *kernel) { *f = kernel; return OK; }
 static int of_function(int which) { return which == 0 ? 1024 : which == 4 ? 32 : 0; }  // threads, registers
 int cuFuncGetAttribute(int *v, int which, void *f) { *v = of_function(which); return OK; }
 int cuKernelGetAttribute(int *v, int which, void *f, int device) { *v = of_function(which); return OK; }
-int cuLaunchKernel() { return pretended_launch(0); }
-int cuLaunchKernelEx() { return pretended_launch(0); }
-int cuLaunchCooperativeKernel() { return pretended_launch(0); }
+int cuLaunchKernel() { return simulated_launch(0); }
+int cuLaunchKernelEx() { return simulated_launch(0); }
+int cuLaunchCooperativeKernel() { return simulated_launch(0); }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int b, size_t m) { *n = 2; return OK; }
 int cuOccupancyMaxActiveClusters(int *n, void *f, void *c) { *n = 66; return OK; }
 
 int cuPointerGetAttribute(void *value, int which, u64 p) {
     enum { MEMORY_TYPE = 2, DEVICE_POINTER = 3, HOST_POINTER = 4, IS_MANAGED = 8, DEVICE_ORDINAL = 9 };
-    if (which == MEMORY_TYPE) *(int *)value = pretended_on_device((void *)p) ? 2 : 1;
+    if (which == MEMORY_TYPE) *(int *)value = simulated_on_device((void *)p) ? 2 : 1;
     else if (which == DEVICE_ORDINAL || which == IS_MANAGED) *(int *)value = 0;
     else *(u64 *)value = which == DEVICE_POINTER || which == HOST_POINTER ? p : 0;
     return OK;
@@ -80,30 +80,30 @@ int cuPointerGetAttribute(void *value, int which, u64 p) {
 int cuMemGetInfo_v2(size_t *available, size_t *total) { return cudaMemGetInfo(available, total); }
 int cuMemAlloc_v2(void **p, size_t n) { return cudaMalloc(p, n); }
 int cuMemFree_v2(void *p) { return cudaFree(p); }
-int cuMemcpyHtoDAsync_v2(void *to, const void *from, size_t n, void *stream) { return pretended_copy(to, from, n, 0); }
-int cuMemcpyDtoHAsync_v2(void *to, const void *from, size_t n, void *stream) { return pretended_copy(to, from, n, 0); }
+int cuMemcpyHtoDAsync_v2(void *to, const void *from, size_t n, void *stream) { return simulated_copy(to, from, n, 0); }
+int cuMemcpyDtoHAsync_v2(void *to, const void *from, size_t n, void *stream) { return simulated_copy(to, from, n, 0); }
 int cuMemsetD8Async(void *p, unsigned char value, size_t n, void *stream) { return cudaMemset(p, value, n); }
 int cuMemsetD32Async(void *p, unsigned value, size_t n, void *stream) { COUNT(MEMSETS, 1); return OK; }
-int cuStreamSynchronize(void *stream) { pretended_host_sync(SYNC_STREAM, 0); return OK; }
+int cuStreamSynchronize(void *stream) { simulated_host_sync(SYNC_STREAM, 0); return OK; }
 int cuCtxSynchronize(void) { return cudaDeviceSynchronize(); }
 
 // Expandable segments, which reserve addresses and physical memory separately.
 int cuMemGetAllocationGranularity(size_t *bytes, const void *property, int option) { *bytes = 2 << 20; return OK; }
 int cuMemAddressReserve(void **p, size_t n, size_t alignment, void *at, u64 flags) {
-    return (*p = pretended_reserve(n)) ? OK : NO_MEMORY;
+    return (*p = simulated_reserve(n)) ? OK : NO_MEMORY;
 }
-int cuMemAddressFree(void *p, size_t n) { pretended_forget(p, n); return OK; }
-int cuMemUnmap(void *p, size_t n) { pretended_forget(p, n); return OK; }
+int cuMemAddressFree(void *p, size_t n) { simulated_forget(p, n); return OK; }
+int cuMemUnmap(void *p, size_t n) { simulated_forget(p, n); return OK; }
 int cuMemCreate(u64 **handle, size_t n, const void *property, u64 flags) {
     COUNT(MALLOCS, 1);
-    if (!pretended_take(n)) return NO_MEMORY;
-    *handle = pretended_token();
+    if (!simulated_take(n)) return NO_MEMORY;
+    *handle = simulated_token();
     **handle = n;
     return OK;
 }
 int cuMemRelease(u64 *handle) {
     COUNT(FREES, 1);
-    pretended_give_back(*handle);
+    simulated_give_back(*handle);
     free(handle);
     return OK;
 }
@@ -134,7 +134,7 @@ void *dlsym(void *library, const char *name) {
         if (!own) own = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY);
         void *function = real(own, name);
         Dl_info from;
-        if (function && dladdr(function, &from) && from.dli_fbase == pretended_base) return function;
+        if (function && dladdr(function, &from) && from.dli_fbase == simulated_base) return function;
     }
     return real(library, name);
 }

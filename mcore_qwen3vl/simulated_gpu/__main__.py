@@ -1,4 +1,4 @@
-"""``python -m mcore_qwen3vl.pretended [OPTIONS] SCRIPT|-m MODULE [ARGUMENT...]``."""
+"""``python -m PACKAGE [OPTIONS] SCRIPT|-m MODULE [ARGUMENT...]``, with this package's name."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_qwen3vl.pretended.device import Report, Settings, Unavailable, start_again
-from mcore_qwen3vl.pretended.workbench import leave_at_once
+from .device import Report, Settings, Unavailable, start_again
+from .workbench import leave_at_once
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags before PROGRAM; those after it are the program's own."""
     parser = argparse.ArgumentParser(
-        prog="python -m mcore_qwen3vl.pretended",
-        description="Run a program as one rank on a simulated CUDA device.",
+        prog=f"python -m {__package__}",
+        description="Run a program as one rank on a simulated GPU.",
         allow_abbrev=False,
     )
     for flag, kind, default, text in (
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     start_again(
         Settings(options.memory_gib, capability=options.capability, late_events=options.late_events)
     )
-    from mcore_qwen3vl.pretended.rank import (
+    from .rank import (
         History,
         count_compiled,
         line_of,

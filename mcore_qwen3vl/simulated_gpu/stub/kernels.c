@@ -8,13 +8,13 @@ static Slot *kernels;  // keys: the host function of each kernel; values: its na
 static int registered;
 static void (*on_launch)(const char *name);
 
-void pretended_on_launch(void (*function)(const char *)) { on_launch = function; }
+void simulated_on_launch(void (*function)(const char *)) { on_launch = function; }
 
-int pretended_launch(const void *function) {
+int simulated_launch(const void *function) {
     COUNT(LAUNCHES, 1);
-    pretended_enqueued();
+    simulated_enqueued();
     if (!on_launch) return OK;
-    Slot *slot = kernels ? pretended_slot(kernels, function) : 0;
+    Slot *slot = kernels ? simulated_slot(kernels, function) : 0;
     on_launch(slot && slot->key ? (const char *)slot->value : "");
     return OK;
 }
@@ -25,9 +25,9 @@ void __cudaUnregisterFatBinary(void **handle) {}
 void __cudaRegisterVar() {}
 void __cudaRegisterManagedVar() {}
 void __cudaRegisterFunction(void **handle, const char *function, char *device, const char *name) {
-    if (!kernels) kernels = pretended_pages(SLOTS * sizeof(Slot));
+    if (!kernels) kernels = simulated_pages(SLOTS * sizeof(Slot));
     if (registered++ > SLOTS / 2) return;  // the table is full: further kernels are counted without a name
-    *pretended_slot(kernels, function) = (Slot){(void *)function, (u64)name};
+    *simulated_slot(kernels, function) = (Slot){(void *)function, (u64)name};
 }
 
 static __thread struct { dim3 grid, block; size_t shared; void *stream; } configuration;
@@ -46,12 +46,12 @@ int __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void **s
     return OK;
 }
 int __cudaGetKernel(void **kernel, const void *function) { *kernel = (void *)function; return OK; }
-int __cudaLaunchKernel(void *f, dim3 g, dim3 b, void **a, size_t m, void *s) { return pretended_launch(f); }
-int cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, void *s) { return pretended_launch(f); }
+int __cudaLaunchKernel(void *f, dim3 g, dim3 b, void **a, size_t m, void *s) { return simulated_launch(f); }
+int cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, void *s) { return simulated_launch(f); }
 int cudaLaunchCooperativeKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, void *s) {
-    return pretended_launch(f);
+    return simulated_launch(f);
 }
-int cudaLaunchKernelExC(const void *config, const void *f, void **a) { return pretended_launch(f); }
+int cudaLaunchKernelExC(const void *config, const void *f, void **a) { return simulated_launch(f); }
 int cudaLaunchHostFunc(void *s, void (*f)(void *), void *data) { f(data); return OK; }
 int cudaStreamAddCallback(void *s, void (*f)(void *, int, void *), void *data, unsigned flags) {
     f(s, 0, data);
@@ -64,7 +64,7 @@ int cudaFuncGetAttributes(struct function *a, const void *f) {
     memset(a, 0, sizeof *a);
     a->threads = 1024;
     a->registers = 32;
-    a->ptx = a->binary = pretended_capability;
+    a->ptx = a->binary = simulated_capability;
     a->dynamic = SHARED_MEMORY;
     return OK;
 }

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 from unittest import mock
 
-from mcore_qwen3vl.pretended.device import Report, Routing, Settings
+from .device import Report, Routing, Settings
 
 
 class Failed(RuntimeError):
@@ -31,7 +31,7 @@ class Failed(RuntimeError):
 
 
 class Workbench:
-    """A process on the pretended device that runs functions in forks; use it in a ``with``."""
+    """A process on the simulated GPU that runs functions in forks; use it in a ``with``."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ def _send(stream: BinaryIO | Any, message: Any) -> None:
 
 def serve(parent: str, *imports: str) -> None:
     """Answer calls from stdin until stdin or the process with the ID `parent` ends."""
-    from mcore_qwen3vl.pretended.rank import count_compiled
+    from .rank import count_compiled
 
     _die_with_parent(int(parent))
     answers = os.fdopen(os.dup(1), "wb")  # the pipe to the parent
@@ -192,7 +192,7 @@ def _call_function(
     memory_gib: float | None,
     context_gib: float | None,
 ) -> tuple[Any, Any]:
-    from mcore_qwen3vl.pretended.rank import one_rank
+    from .rank import one_rank
 
     module, _, name = function.partition(":")
     try:

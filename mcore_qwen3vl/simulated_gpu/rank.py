@@ -1,4 +1,4 @@
-"""One rank of a program on the pretended device: what it does, and what its memory holds.
+"""One rank of a program on the simulated GPU: what it does, and what its memory holds.
 
 What it does are the intervals of :class:`Rank`: host syncs, launches, traffic and work. FLOPs of
 matmuls and attention are counted from the operators' shapes, by PyTorch's own formulas where it has
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from mcore_qwen3vl.pretended import groups
-from mcore_qwen3vl.pretended.device import (
+from . import groups
+from .device import (
     COUNTERS,
     Device,
     Interval,
@@ -36,7 +36,7 @@ from mcore_qwen3vl.pretended.device import (
     is_preloaded,
     place_of,
 )
-from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes_from_host, host_view
+from .integers import TrueIntegers, answer_sizes_from_host, host_view
 
 _LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters of a level, not of events
 
@@ -100,13 +100,13 @@ def one_rank(rank: int = 0, world_size: int = 1, routing: Routing = "uniform") -
     Inside, device integers have true values and process groups are :class:`.groups.OneRankGroup`.
 
     Raises:
-        Unavailable: this process does not run on the pretended device.
+        Unavailable: this process does not run on the simulated GPU.
     """
     global current
     if not is_preloaded():
         raise Unavailable(
             "This process does not run on the simulated GPU: start it with python -m "
-            "mcore_qwen3vl.pretended, or call pretended.start_again() first."
+            f"{__package__}, or call {__package__}.start_again() first."
         )
     os.environ |= {
         "RANK": str(rank),

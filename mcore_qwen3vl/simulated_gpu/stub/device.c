@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-int pretended_capability;
+int simulated_capability;
 
-int pretended_attribute(int which) {
+int simulated_attribute(int which) {
     switch (which) {
     case 1: case 2: case 3: return 1024;               // threads per block: total, x, y
     case 4: return 64;                                 // threads per block: z
@@ -23,8 +23,8 @@ int pretended_attribute(int which) {
     case 37: return 5120;                              // width of the memory bus, bits
     case 38: return 50 << 20;                          // L2 cache, bytes
     case 39: return 2048;                              // threads per multiprocessor
-    case 75: return pretended_capability / 10;
-    case 76: return pretended_capability % 10;
+    case 75: return simulated_capability / 10;
+    case 76: return simulated_capability % 10;
     case 106: return 32;                               // blocks per multiprocessor
     case 31: case 41: case 78: case 83: case 90: case 92: case 95: case 102: case 115: case 120:
         return 1;                                      // capabilities, such as concurrent kernels
@@ -32,7 +32,7 @@ int pretended_attribute(int which) {
     }
 }
 int cudaDeviceGetAttribute(int *value, int which, int device) {
-    *value = pretended_attribute(which);
+    *value = simulated_attribute(which);
     return OK;
 }
 
@@ -41,9 +41,9 @@ static void put(char *p, int offset, int v) { memcpy(p + offset, &v, 4); }
 static void put_wide(char *p, int offset, u64 v) { memcpy(p + offset, &v, 8); }
 static void properties(char *p, int toolkit) {
     memset(p, 0, toolkit == 12 ? 1032 : 1008);
-    strcpy(p, "Pretended GPU");
+    strcpy(p, "Simulated GPU");
     memset(p + 256, 7, 16);  // UUID
-    put_wide(p, 288, pretended_capacity);
+    put_wide(p, 288, simulated_capacity);
     put_wide(p, 296, 49152);
     put(p, 304, 65536);
     put(p, 308, 32);
@@ -51,7 +51,7 @@ static void properties(char *p, int toolkit) {
     put(p, 320, 1024);
     for (int i = 0; i < 3; i++) put(p, 324 + 4 * i, i < 2 ? 1024 : 64);
     for (int i = 0; i < 3; i++) put(p, 336 + 4 * i, i < 1 ? 2147483647 : 65535);
-    int major = pretended_capability / 10, minor = pretended_capability % 10;
+    int major = simulated_capability / 10, minor = simulated_capability % 10;
     // Multiprocessors; threads, shared memory and registers per multiprocessor; shared memory per
     // block, by opt-in; blocks per multiprocessor; reserved shared memory per block.
     int v12[] = {388, 628, 648, 656, 704, 720, 728}, v13[] = {384, 604, 624, 632, 672, 688, 696};
@@ -79,9 +79,9 @@ int cudaGetDeviceProperties_v2(void *p, int device) { properties(p, 12); return 
 
 int cudaGetDeviceCount(int *n) { *n = 1; return OK; }
 int cudaGetDevice(int *device) { *device = 0; return OK; }
-int cudaSetDevice(int device) { return device == 0 ? OK : pretended_fail(NO_DEVICE); }
-int cudaGetLastError(void) { return pretended_take_error(1); }
-int cudaPeekAtLastError(void) { return pretended_take_error(0); }
+int cudaSetDevice(int device) { return device == 0 ? OK : simulated_fail(NO_DEVICE); }
+int cudaGetLastError(void) { return simulated_take_error(1); }
+int cudaPeekAtLastError(void) { return simulated_take_error(0); }
 int cudaDriverGetVersion(int *v) { *v = CUDA_VERSION; return OK; }
 int cudaRuntimeGetVersion(int *v) { *v = CUDA_VERSION; return OK; }
 int cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = 1; return OK; }
@@ -89,20 +89,20 @@ int cudaDeviceGetPCIBusId(char *text, int n, int device) { snprintf(text, n, "00
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return OK; }
 int cudaDeviceGetLimit(size_t *value, int limit) { *value = 0; return OK; }
 const char *cudaGetErrorString(int e) {
-    return e == NO_MEMORY ? "out of memory" : e ? "error of the pretended device" : "no error";
+    return e == NO_MEMORY ? "out of memory" : e ? "error of the simulated GPU" : "no error";
 }
 const char *cudaGetErrorName(int e) {
     return e == NO_MEMORY ? "cudaErrorMemoryAllocation" : e ? "cudaErrorUnknown" : "cudaSuccess";
 }
 
-// All work completes at once. Events complete at once too, or with PRETENDED_LATE at the next host
+// All work completes at once. Events complete at once too, or with SIMULATED_GPU_LATE at the next host
 // sync.
-int cudaDeviceSynchronize(void) { pretended_enqueued(); pretended_host_sync(SYNC_DEVICE, 0); return OK; }
-int cudaStreamSynchronize(void *stream) { pretended_host_sync(SYNC_STREAM, 0); return OK; }
-int cudaEventSynchronize(u64 *event) { pretended_enqueued(); pretended_host_sync(SYNC_EVENT, 0); return OK; }
-int cudaEventRecord(u64 *event, void *stream) { *event = pretended_event_record(); return OK; }
+int cudaDeviceSynchronize(void) { simulated_enqueued(); simulated_host_sync(SYNC_DEVICE, 0); return OK; }
+int cudaStreamSynchronize(void *stream) { simulated_host_sync(SYNC_STREAM, 0); return OK; }
+int cudaEventSynchronize(u64 *event) { simulated_enqueued(); simulated_host_sync(SYNC_EVENT, 0); return OK; }
+int cudaEventRecord(u64 *event, void *stream) { *event = simulated_event_record(); return OK; }
 int cudaEventRecordWithFlags(u64 *event, void *stream, unsigned flags) { return cudaEventRecord(event, stream); }
-int cudaEventQuery(u64 *event) { return pretended_event_pending(*event) ? NOT_READY : OK; }
+int cudaEventQuery(u64 *event) { return simulated_event_pending(*event) ? NOT_READY : OK; }
 int cudaEventElapsedTime(float *ms, void *from, void *to) { *ms = 1; return OK; }
 int cudaEventDestroy(void *event) { free(event); return OK; }
 HANDS_OUT(cudaEventCreate)

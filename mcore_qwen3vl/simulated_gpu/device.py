@@ -41,7 +41,7 @@ class Unavailable(RuntimeError):
 def compiled_libraries() -> list[Path]:
     """Return the compiled libraries, from the cache if this source was compiled before.
 
-    They are kept in ``$XDG_CACHE_HOME/pretended-device`` (``~/.cache/pretended-device``).
+    They are kept in ``$XDG_CACHE_HOME/simulated-gpu`` (``~/.cache/simulated-gpu``).
 
     Raises:
         Unavailable: this is not Linux, there is no C compiler, it fails, or the cache cannot be
@@ -61,7 +61,7 @@ def cache_folder() -> Path:
     for file in sorted(SOURCES.glob("*.[ch]")):
         content.update(file.name.encode() + file.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "pretended-device" / content.hexdigest()[:16]
+    return cache / "simulated-gpu" / content.hexdigest()[:16]
 
 
 def _compiled_library(target: Path, parts: tuple[str, ...]) -> Path:
@@ -102,6 +102,10 @@ def _compile(arguments: list[str]) -> None:
         )
 
 
+RANK_CONTEXT = "SIMULATED_GPU_RANK"
+"""Environment variable of a program on this GPU. It names, as ``module:function``, the context in
+which one process of several acts as its rank; the function takes the rank and their number."""
+
 Routing = Literal["uniform", "skewed"]
 """How tokens are spread over experts, see :mod:`.integers`."""
 
@@ -130,13 +134,14 @@ class Settings:
         words = [*map(str, (driver, *others)), *inherited.get("LD_PRELOAD", "").split(":")]
         return {
             "LD_PRELOAD": ":".join(dict.fromkeys(filter(None, words))),
-            "PRETENDED_GIB": str(self.memory_gib),
-            "PRETENDED_CONTEXT_MIB": str(self.context_mib),
-            "PRETENDED_CAPABILITY": str(self.capability),
-            "PRETENDED_LATE": str(int(self.late_events)),
+            "SIMULATED_GPU_GIB": str(self.memory_gib),
+            "SIMULATED_GPU_CONTEXT_MIB": str(self.context_mib),
+            "SIMULATED_GPU_CAPABILITY": str(self.capability),
+            "SIMULATED_GPU_LATE": str(int(self.late_events)),
             # Compiled code would need Triton and ptxas, and would do nothing.
             "TORCHDYNAMO_DISABLE": inherited.get("TORCHDYNAMO_DISABLE", "1"),
             "TORCH_DISABLE_NATIVE_JIT": inherited.get("TORCH_DISABLE_NATIVE_JIT", "1"),
+            RANK_CONTEXT: f"{__package__}.rank:one_rank",
             "CUDA_VISIBLE_DEVICES": "0",
             # Transformer Engine's permutations are Triton kernels, whose launcher links the driver.
             "TRITON_LIBCUDA_PATH": str(driver.parent),
@@ -146,14 +151,14 @@ class Settings:
 
 
 def is_preloaded() -> bool:
-    """Return whether this process runs on the pretended device."""
-    return "pretended-device" in os.environ.get("LD_PRELOAD", "") and hasattr(
-        ctypes.CDLL(None), "pretended_counters"
+    """Return whether this process runs on the simulated GPU."""
+    return "simulated-gpu" in os.environ.get("LD_PRELOAD", "") and hasattr(
+        ctypes.CDLL(None), "simulated_counters"
     )
 
 
 def start_again(settings: Settings | None = None) -> None:
-    """Restart this process on the pretended device, unless it runs on it already.
+    """Restart this process on the simulated GPU, unless it runs on it already.
 
     Call it first in a program, before anything has side effects.
 
@@ -271,22 +276,22 @@ _NOT_THE_CALLER = ("/torch/", f"{Path(__file__).parent}/", "<")
 
 
 class Device:
-    """The simulated device of this process; only the newest object records syncs and launches."""
+    """The simulated GPU of this process; only the newest object records syncs and launches."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
-        self._library.pretended_counters.restype = ctypes.POINTER(ctypes.c_ulonglong)
-        self._counts = self._library.pretended_counters()
+        self._library.simulated_counters.restype = ctypes.POINTER(ctypes.c_ulonglong)
+        self._counts = self._library.simulated_counters()
         self._host_syncs: Counter[tuple[str, str, str]] = Counter()
         self._launches: Counter[tuple[str, str, str]] = Counter()
         self._phase = "other"
         # The object must stay alive, because the library goes on calling it.
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._record_sync)
-        self._library.pretended_on_host_sync(self._callback)
+        self._library.simulated_on_host_sync(self._callback)
 
     def set_memory(self, gib: float, context_gib: float | None = None) -> None:
         """Change the device's memory and, before its first use, the context's share, in GiB."""
-        self._library.pretended_set_memory(ctypes.c_double(gib))
+        self._library.simulated_set_memory(ctypes.c_double(gib))
         if context_gib is not None:
             # The counters are the library's own: it refuses what `used` leaves no room for.
             taken = int(context_gib * (1 << 30))
@@ -311,7 +316,7 @@ class Device:
         # The object must stay alive, because the library goes on calling it.
         kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
         self._on_launch = kind(self._record_launch) if on else kind()  # the latter is NULL
-        self._library.pretended_on_launch(self._on_launch)
+        self._library.simulated_on_launch(self._on_launch)
 
     def take_launches(self) -> list[Launch]:
         """Return the launches since the last call of this method, most frequent first."""
