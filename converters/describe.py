@@ -21,6 +21,7 @@ from mcore_qwen3vl.converters.adapters.adapter import Adapter, AdapterFile, Role
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.identify import Kind, Place, identify
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.dialects import dialect_of
 from mcore_qwen3vl.converters.mapping.forms import Form
@@ -35,7 +36,6 @@ from mcore_qwen3vl.converters.mapping.table import (
 )
 from mcore_qwen3vl.converters.megatron_checkpoint import open_megatron
 from mcore_qwen3vl.converters.offline.engine import default_workers, group_units, unit_bytes
-from mcore_qwen3vl.converters.place import Kind, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata

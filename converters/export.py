@@ -24,11 +24,11 @@ from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import holder_of_mtp
+from mcore_qwen3vl.converters.identify import INDEX, identify
 from mcore_qwen3vl.converters.live import Models, Part, factor_parts, hf_parts, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.table import MTP, hf_shapes, table
 from mcore_qwen3vl.converters.offline.engine import group_units
-from mcore_qwen3vl.converters.place import INDEX, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import DirectFile

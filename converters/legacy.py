@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.identify import RELEASE
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, max_rows, table
 from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
@@ -42,7 +43,6 @@ from mcore_qwen3vl.converters.megatron_checkpoint import (
 from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.converters.offline.engine import ConversionPlan, Unit
 from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
-from mcore_qwen3vl.converters.place import RELEASE
 from mcore_qwen3vl.converters.storage.archive import (
     STORAGES,
     BadArchive,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.identify import DEFAULT_FORMAT, FORMATS, Place, identify
 from mcore_qwen3vl.converters.mapping.dialects import (
     HYBRID,
     HYBRID_NORM,
@@ -30,7 +31,6 @@ from mcore_qwen3vl.converters.mapping.dialects import (
     keys_of_pairs,
 )
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, MTP, Row, table, vision_rows
-from mcore_qwen3vl.converters.place import DEFAULT_FORMAT, FORMATS, Place, identify
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.disk import load_pages
 from mcore_qwen3vl.errors import BadInput

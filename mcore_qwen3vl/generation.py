@@ -36,7 +36,7 @@ from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture, read_config_file, text_section
 from mcore_qwen3vl.converters.hf.config_file import dumps
-from mcore_qwen3vl.converters.place import identify
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 from mcore_qwen3vl.data.processor import load_processor, require_fitting
 from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rgb

@@ -18,9 +18,9 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     read_adapter,
     unused_of_adapter,
 )
+from mcore_qwen3vl.converters.identify import Kind, identify
 from mcore_qwen3vl.converters.live import load_weights
 from mcore_qwen3vl.converters.mapping.forms import SCORE
-from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout

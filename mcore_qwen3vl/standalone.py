@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import quiet_megatron
-from mcore_qwen3vl.converters.place import identify
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu

@@ -33,7 +33,7 @@ ORDER = (
     "tiny",
     "converters.storage",
     "converters.mapping",
-    "converters.place",
+    "converters.identify",
     "converters.hf",
     "converters.megatron_checkpoint",
     "converters.torch_dist",

@@ -45,9 +45,9 @@ from mcore_qwen3vl.converters.adapters.config import (
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.hf.hf_checkpoint import SafetensorsFile
 from mcore_qwen3vl.converters.hf.shards import FLOATS
+from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, origin_of
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, refuse_wrapped
 from mcore_qwen3vl.converters.offline import manifest
-from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, origin_of
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.disk import load_pages
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, cast, dtype_name

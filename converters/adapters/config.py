@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from mcore_qwen3vl.config import Architecture, family_of, read_config_file, without_gpu_kernels
-from mcore_qwen3vl.converters.place import ADAPTER_CONFIG
+from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object

@@ -29,6 +29,7 @@ from mcore_qwen3vl.converters.adapters.adapter import (
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, Kind, identify
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, table
 from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult, convert
@@ -41,7 +42,6 @@ from mcore_qwen3vl.converters.offline.to_hf import (
     stream_copy,
 )
 from mcore_qwen3vl.converters.offline.to_mcore import open_huggingface, reading_notes
-from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.converters.storage.dtypes import cast, parse_dtype
 from mcore_qwen3vl.errors import BadInput

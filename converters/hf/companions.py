@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_qwen3vl.config import read_config_file
+from mcore_qwen3vl.converters.identify import INDEX
 from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, Form, Head
-from mcore_qwen3vl.converters.place import INDEX
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_links_out, refuse_special_files

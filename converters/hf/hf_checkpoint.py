@@ -20,9 +20,9 @@ from torch import Tensor
 from mcore_qwen3vl.config import MODEL_TYPES, Architecture, read_config_file, ties_embeddings
 from mcore_qwen3vl.converters.hf import quantized
 from mcore_qwen3vl.converters.hf.shards import DTYPES, TensorHeader
+from mcore_qwen3vl.converters.identify import INDEX, SINGLE, Kind, identify
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import MTP, TEXT, Row, hf_shapes
-from mcore_qwen3vl.converters.place import INDEX, SINGLE, Kind, identify
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, with_explicit_bounds
 from mcore_qwen3vl.converters.storage.disk import load_pages, map_file
 from mcore_qwen3vl.converters.storage.dtypes import cast

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
 from mcore_qwen3vl import __version__
-from mcore_qwen3vl.converters.place import identify
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.staging import Meter, Progress, Staging, check_target, staging
 from mcore_qwen3vl.errors import BadInput, CheckFailed

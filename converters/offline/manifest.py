@@ -24,8 +24,8 @@ from mcore_qwen3vl import __version__
 from mcore_qwen3vl.converters.hf.companions import sha256_of
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.quantized import SUFFIX
+from mcore_qwen3vl.converters.identify import INDEX, Kind, identify, origin_of
 from mcore_qwen3vl.converters.mapping.table import SourceTensor
-from mcore_qwen3vl.converters.place import INDEX, Kind, identify, origin_of
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput

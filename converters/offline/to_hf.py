@@ -28,6 +28,7 @@ from mcore_qwen3vl.converters.hf.companions import (
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, holder_of_mtp
 from mcore_qwen3vl.converters.hf.shards import Shard
+from mcore_qwen3vl.converters.identify import INDEX, identify
 from mcore_qwen3vl.converters.mapping.forms import Form, Names, rename_entries
 from mcore_qwen3vl.converters.mapping.table import (
     MTP,
@@ -49,7 +50,6 @@ from mcore_qwen3vl.converters.offline.engine import (
     unit_bytes,
 )
 from mcore_qwen3vl.converters.offline.to_mcore import mtp_notes, open_huggingface, reading_notes
-from mcore_qwen3vl.converters.place import INDEX, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.disk import DirectFile

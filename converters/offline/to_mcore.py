@@ -30,6 +30,14 @@ from mcore_qwen3vl.converters.hf.companions import (
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.identify import (
+    DEFAULT_FORMAT,
+    HF_FOLDER,
+    RELEASE,
+    TRACKER,
+    folder_name,
+    identify,
+)
 from mcore_qwen3vl.converters.mapping.dialects import Dialect, dialect_named
 from mcore_qwen3vl.converters.mapping.table import Row, extra_state_keys, max_rows, table
 from mcore_qwen3vl.converters.megatron_checkpoint import (
@@ -48,14 +56,6 @@ from mcore_qwen3vl.converters.offline.engine import (
     file_identity,
     group_units,
     unit_bytes,
-)
-from mcore_qwen3vl.converters.place import (
-    DEFAULT_FORMAT,
-    HF_FOLDER,
-    RELEASE,
-    TRACKER,
-    folder_name,
-    identify,
 )
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box

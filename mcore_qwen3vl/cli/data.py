@@ -84,7 +84,7 @@ def check(
 ) -> None:
     """Read every sample as training would: formats, flaws, lengths, packing, balance of work."""
     console.quiet_libraries()
-    from mcore_qwen3vl.converters.place import identify
+    from mcore_qwen3vl.converters.identify import identify
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.inspection import check_data, clean_writer, plot_report
     from mcore_qwen3vl.machine import require_extra
@@ -176,7 +176,7 @@ def show_sample(
 ) -> None:
     """Write one sample as the model will see it: tokens, what is trained, images after resizing."""
     console.quiet_libraries()
-    from mcore_qwen3vl.converters.place import identify
+    from mcore_qwen3vl.converters.identify import identify
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.inspection import read_sample, write_page
 

@@ -61,7 +61,7 @@ def inspect(
         inspect_path,
         mapping_lines,
     )
-    from mcore_qwen3vl.converters.place import Kind, identify
+    from mcore_qwen3vl.converters.identify import Kind, identify
     from mcore_qwen3vl.owners import unused_of
 
     place = None if path is None else identify(path)

@@ -40,7 +40,7 @@ def data_set(help: str) -> Any:
 
 
 def _resolve_checkpoint(name: str, *, weights: bool = True) -> Path:
-    from mcore_qwen3vl.converters.place import resolve
+    from mcore_qwen3vl.converters.identify import resolve
 
     path = resolve(name, weights=weights)
     if not path.exists():

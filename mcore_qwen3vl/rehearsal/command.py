@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.place import identify, resolve
+from mcore_qwen3vl.converters.identify import identify, resolve
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.launch import catalogue
 from mcore_qwen3vl.layout import Layout

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import print_unused
-from mcore_qwen3vl.converters.place import read_tracker
+from mcore_qwen3vl.converters.identify import read_tracker
 from mcore_qwen3vl.data.config import DataConfig, Source, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding.balanced import PATIENCE

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mcore_qwen3vl.converters.place import (
+from mcore_qwen3vl.converters.identify import (
     TRACKER,
     Kind,
     folder_name,

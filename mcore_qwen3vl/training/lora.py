@@ -22,8 +22,8 @@ from mcore_qwen3vl.converters.adapters.config import (
     resolve_targets,
 )
 from mcore_qwen3vl.converters.export import save_adapter
+from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, LORA_FOLDER, Kind, identify
 from mcore_qwen3vl.converters.live import hf_parts, initialize_factors, load_factors
-from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, LORA_FOLDER, Kind, identify
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.data.config import Task
 from mcore_qwen3vl.errors import BadInput

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.place import identify, resolve
+from mcore_qwen3vl.converters.identify import identify, resolve
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments

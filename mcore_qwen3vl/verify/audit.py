@@ -24,9 +24,9 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.identify import Kind, identify
 from mcore_qwen3vl.converters.mapping.table import MTP, table
 from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint
-from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.staging import Progress

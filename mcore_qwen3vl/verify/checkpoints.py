@@ -25,6 +25,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.hf import config_file, quantized
 from mcore_qwen3vl.converters.hf.companions import companion_files, read_form, sha256_of
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.identify import Kind, identify
 from mcore_qwen3vl.converters.mapping.forms import rename_entries
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
 from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint, open_megatron
@@ -32,7 +33,6 @@ from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, Interrupted, default_workers
 from mcore_qwen3vl.converters.offline.manifest import stated_checksum
 from mcore_qwen3vl.converters.offline.to_hf import stream_hf
-from mcore_qwen3vl.converters.place import Kind, identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture, without_gpu_kernels
 from mcore_qwen3vl.console import quiet_libraries
-from mcore_qwen3vl.converters.place import TRACKER
+from mcore_qwen3vl.converters.identify import TRACKER
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout

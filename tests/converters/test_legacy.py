@@ -374,7 +374,7 @@ def test_legacy_can_be_removed(tiny: Tiny, tmp_path: Path) -> None:
     tree = tmp_path / "tree" / "mcore_qwen3vl"
     ignore = shutil.ignore_patterns("__pycache__", "legacy.py")
     shutil.copytree(product, tree, ignore=ignore)
-    registry = tree / "converters" / "place.py"
+    registry = tree / "converters" / "identify.py"
     assert registry.read_text().count(LINE) == 1
     registry.write_text(registry.read_text().replace(LINE, ""))
     source, mcore, back = str(tiny("moe")), str(tmp_path / "mcore"), str(tmp_path / "back")
@@ -409,4 +409,4 @@ def test_nothing_outside_imports_it() -> None:
         for line in file.read_text().splitlines()
         if "converters.legacy" in line
     ]
-    assert naming == [("place.py", LINE.strip())]
+    assert naming == [("identify.py", LINE.strip())]

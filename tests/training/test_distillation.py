@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_qwen3vl.converters.place import identify
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.torch_dist import read_metadata
 from mcore_qwen3vl.objectives.settings import Distillation
 from mcore_qwen3vl.scoring.score import Request, score

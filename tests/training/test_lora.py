@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.place import ADAPTER_CONFIG, TRACKER
+from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import build_chunks

@@ -20,7 +20,7 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf.companions import read_form, require_processor
-from mcore_qwen3vl.converters.place import (
+from mcore_qwen3vl.converters.identify import (
     SMALL,
     TRACKER,
     Kind,

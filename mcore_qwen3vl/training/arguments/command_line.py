@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.place import identify, resolve
+from mcore_qwen3vl.converters.identify import identify, resolve
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.machine import version_of

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig
 from mcore_qwen3vl.converters.hf.companions import read_form
-from mcore_qwen3vl.converters.place import identify
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.data.config import SCORED, Task, parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import Flag, Folder, flag_of

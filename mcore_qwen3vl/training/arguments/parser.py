@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mcore_qwen3vl.console import counted
-from mcore_qwen3vl.converters.place import identify
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mcore_qwen3vl.converters.place import folder_name
+from mcore_qwen3vl.converters.identify import folder_name
 from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
 from mcore_qwen3vl.data.config import Source
 from mcore_qwen3vl.data.loader import Loader, redistribute

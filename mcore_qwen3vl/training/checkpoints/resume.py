@@ -24,11 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions, write_form
 from mcore_qwen3vl.converters.hf.config_file import Changes
-from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, dialect_of
-from mcore_qwen3vl.converters.mapping.forms import Form, head_of
-from mcore_qwen3vl.converters.mapping.table import EMBEDDING
-from mcore_qwen3vl.converters.megatron_checkpoint import FileRange, format_of
-from mcore_qwen3vl.converters.place import (
+from mcore_qwen3vl.converters.identify import (
     HF_FOLDER,
     Kind,
     folder_name,
@@ -36,6 +32,10 @@ from mcore_qwen3vl.converters.place import (
     numbered_iterations,
     read_tracker,
 )
+from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, dialect_of
+from mcore_qwen3vl.converters.mapping.forms import Form, head_of
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING
+from mcore_qwen3vl.converters.megatron_checkpoint import FileRange, format_of
 from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
 from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
 from mcore_qwen3vl.data.processor import configs_with_budgets

@@ -27,7 +27,7 @@ from megatron.training.utils import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.converters.export import save_hf
-from mcore_qwen3vl.converters.place import folder_name, read_tracker
+from mcore_qwen3vl.converters.identify import folder_name, read_tracker
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.training.arguments.run import RunSettings

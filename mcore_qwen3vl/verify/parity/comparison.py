@@ -16,8 +16,8 @@ import psutil
 
 from mcore_qwen3vl.console import CountProgress, no_progress
 from mcore_qwen3vl.converters.adapters.config import Preset
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.mapping.parameters import count_by_part
-from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu

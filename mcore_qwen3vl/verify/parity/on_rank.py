@@ -32,6 +32,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.live import (
     Values,
     factor_parts,
@@ -40,7 +41,6 @@ from mcore_qwen3vl.converters.live import (
     load_weights,
     unwrap,
 )
-from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.model import kernels
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import adapt

@@ -25,9 +25,9 @@ from mcore_qwen3vl.config import Architecture, without_gpu_kernels
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import PREFIX, lora_layers
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.offline.engine import nonfinite_notes
-from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.place import identify
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout

@@ -124,7 +124,7 @@ def test_a_shard_missing_from_the_cache_is_named(
 
 
 def test_the_environment_is_obeyed(cache: Path) -> None:
-    work = f"from mcore_qwen3vl.converters.place import resolve; print(resolve({REPO!r}))"
+    work = f"from mcore_qwen3vl.converters.identify import resolve; print(resolve({REPO!r}))"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
     found = subprocess.run(
         [sys.executable, "-c", work], env=environment, check=True, capture_output=True, text=True

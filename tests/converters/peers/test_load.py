@@ -17,8 +17,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
+from mcore_qwen3vl.converters.identify import TRACKER, Kind, identify
 from mcore_qwen3vl.converters.live import load_checkpoint, load_hf
-from mcore_qwen3vl.converters.place import TRACKER, Kind, identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout

@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing
 from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
+from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.legacy import check_run, saved_arguments
 from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mapping.dialects import (
@@ -21,7 +22,6 @@ from mcore_qwen3vl.converters.mapping.dialects import (
     dialect_of,
 )
 from mcore_qwen3vl.converters.megatron_checkpoint import ChunkedTensor
-from mcore_qwen3vl.converters.place import identify
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint

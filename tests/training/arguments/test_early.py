@@ -15,7 +15,7 @@ import pytest
 
 import mcore_qwen3vl
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.place import TRACKER
+from mcore_qwen3vl.converters.identify import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.machine import version_of
 from mcore_qwen3vl.training.arguments import checks, command_line

@@ -22,7 +22,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from mcore_qwen3vl.converters import torch_dist
-from mcore_qwen3vl.converters.place import TRACKER
+from mcore_qwen3vl.converters.identify import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout

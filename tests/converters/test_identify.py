@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.converters.place import FORMATS, RELEASE, RULES, TRACKER, Kind, Place, identify
+from mcore_qwen3vl.converters.identify import (
+    FORMATS,
+    RELEASE,
+    RULES,
+    TRACKER,
+    Kind,
+    Place,
+    identify,
+)
 from mcore_qwen3vl.errors import BadInput
 
 Files = dict[str, str]
@@ -261,7 +269,7 @@ def test_it_imports_no_torch_and_opens_no_weights(tmp_path: Path) -> None:
                 file.chmod(0)
     program = (
         "import builtins, io, sys\n"
-        "from mcore_qwen3vl.converters.place import identify\n"
+        "from mcore_qwen3vl.converters.identify import identify\n"
         "opened = []\n"
         "sys.addaudithook(lambda e, a: opened.append(str(a[0])) if e == 'open' else None)\n"
         f"kinds = [identify(f'{tmp_path}/{{n}}').kind for n in ('hf', 'run', 'legacy', 'verl')]\n"
