@@ -25,8 +25,8 @@ from mcore_qwen3vl.converters.identify import Kind, Place, identify
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.dialects import dialect_of
 from mcore_qwen3vl.converters.mapping.forms import Form
+from mcore_qwen3vl.converters.mapping.rearrangement import Rearrangement
 from mcore_qwen3vl.converters.mapping.table import (
-    Rearrangement,
     Row,
     SourceTensor,
     hf_shapes,

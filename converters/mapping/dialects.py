@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
+from mcore_qwen3vl.converters.mapping.rearrangement import by_head, fused_qkv
 from mcore_qwen3vl.converters.mapping.table import (
     EMBEDDING,
     LAYERS,
     Row,
-    by_head,
     extra_state_keys,
-    fused_qkv,
     shard_suffix,
     unstacked,
     vision_rows,

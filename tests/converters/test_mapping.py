@@ -14,17 +14,15 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import parameters
-from mcore_qwen3vl.converters.mapping.table import (
+from mcore_qwen3vl.converters.mapping.rearrangement import (
     Rearrangement,
-    Row,
     concatenate,
-    hf_shapes,
     identity,
     pad_rows,
     qkv,
-    table,
     transpose,
 )
+from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, table
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.shapes import SHAPES

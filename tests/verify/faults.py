@@ -61,7 +61,7 @@ def copied(source: str, target: str) -> Callable[[Tensors], None]:
 
 def ungroup_qkv(tensors: Tensors) -> None:
     """Put all queries, then all keys, then all values, where mcore expects groups of them."""
-    from mcore_qwen3vl.converters.mapping.table import qkv
+    from mcore_qwen3vl.converters.mapping.rearrangement import qkv
 
     names = [f"{TEXT}.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
     q, k, v = (tensors[n] for n in names)

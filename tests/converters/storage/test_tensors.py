@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mcore_qwen3vl.converters import torch_dist
-from mcore_qwen3vl.converters.mapping.table import Rearrangement, Row
+from mcore_qwen3vl.converters.mapping.rearrangement import Rearrangement
+from mcore_qwen3vl.converters.mapping.table import Row
 from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
     Chunk,
