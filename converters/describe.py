@@ -38,7 +38,8 @@ from mcore_qwen3vl.converters.megatron_checkpoint import open_megatron
 from mcore_qwen3vl.converters.offline.engine import default_workers, group_units, unit_bytes
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
-from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
+from mcore_qwen3vl.converters.torch_dist import read_metadata
+from mcore_qwen3vl.converters.torch_pickle import METADATA
 from mcore_qwen3vl.errors import BadInput
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

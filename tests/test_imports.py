@@ -36,6 +36,7 @@ ORDER = (
     "converters.identify",
     "converters.hf",
     "converters.megatron_checkpoint",
+    "converters.torch_pickle",
     "converters.torch_dist",
     "converters.offline",
     "converters.adapters",

@@ -61,7 +61,8 @@ from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
-from mcore_qwen3vl.converters.torch_dist import METADATA, DistcpFile, dumps_metadata
+from mcore_qwen3vl.converters.torch_dist import DistcpFile, dumps_metadata
+from mcore_qwen3vl.converters.torch_pickle import METADATA
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 

@@ -223,7 +223,7 @@ class Run:
         from megatron.training import pretrain
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-        from mcore_qwen3vl.converters.torch_dist import guard_reads
+        from mcore_qwen3vl.converters.torch_pickle import guard_reads
         from mcore_qwen3vl.training.hooks import wrap_all
         from mcore_qwen3vl.training.model import model_provider
         from mcore_qwen3vl.training.optimizer import use_multi_tensor

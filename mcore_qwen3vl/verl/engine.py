@@ -39,7 +39,7 @@ from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.export import export_hf, export_merged, run_together, save_hf
 from mcore_qwen3vl.converters.identify import Kind, identify
 from mcore_qwen3vl.converters.live import load_factors, load_weights, unwrap
-from mcore_qwen3vl.converters.torch_dist import guard_reads
+from mcore_qwen3vl.converters.torch_pickle import guard_reads
 from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE

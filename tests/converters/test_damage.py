@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mcore_qwen3vl.converters import torch_dist
+from mcore_qwen3vl.converters import torch_dist, torch_pickle
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.errors import BadInput
 from tests.converters.checkpoints import copy, cut, edit_config, load, save, tree_digests
@@ -265,14 +265,17 @@ def flip_a_bit(path: Path) -> None:
 def exchange_chunks(path: Path) -> None:
     """Exchange the places of two chunks of one shape."""
     (path / "manifest.json").unlink()
-    file, index = path / "release" / torch_dist.METADATA, torch_dist.read_metadata(path / "release")
+    file, index = (
+        path / "release" / torch_pickle.METADATA,
+        torch_dist.read_metadata(path / "release"),
+    )
     first, second, *others = index.tensors[FC1].chunks
     index.tensors[FC1].chunks = [
         replace(first, data=second.data),
         replace(second, data=first.data),
         *others,
     ]
-    _, mark, checksum = file.read_bytes().rpartition(torch_dist._MARK)
+    _, mark, checksum = file.read_bytes().rpartition(torch_pickle._MARK)
     file.write_bytes(torch_dist.dumps_metadata(index).rpartition(mark)[0] + mark + checksum)
 
 

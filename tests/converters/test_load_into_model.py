@@ -18,7 +18,8 @@ from mcore_qwen3vl.converters.export import export_hf
 from mcore_qwen3vl.converters.live import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.table import extra_state_keys
 from mcore_qwen3vl.converters.offline import to_mcore
-from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint, guard_reads
+from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
+from mcore_qwen3vl.converters.torch_pickle import guard_reads
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel, build_chunks

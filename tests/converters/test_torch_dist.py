@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from mcore_qwen3vl.converters import torch_dist
+from mcore_qwen3vl.converters import torch_dist, torch_pickle
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
@@ -196,7 +196,7 @@ def test_metadata_names_nothing_that_torch_2_11_lacks() -> None:
         "torch.float32",
         "torch.serialization._get_layout",
     }
-    record = torch_dist.loads_metadata(torch_dist.dumps_metadata(example_index()))
+    record = torch_pickle.loads_metadata(torch_dist.dumps_metadata(example_index()))
     fields = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     assert set(record.state) <= fields
     assert len(record["state_dict_metadata"]["norm"]["properties"].state) == 5
@@ -226,7 +226,7 @@ def test_reading_what_megatron_0_15_wrote() -> None:
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore torch's own reading and writing, whatever was called before."""
     monkeypatch.setattr(filesystem, "pickle", pickle)
-    get_state, set_state = torch_dist._own_state_methods()
+    get_state, set_state = torch_pickle._own_state_methods()
     monkeypatch.setattr(TensorProperties, "__getstate__", get_state)
     monkeypatch.setattr(TensorProperties, "__setstate__", set_state)
     if hasattr(TensorProperties, "strides"):
@@ -246,7 +246,7 @@ def test_fields_of_a_newer_torch_do_not_matter(
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     checkpoint = TorchDistCheckpoint(tmp_path)
-    torch_dist.guard_reads()
+    torch_pickle.guard_reads()
     described = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     for key, tensor in tensors.items():
         assert torch.equal(checkpoint.tensor(key), tensor)
@@ -260,7 +260,7 @@ def test_fields_of_a_newer_torch_do_not_matter(
 def test_torchs_writer_adds_a_checksum_which_both_readers_check(
     tmp_path: Path, unguarded: None
 ) -> None:
-    torch_dist.guard_reads()
+    torch_pickle.guard_reads()
     dcp.save({"a": torch.randn(3, 4)}, checkpoint_id=tmp_path, no_dist=True)
     file = tmp_path / ".metadata"
     written = file.read_bytes()
@@ -269,7 +269,7 @@ def test_torchs_writer_adds_a_checksum_which_both_readers_check(
     assert set(pickle.loads(written).state_dict_metadata) == {"a"}  # as others read it
     for at in range(0, len(written), 16):
         file.write_bytes(written[:at] + bytes([written[at] ^ 1]) + written[at + 1 :])
-        if torch_dist._MARK in file.read_bytes():
+        if torch_pickle._MARK in file.read_bytes():
             with pytest.raises(BadInput, match=r"other bytes than were saved"):
                 torch_dist.read_metadata(tmp_path)
             with pytest.raises(pickle.UnpicklingError, match=r"other bytes than were saved"):
@@ -280,8 +280,8 @@ def test_torchs_writer_adds_a_checksum_which_both_readers_check(
 def test_a_path_as_any_python_writes_it(module: str, unguarded: None) -> None:
     """It is read: torch stores a folder's path, which Python 3.13 pickles under another module."""
     stored = f"c{module}\nPosixPath\n(Va\nVb\ntR.".encode()
-    torch_dist.loads_metadata(stored)
-    torch_dist.guard_reads()
+    torch_pickle.loads_metadata(stored)
+    torch_pickle.guard_reads()
     assert filesystem.pickle.load(io.BytesIO(stored)) == Path("a/b")
 
 

@@ -37,7 +37,8 @@ from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
 from mcore_qwen3vl.converters.megatron_checkpoint import FileRange, format_of
 from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
-from mcore_qwen3vl.converters.torch_dist import METADATA, read_metadata
+from mcore_qwen3vl.converters.torch_dist import read_metadata
+from mcore_qwen3vl.converters.torch_pickle import METADATA
 from mcore_qwen3vl.data.processor import configs_with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters import torch_dist
+from mcore_qwen3vl.converters import torch_dist, torch_pickle
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.live import load_checkpoint
@@ -55,7 +55,7 @@ def rewritten(source: Path, target: Path, *changes: Callable[[CheckpointIndex], 
     index = torch_dist.read_metadata(folder)
     for change in changes:
         change(index)
-    (folder / torch_dist.METADATA).write_bytes(torch_dist.dumps_metadata(index))
+    (folder / torch_pickle.METADATA).write_bytes(torch_dist.dumps_metadata(index))
     return target
 
 

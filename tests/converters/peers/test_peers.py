@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from mcore_qwen3vl.converters import torch_dist
+from mcore_qwen3vl.converters import torch_dist, torch_pickle
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.identify import identify
@@ -249,7 +249,7 @@ def test_two_dialects_in_one_checkpoint_are_refused(tmp_path: Path) -> None:
     index.tensors["embedding.word_embeddings.weight"] = index.tensors.pop(
         "language_model.output_layer.weight"
     )
-    (folder / torch_dist.METADATA).write_bytes(torch_dist.dumps_metadata(index))
+    (folder / torch_pickle.METADATA).write_bytes(torch_dist.dumps_metadata(index))
     with pytest.raises(BadInput, match=r"the tensor embedding\.word\S+ under two keys"):
         mcore_to_hf(tmp_path / "peer", tmp_path / "out", hf_config=HERE / "hf-dense")
 
@@ -274,7 +274,7 @@ def test_layers_of_which_one_is_missing_are_refused(
     tensor = index.tensors.pop(changed)
     if place is not None:
         index.tensors[place] = tensor
-    (checkpoint / "release" / torch_dist.METADATA).write_bytes(torch_dist.dumps_metadata(index))
+    (checkpoint / "release" / torch_pickle.METADATA).write_bytes(torch_dist.dumps_metadata(index))
     with pytest.raises(BadInput, match=refused) as error:
         mcore_to_hf(checkpoint, tmp_path / "out", hf_config=HERE / "hf-moe")
     assert "\n" not in str(error.value)
@@ -287,7 +287,7 @@ def test_layers_that_are_also_stacked_are_refused(tmp_path: Path) -> None:
     data = replace(first.data, offset=0, length=0)
     whole = replace(first, offsets=(0, 0, 0), sizes=(3, 6, 20), data=data)
     index.tensors[ROUTER.format("")] = ChunkedTensor(torch.bfloat16, whole.sizes, [whole])
-    (checkpoint / "release" / torch_dist.METADATA).write_bytes(torch_dist.dumps_metadata(index))
+    (checkpoint / "release" / torch_pickle.METADATA).write_bytes(torch_dist.dumps_metadata(index))
     with pytest.raises(BadInput, match=r"does not fit the 3 layers .* two checkpoints are mixed"):
         mcore_to_hf(checkpoint, tmp_path / "out", hf_config=HERE / "hf-moe")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.live import factor_parts, hf_parts
-from mcore_qwen3vl.converters.torch_dist import guard_reads
+from mcore_qwen3vl.converters.torch_pickle import guard_reads
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import adapt, trained_names, whole_tensors
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks

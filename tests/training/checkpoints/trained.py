@@ -29,7 +29,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.torch_dist import guard_reads
+from mcore_qwen3vl.converters.torch_pickle import guard_reads
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import adapter_freezing, attach, trained_names
