@@ -44,6 +44,7 @@ from benchmarks.gpu_models import FP8, MOE, RUNS, STEPS, Size  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.files import atomic_write  # noqa: E402
 from mcore_qwen3vl.runtime.gpus import GPUS, find_gpu  # noqa: E402
+from mcore_qwen3vl.safe_path import protect_children  # noqa: E402
 from mcore_qwen3vl.simulated_gpu.device import is_preloaded  # noqa: E402
 
 NOT_APPLICABLE, LEFT_OUT, WAITING, RUNNING = "not applicable", "left out", "waiting", "running"
@@ -147,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile every module
     os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    protect_children()
     end = math.inf if options.minutes is None else began + 60 * options.minutes - 5  # for the end
     stream = iter(all_parts(options))
     first = next(stream)  # alone: it shows whether there is a GPU

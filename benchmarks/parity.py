@@ -26,6 +26,7 @@ import psutil
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
+from mcore_qwen3vl.safe_path import protect_children
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_random_weights
 
@@ -140,6 +141,7 @@ def formula_row(path: Path, layout: str, batches: list[str], gradients: bool, dt
 
 def main() -> None:
     """Print the table, a row for each layout; with --formula, the calculated one."""
+    protect_children()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("size", choices=sorted(file.stem for file in SHAPES.glob("*.json")))
     parser.add_argument("--layouts", default="single,tp2+sp,pp2,cp2")

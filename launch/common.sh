@@ -14,6 +14,8 @@
 # CHECK_RANKS=0 skips the check that the layout divides the ranks.
 # LAUNCH_DIR is the path of this folder, in case Slurm cannot tell where a script comes from.
 set -euo pipefail
+# No Python that is started here imports what lies in the current folder, such as downloaded data.
+export PYTHONSAFEPATH=1
 
 LAUNCH_DIR=${LAUNCH_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}
 # Kubeflow sets PET_* in each pod, SkyPilot its own variables. In a Slurm job, Slurm's count.

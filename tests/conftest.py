@@ -20,6 +20,7 @@ cpu.install(training=True)  # before any test module imports megatron
 from mcore_qwen3vl import machine  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.runtime import launch  # noqa: E402
+from mcore_qwen3vl.safe_path import VARIABLE  # noqa: E402
 from mcore_qwen3vl.simulated_gpu import Workbench  # noqa: E402
 from mcore_qwen3vl.simulated_gpu.device import cache_folder  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
@@ -52,6 +53,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(folder))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _own_safe_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what a command that ran in this process does to the processes that later tests start."""
+    monkeypatch.setenv(VARIABLE, "1")  # what is set first is undone last
+    monkeypatch.delenv(VARIABLE)
 
 
 @pytest.fixture(scope="session")

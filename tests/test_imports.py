@@ -18,10 +18,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 ORDER = (
+    "safe_path",
     "errors",
     "unused",
     "flags",
     "files",
+    "functions",
     "config",
     "labels",
     "layout",

@@ -17,6 +17,7 @@ from mcore_qwen3vl.cli.inference import generate, score
 from mcore_qwen3vl.cli.inspect import inspect
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.files import new_folder
+from mcore_qwen3vl.safe_path import protect_children
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.demos import DemoStep
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     ``{"error": TEXT, "exit_code": N}``.
     """
     wants_json = "--json" in (sys.argv if arguments is None else arguments)
+    protect_children()
     console.json_was_written.set(False)
     console.prepare_standard_streams()
     machine.warn_of_versions()

@@ -349,7 +349,7 @@ def _parse_source(entry: Any, where: str, file: Path) -> Source:
             )
     return Source(
         here / entry["path"],
-        reading=Reading(**values_of(_TEXTS)),
+        reading=Reading(**values_of(_TEXTS)).at_folder(here),
         media_root=here / entry["media"] if "media" in entry else None,
         limits=MediaLimits(**values_of(_BUDGETS)),
         name=entry.get("name", entry["path"]),

@@ -159,7 +159,9 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
 
 def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
     """Return the run that a script would start, which its ``--dry-run`` prints."""
-    script = name if name.is_file() else catalogue.find(name.name)
+    # A name that the list has is never a file that lies here, which would run.
+    listed = catalogue.scripts().get(str(name))
+    script = listed or (name if name.is_file() else catalogue.find(name.name))
     if script is not None and script.suffix == ".yaml":
         raise BadInput(f"{script.name} is a configuration of another program: it has no flags.")
     if script is None:

@@ -36,6 +36,7 @@ from mcore_qwen3vl.runtime.lifetime import (
     end_with_parent,
     how_it_ended,
     noting_ctrl_c,
+    protected_children,
     scratch_folder,
 )
 
@@ -141,7 +142,8 @@ def run_layout(
                 ours, theirs = context.Pipe(duplex=False)
                 work = _Work(fn, args, rank, world_size, timeout, device, scratch)
                 process = context.Process(target=_run_rank, args=(work, theirs), daemon=True)
-                process.start()
+                with protected_children():
+                    process.start()
                 theirs.close()
                 ranks.append(_Rank(process, ours, work.stacks))
                 raise_if_interrupted()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mcore_qwen3vl import safe_path
+
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 _REMOVE = """
@@ -51,6 +53,23 @@ def end_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def protected_children() -> Iterator[None]:
+    """Have children that start inside the context import nothing from the current folder.
+
+    Unlike :func:`.safe_path.protect_children`, it leaves the environment of the caller's program
+    as it was.
+    """
+    before = os.environ.get(safe_path.VARIABLE)
+    safe_path.protect_children()
+    try:
+        yield
+    finally:
+        del os.environ[safe_path.VARIABLE]
+        if before is not None:
+            os.environ[safe_path.VARIABLE] = before
 
 
 @contextmanager

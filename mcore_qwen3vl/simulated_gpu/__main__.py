@@ -78,7 +78,7 @@ def _run_program(program: str, arguments: list[str], is_module: bool) -> int:
         if is_module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(program).parent)
+            sys.path.insert(0, str(Path(program).parent))
             runpy.run_path(program, run_name="__main__")
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else int(bool(left.code))

@@ -49,8 +49,12 @@ class Workbench:
         Raises:
             Unavailable: see :func:`.device.compiled_libraries`.
         """
-        environment = {**os.environ, **(settings or Settings()).environment()}
-        program = f"import sys; from {__name__} import serve; serve(*sys.argv[1:])"
+        # Python would look for modules in the current folder first, where anything may lie. The
+        # functions to call are found where this process finds them.
+        safe = {"PYTHONSAFEPATH": "1"}
+        environment = {**os.environ, **(settings or Settings()).environment(), **safe}
+        program = f"import sys; sys.path[:] = {sys.path}; from {__name__} import serve; "
+        program += "serve(*sys.argv[1:])"
         command = [sys.executable, "-c", program, str(os.getpid()), *imports]
         self._raised = raised
         pipe = subprocess.PIPE

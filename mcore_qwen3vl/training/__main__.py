@@ -8,6 +8,7 @@ from mcore_qwen3vl import machine
 from mcore_qwen3vl.console import prepare_standard_streams, visible
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
+from mcore_qwen3vl.safe_path import protect_children
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, help_words
 from mcore_qwen3vl.training.logs.terminal import report_crash
 
@@ -19,6 +20,7 @@ def entry() -> None:
     line and exits with code 1; each rank's traceback is in its own log. A rank ends together with
     the torchrun that started it; otherwise a killed torchrun would leave it on its GPU.
     """
+    protect_children()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())
     prepare_standard_streams()

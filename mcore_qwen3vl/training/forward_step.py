@@ -15,7 +15,6 @@ register it as an entry point of the group ``mcore_qwen3vl.losses`` and pass its
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import entry_points
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.functions import RULE, find_function
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.training.arguments.losses import DISTILL, KTO
@@ -456,19 +456,16 @@ def find_loss(name: str) -> Loss:
     """Return the loss called `name`, or raise BadInput, which lists those that exist."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, colon, function = name.partition(":")
-    if colon:
+    if ":" in name:
         try:
-            return cast(Loss, getattr(importlib.import_module(module), function))
-        except (ImportError, AttributeError) as error:
-            raise BadInput(
-                f"--loss {name} cannot be imported: {error}. The module must be on PYTHONPATH."
-            ) from None
+            return cast(Loss, find_function(name))
+        except BadInput as error:
+            raise BadInput(f"--loss {error}") from error
     entries = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in entries:
         known = ", ".join([*BUILT_IN, *PREFERENCE_LOSSES, KTO, DISTILL, *entries])
         raise BadInput(
-            f"--loss {name} is not known. There are {known}; or name a function as module:function."
+            f"--loss {name} is not known. There are {known}; or name a function as {RULE}."
         )
     return cast(Loss, entries[name].load())
 

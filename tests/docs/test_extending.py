@@ -75,8 +75,8 @@ def as_my_vl(tensors):
 
 def test_loss_example(tmp_path, monkeypatch):
     (tmp_path / "my_losses.py").write_text(extension("my_losses.py"))
-    monkeypatch.syspath_prepend(tmp_path)
-    focal = find_loss("my_losses:focal")
+    monkeypatch.chdir(tmp_path)
+    focal = find_loss("my_losses.py:focal")
     losses = torch.tensor([[0.5, 2.0, torch.inf]])
     total, count = focal(losses, torch.tensor([[1.0, 1.0, 0.0]]))
     assert count == 2

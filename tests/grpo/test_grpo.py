@@ -97,7 +97,7 @@ def grpo(model: Path, out: Path, *options: str) -> Metrics:
     out.mkdir(exist_ok=True)
     metrics = out / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    program = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    program = [sys.executable, "-P", "-m", "verl.trainer.main_ppo"]
     config = ["--config-dir", ROOT / "launch", "--config-name", "grpo_tiny"]
     given = [
         f"{MODEL}.path={model}",

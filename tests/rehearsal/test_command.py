@@ -44,6 +44,7 @@ def test_a_script_is_named_as_launch_list_has_it(
     name: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("exit 1")  # a file here is not what the list names
     by_name, with_suffix, by_path = (
         read_command([word], None) for word in (name, f"{name}.sh", str(LAUNCH / f"{name}.sh"))
     )

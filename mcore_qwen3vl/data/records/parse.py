@@ -9,7 +9,6 @@ ms-swift's grounding data. Records for other tasks are parsed by
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +40,7 @@ from mcore_qwen3vl.data.records.reading import (
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.functions import RULE, find_function
 from mcore_qwen3vl.unused import Fields, Unused
 
 CAPTION_KEYS = ("caption", "text", "txt")
@@ -115,28 +115,21 @@ def preprocess_record(record: Any, reading: Reading) -> Mapping[str, Any]:
 
 @cache
 def find_hook(name: str) -> Hook:
-    """Return a hook by its name: ``module:function``, or an entry point of :data:`GROUP`.
+    """Return a hook by its name: an entry point of :data:`GROUP`, or see :mod:`.functions`.
 
     Raises:
         BadInput: the hook cannot be imported, or is not a function.
     """
-    module, colon, function = name.partition(":")
     entry = next((e for e in entry_points(group=GROUP) if e.name == name), None)
-    try:
-        if entry is not None:
-            hook = entry.load()
-        elif colon:
-            hook = getattr(importlib.import_module(module), function)
-        else:
-            raise ImportError("no installed package has an entry point of this name")
-    except (ImportError, AttributeError, ValueError) as error:
+    if entry is None and ":" not in name:
         raise BadInput(
-            f"The hook {name!r} cannot be imported: {error}. Name it module:function, with the "
-            "module on PYTHONPATH."
-        ) from error
-    if not callable(hook):
-        raise BadInput(f"The hook {name!r} is a {type(hook).__name__}, not a function.")
-    return hook
+            f"--preprocess {name}: no installed package has registered a function of this name. "
+            f"Name it {RULE}."
+        )
+    try:
+        return find_function(name if entry is None else f"{entry.module}:{entry.attr}")
+    except BadInput as error:
+        raise BadInput(f"--preprocess {error}") from error
 
 
 def read_observed[P](

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
+from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.functions import at_folder
 from mcore_qwen3vl.unused import Fields, Unused
 
 _AGAIN = 1.0  # seconds until it interrupts again: a hook may catch the first interruption
@@ -62,8 +64,8 @@ class Reading:
     """How the records of one data set are read. It is picklable, because the hook is a name."""
 
     preprocess: str | None = None
-    """Hook that turns a record into one of a known format: ``module:function``, or the name of an
-    entry point."""
+    """Hook that turns a record into one of a known format: ``module:function``,
+    ``file.py:function``, or the name of an entry point."""
     format: str | None = None
     """The records' format, a name of ``FORMATS``; None: recognised by their keys."""
     system: str | None = None
@@ -88,6 +90,10 @@ class Reading:
             preprocess=self.preprocess or preprocess,
             train_on=self.train_on or train_on,
         )
+
+    def at_folder(self, folder: Path) -> Reading:
+        """Return this with the path of the hook's file, if it has one, begun at `folder`."""
+        return replace(self, preprocess=self.preprocess and at_folder(self.preprocess, folder))
 
     def add_system_prompt(self, messages: list[Any]) -> list[Any]:
         """Add the data set's system prompt to messages that have none."""

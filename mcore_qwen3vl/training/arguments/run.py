@@ -67,8 +67,8 @@ class TrainingSettings:
     """read the training data N times, each record once an epoch, in place of --train-iters"""
     loss: Name = "cross_entropy"
     """dpo, simpo or orpo on preference pairs, kto on labelled records, distill from --teacher or
-    from the tokens that `mcore-qwen3vl score --top-k` wrote, a registered loss or module:function
-    (see mcore_qwen3vl.training.forward_step)"""
+    from the tokens that `mcore-qwen3vl score --top-k` wrote, a registered loss, module:function
+    or file.py:function (see mcore_qwen3vl.training.forward_step)"""
     keep_activations: bool = False
     """keep the outputs of the decoder's norms, SwiGLU and rotary embedding for the backward pass
     instead of recomputing them: more memory, a little less compute (always where activations are
@@ -102,8 +102,9 @@ class DataSources:
     """How records are read, for data sets that do not say so themselves."""
 
     preprocess: Annotated[str | None, Flag("MODULE:FUNCTION")] = None
-    """function, or name of an entry point, that turns a record of any shape into one of a known
-    format; for data sets that name no function of their own"""
+    """function (module:function or file.py:function), or name of an entry point, that turns a
+    record of any shape into one of a known format; for data sets that name no function of their
+    own"""
     train_on: Annotated[str | None, Flag("TURNS")] = None
     """turns of the assistant to train on: all, last, or a regular expression that must match in the
     turn's text; for data sets that choose none of their own; default: all"""
