@@ -283,7 +283,8 @@ _NOT_REHEARSED = (
     *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
     *("--log-json", "--train-samples", "--rampup-batch-size"),
     *("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples"),
-    *("--lr-decay-iters", "--lr-decay-samples"),
+    *("--lr-decay-style", "--lr-decay-iters", "--lr-decay-samples"),
+    *("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-wsd-decay-style"),
 )
 ITERATIONS = 2
 """The first iteration allocates Adam's moments; the second is the one that counts."""

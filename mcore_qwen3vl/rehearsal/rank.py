@@ -92,6 +92,8 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         (training, "train_step", watch.wrap_train_step),
         (run.Run, "_log", log),
         (run.Run, "_report", log),
+        # Its numbers stand for all others, which are seldom logged.
+        (run.Run, "_is_last_step", lambda original: lambda self, step: False),
         (schedules, "forward_step", work.wrap_forward_step),
         (schedules, "backward_step", work.wrap_backward_step),
         (combined_1f1b, "combined_forward_backward_step", work.wrap_combined_step),

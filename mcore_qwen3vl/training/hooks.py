@@ -34,15 +34,19 @@ HOOKS = {
     "compile_helpers": "megatron.core.datasets.utils",
     # Builds the second model first, and adds the parts' own learning rates. Makes torch's Adam
     # fused and resumable, saves the state in each rank's own part, and keeps the loss scale on the
-    # host. Then counts the steps of --num-epochs, which the schedule of learning rates needs next.
+    # host.
     "get_megatron_optimizer": _LOOP,
+    # First counts the steps of --num-epochs. Then lets parts with a rate of their own begin the
+    # warm-up lower too.
+    "get_optimizer_param_scheduler": _LOOP,
     # First chooses a readable checkpoint.
     "load_checkpoint": _LOOP,
     # Shows us the arguments of the run that saved a checkpoint.
     "check_checkpoint_args": f"{_TRAINING}.checkpointing",
     # A step.
-    # Takes our batches, which are no dictionaries, past --iterations-to-skip.
-    "dummy_train_step": _LOOP,
+    # Leaves out --iterations-to-skip. Megatron's own way needs batches that are dictionaries, and
+    # passes by the save, the export and the validation that are due after such a step.
+    "train_step": _LOOP,
     # First computes the teacher's tokens, the reference, KTO's baseline, or all embeddings of the
     # step.
     "get_forward_backward_func": _LOOP,

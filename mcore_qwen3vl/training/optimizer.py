@@ -65,13 +65,33 @@ def _with_adam(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Adam]]:
 
 def learning_rate_overrides(settings: RunSettings) -> dict[ParamKey, Any]:
     """Return the parameter-group overrides for ``--vision-lr-mult`` and ``--aligner-lr-mult``."""
-    training, loop = settings.training, settings.loop
+    training, schedule = settings.training, settings.schedule
     multipliers = {"vision": training.vision_lr_mult, "aligner": training.aligner_lr_mult}
     return {
-        _part_key(part): {"max_lr": loop.lr * factor, "min_lr": loop.min_lr * factor}
+        _part_key(part): {"max_lr": schedule.lr * factor, "min_lr": schedule.min_lr * factor}
         for part, factor in multipliers.items()
         if factor != 1.0
     }
+
+
+def scale_warmup_start(scheduler: Any) -> None:
+    """Let every part begin its warm-up at the same share of its rate; Megatron's at the same rate.
+
+    `scheduler` is Megatron's ``OptimizerParamScheduler``. Its ``--lr-warmup-init`` would be above
+    the highest rate of a part with a small factor.
+    """
+    rate_of, start = scheduler.get_lr, scheduler.init_lr
+
+    def rate_of_part(group: dict[str, Any]) -> float:
+        highest = scheduler.max_lr
+        share = group.get("max_lr", highest) / highest if highest else 1.0
+        scheduler.init_lr = start * share
+        rate: float = rate_of(group)
+        scheduler.init_lr = start
+        return rate
+
+    scheduler.get_lr = rate_of_part
+    scheduler.step(0)  # sets the rates of the first step anew
 
 
 def _part_key(part: str) -> ParamKey:

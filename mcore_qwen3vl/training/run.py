@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from mcore_qwen3vl.training.arguments.command_line import (
     print_megatron_help,
 )
 from mcore_qwen3vl.training.arguments.parser import Parsed, parse, without_help_texts
+from mcore_qwen3vl.training.arguments.schedule import ITERS
 from mcore_qwen3vl.training.arguments.settings import statement_of_defaults
 from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics
@@ -36,6 +38,8 @@ from mcore_qwen3vl.unused import Unused, sentences
 
 _NO_NUMBER = "in local grad norm for bucket"
 """What Megatron's check of the gradients says, which does not name the step as its log does."""
+_NO_STEP: tuple[Any, ...] = {}, 1, False, False, 0, None, None, 0
+"""What Megatron's ``train_step`` returns of a step without a loss and without an update."""
 
 
 def main(command: CommandLine) -> int:
@@ -184,12 +188,15 @@ class Run:
                 progress.say(str(validations))
             if self.skips:
                 progress.say(str(self.skips))
-            progress.say(
-                f"done: step {progress.steps}, {progress.elapsed}"
-                if progress.steps
-                else f"nothing left to do: {self.settings.checkpoints.load} has all of its steps"
-            )
+            progress.say(self._end_of_run())
         return 0
+
+    def _end_of_run(self) -> str:
+        """Say what a run that was not stopped has done."""
+        progress, trains = self.progress, not self.settings.loop.skip_train
+        if trains and not progress.steps:
+            return f"nothing left to do: {self.settings.checkpoints.load} has all of its steps"
+        return f"done: {f'step {progress.steps}' if trains else 'validated'}, {progress.elapsed}"
 
     def _interrupt_as_sigterm(self) -> None:
         """Make Ctrl-C act as SIGTERM, after which the rank saves.
@@ -258,9 +265,10 @@ class Run:
         return {
             "compile_helpers": lambda original: None,
             "get_megatron_optimizer": self._set_up_optimizer,
+            "get_optimizer_param_scheduler": self._set_up_schedule,
             "load_checkpoint": checkpoints.load,
             "check_checkpoint_args": checkpoints.report_differences,
-            "dummy_train_step": self._skip_step,
+            "train_step": self._step,
             "get_forward_backward_func": schedule_of(settings, self.second),
             "_allreduce_non_tensor_model_parallel_grads": hooks.reduce_in_pieces,
             "logical_and_across_model_parallel_group": partial(
@@ -290,11 +298,7 @@ class Run:
             self.second.build(model_provider, self.args)
 
     def _set_up_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make the optimizer; before it the second model, and after it the length of the run.
-
-        Megatron calls this once, after it has built the model and before it makes the schedule of
-        learning rates.
-        """
+        """Make the second model, and then the optimizer; Megatron has built the model."""
         from mcore_qwen3vl.training import optimizer as ours
 
         self._build_second()
@@ -307,18 +311,46 @@ class Run:
         ours.keep_own_parts(optimizer)
         ours.accept_other_chains(optimizer)
         ours.keep_scale_on_host(optimizer)
-        if self.settings.training.num_epochs:
-            self.args.train_iters = self.data.count_steps()  # the end of Megatron's loop
         return optimizer
 
-    def _skip_step(self, original: Any, batches: Any) -> None:
-        """Take the batches of a step, and leave them."""
+    def _set_up_schedule(self, original: Any, optimizer: Any) -> Any:
+        """Make the schedule of learning rates, which begins with the run's length."""
+        from mcore_qwen3vl.training.optimizer import scale_warmup_start
+
+        if self.settings.training.num_epochs:
+            self.args.train_iters = steps = self.data.count_steps()  # the end of Megatron's loop
+            self.settings.schedule.check_length(steps, ITERS)
+        scheduler = original(optimizer)
+        scale_warmup_start(scheduler)
+        return scheduler
+
+    def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train a step, or leave it out: take its batches, and change nothing."""
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+        if not self._is_left_out(self.args.curr_iteration + 1):
+            return original(*args, **kwargs)
+        batches = inspect.signature(original).bind(*args, **kwargs).arguments["data_iterator"]
+        count = get_num_microbatches()
         for chunk in batches if isinstance(batches, list) else [batches]:
-            for _ in range(get_num_microbatches()):
+            for _ in range(count):
                 next(chunk)
-        self._steps += 1
+        rows = self.settings.data.micro_batch_size * self.settings.parallel.data_parallel_size
+        self.args.skipped_train_samples += count * rows
+        return _NO_STEP
+
+    def _is_left_out(self, step: int) -> bool:
+        return step in self.settings.loop.iterations_to_skip
+
+    def _is_last_step(self, step: int) -> bool:
+        """Return whether this run trains no further step, as far as that is known before."""
+        last, interval = self.args.train_iters, self.settings.loop.exit_interval
+        while self._is_left_out(last):
+            last -= 1
+        return step == last or bool(interval and step % interval == 0)
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.settings.logs.log_interval == 0 or self._is_last_step(step)
 
     def _finalize_gradients(
         self, model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any
@@ -331,7 +363,7 @@ class Run:
         self.forward_step.normalise(model)
         iteration = self.args.curr_iteration + 1
         self.forward_step.records.finish(iteration)
-        if iteration % self.settings.logs.log_interval == 0:
+        if self._is_logged(iteration):
             self._report(model, iteration)
 
     def _report(self, model: list[Any], iteration: int) -> None:
@@ -351,32 +383,55 @@ class Run:
 
     def _log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Check the step's gradient norm, and write the log's numbers if they are due."""
+        from megatron.training import get_tensorboard_writer
         from megatron.training.utils import is_last_rank
 
-        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-        losses, iteration = arguments["loss_dict"], arguments["iteration"]
-        log_json = self.settings.training.log_json
-        due = iteration % self.settings.logs.log_interval == 0
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        arguments = bound.arguments
+        iteration = arguments["iteration"]
         self._steps += 1
-        self.skips.add(arguments["skipped_iter"])
-        fp16 = self.settings.compute.fp16
-        if not fp16:  # whose loss scaler skips steps with a norm that is no number
-            self.norms.add(arguments["grad_norm"], iteration)
-            if due:  # otherwise it is checked a step late
-                self.norms.settle()
-        if losses and is_last_rank():  # Megatron's own log is the last rank's too
+        if is_last_rank():  # Megatron's own log is the last rank's too
             self.progress.step(iteration, self.args.train_iters)
-            if due or arguments.get("is_first_iteration"):
-                numbers: dict[str, Any] = {n: float(loss) for n, loss in losses.items()}
-                norm = arguments["grad_norm"]
-                numbers |= {"grad norm": None if norm is None else float(norm)}
-                numbers |= {"learning rate": arguments["learning_rate"]}
-                numbers |= self.skips.report() if fp16 and due else {}
-                numbers |= self.last_report if due else {}
-                self.progress.show(iteration, numbers)
-                if due and log_json:
-                    metrics.append_json(log_json, {"iteration": iteration, **numbers})
-        return original(*args, **kwargs)
+        if self._is_left_out(iteration):
+            self.progress.say(f"step {iteration}: left out (--iterations-to-skip)")
+            return original(*args, **kwargs)
+        self._check_step(arguments)
+        if is_last_rank():
+            self._show_step(arguments)
+        if get_tensorboard_writer():
+            arguments["loss_dict"] = metrics.known_losses(
+                arguments["loss_dict"], arguments["total_loss_dict"]
+            )
+        return original(*bound.args, **bound.kwargs)
+
+    def _check_step(self, arguments: Mapping[str, Any]) -> None:
+        """Count the step if fp16 skipped it, and check its gradient norm; all ranks call this."""
+        self.skips.add(arguments["skipped_iter"])
+        if self.settings.compute.fp16:  # whose loss scaler skips steps with a norm that is none
+            return
+        self.norms.add(arguments["grad_norm"], arguments["iteration"])
+        if self._is_logged(arguments["iteration"]):  # otherwise it is checked a step late
+            self.norms.settle()
+
+    def _show_step(self, arguments: Mapping[str, Any]) -> None:
+        """Show the numbers of the first step and of those that are logged, and log these."""
+        iteration, norm = arguments["iteration"], arguments["grad_norm"]
+        due = self._is_logged(iteration)
+        if not (due or arguments.get("is_first_iteration")):
+            return
+        losses = {name: float(loss) for name, loss in arguments["loss_dict"].items()}
+        numbers: dict[str, Any] = {
+            # A step has no loss if none of its records can be used.
+            **{name: None if math.isnan(loss) else loss for name, loss in losses.items()},
+            "grad norm": None if norm is None else float(norm),
+            "learning rate": arguments["learning_rate"],
+        }
+        if due:
+            numbers |= self.skips.report() if self.settings.compute.fp16 else {}
+            numbers |= self.last_report
+        self.progress.show(iteration, numbers)
+        if due and (log_json := self.settings.training.log_json):
+            metrics.append_json(log_json, {"iteration": iteration, **numbers})
 
     def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the losses of a validation, and report them."""
@@ -404,4 +459,6 @@ class Run:
             self.progress.say(f"step {iteration}: {listing}")
             if log_json := self.settings.training.log_json:
                 metrics.append_json(log_json, {"iteration": iteration, **numbers})
+        for name in [name for name, loss in (losses or {}).items() if math.isnan(float(loss))]:
+            del losses[name]  # Megatron would write it to TensorBoard
         return result

@@ -19,6 +19,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training import hooks
+from mcore_qwen3vl.training.folders import log_file
 from mcore_qwen3vl.training.hooks import (
     HOOKS,
     AsyncHostCopy,
@@ -28,6 +29,7 @@ from mcore_qwen3vl.training.hooks import (
     success_of_all,
 )
 from mcore_qwen3vl.verify.curves import LEARNING_RATE, Job, curve_of, train, worst_difference
+from tests.training.log import entries_of
 from tests.training.megatron_symbols import differences, read_table
 
 MEGATRON = re.compile(r"megatron\.(core|training)\b")
@@ -86,11 +88,11 @@ def test_the_canary_names_a_changed_and_a_lost_symbol(monkeypatch: pytest.Monkey
     from megatron.training import training
 
     table = {s: args for s, args in read_table().items() if s.startswith(training.__name__)}
-    monkeypatch.setattr(training, "dummy_train_step", lambda batches, groups=None: None)
+    monkeypatch.setattr(training, "get_optimizer_param_scheduler", lambda optimizer, args: None)
     monkeypatch.delattr(training, "evaluate")
     changed, lost = differences(table)
-    name = "megatron.training.training.dummy_train_step"
-    assert changed == f"{name} takes (batches, groups=None), and not (data_iterator)"
+    name = "megatron.training.training.get_optimizer_param_scheduler"
+    assert changed == f"{name} takes (optimizer, args), and not (optimizer)"
     assert lost.startswith("megatron.training.training.evaluate is gone; it was evaluate(forward_")
 
 
@@ -157,6 +159,51 @@ def test_the_records_of_a_step_are_left_out(dense: Path, data: Path, tmp_path: P
     skipping = train(job, tmp_path / "skipping", "--iterations-to-skip", "2")
     assert [entry["iteration"] for entry in skipping] == [1, 3]
     assert [entry["lm loss"] for entry in skipping] == [whole[at]["lm loss"] for at in (0, 2)]
+
+
+def test_what_is_due_after_a_step_that_is_left_out_is_done(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    """Steps 2 and 4 are left out, after which all is due; of the others only step 3 is logged."""
+    save, exports = tmp_path / "save", tmp_path / "exports"
+    job = Job(
+        dense, data, Layout.parse("pp2"), steps=4, flags=(
+            "--save", str(save), "--save-interval", "2", "--save-hf", str(exports),
+            "--save-hf-interval", "2", "--valid-data-path", str(data), "--eval-iters", "1",
+            "--eval-interval", "2", "--iterations-to-skip", "2", "4", "--log-interval", "2"),
+    )  # fmt: skip
+    log = train(job, tmp_path / "run")
+    assert [entry["iteration"] for entry in log] == [3]
+    validated = [entry["iteration"] for entry in entries_of(tmp_path / "run") if entry not in log]
+    assert validated == [2, 4]
+    for step in (2, 4):
+        assert (save / f"iter_{step:07d}" / ".metadata").exists()
+        assert (exports / f"iter_{step:07d}" / "model.safetensors").exists()
+    lines = (tmp_path / "run" / "output.txt").read_text().splitlines()
+    left_out = [line for line in lines if "left out" in line]
+    assert left_out == [f"step {n}: left out (--iterations-to-skip)" for n in (2, 4)]
+    assert lines[-1].startswith("done: step 4, ")
+    megatrons = log_file(save, 1).read_text()
+    assert "skipped samples:            8" in megatrons
+    assert train(job, tmp_path / "again") == []
+    said = (tmp_path / "again" / "output.txt").read_text()
+    assert f"nothing left to do: {save} has all of its steps" in said
+
+
+def test_the_last_step_of_a_run_is_logged(dense: Path, data: Path, tmp_path: Path) -> None:
+    rarely = ("--log-interval", "3")
+    job = Job(dense, data, steps=4, batch=1, flags=(*rarely, "--save", str(tmp_path / "save")))
+    stopped = train(job, tmp_path / "stopped", "--exit-interval", "2")
+    assert [entry["iteration"] for entry in stopped] == [2]
+    assert [entry["iteration"] for entry in train(job, tmp_path / "on")] == [3, 4]
+
+
+def test_a_run_that_only_validates_says_so(dense: Path, data: Path, tmp_path: Path) -> None:
+    valid = ("--valid-data-path", str(data), "--eval-iters", "1")
+    job = Job(dense, data, steps=4, flags=("--skip-train", *valid))
+    train(job, tmp_path)
+    last = (tmp_path / "output.txt").read_text().splitlines()[-1]
+    assert last.startswith("done: validated, 0:00:")
 
 
 def test_batches_padded_to_their_longest_sample_cross_pipeline_stages(

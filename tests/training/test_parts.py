@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,41 @@ def rates(path: Path) -> set[tuple[str, float]]:
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+
+
+def test_each_part_warms_up_from_the_same_share_of_its_rate() -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from mcore_qwen3vl.training.optimizer import scale_warmup_start
+
+    parts = [{"max_lr": 1e-4, "min_lr": 1e-5}, {"max_lr": 0.0, "min_lr": 0.0}]
+    optimizer = SimpleNamespace(param_groups=[{}, *parts])
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=5e-4, max_lr=1e-3, min_lr=1e-4, lr_warmup_steps=2, lr_decay_steps=6,
+        lr_decay_style="linear", start_wd=0.1, end_wd=0.1, wd_incr_steps=6,
+        wd_incr_style="constant",
+    )  # fmt: skip
+    scale_warmup_start(scheduler)
+    for rate in (5e-4, 7.5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4, 1e-4):
+        found = [group["lr"] for group in optimizer.param_groups]
+        assert found == pytest.approx([rate, rate / 10, 0])
+        scheduler.step(1)
+
+
+def test_a_part_whose_rate_is_zero_stays_in_the_warmup_too(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    warmup = ("--lr-warmup-iters", "1", "--lr-warmup-init", "5e-4", "--vision-lr-mult", "0")
+    train(Job(dense, data, steps=2, batch=1, flags=warmup), tmp_path, "--save-hf", str(tmp_path))
+    before = load_file(dense / "model.safetensors")
+    after = load_file(tmp_path / "iter_0000002" / "model.safetensors")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    tower = {name for name in before if ".visual." in name and "merger" not in name}
+    assert tower
+    assert not moved & tower
+    assert moved
 
 
 def test_frozen_weights_stay_and_the_rest_learns_under_recompute(

@@ -45,6 +45,7 @@ from mcore_qwen3vl.training.arguments.run import (
     LogSettings,
     ParallelSettings,
 )
+from mcore_qwen3vl.training.arguments.schedule import ITERS, SAMPLES
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.folders import check_export, check_overwriting, check_writable
 from mcore_qwen3vl.unused import Unused
@@ -302,10 +303,28 @@ def check_surroundings(settings: Settings) -> None:
             raise BadInput(
                 f"--num-epochs and {flag_of(name)} both set the length: leave one of them out."
             )
+    _check_schedule(settings)
     _check_checkpoint_kinds(settings)
     _check_async(settings.checkpoints, cpu=settings.model.cpu)
     _check_loggers(settings.logs, settings.checkpoints.save)
     _check_packages(settings)
+
+
+def _check_schedule(settings: Settings) -> None:
+    """Check the schedule; that of ``--num-epochs`` is checked again, when its steps are counted."""
+    loop, schedule = settings.loop, settings.schedule
+    if loop.skip_train:
+        return
+    if loop.step_batch_size_schedule and loop.train_iters:
+        raise BadInput(
+            "--step-batch-size-schedule with --train-iters: the learning rate follows the samples, "
+            "and as the batch grows these steps have more of them than its schedule. Give "
+            "--train-samples N, and a warm-up or a decay in samples too."
+        )
+    unit = SAMPLES if loop.train_samples else ITERS
+    schedule.check(unit)
+    if length := loop.train_samples or loop.train_iters:
+        schedule.check_length(length, unit)
 
 
 def unused_data_flags(settings: Settings, explicit: Collection[str]) -> list[Unused]:

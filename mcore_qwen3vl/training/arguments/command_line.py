@@ -86,6 +86,11 @@ _ACTS_WITH = {
     "--shuffle-buffer": ("data.shuffle", "it acts without --no-shuffle"),
     "--save-interval": ("checkpoints.save", "it acts with --save DIR"),
     "--mtp-loss-scaling-factor": ("loop.mtp_num_layers", "it acts with --mtp-num-layers"),
+    "--lr-warmup-init": ("schedule.has_warmup", "it acts with a warm-up"),
+    **dict.fromkeys(
+        ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-wsd-decay-style"),
+        ("schedule.is_wsd", "it acts with --lr-decay-style WSD"),
+    ),
 }
 """Flags that do nothing without another one: its setting, and the reason."""
 _SIMILAR = 0.75  # of 1; a less similar flag is rarely the one meant

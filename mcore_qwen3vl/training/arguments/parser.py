@@ -154,6 +154,7 @@ class ArgumentSetup:
         # Megatron's loop counts FLOPs, and cannot where there are gated delta nets too.
         args.trained_mtp_layers, args.mtp_num_layers = args.mtp_num_layers, None
         args.full_validation = False  # Megatron's own would ask each rank's stream for its length
+        args.iterations_to_skip = []  # Megatron's loop would pass by what is due after such a step
         if lora.trains_adapter:
             args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run
         return Parsed(settings, args, self.explicit)

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self, get_type_hints
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.flags import File, Flag, Folder, Name, make_from_flags
+from mcore_qwen3vl.training.arguments.schedule import ScheduleSettings
 
 LOSSES = ("dpo", "simpo", "orpo")
 """Names of the losses over preference pairs for ``--loss``."""
@@ -131,7 +132,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Megatron's flags about data, length, learning rate and validation; 0: not set yet.
+    """Megatron's flags about data, length and validation; 0: not set yet.
 
     ``--seq-length`` and ``--micro-batch-size`` are fields of the data config.
     """
@@ -143,6 +144,8 @@ class LoopSettings:
     """As the command line says; Megatron's own changes: see `training.run.Run`."""
     train_samples: int | None = None
     skip_train: bool = False
+    iterations_to_skip: tuple[int, ...] = ()
+    exit_interval: int | None = None
     global_batch_size: int = 0
     rampup_batch_size: tuple[int, int, int] | None = None
     step_batch_size_schedule: str | None = None
@@ -150,12 +153,6 @@ class LoopSettings:
     seed: int = 1234
     optimizer: str | None = None
     use_distributed_optimizer: bool = False
-    lr: float = 0.0
-    min_lr: float = 0.0
-    lr_decay_style: str = "linear"
-    lr_warmup_iters: int | None = None
-    lr_warmup_samples: int | None = None
-    lr_warmup_fraction: float | None = None
     eval_iters: int = 0
     """As the command line says; the data provider counts those of all the data."""
     eval_interval: int = 0
@@ -275,7 +272,7 @@ NOT_READ_EARLY = frozenset(
 
 @dataclass(frozen=True)
 class RunSettings:
-    """All settings of a run but those of its loss; the last five are Megatron's.
+    """All settings of a run but those of its loss; the last six are Megatron's.
 
     They are made once of the command line, before megatron is imported, and once more of what
     Megatron's validation makes of it. Nothing changes them afterwards.
@@ -288,6 +285,7 @@ class RunSettings:
     """What the flags alone say; :func:`..data_provider.data_config` adds what follows."""
     checkpoints: CheckpointSettings
     loop: LoopSettings
+    schedule: ScheduleSettings
     parallel: ParallelSettings
     compute: ComputeSettings
     logs: LogSettings

@@ -24,6 +24,7 @@ from mcore_qwen3vl.training.arguments.losses import (
     Reference,
     TaskSettings,
 )
+from mcore_qwen3vl.training.arguments.schedule import ScheduleSettings
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def add_early_arguments(parser: argparse.ArgumentParser) -> None:
     owners = (
         run.CheckpointSettings,
         run.LoopSettings,
+        ScheduleSettings,
         run.ParallelSettings,
         run.ComputeSettings,
         run.LogSettings,
@@ -153,7 +155,7 @@ def run_defaults(
     defaults: dict[str, Any] = {
         "micro_batch_size": 1,
         "seq_length": min(SEQ_LENGTH, architecture.max_position_embeddings),
-        "lr": 1e-5,
+        "lr": ScheduleSettings.lr,
         "log_interval": 10,
         "eval_iters": WHOLE if "valid_data_path" in explicit else 0,
     }
@@ -175,7 +177,7 @@ def statement_of_defaults(settings: Settings, explicit: Collection[str]) -> str 
         "micro_batch_size": data.micro_batch_size,
         "global_batch_size": loop.global_batch_size,
         "seq_length": data.seq_length,
-        "lr": loop.lr,
+        "lr": settings.schedule.lr,
         "log_interval": settings.logs.log_interval,
         **({"save_interval": save.save_interval} if save.save else {}),
     }

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -294,19 +295,17 @@ class Validations:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Iteration and loss of the first lowest loss; None before the first validation."""
-        return min(
-            self._losses,
-            key=lambda entry: math.inf if math.isnan(entry[1]) else entry[1],
-            default=None,
-        )
+        """Iteration and loss of the first lowest loss; None before the first that is a number."""
+        known = [entry for entry in self._losses if math.isfinite(entry[1])]
+        return min(known, key=itemgetter(1), default=None)
 
     @property
     def is_exhausted(self) -> bool:
         """Whether the last ``--early-stop-patience`` validations were no better than the best."""
-        if self._patience is None or self.best is None:
+        if self._patience is None or not self._losses:
             return False
-        return len(self._losses) - 1 - self._losses.index(self.best) >= self._patience
+        best = self._losses.index(self.best) if self.best else 0
+        return len(self._losses) - 1 - best >= self._patience
 
     def read_losses(self, iteration: int) -> None:
         """Read the resumed run's losses up to its checkpoint's iteration; a collective."""
@@ -320,7 +319,11 @@ class Validations:
             shared = [json.loads(file.read_text(encoding="utf-8"))]
         dist.broadcast_object_list(shared, src=0)
         if (saved := shared[0]) is not None:
-            self._losses = [(i, loss) for i, loss in saved["losses"] if i <= iteration]
+            self._losses = [
+                (i, math.nan if loss is None else loss)
+                for i, loss in saved["losses"]
+                if i <= iteration
+            ]
             # Of another folder's checkpoints none is ours to remove.
             if load == self._checkpoints.save:
                 self._kept, self.exported = saved["kept"], saved.get("exported")
@@ -341,7 +344,8 @@ class Validations:
         self._write()
 
     def __str__(self) -> str:
-        assert self.best is not None
+        if self.best is None:
+            return "no validation has a loss"
         kept = f", kept in {self._checkpoints.save}" if self._keeps_best else ""
         if self.exported == self.best[0]:
             kept += f", exported to {self._exports}/best"
@@ -393,7 +397,9 @@ class Validations:
         if dist.get_rank() or not self._checkpoints.save:
             return
         file = Path(self._checkpoints.save) / FILE
-        content = {"best": self.best, "losses": self._losses, "kept": self._kept}
+        # JSON has no NaN and no infinity.
+        losses = [(i, loss if math.isfinite(loss) else None) for i, loss in self._losses]
+        content = {"best": self.best, "losses": losses, "kept": self._kept}
         content |= {"exported": self.exported} if self.exported else {}
         with atomic_write(file, remedy=None) as partial:
             partial.write_text(json.dumps(content) + "\n", encoding="utf-8")

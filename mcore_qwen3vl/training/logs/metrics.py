@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -186,12 +187,30 @@ def _of_tensorboard(error: BaseException | None) -> bool:
     return any("tensorboard" in Path(frame.filename).parts for frame in frames)
 
 
+def known_losses(losses: Mapping[str, Tensor], totals: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the `losses` of a step that are a number; a step of unusable records has none.
+
+    Megatron writes each loss that it is given to TensorBoard, and adds it to `totals`, from which
+    it computes the means of its own log. One that is no number is added here, so that a mean over
+    the other steps does not look like that of all; Megatron leaves such a mean out.
+    """
+    known = {name: loss for name, loss in losses.items() if not loss.isnan()}
+    for name in losses.keys() - known.keys():
+        totals[name] = totals[name] + losses[name] if name in totals else losses[name].reshape(1)
+    return known
+
+
 def append_json(file: str, numbers: Mapping[str, float | None]) -> None:
     """Append `numbers` to `file` as one line of JSON, with every digit.
 
-    A full disk does not end the run: the line is left out, with a warning.
+    JSON has no infinity and no NaN, for which null stands. A full disk does not end the run: the
+    line is left out, with a warning.
     """
-    line = f"{json.dumps(numbers)}\n".encode()
+    finite = {
+        name: value if value is None or math.isfinite(value) else None
+        for name, value in numbers.items()
+    }
+    line = f"{json.dumps(finite)}\n".encode()
     try:
         with open(file, "ab", buffering=0) as stream:
             end = stream.tell()

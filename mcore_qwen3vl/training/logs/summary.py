@@ -238,14 +238,13 @@ def _validation_text(settings: Settings) -> str:
 
 
 def _schedule_text(settings: Settings) -> str:
-    loop, training = settings.loop, settings.training
+    loop, schedule, training = settings.loop, settings.schedule, settings.training
     length = f"{loop.train_iters} steps" if loop.train_iters else f"{loop.train_samples} samples"
     if training.num_epochs:
         length = counted(training.num_epochs, "epoch")
-    warm = loop.lr_warmup_iters or loop.lr_warmup_samples or loop.lr_warmup_fraction
-    decay = f"{loop.lr_decay_style} to {loop.min_lr or 0:g}"
-    rate = f"learning rate {loop.lr:g}{' after a warm-up' if warm else ''}"
-    return f"{length}, {rate}{'' if loop.lr_decay_style == 'constant' else f', {decay}'}"
+    decay = f"{schedule.lr_decay_style} to {schedule.min_lr:g}"
+    rate = f"learning rate {schedule.lr:g}{' after a warm-up' if schedule.has_warmup else ''}"
+    return f"{length}, {rate}{'' if schedule.lr_decay_style == 'constant' else f', {decay}'}"
 
 
 def _memory_text(settings: Settings, a: Architecture) -> str:

@@ -163,6 +163,7 @@ def test_a_flag_of_later_versions_is_unknown_before(
             "holds the export iter_0000010 of another run",
         ),
         (["--train-iters", "3", "--save-hf", "{run}", "--save", "{run}"], "--save-hf are both"),
+        (["--train-iters", "3", "--freeze-all-layers"], "trains nothing: use --freeze, or"),
     ],
 )
 def test_what_is_answered_at_once(
@@ -177,6 +178,71 @@ def test_what_is_answered_at_once(
         return
     with pytest.raises(BadInput, match=message):
         check_early(CommandLine(argv))
+
+
+STEPS, SAMPLES = "--train-iters 8", "--train-samples 80"
+WSD = "--lr-decay-style WSD"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{STEPS} --lr-warmup-iters 7", None),
+        (
+            f"{STEPS} --lr-warmup-iters 8",
+            "8 with a run of 8 steps: .* Give at most 7, or --lr-warm",
+        ),
+        (f"{SAMPLES} --lr-warmup-samples 90", "90 with a run of 80 samples: .* at most 79, or"),
+        (f"{STEPS} --lr-decay-iters 4 --lr-warmup-iters 4", "with --lr-decay-iters 4: .* most 3,"),
+        (f"{STEPS} --lr-decay-iters 20 --lr-warmup-iters 9", None),
+        (
+            f"{STEPS} --lr-warmup-samples 9",
+            "length of this run is a number of steps, so give --lr-w",
+        ),
+        (f"{SAMPLES} --lr-decay-iters 9", "a number of samples, so give --lr-decay-samples N"),
+        ("--num-epochs 1 --lr-warmup-samples 9", "a number of steps, so give --lr-warmup-iters N"),
+        (f"{STEPS} --lr-warmup-iters -1", "--lr-warmup-iters is -1; it is at least 0"),
+        (f"{STEPS} --lr-warmup-fraction 0.9", None),
+        (f"{STEPS} --lr-warmup-fraction 1", "--lr-warmup-fraction 1: it is a part of .* below 1"),
+        (f"{STEPS} {WSD}", "needs the steps at its end .* --lr-wsd-decay-iters N, at most 8"),
+        (f"{SAMPLES} {WSD}", "give --lr-wsd-decay-samples N, at most 80"),
+        (f"{STEPS} {WSD} --lr-wsd-decay-iters 5 --lr-warmup-iters 3", None),
+        (f"{STEPS} {WSD} --lr-wsd-decay-iters 6 --lr-warmup-iters 3", "at most 5, and not 6"),
+        (f"{STEPS} --min-lr 2e-5", "--min-lr 2e-05 with --lr 1e-05: .* at most --lr"),
+        (f"{STEPS} --lr 1e-3 --min-lr -1", "--min-lr -1 with --lr 0.001: .* at least 0"),
+        (f"{STEPS} --lr nan", "--min-lr 0 with --lr nan"),
+        (f"{STEPS} --lr-warmup-init 1", "--lr-warmup-init 1 with --lr 1e-05: .* at most --lr"),
+        (f"{STEPS} --start-weight-decay 1", "need --weight-decay-incr-style linear or cosine"),
+        (f"{STEPS} --weight-decay-incr-style linear", "needs --start-weight-decay X and --end-wei"),
+        (
+            f"{STEPS} --weight-decay-incr-style cosine --start-weight-decay 2 --end-weight-decay 1",
+            "cosine needs .* with 0 <= X <= Y",
+        ),
+        (
+            f"{STEPS} --override-opt_param-scheduler --use-checkpoint-opt-param-scheduler",
+            "leave one out",
+        ),
+        (f"{STEPS} --step-batch-size-schedule 0:1", "with --train-iters: .* --train-samples N"),
+        (f"{SAMPLES} --step-batch-size-schedule 0:1", None),
+    ],
+)
+def test_a_schedule_that_a_run_has_no_room_for_is_refused_at_once(
+    flags: str, message: str | None, dense: Path, data: Path
+) -> None:
+    base = ["--cpu", "--hf-model", str(dense), "--data-path", str(data)]
+    command = CommandLine([*base, *flags.split()])
+    if message is None:
+        check_early(command)
+        return
+    with pytest.raises(BadInput, match=message):
+        check_early(command)
+
+
+def test_flags_of_another_schedule_are_named() -> None:
+    flags = "--lr-warmup-init 1e-6 --lr-wsd-decay-style linear --lr-wsd-decay-iters 3"
+    assert [item.name for item in CommandLine(flags.split()).unused()] == flags.split()[::2]
+    used = f"{flags} {WSD} --lr-warmup-iters 2"
+    assert not CommandLine(used.split()).unused()
 
 
 def test_a_save_in_the_background_has_a_process_of_its_own(dense: Path, data: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
 from collections import Counter
 from functools import cache
@@ -21,6 +23,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.training.folders import log_file
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.verify.curves import TOLERANCE, Job, batch_names, encode_conversation, train
 from tests.test_atomic import full_disk
@@ -101,6 +104,53 @@ def test_a_report_is_written_where_flags_opened_a_log(tmp_path: Path) -> None:
     metrics.append_json(str(tmp_path / "log"), {"MFU": 0.1 + 0.2})
     assert json.loads((tmp_path / "log").read_text()) == {"MFU": 0.1 + 0.2}
     assert metrics.log_line({"MFU": 0.5, "tokens/s": 12.0}) == " qwen3-vl | MFU: 0.5 | tokens/s: 12"
+
+
+def test_what_is_no_number_is_null_in_the_log(tmp_path: Path) -> None:
+    """Python's own reader of JSON takes NaN, and hardly any other does."""
+    log = tmp_path / "log"
+    metrics.append_json(str(log), {"loss": math.nan, "grad norm": math.inf, "lr": None, "MFU": 1.0})
+    assert log.read_text() == '{"loss": null, "grad norm": null, "lr": null, "MFU": 1.0}\n'
+
+
+def test_a_mean_over_steps_of_which_one_has_no_loss_is_none() -> None:
+    losses = {"lm loss": torch.tensor(math.nan), "mtp_1 loss": torch.tensor(2.0)}
+    for totals in ({}, {"lm loss": torch.tensor([5.0]), "mtp_1 loss": torch.tensor([1.0])}):
+        before = dict(totals)
+        assert metrics.known_losses(losses, totals) == {"mtp_1 loss": losses["mtp_1 loss"]}
+        assert totals.pop("lm loss").isnan().tolist() == [True]
+        before.pop("lm loss", None)
+        assert totals == before  # Megatron adds the others
+    assert metrics.known_losses({"lm loss": torch.tensor(1.5)}, {}) == {"lm loss": 1.5}
+
+
+def test_a_step_whose_records_are_all_unusable_has_no_loss(dense: Path, tmp_path: Path) -> None:
+    """A third of the steps is such a one; the validation has no other records."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    turns = [[{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]]
+    records = [{"messages": messages} for messages in (*turns * 2, turns[0][:1])]
+    train_on, bad = tmp_path / "train.jsonl", tmp_path / "bad.jsonl"
+    train_on.write_text("\n".join(map(json.dumps, records)))
+    bad.write_text(json.dumps(records[-1]))
+    flags = ("--no-shuffle", "--max-bad-fraction", "1", "--valid-data-path", str(bad))
+    job = Job(dense, train_on, steps=3, batch=1, flags=(*flags, "--early-stop-patience", "1"))
+    events, save = tmp_path / "events", tmp_path / "save"
+    train(job, tmp_path, "--tensorboard-dir", str(events), "--save", str(save))
+    log = entries_of(tmp_path)
+    assert [entry["lm loss"] is None for entry in log[:3]] == [False, False, True]
+    assert log[2]["grad norm"] == 0
+    assert log[3] == {"iteration": 3, "validation lm loss": None}
+    written = EventAccumulator(str(events))
+    written.Reload()
+    assert [event.step for event in written.Scalars("lm loss")] == [1, 2]
+    assert "lm loss validation" not in written.Tags()["scalars"]
+    said = (tmp_path / "output.txt").read_text()
+    assert "best validation loss" not in said
+    assert re.search(r"step 3/3  grad norm 0  lr 0.001  skipped 1 ", said)
+    megatrons = log_file(save, 0).read_text()
+    assert "nan |" not in megatrons
+    assert json.loads((save / "validation.json").read_text())["losses"] == [[3, None]]
 
 
 def test_a_full_disk_leaves_out_whole_lines(

@@ -1,0 +1,125 @@
+"""The settings of the learning rate's and the weight decay's schedule, all of them Megatron's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import Flag
+
+ITERS, SAMPLES = "iters", "samples"
+"""What lengths count, as flags such as ``--lr-decay-iters`` and ``--lr-decay-samples`` end."""
+_LENGTHS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
+_WSD = "WSD"
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """Megatron's flags about the schedule, whose constraints it asserts when training begins."""
+
+    lr: float = 1e-5
+    min_lr: float = 0.0
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_init: float = 0.0
+    lr_warmup_fraction: float | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    override_opt_param_scheduler: Annotated[
+        bool, Flag(aliases=("--override-opt_param-scheduler",))
+    ] = False
+    use_checkpoint_opt_param_scheduler: Annotated[
+        bool, Flag(aliases=("--use-checkpoint-opt_param-scheduler",))
+    ] = False
+
+    @property
+    def has_warmup(self) -> bool:
+        """Whether the learning rate rises first."""
+        return bool(self.lr_warmup_fraction or self.lr_warmup_iters or self.lr_warmup_samples)
+
+    @property
+    def is_wsd(self) -> bool:
+        """Whether the learning rate stays, and falls at the end."""
+        return self.lr_decay_style == _WSD
+
+    def check(self, unit: str) -> None:
+        """Refuse, with BadInput, values that no schedule can have; `unit`: of the run's length."""
+        if not 0 <= self.min_lr <= self.lr:
+            raise BadInput(
+                f"--min-lr {self.min_lr:g} with --lr {self.lr:g}: the learning rate falls to "
+                "--min-lr, so it is at least 0 and at most --lr."
+            )
+        if not 0 <= self.lr_warmup_init <= self.lr:
+            raise BadInput(
+                f"--lr-warmup-init {self.lr_warmup_init:g} with --lr {self.lr:g}: the learning "
+                "rate rises from there to --lr, so it is at least 0 and at most --lr."
+            )
+        if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction < 1:
+            raise BadInput(
+                f"--lr-warmup-fraction {self.lr_warmup_fraction:g}: it is a part of the schedule, "
+                "at least 0 and below 1. A number of steps is --lr-warmup-iters."
+            )
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise BadInput(
+                "--override-opt-param-scheduler takes the schedule of the command line, and "
+                "--use-checkpoint-opt-param-scheduler that of the checkpoint: leave one out."
+            )
+        self._check_weight_decay()
+        other = SAMPLES if unit == ITERS else ITERS
+        for name in _LENGTHS:
+            if (value := getattr(self, f"{name}_{other}")) and not getattr(self, f"{name}_{unit}"):
+                raise BadInput(
+                    f"{_flag(name, other)} {value}: the length of this run is a number of "
+                    f"{'steps' if unit == ITERS else 'samples'}, so give {_flag(name, unit)} N."
+                )
+            if (value := getattr(self, f"{name}_{unit}") or 0) < 0:
+                raise BadInput(f"{_flag(name, unit)} is {value}; it is at least 0.")
+
+    def _check_weight_decay(self) -> None:
+        start, end = self.start_weight_decay, self.end_weight_decay
+        if self.weight_decay_incr_style == "constant":
+            if start is not None or end is not None:
+                raise BadInput(
+                    "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style "
+                    "linear or cosine; a constant one is --weight-decay X."
+                )
+        elif start is None or end is None or not 0 <= start <= end:
+            raise BadInput(
+                f"--weight-decay-incr-style {self.weight_decay_incr_style} needs "
+                "--start-weight-decay X and --end-weight-decay Y, with 0 <= X <= Y."
+            )
+
+    def check_length(self, length: int, unit: str) -> None:
+        """Refuse, with BadInput, a warm-up or a decay that a run of this length has no room for."""
+        decay = getattr(self, f"lr_decay_{unit}") or length
+        steps = "steps" if unit == ITERS else "samples"
+        where = f"a run of {length} {steps}"
+        if decay != length:
+            where = f"{_flag('lr_decay', unit)} {decay}"
+        warmup = getattr(self, f"lr_warmup_{unit}") or 0
+        if warmup >= decay:
+            raise BadInput(
+                f"{_flag('lr_warmup', unit)} {warmup} with {where}: the learning rate has to reach "
+                f"--lr before that. Give at most {decay - 1}, or --lr-warmup-fraction 0.1."
+            )
+        if not self.is_wsd:
+            return
+        room = decay - (warmup or int((self.lr_warmup_fraction or 0) * decay))
+        falling = getattr(self, f"lr_wsd_decay_{unit}")
+        if falling is None or falling > room:
+            given = "" if falling is None else f", and not {falling}"
+            raise BadInput(
+                f"--lr-decay-style WSD with {where} needs the {steps} at its end in which the "
+                f"learning rate falls: give {_flag('lr_wsd_decay', unit)} N, at most {room}{given}."
+            )
+
+
+def _flag(name: str, unit: str) -> str:
+    return f"--{name.replace('_', '-')}-{unit}"
