@@ -7,6 +7,7 @@ system cannot drop. Peaks of single processes are not added up.
 
     python benchmarks/parity.py 2b [--layouts single,tp2+sp,pp2,cp2] [--planted]
     python benchmarks/parity.py 8b --formula    # what it would take, without running anything
+    python benchmarks/parity.py 2b --page FILE  # a page of Markdown too, for docs/measurements
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import multiprocessing
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +31,7 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.safe_path import protect_children
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_random_weights
+from mcore_qwen3vl.verify.figures import write_figures
 
 GB = 1e9
 LIMIT = 7200.0  # seconds
@@ -139,8 +142,30 @@ def formula_row(path: Path, layout: str, batches: list[str], gradients: bool, dt
     return f"| {layout} | {' | '.join(cells)} |"
 
 
+def rows(options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Yield the table, a row for each layout; with --formula, the calculated one."""
+    layouts, batches = options.layouts.split(","), options.batches.split(",")
+    gradients = not options.no_gradients
+    config = SHAPES / f"{options.size}.json"
+    if options.formula:
+        shutil.copyfile(config, folder / "config.json")
+        yield "| layout | GB of memory | of files | weights in files: GB of memory | of files |"
+        yield "|---|---:|---:|---:|---:|"
+        for layout in layouts:
+            yield formula_row(folder, layout, batches, gradients, options.dtype)
+        return
+    started = time.monotonic()
+    path = write_random_weights(config, folder / options.size, layers=options.layers)
+    print(f"written in {time.monotonic() - started:.0f} s", file=sys.stderr)
+    yield "| layout | logits | loss | gradients | step | GB, anonymous | minutes | |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---|"
+    how = {"batches": batches, "gradients": gradients, "dtype": options.dtype}
+    for layout in layouts:
+        yield measure_layout(path, layout, planted=options.planted, **how)
+
+
 def main() -> None:
-    """Print the table, a row for each layout; with --formula, the calculated one."""
+    """Print the table."""
     protect_children()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("size", choices=sorted(file.stem for file in SHAPES.glob("*.json")))
@@ -154,28 +179,17 @@ def main() -> None:
         ("--formula", "calculate, and run nothing"),
     ):
         parser.add_argument(flag, action="store_true", help=text)
+    parser.add_argument("--page", type=Path, help="write the figures as a page of Markdown")
     options = parser.parse_args()
-    layouts, batches = options.layouts.split(","), options.batches.split(",")
-    gradients = not options.no_gradients
+    lines = []
     with scratch_folder("mcore-qwen3vl-published-") as folder:
-        config = SHAPES / f"{options.size}.json"
-        if options.formula:
-            shutil.copyfile(config, folder / "config.json")
-            print(
-                "| layout | GB of memory | of files | weights in files: GB of memory | of files |"
-            )
-            print("|---|---:|---:|---:|---:|")
-            for layout in layouts:
-                print(formula_row(folder, layout, batches, gradients, options.dtype))
-            return
-        started = time.monotonic()
-        path = write_random_weights(config, folder / options.size, layers=options.layers)
-        print(f"written in {time.monotonic() - started:.0f} s", file=sys.stderr)
-        print("| layout | logits | loss | gradients | step | GB, anonymous | minutes | |")
-        print("|---|---:|---:|---:|---:|---:|---:|---|", flush=True)
-        how = {"batches": batches, "gradients": gradients, "dtype": options.dtype}
-        for layout in layouts:
-            print(measure_layout(path, layout, planted=options.planted, **how), flush=True)
+        for line in rows(options, folder):
+            print(line, flush=True)
+            lines.append(line)
+    if options.page:
+        title = f"A whole {options.size} of random weights beside Hugging Face's model"
+        command = f"python benchmarks/parity.py {' '.join(sys.argv[1:])}"
+        write_figures(options.page, title, command, "\n".join(lines))
 
 
 if __name__ == "__main__":

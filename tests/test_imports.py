@@ -69,6 +69,7 @@ ORDER = (
     "standalone",
     "verify.measurement",
     "verify.report",
+    "verify.figures",
     "verify.checkpoints",
     "verify.audit",
     "verify.parity",

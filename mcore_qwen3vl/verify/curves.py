@@ -21,7 +21,7 @@ import logging
 import multiprocessing
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -41,6 +41,7 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.logs.terminal import loss_name
+from mcore_qwen3vl.verify.figures import write_figures
 from mcore_qwen3vl.verify.parity.reference import decay_groups, with_adapter
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -343,36 +344,34 @@ def table_jobs(moe: bool) -> dict[str, Job]:
     return jobs
 
 
-def run_curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) -> int:
-    """Run every case and print a row for each; return 1 if a row failed."""
+Row = tuple[str, bool]
+"""A row of a table in Markdown, and whether its differences are within the limit."""
+
+
+def curve_rows(folder: Path, steps: int, only: Sequence[str] | None = None) -> Iterator[Row]:
+    """Run every case, and yield its row."""
     data = write_image_qa(folder / "data", 40)
-    print(f"{'model':6} {'layout':16} {'first':>8} {'last':>8} {'loss diff':>10} {'norm diff':>10}")
-    failed = False
     for moe in (False, True):
         checkpoint = write_tiny_checkpoint(folder / f"tiny-{moe}", moe=moe)
         references: dict[tuple[int, int] | None, list[StepMetrics]] = {}
         for name, blank in table_jobs(moe).items():
-            label = f"{'MoE' if moe else 'dense':6} {name:16}"
-            if only and not any(word in label for word in only):
+            model = "MoE" if moe else "dense"
+            if only and not any(word in f"{model} {name}" for word in only):
                 continue
             job = replace(blank, checkpoint=checkpoint, data=data, steps=steps)
             # Packs depend on these: CP pads samples. The order of samples depends on nothing.
             order = (job.layout.dp, job.layout.cp) if job.packing else None
             if order not in references:
                 references[order] = hf_curve(job)
-            theirs, ours = references[order], curve_of(train(job, folder / label.strip()))
-            difference = worst_difference(ours, theirs)
-            label = f"{label} {ours[0].loss:8.4f} {ours[-1].loss:8.4f}"
-            failed |= not _print_row(label, difference, TOLERANCE)
-    return int(failed)
+            theirs, ours = references[order], curve_of(train(job, folder / f"{model} {name}"))
+            cells = (model, name, f"{ours[0].loss:.4f}", f"{ours[-1].loss:.4f}")
+            yield _row(cells, worst_difference(ours, theirs), TOLERANCE)
 
 
-def run_resume_table(folder: Path, steps: int) -> int:
-    """Stop runs halfway, resume them and compare with full runs; return 1 if a row failed."""
+def resume_rows(folder: Path, steps: int) -> Iterator[Row]:
+    """Stop runs halfway, resume them, compare them with full runs, and yield a row for each."""
     data = write_image_qa(folder / "data", 40)
     checkpoints = {moe: write_tiny_checkpoint(folder / f"{moe}", moe=moe) for moe in (False, True)}
-    print(f"{'model':6} {'before':9} {'after':9} {'loss diff':>10} {'norm diff':>10}")
-    failed = False
     for index, (moe, before, after) in enumerate(RESUMES):
         blank, place = Job(checkpoints[moe], data, steps=steps), folder / str(index)
         first, then = (
@@ -383,17 +382,14 @@ def run_resume_table(folder: Path, steps: int) -> int:
         rest = train(then, place / "rest", "--save", str(save), "--save-interval", "1000")
         difference = worst_difference(curve_of(rest), curve_of(full[steps // 2 :]))
         limit = 0.0 if before == after else OTHER_LAYOUT
-        label = f"{'MoE' if moe else 'dense':6} {before[0]:9} {after[0]:9}"
-        failed |= not _print_row(label, difference, limit)
-    return int(failed)
+        yield _row(("MoE" if moe else "dense", before[0], after[0]), difference, limit)
 
 
-def _print_row(label: str, difference: StepMetrics, limit: float) -> bool:
-    """Print a row of a table, and return whether its difference is within the limit."""
+def _row(cells: Sequence[str], difference: StepMetrics, limit: float) -> Row:
     good = max(difference.loss, difference.grad_norm) <= limit
-    numbers = f"{difference.loss:10.1e} {difference.grad_norm:10.1e}"
-    print(f"{label} {numbers} {'' if good else 'FAIL'}", flush=True)
-    return good
+    numbers = [f"{difference.loss:.1e}", f"{difference.grad_norm:.1e}"]
+    row = " | ".join([*cells, *numbers, f"{limit:.0e}" if good else "**FAIL**"])
+    return f"| {row} |", good
 
 
 def train_and_rewind(job: Job, folder: Path) -> tuple[list[dict[str, Any]], Path]:
@@ -414,14 +410,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", nargs="+", help="rows whose name contains one of these words")
     parser.add_argument("--resume", action="store_true", help="the table of resumed runs instead")
+    parser.add_argument("--page", type=Path, help="write the figures as a page of Markdown")
     options = parser.parse_args(arguments)
     quiet_libraries()
     cpu.install(training=True)  # before megatron is imported
     torch.set_num_threads(1)  # as on our ranks; on small tensors, more only wait for each other
+    columns = ["model", *(["before", "after"] if options.resume else ["layout", "first", "last"])]
+    columns += ["loss differs by", "norm differs by", "limit"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    print(*lines, sep="\n")
+    failed = False
     with scratch_folder() as folder:
-        if options.resume:
-            return run_resume_table(folder, options.steps)
-        return run_curves_table(folder, options.steps, options.only)
+        rows = (
+            resume_rows(folder, options.steps)
+            if options.resume
+            else curve_rows(folder, options.steps, options.only)
+        )
+        for line, good in rows:
+            print(line, flush=True)
+            lines.append(line)
+            failed |= not good
+    if options.page:
+        title = "Resumed runs beside uninterrupted ones" if options.resume else "Training curves"
+        command = f"{parser.prog}{' --resume' if options.resume else ''} --steps {options.steps}"
+        write_figures(options.page, title, command, "\n".join(lines))
+    return int(failed)
 
 
 if __name__ == "__main__":

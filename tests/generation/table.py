@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from pathlib import Path
 
 from mcore_qwen3vl.runtime import cpu
 
@@ -11,13 +13,20 @@ cpu.install()
 from mcore_qwen3vl.console import quiet_libraries  # noqa: E402
 from mcore_qwen3vl.generation import Generation  # noqa: E402
 from mcore_qwen3vl.layout import Layout  # noqa: E402
+from mcore_qwen3vl.verify.figures import write_figures  # noqa: E402
 from tests.generation.cases import KINDS, LAYOUTS, answer, conversations, expected  # noqa: E402
+
+CELLS = """Equal tokens of all tokens, greedy, in float32, on tiny models. `batch` is four prompts
+of different lengths. The logits of the two models differ by about 1e-5."""
 
 
 def main() -> int:
+    """Print a row for each layout, and return 1 if a token is another one."""
+    parser = argparse.ArgumentParser(prog="python -m tests.generation.table", description=__doc__)
+    parser.add_argument("--page", type=Path, help="write the figures as a page of Markdown")
+    arguments = parser.parse_args()
     quiet_libraries()
-    print(f"| model | layout | {' | '.join(KINDS)} |")
-    print("|---|---|" + "---|" * len(KINDS))
+    lines = [f"| model | layout | {' | '.join(KINDS)} |", "|---|---|" + "---|" * len(KINDS)]
     wrong = 0
     for model, layouts in LAYOUTS.items():
         wants = [expected(model, kind) for kind in KINDS]
@@ -31,9 +40,14 @@ def main() -> int:
             ]
             wrong += equal != totals
             cells = (f"{n} / {total}" for n, total in zip(equal, totals, strict=True))
-            print(f"| {model} | {name} | {' | '.join(cells)} |", flush=True)
+            lines.append(f"| {model} | {name} | {' | '.join(cells)} |")
         margins = (f"{want.margin:.0e}" for want in wants)
-        print(f"| {model} | *smallest margin* | {' | '.join(margins)} |", flush=True)
+        lines.append(f"| {model} | *smallest margin* | {' | '.join(margins)} |")
+    table = "\n".join(lines)
+    print(table)
+    if arguments.page:
+        title = "Greedy answers beside Hugging Face's"
+        write_figures(arguments.page, title, parser.prog, f"{CELLS}\n\n{table}")
     return int(wrong > 0)
 
 

@@ -12,7 +12,9 @@ import torch
 
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
+from mcore_qwen3vl.verify.figures import write_figures
 from mcore_qwen3vl.verify.parity.matrix import (
+    CELLS,
     LORA_MATRIX,
     MATRIX,
     MatrixRow,
@@ -27,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mcore_qwen3vl.verify.parity", description=__doc__
     )
-    parser.add_argument("--output", type=Path, help="write the table as Markdown")
+    parser.add_argument("--page", type=Path, help="write the figures as a page of Markdown")
     parser.add_argument("--json", type=Path, help="write every finding")
     parser.add_argument("--only", default="", help="rows whose description contains this")
     arguments = parser.parse_args()
@@ -37,9 +39,10 @@ def main() -> int:
     started = time.monotonic()
     with scratch_folder("mcore-qwen3vl-parity-") as folder:
         results = parity_matrix(folder, rows, print_row)
-    table = markdown(results)
-    if arguments.output:
-        arguments.output.write_text(table, encoding="utf-8")
+    if arguments.page:
+        tables = f"{CELLS}\n\n{markdown(results)}"
+        only = f""" ARGS='--only "{arguments.only}"'""" if arguments.only else ""
+        write_figures(arguments.page, "Parity with Hugging Face", f"make parity{only}", tables)
     if arguments.json:
         reports = [report.to_dict() for _, report in results]
         arguments.json.write_text(json.dumps(reports, default=str), encoding="utf-8")

@@ -356,6 +356,12 @@ def parity_matrix(
     return results
 
 
+CELLS = """A cell has the worst errors of logits / loss / gradients, in units of 1e-6 of the largest
+expected magnitude of the same tensor; `step` is the worst error of all parameters after an AdamW
+step with clipping. The limit is 20 in float32. An empty cell was not run."""
+"""What a cell of :func:`markdown` holds, for a page."""
+
+
 def markdown(results: Sequence[tuple[MatrixRow, Report]]) -> str:
     """Return the table: a row for each layout, a column for each batch, and the optimizer step.
 

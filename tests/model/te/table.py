@@ -13,19 +13,21 @@ import torch
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.verify.figures import write_figures
 from mcore_qwen3vl.verify.parity.__main__ import print_row
 from mcore_qwen3vl.verify.parity.matrix import MatrixRow, parity_matrix
 from mcore_qwen3vl.verify.report import Report
 from tests.model.te import extension
 
 PARTS = ("logits", "loss", "gradients", "parameters")
+CELLS = "Worst error over each kind of layout, in units of 1e-6. The limit is 20 in float32."
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 
 
 def main() -> int:
     """Return exit code 0 if every row equals Hugging Face, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.model.te.table", description=__doc__)
-    parser.add_argument("--output", type=Path, help="write the table as Markdown")
+    parser.add_argument("--page", type=Path, help="write the figures as a page of Markdown")
     parser.add_argument("--only", default="", help="rows whose description contains this")
     arguments = parser.parse_args()
     extension.install()
@@ -39,8 +41,9 @@ def main() -> int:
     rows = [row for row in (*ROWS, *LORA_ROWS) if arguments.only in str(row)]
     with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-te-") as folder:
         results = parity_matrix(Path(folder), rows, print_row)
-    if arguments.output:
-        arguments.output.write_text("\n".join(summary(results)) + "\n", encoding="utf-8")
+    if arguments.page:
+        table = "\n".join(summary(results))
+        write_figures(arguments.page, "Parity of the te spec", parser.prog, f"{CELLS}\n\n{table}")
     failed = [row for row, report in results if not report.ok]
     print(f"{len(results) - len(failed)} of {len(results)} rows equal Hugging Face")
     return 1 if failed or not results else 0
