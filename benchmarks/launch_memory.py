@@ -1,4 +1,4 @@
-"""Rehearse the launch scripts, and write memory and modelled time of a step to docs/rehearse.md.
+"""Rehearse the launch scripts, and write memory and modelled time of a step to their page.
 
 The scripts' headers get their memory too.
 
@@ -30,7 +30,7 @@ from mcore_qwen3vl.runtime.gpus import GIB, GPUS
 from mcore_qwen3vl.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "rehearse.md"
+PAGE = ROOT / "docs" / "measurements" / "launch_scripts.md"
 SIZES = (
     *("2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b"),
     *("qwen3.5_9b", "qwen3.5_27b", "qwen3.5_35b_a3b"),

@@ -3,7 +3,7 @@
 # Qwen3.5-27B, LoRA of the language model at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: TP 2 with CP 2 exchanges less than TP 4, and leaves room for the activations of all 64
-# layers: no recompute. TP 2 alone is modelled 9 % faster and leaves 11 % of the GPU: docs/rehearse.md
+# layers: no recompute. TP 2 alone is modelled 9 % faster and leaves 11 % of the GPU: docs/measurements/layouts.md
 # has the layouts that rehearse --fit compared.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
 # Memory of a GPU, rehearsed with the torch spec: 52.4 GB reserved of 80.7, 51.6 held (weights 28.0,

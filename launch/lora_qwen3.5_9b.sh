@@ -3,7 +3,7 @@
 # Qwen3.5-9B, LoRA of the language model at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: frozen weights have no gradients and no optimizer states, so the model fits one GPU and all
-# eight are data parallel, which rehearse --fit found faster than CP 2 and CP 4 (docs/rehearse.md).
+# eight are data parallel, which rehearse --fit found faster than CP 2 and CP 4 (docs/measurements/layouts.md).
 # For longer packs, append --tensor-model-parallel-size 2 --sequence-parallel, which halves the
 # activations.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].

@@ -4,7 +4,7 @@
 #
 # Layout: as for fine-tuning. Sixteen data-parallel ranks divide the optimizer states further, so that
 # the tower's blocks are kept. It is the fastest of four layouts that rehearse --fit compared
-# (docs/rehearse.md).
+# (docs/measurements/layouts.md).
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
 # Memory of a GPU, rehearsed with the torch spec: 57.0 GB reserved of 81.1, 54.6 held (weights 9.9,
 # gradients 19.7, optimizer 3.7, logits and loss 1.2, the rest 20.1).

@@ -2,7 +2,7 @@
 #SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
 # Qwen3.5-27B, full fine-tuning at 8k packed: four nodes of 8xH100-80GB.
 #
-# Layout: chosen with rehearse --fit (docs/rehearse.md has those that lost). TP 2 with CP 4 fills a
+# Layout: chosen with rehearse --fit (docs/measurements/layouts.md has those that lost). TP 2 with CP 4 fills a
 # node: TP exchanges a third of what it does in TP 4, and a step is modelled 2 % shorter. PP 2 makes
 # room for it. The tower's blocks are recomputed; kept, they leave 14 % of the GPU. The tower's stage
 # has two layers less than the other.

@@ -4,7 +4,7 @@
 #
 # Layout: EP 8 keeps the tokens' exchange inside a node. TP 2 with SP halves logits and vision work;
 # experts are not cut (ETP 1). Weights, gradients and optimizer states take 61 GB, so all layers are
-# recomputed. Of those that rehearse --fit tried it is the fastest: docs/rehearse.md.
+# recomputed. Of those that rehearse --fit tried it is the fastest: docs/measurements/layouts.md.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
 # Memory of a GPU, rehearsed with the torch spec: 64.9 GB reserved of 77.4, 64.4 held (weights 11.4,
 # gradients 22.8, optimizer 26.7, logits and loss 0.0, the rest 3.5).

@@ -3,7 +3,7 @@
 # Qwen3.5-9B, full fine-tuning at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: TP 2 with SP, because without TP weights, gradients and optimizer states alone are 74 GB.
-# It is the fastest of six layouts that rehearse --fit compared (docs/rehearse.md). The tower's blocks
+# It is the fastest of six layouts that rehearse --fit compared (docs/measurements/layouts.md). The tower's blocks
 # are recomputed; kept, they would hold 4.5 GB more (estimated).
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
 # Memory of a GPU, rehearsed with the torch spec: 63.0 GB reserved of 81.1, 61.2 held (weights 9.9,

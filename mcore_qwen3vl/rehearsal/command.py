@@ -146,8 +146,8 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
         else:
             command = command.plus("--spec", "torch")
         command = command.with_note(
-            "--spec torch, because Transformer Engine is not installed here: docs/rehearse.md has "
-            "the memory and the launches of both specs"
+            "--spec torch, because Transformer Engine is not installed here: "
+            "docs/measurements/launch_scripts.md has the memory and the launches of both specs"
         )
     if not command.value("--hf-model"):
         raise BadInput(

@@ -39,7 +39,7 @@ _COPIES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_
 class Constants:
     """Assumptions about what cannot be counted without a GPU; a file can replace each of them.
 
-    Those of one GPU and its host were measured on one H100, see docs/gpu.md. Those of exchanges are
+    Those of one GPU and its host were measured on one H100, see docs/measurements/h100.md. Those of exchanges are
     assumed.
 
     Attributes:
@@ -54,7 +54,7 @@ class Constants:
         gpus_per_node: GPUs that NVLink connects.
         launch_us: microseconds of the host for one kernel, with the Python and the autograd around
             it. Steps that the host bound took 34 to 57 on a virtual machine with 16 cores; alone, a
-            launch takes 9. A published run of 30B-A3B (docs/rehearse.md) leaves 28.
+            launch takes 9. A published run of 30B-A3B (docs/measurements/layouts.md) leaves 28.
         wait_us: microseconds that a host sync costs, until kernels follow again.
         tp_overlap: share of the TP exchange hidden by ``--tp-comm-overlap``.
         ep_overlap: share of the EP exchange hidden by ``--overlap-moe-expert-parallel-comm``, as

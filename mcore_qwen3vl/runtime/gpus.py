@@ -48,7 +48,7 @@ GPUS = {
 }
 
 CONTEXT_GIB = 0.75
-"""CUDA's context and the loaded kernels, on an H100 with CUDA 13.0 (docs/gpu.md)."""
+"""CUDA's context and the loaded kernels, on an H100 with CUDA 13.0 (docs/measurements/h100.md)."""
 NCCL_GROUP_GIB = 0.4
 """What NCCL takes for a process group: 2.4 GiB for six of one rank and 3.2 for eight, there."""
 NCCL_ALL_TO_ALL_GIB = 3.1

@@ -30,6 +30,7 @@ FOREIGN = {
     "sbatch": {"--nodes", "--gpus-per-node", "--signal", "--requeue"},
     "srun": {"--kill-on-bad-exit"},
     "verify.curves": {"--resume"},
+    "figures": {"--page"},
     "numerics": {"--quick"},
     "parity-2b": {"--formula", "--layers", "--layouts", "--planted"},
     "gpu-check": {"--minutes", "--only", "--patience"},
@@ -159,11 +160,29 @@ def test_the_readme_names_every_page():
     assert pages - named == {"docs/index.md"}  # the site's own front page
 
 
-def test_every_table_of_numbers_names_its_command():
+MEASUREMENTS = sorted(ROOT.glob("docs/measurements/*.md"))
+
+
+@pytest.mark.parametrize("page", MEASUREMENTS, ids=lambda page: page.stem)
+def test_measurements_say_when_where_and_by_which_command(page):
+    stated = dict(re.findall(r"^\| (\w+) \| (.+) \|$", page.read_text(), re.MULTILINE))
+    assert re.search(r"20\d\d-\d\d-\d\d", stated["date"])
+    assert {"commit", "versions"} <= stated.keys()
+    assert stated.keys() & {"machine", "card"}
+    assert re.search(r"`[^`]*(make|python|mcore-qwen3vl) [^`]+`", stated["command"])
+
+
+def test_measurements_are_named_by_a_guide():
+    guides = [page for page in PAGES if page.parent != MEASUREMENTS[0].parent]
+    named = {(p.parent / link.partition("#")[0]).resolve() for p in guides for link in links(p)}
+    assert set(MEASUREMENTS) <= named
+
+
+def test_the_page_of_proofs_names_commands():
     page = ROOT / "docs" / "verification.md"
-    sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]
-    tables = [section for section in sections if re.search(r"^\|.*\d.*\|$", section, re.MULTILINE)]
-    assert len(tables) == 8
-    for section in tables:
-        assert re.search(r"`(make|python|mcore-qwen3vl) [^`]+`", section), section[:40]
+    table = page.read_text().partition("## What is proven\n")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(rows) >= 8
+    for row in rows:
+        assert re.search(r"`(make|python|pytest|mcore-qwen3vl) [^`]+` \|$", row), row
     assert not blocks(page, "python")

@@ -25,8 +25,8 @@ def figures(text: str) -> list[float]:
 
 
 def recorded(name: str) -> dict[str, list[float]]:
-    """Return what the guide says of a script's roles: GB held and reserved."""
-    page = (ROOT / "docs" / "rehearse.md").read_text()
+    """Return what the page says of a script's roles: GB held and reserved."""
+    page = (ROOT / "docs" / "measurements" / "launch_scripts.md").read_text()
     rows = re.findall(rf"^\| {name} \| (.+?) \| *([\d.]+) \| *([\d.]+) ", page, re.MULTILINE)
     return {role: [float(held), float(reserved)] for role, held, reserved in rows}
 
@@ -40,7 +40,7 @@ def waiting(text: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["torch", pytest.param("te", marks=WITHOUT_TE)])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_it_runs_and_fits_as_the_guide_says(command: Command, script: Path, spec: str) -> None:
+def test_it_runs_and_fits_as_its_row_says(command: Command, script: Path, spec: str) -> None:
     stated = recorded(script.stem if spec == "torch" else f"{script.stem}, {spec}")
     code, found = command("--no-suggest", script, "--spec", spec)
     assert code == 0, found
