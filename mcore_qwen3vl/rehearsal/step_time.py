@@ -39,8 +39,8 @@ _COPIES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_
 class Constants:
     """Assumptions about what cannot be counted without a GPU; a file can replace each of them.
 
-    Those of one GPU and its host were measured on one H100, see docs/measurements/h100.md. Those of exchanges are
-    assumed.
+    Those of one GPU and its host were measured on one H100, see docs/measurements/h100.md. Those of
+    exchanges are assumed.
 
     Attributes:
         gemm: share of the GPU's dense bf16 peak that matmuls reach (measured: 0.70 to 0.78).

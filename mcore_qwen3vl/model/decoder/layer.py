@@ -318,7 +318,8 @@ def _prepare_transformer_engine() -> None:
     # of 20 MiB is too small for the adapters of all experts. It reads the size at the first tensor.
     os.environ.setdefault("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", "200")
     # On Hopper one CUTLASS kernel then multiplies all experts of a rank in bf16. Otherwise each
-    # expert is a launch, and with 128 of them the step takes twice as long (docs/measurements/h100.md).
+    # expert is a launch, and with 128 of them the step takes twice as long
+    # (docs/measurements/h200.md).
     os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
