@@ -397,7 +397,10 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
                 records = [self._spare_record()]
         batch = self._assemble(assemble, records)
         if is_spare:
-            batch = replace(batch, is_spare=True, counts=Counts(), names=(), data_sets=())
+            # Routers, which know nothing of the loss, count its tokens as padding.
+            padding = torch.ones_like(batch.padding_mask)
+            nothing = replace(batch, counts=Counts(), names=(), data_sets=())
+            batch = replace(nothing, is_spare=True, padding_mask=padding)
         return replace(batch, counts=replace(batch.counts, skipped=skipped, dropped=dropped))
 
     def _assemble(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:

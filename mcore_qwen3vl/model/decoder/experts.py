@@ -1,8 +1,8 @@
 """The experts of the torch spec: one kernel for all experts of a rank, where mcore loops.
 
 In checkpoints they have the form of mcore's ``SequentialMLP``. Source: mcore
-``SequentialMLP.sharded_state_dict``, ``apply_swiglu_sharded_factory``. At the end are two functions
-that replace mcore's in the routing of both specs.
+``SequentialMLP.sharded_state_dict``, ``apply_swiglu_sharded_factory``. At the end is a
+function that replaces one of mcore's for DeepEP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
@@ -282,24 +281,6 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     if rows.data_ptr() % 16 or matrices.data_ptr() % 16:
         return False
     return rows.dtype == torch.bfloat16 if rows.is_cuda else rows.dtype in _KERNEL_DTYPES
-
-
-def keep_local_counts() -> None:
-    """Keep a rank's own token counts per expert when they are summed over the ranks.
-
-    Megatron sums in place over the TP x CP group. With a padding mask it then takes the number of
-    its own tokens from the same tensor, and the gradient of the balancing loss is too large by a
-    factor of the group's size (NVIDIA/Megatron-LM#7452, finding 10).
-    """
-    reduce = moe_utils.reduce_from_tensor_model_parallel_region
-    if hasattr(reduce, "keeps"):  # replaced by an earlier call
-        return
-
-    def reduce_copy(counts: Tensor, *arguments: Any, **named: Any) -> Any:
-        return reduce(counts.clone(), *arguments, **named)
-
-    reduce_copy.keeps = True  # type: ignore[attr-defined]
-    moe_utils.reduce_from_tensor_model_parallel_region = reduce_copy
 
 
 def indices_to_multihot(self: Any, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,13 +50,10 @@ from torch import Tensor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.decoder.attention import RotarySelfAttention, TorchAttention
 from mcore_qwen3vl.model.decoder.delta_net import DeltaNet
-from mcore_qwen3vl.model.decoder.experts import (
-    GroupedExperts,
-    indices_to_multihot,
-    keep_local_counts,
-)
+from mcore_qwen3vl.model.decoder.experts import GroupedExperts, indices_to_multihot
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm, StandaloneRMSNorm
+from mcore_qwen3vl.model.decoder.router import BalancedRouter
 from mcore_qwen3vl.model.kernels import accumulate_in_products
 from mcore_qwen3vl.model.recompute import recomputing, remember_fused_norms, remember_outputs_of
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk
@@ -191,7 +188,6 @@ def block_spec(
     else:
         Norm = StandaloneRMSNorm
     if config.num_moe_experts is not None:
-        keep_local_counts()
         token_dispatcher._DeepepManager._indices_to_multihot = indices_to_multihot
     if config.gradient_accumulation_fusion:
         accumulate_in_products()
@@ -269,6 +265,8 @@ def _layer(
         )
     else:
         layer = _torch_layer(config, kind.moe)
+    if kind.moe:
+        layer.submodules.mlp.keywords["submodules"].router = BalancedRouter
     layer.module, layer.params = DeepStackLayer, params
     attention = layer.submodules.self_attention
     attention.module = RotarySelfAttention

@@ -102,6 +102,22 @@ class AdamW:
 
 
 @dataclass(frozen=True)
+class RouterLosses:
+    """Losses that training adds for each MoE layer, by the names of ``TransformerConfig``.
+
+    Attributes:
+        kind: the tokens that are balanced together: of a micro-batch (``aux_loss``), of a sample
+            (``seq_aux_loss``) or of a global batch (``global_aux_loss``).
+        aux: coefficient of the balancing loss, that of Hugging Face divided by top-k.
+        z: coefficient of the mean squared log-sum-exp of the logits (Zoph et al., "ST-MoE", 2022).
+    """
+
+    kind: str
+    aux: float
+    z: float
+
+
+@dataclass(frozen=True)
 class Case:
     """The settings under which a model runs.
 
@@ -137,6 +153,15 @@ class Case:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def router_losses(self) -> RouterLosses | None:
+        """The losses of routers that `config` adds to the loss, which the reference adds too."""
+        aux, z = self.config.get("moe_aux_loss_coeff"), self.config.get("moe_z_loss_coeff")
+        if not (aux or z):
+            return None
+        kind = self.config.get("moe_router_load_balancing_type", "aux_loss")
+        return RouterLosses(kind, aux or 0.0, z or 0.0)
 
     @property
     def overlaps_gather(self) -> bool:

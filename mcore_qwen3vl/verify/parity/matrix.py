@@ -116,6 +116,18 @@ SELECTIVE_MOE = config_options(
 ALLGATHER = config_options("allgather", moe_token_dispatcher_type="allgather")
 ONE_EXPERT = config_options("one expert after another", moe_grouped_gemm=False)
 ACCUMULATED = config_options("fused gradients", gradient_accumulation_fusion=True)
+# Coefficients far above those in use, so that an error in a loss shows in the gradients.
+ROUTERS = config_options("router losses", moe_aux_loss_coeff=0.6, moe_z_loss_coeff=0.05)
+ROUTERS_OF_ROWS = config_options(
+    "router losses by row",
+    moe_router_load_balancing_type="seq_aux_loss",
+    moe_aux_loss_coeff=0.6,
+)
+ROUTERS_OF_ALL = config_options(
+    "router losses of the global batch",
+    moe_router_load_balancing_type="global_aux_loss",
+    moe_aux_loss_coeff=0.6,
+)
 MEGATRONS_LOSS = config_options("Megatron's loss", head_chunk=0)
 COMPILED: dict[str, Any] = {"note": "compiled", "compile_pointwise": True}
 PATTERNS_FROZEN = OVERLAP | {
@@ -192,6 +204,42 @@ MATRIX: tuple[MatrixRow, ...] = (
     row("moe", "tp2xpp2xvpp2xep2+sp", "mixed", "packed", "ragged", **EXPERTS),
     row("moe", "cp2xpp2xep2+Ettt|t||L", "packed", **EXPERTS),
     row("moe", "cp2xpp2xep2+Et||tt|tL", "packed", **EXPERTS),
+    row("moe", "single", "mixed", "padded", "padded-left", "packed", **ROUTERS),
+    row("moe", "tp2+sp", "padded", "padded-left", "packed", **ROUTERS),
+    row("moe", "cp2xep2", "padded", "padded-left", "packed", **ROUTERS),
+    row("moe", "tp2xcp2xep2+sp", "padded", "packed", **ROUTERS),
+    row("moe", "ep2xdp2", "padded", "packed", **ROUTERS),
+    row(
+        "moe",
+        "ep2xdp2",
+        "padded",
+        "packed",
+        **ROUTERS | EXPERTS | {"note": "router losses, overlapped experts"},
+    ),
+    row("moe", "pp2xep2xdp2", "ragged", "packed", **ROUTERS),
+    row("moe", "tp2xpp2xvpp2xep2+sp", "padded", **ROUTERS),
+    row("moe", "tp2xetp2+sp", "padded", **ROUTERS),
+    row("moe", "tp2+sp", "padded", **ROUTERS_OF_ROWS),
+    row("moe", "cp2xep2", "padded", "ragged", **ROUTERS_OF_ROWS),
+    row("moe", "ep4xdp4", "padded", "packed", **ROUTERS_OF_ALL),
+    row("moe", "tp2xep2xdp4+sp", "padded", **ROUTERS_OF_ALL),
+    row("moe-mixed", "cp2xep2", "packed", **ROUTERS),
+    row(
+        "qwen3.5-moe",
+        "single",
+        "padded",
+        "packed",
+        **FP64 | ROUTERS | {"note": "fp64, router losses"},
+    ),
+    row("qwen3.5-moe", "tp2xep2+sp", "padded", "packed", **ROUTERS),
+    row(
+        "qwen3.5-moe",
+        "cp2xep2",
+        "padded",
+        "packed",
+        **FP64 | ROUTERS | {"note": "fp64, router losses"},
+    ),
+    row("qwen3.5-moe", "pp2xep2xdp2", "padded", "packed", **ROUTERS),
     row("moe-mixed", "single", "mixed", "packed"),
     MatrixRow("qwen3.5", "single"),
     MatrixRow("qwen3.5", "tp2"),

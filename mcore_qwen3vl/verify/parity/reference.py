@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ from mcore_qwen3vl.verify.parity.case import (
     Batch,
     Case,
     MicroBatch,
+    RouterLosses,
     Sample,
     build_batch,
     computing_in,
@@ -130,6 +131,14 @@ class Stepped:
     logits: tuple[Tensor, ...]  # of the same batch, with the new parameters; empty: not compared
 
 
+class _Kept(NamedTuple):
+    """What a sample's backward pass begins from."""
+
+    micro: MicroBatch
+    loss: Tensor  # summed over the tokens that count
+    router_logits: tuple[Tensor, ...]  # (L, E) for each MoE layer
+
+
 class Reference:
     """Hugging Face's model on one process; with an adapter, PEFT's, which alone has gradients.
 
@@ -174,12 +183,23 @@ class Reference:
             self.trained = trained_parameters(self.model)
         self.model.eval()
 
-    def compute_expected(self, batch: Batch, *, gradients: bool = True) -> Expected:
-        """Compute logits, losses and, with `gradients`, all gradients, summed over samples."""
+    def compute_expected(
+        self, batch: Batch, *, gradients: bool = True, router_losses: RouterLosses | None = None
+    ) -> Expected:
+        """Compute logits, losses and, with `gradients`, all gradients, summed over samples.
+
+        The gradients are those of the loss and of `router_losses`, which are no part of the losses.
+        """
         self.model.zero_grad(set_to_none=True)
         scale = 1 / batch.tokens
+        # A router's loss is that of several samples, whose graphs are kept for it.
+        kept: list[_Kept] | None = None if router_losses is None else []
         with computing_in(self.dtype):
-            micro = [self._run_micro_batch(m, scale, gradients) for m in batch.micro_batches]
+            micro = [self._run_micro_batch(m, scale, gradients, kept) for m in batch.micro_batches]
+            if kept is not None and router_losses is not None and gradients:
+                total = sum(sample.loss for sample in kept)
+                total = total + self._router_loss(router_losses, kept)
+                (total * scale).backward()
         logits, losses, valid = zip(*micro, strict=True)
         return Expected(
             batch, logits, losses, valid, self._gradients_or_zeros() if gradients else {}
@@ -209,8 +229,9 @@ class Reference:
         return float(norm)
 
     def _run_micro_batch(
-        self, micro: MicroBatch, scale: float, gradients: bool
+        self, micro: MicroBatch, scale: float, gradients: bool, kept: list[_Kept] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run each sample, and its backward pass unless it is added to `kept` for a later one."""
         shape = micro.input_ids.shape
         logits = torch.zeros(*shape, self.architecture.vocab_size)
         losses, valid = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
@@ -222,20 +243,41 @@ class Reference:
                 of_tokens = F.cross_entropy(of_sample.float(), sample.labels, reduction="none")
             if gradients:
                 loss = (of_tokens * sample.loss_mask).sum()
-                ((loss + self.added_loss(output)) * scale).backward()
+                if kept is None:
+                    (loss * scale).backward()
+                else:
+                    kept.append(_Kept(micro, loss, output.router_logits))
             logits[span.tokens] = of_sample.detach().float()
             losses[span.tokens] = of_tokens.detach()
             valid[span.tokens] = True
         return logits, losses, valid
 
-    def added_loss(self, output: Any) -> Tensor | float:
-        """Return what to add to a sample's summed loss; override it, for example for router losses.
+    def _router_loss(self, losses: RouterLosses, samples: Sequence[_Kept]) -> Tensor:
+        """Return the losses of all routers, each weighted by the tokens that it is a mean over.
 
-        Args:
-            output: output of HF's forward; for MoE models it has ``router_logits``, (L, E) for each
-                MoE layer.
+        Source: HF ``load_balancing_loss_func``, for one layer at a time as in Megatron.
         """
-        return 0.0
+        from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as hf
+
+        key: Callable[[_Kept], int] = {
+            "aux_loss": lambda sample: id(sample.micro),
+            "seq_aux_loss": id,
+            "global_aux_loss": lambda sample: 0,
+        }[losses.kind]
+        groups: dict[int, list[_Kept]] = {}
+        for sample in samples:
+            groups.setdefault(key(sample), []).append(sample)
+        a, total = self.architecture, torch.zeros(())
+        for group in groups.values():
+            for of_samples in zip(*(sample.router_logits for sample in group), strict=True):
+                logits = torch.cat(of_samples)  # (L of all samples, E)
+                balance = hf.load_balancing_loss_func(
+                    (logits,), a.num_experts, a.num_experts_per_tok
+                )
+                balance = balance / a.num_experts_per_tok
+                z = logits.logsumexp(-1).square().mean()
+                total = total + (losses.aux * balance + losses.z * z) * len(logits)
+        return total
 
     def _run_sample(self, sample: Sample) -> Any:
         """Return the output of HF's forward for one sample; of a MoE model, with router logits."""
@@ -366,12 +408,15 @@ class ReferenceCheckpoint:
         self._stepped.clear()
 
     def _results_of(self, batch: str, case: Case, folder: Path | None) -> Expected:
-        key = (batch, case.length_multiple, case.dtype, case.gradients)
+        router_losses = case.router_losses
+        key = (batch, case.length_multiple, case.dtype, case.gradients, router_losses)
         if key not in self._expected:
             with computing_in(case.torch_dtype):
                 built = build_batch(batch, self.architecture, multiple=case.length_multiple)
             model = self.model(case.torch_dtype, weights_in_files=case.weights_in_files)
-            expected = model.compute_expected(built, gradients=case.gradients)
+            expected = model.compute_expected(
+                built, gradients=case.gradients, router_losses=router_losses
+            )
             if folder is not None:
                 saved = SavedTensors(folder / f"{batch} {case.dtype}", expected.gradients.items())
                 expected = replace(expected, gradients=saved)
@@ -383,7 +428,10 @@ class ReferenceCheckpoint:
     def _results_after_step(
         self, expected: Expected, case: Case, adamw: AdamW, folder: Path | None
     ) -> Stepped:
-        key = (expected.batch.name, case.length_multiple, case.dtype, adamw, case.overlaps_gather)
+        key = (
+            *(expected.batch.name, case.length_multiple, case.dtype, case.router_losses),
+            *(adamw, case.overlaps_gather),
+        )
         if key not in self._stepped:
             model = self.model(case.torch_dtype, weights_in_files=case.weights_in_files)
             # The step changes the model in place, so the next result loads it again. Its new

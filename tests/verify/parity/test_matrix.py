@@ -27,6 +27,8 @@ FAST: dict[str, tuple[str, ...]] = {
     "moe cp2xep2": ("video", "packed"),
     "moe tp2xetp2+sp": ("mixed",),
     "moe pp2xvpp2xep2xdp2 overlapped experts": ("ragged",),
+    "moe cp2xep2 router losses": ("padded",),
+    "moe tp2+sp router losses by row": ("padded",),
     "moe-mixed ep2xdp2 overlapped experts": ("packed",),
     "dense pp2xvpp2 recompute uniform 1": ("packed",),
     "dense tp2xpp2+sp recompute block": ("packed",),
@@ -42,7 +44,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "moe-all tp2xep2+sp bf16": ("packed",),
     "qwen3.5 tp2": ("mixed", "padded-left"),
     "qwen3.5-tied cp2 fp64": ("packed",),
-    "qwen3.5-moe tp2xep2+sp": ("packed",),
+    "qwen3.5-moe tp2xep2+sp router losses": ("packed",),
 }
 """Rows with each kind of parallelism, model and option once, on two ranks where they suffice, and
 the batches that they run. The slow tests and `make parity` run all rows with all their batches."""

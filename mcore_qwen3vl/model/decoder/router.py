@@ -1,0 +1,133 @@
+"""The router of both layer specs: Megatron's, with losses that no layout changes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+
+class BalancedRouter(TopKRouter):
+    """Megatron's router, whose losses weigh each token alike on whatever rank it is.
+
+    Megatron weighs a rank's part of a loss by the rank's own valid tokens. That is right only
+    where padding is the same on all ranks of a TP x CP group. It divides ``global_aux_loss`` by the
+    tokens of all data-parallel ranks, and the gradients then by the number of these ranks again.
+    Source: Fedus et al., "Switch Transformers", 2021; of ``global_aux_loss`` Qiu et al., "Demons in
+    the Detail", 2025. T is the number of tokens on this rank, and E of experts.
+    """
+
+    def _apply_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        """Add the loss of a micro-batch to the gradient of `probs`; see :meth:`_balance`."""
+        return self._balance("aux_loss", probs, scores_for_aux_loss, routing_map, self.tp_cp_group)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        """Add the losses of the rows of a micro-batch, each weighted by its tokens."""
+        return self._balance(
+            "seq_aux_loss", probs, scores_for_aux_loss, routing_map, self.tp_cp_group, rows=bsz
+        )
+
+    def _apply_global_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        """Add the loss of all data-parallel ranks, and of their micro-batches of this step so far.
+
+        Their choices count, while the probabilities are those of this micro-batch.
+        """
+        return self._balance(
+            "global_aux_loss", probs, scores_for_aux_loss, routing_map, self.tp_dp_cp_group
+        )
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Return the logits (T, E), whose backward pass also adds the gradient of the z-loss.
+
+        Megatron adds it up over tokens in a run. Elsewhere it takes the mean over ranks of each
+        rank's mean. Source: Zoph et al., "ST-MoE", 2022.
+        """
+        coeff = self.config.moe_z_loss_coeff
+        if self.calculate_per_token_loss or padding_mask is None or not coeff:
+            return super().apply_z_loss(logits, padding_mask)
+        if not (self.training and torch.is_grad_enabled()):
+            return logits
+        valid = ~padding_mask  # (T,)
+        tokens = valid.sum()
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(tokens, group=self.tp_cp_group)
+        mean = (logits.logsumexp(-1).square() * valid).sum() / tokens.clamp(min=1)
+        return self.attach_and_log_load_balancing_loss(
+            logits, coeff, coeff * mean, "z_loss", self.tp_cp_group
+        )
+
+    def _balance(
+        self,
+        kind: str,
+        probs: Tensor,
+        scores: Tensor,
+        routing_map: Tensor,
+        group: dist.ProcessGroup,
+        rows: int = 1,
+    ) -> Tensor:
+        """Return `probs`, whose backward pass also adds the gradient of a balancing loss.
+
+        The loss is the mean over the tokens of `group`. In a run it is weighted by their number,
+        since the run divides gradients by its trained tokens.
+
+        Args:
+            kind: a value of ``--moe-router-load-balancing-type``.
+            probs: (T, E) weights of the experts.
+            scores: (T, E) softmax of the logits, 0 at padding.
+            routing_map: (T, E) whether an expert is chosen, false at padding.
+            group: the ranks whose tokens are balanced together.
+            rows: the sequences that are balanced each by itself; tokens go through them in turn.
+        """
+        coeff = self.get_aux_loss_coeff(kind)
+        if coeff == 0:
+            return probs
+        experts = scores.shape[-1]
+        chosen = routing_map.view(-1, rows, experts).sum(0)  # (rows, E) int64
+        if group.size() > 1:
+            dist.all_reduce(chosen, group=group)
+        tokens = chosen.sum() / self.topk
+        if kind == "global_aux_loss":
+            self.global_tokens_per_expert += chosen[0]
+            chosen = self.global_tokens_per_expert[None]
+        shares = chosen / chosen.sum(1, keepdim=True).clamp(min=1)  # (rows, E)
+        mean = (shares * scores.view(-1, rows, experts).sum(0)).sum() / tokens.clamp(min=1)
+        # The gradients are divided by DP, or by the tokens of all its ranks.
+        copies = group.size() / self.tp_cp_group.size()
+        return self.attach_and_log_load_balancing_loss(
+            probs,
+            coeff * copies,
+            coeff * copies * experts * mean,
+            _LOGGED[kind],
+            group,
+            needs_dp_avg=copies == 1,
+            valid_token_count=tokens / group.size(),  # Megatron multiplies it by TP x CP
+        )
+
+
+_LOGGED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""The loss in Megatron's logs, by the value of ``--moe-router-load-balancing-type``."""

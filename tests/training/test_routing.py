@@ -1,0 +1,45 @@
+"""What routers add to a step is the same under every layout, however uneven the padding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.verify.curves import Job, train
+from tests.turns import slow_except
+
+LOSSES = ("--moe-aux-loss-coeff", "1", "--moe-z-loss-coeff", "0.1")
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return records of a few and of about a hundred tokens."""
+    path = tmp_path_factory.mktemp("uneven") / "train.jsonl"
+    answers = ["Yes.", "Once upon a time there was a ship. " * 4]
+    turns = [[("user", "Tell me more."), ("assistant", answer)] for answer in answers]
+    records = [{"messages": [{"role": r, "content": c} for r, c in turn]} for turn in turns]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def first_step(folder: Path, checkpoint: Path, data: Path, layout: str, *flags: str) -> list[float]:
+    """Return loss and gradient norm of a step over both records."""
+    job = Job(checkpoint, data, Layout.parse(layout), 1, batch=2, seq_length=256, flags=flags)
+    (entry,) = train(job, folder, "--no-shuffle")
+    return [entry["lm loss"], entry["grad norm"]]
+
+
+LAYOUTS = ["cp2", "tp2+sp", "ep2xdp2"]
+
+
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "cp2"))
+def test_router_losses_weigh_each_token_alike(moe: Path, uneven: Path, tmp_path, layout):
+    """Under CP 2 one rank has half of the shorter record, and nothing but padding beside it."""
+    one = first_step(tmp_path / "one", moe, uneven, "single", *LOSSES)
+    without = first_step(tmp_path / "without", moe, uneven, "single")
+    assert one[1] > 1.2 * without[1]
+    several = first_step(tmp_path / "several", moe, uneven, layout, *LOSSES)
+    assert several == pytest.approx(one, rel=1e-5)
