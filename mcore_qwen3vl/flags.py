@@ -23,7 +23,7 @@ import argparse
 import ast
 import inspect
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -41,12 +41,14 @@ class Flag:
         aliases: further names, such as ``--dpo-beta``.
         name: the flag, if it is not called as the field is.
         nargs: argparse's number of values, if a list may be empty.
+        last: whether it stands behind the other flags of its group in ``--help``.
     """
 
     metavar: str | tuple[str, ...] | None = None
     aliases: tuple[str, ...] = ()
     name: str | None = None
     nargs: str | None = None
+    last: bool = False
 
 
 Folder = Annotated[str, Flag("DIR")]
@@ -84,6 +86,12 @@ def add_flags(
             _add_flag(group, field.name, kinds[field.name], default, text)
 
 
+def stands_last(owner: type) -> dict[str, bool]:
+    """Return for each field of a dataclass whether its flag stands last in its group."""
+    kinds = get_type_hints(owner, include_extras=True)
+    return {field.name: _unwrap_annotation(kinds[field.name])[1].last for field in fields(owner)}
+
+
 def make_from_flags[T](owner: type[T], flags: argparse.Namespace, **others: Any) -> T:
     """Make a dataclass of the parsed `flags` of its fields, and of `others`; lists become tuples.
 
@@ -97,11 +105,13 @@ def make_from_flags[T](owner: type[T], flags: argparse.Namespace, **others: Any)
 @cache
 def field_docs(owner: type) -> dict[str, str]:
     """Return the docstring of each field of the dataclass `owner`, on one line, by its name."""
+    base = owner.__mro__[1]
+    inherited = field_docs(base) if is_dataclass(base) else {}
     file = inspect.getsourcefile(owner)
     assert file is not None
     module = ast.parse(Path(file).read_text(encoding="utf-8"))
     classes = {node.name: node.body for node in module.body if isinstance(node, ast.ClassDef)}
-    return {
+    return inherited | {
         field.target.id: " ".join(text.value.value.split())
         for field, text in pairwise(classes[owner.__name__])
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)

@@ -19,8 +19,7 @@ from mcore_qwen3vl.config import (
 from mcore_qwen3vl.converters.hf.companions import unused_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
 from mcore_qwen3vl.data.processor import unused_of_processor
-from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object, read_object_or_empty
+from mcore_qwen3vl.files import read_object_or_empty
 from mcore_qwen3vl.unused import Fields, Unused
 
 _METADATA = (
@@ -227,31 +226,6 @@ SENTENCES = Fields(
     },
 )
 """The fields of an embedding model's own config, as sentence-transformers writes it."""
-
-
-def require_last_token_pooling(folder: Path) -> None:
-    """Raise BadInput if sentence-transformers would make other embeddings of the model in `folder`.
-
-    They are the state of the last token with length 1, here: no other pooling, and no layer on it.
-    """
-    for file in sorted(folder.glob("*_Pooling/config.json")):
-        content = read_object(file, file.name, "")
-        flags = [name for name, on in content.items() if name.startswith("pooling_mode_") and on]
-        named = content.get("pooling_mode") or [
-            flag.removeprefix("pooling_mode_") for flag in flags
-        ]
-        modes = {named} if isinstance(named, str) else set(map(str, named))
-        if modes - {"lasttoken"}:
-            raise BadInput(
-                f"{file} says that an embedding is the pooling {', '.join(sorted(modes))}, and "
-                "here it is the state of the last token (lasttoken): use sentence-transformers, or "
-                "change the file if the model was trained with the last token."
-            )
-    for layer in sorted(folder.glob("*_Dense")):  # the first one is enough
-        raise BadInput(
-            f"{layer} is a layer on top of the embeddings, which is not supported: use "
-            "sentence-transformers, or remove it to have the embeddings below it."
-        )
 
 
 def unused_of(source: Path) -> list[Unused]:

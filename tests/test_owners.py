@@ -25,6 +25,7 @@ from mcore_qwen3vl.converters.adapters.adapter import unused_of_adapter
 from mcore_qwen3vl.converters.adapters.config import _FIELDS, _OTHERS, AdapterConfig
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import load_generation_config
+from mcore_qwen3vl.losses.embedding import require_last_token_pooling
 from mcore_qwen3vl.owners import (
     CONFIG,
     EXPERTS,
@@ -34,7 +35,6 @@ from mcore_qwen3vl.owners import (
     TEXT,
     TOKENIZER,
     VISION,
-    require_last_token_pooling,
     unused_of,
     unused_of_config,
 )

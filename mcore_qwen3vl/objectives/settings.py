@@ -20,15 +20,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 Divergence = Literal["forward", "reverse", "jsd"]
 """The divergences of a student; see :mod:`mcore_qwen3vl.objectives.losses`."""
 
-EmbeddingKind = Literal["infonce", "cosine", "cosent"]
-"""The losses of embeddings; see :mod:`mcore_qwen3vl.objectives.losses`."""
-
-Ranking = Literal["pointwise", "listwise"]
-"""The losses of rerankers; see :mod:`mcore_qwen3vl.objectives.losses`."""
-
-ANSWERS = "yes", "no"
-"""Qwen3-VL-Reranker's answers to a relevant and an irrelevant document."""
-
 TEACHER_TOP_K = 64
 """The usual number of a teacher's likeliest tokens that a student learns from."""
 
@@ -103,38 +94,6 @@ class Kto:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             _require(name, value, value > 0, "above 0")
-
-
-@dataclass(frozen=True)
-class Contrastive:
-    """Settings of the losses of embeddings; see :mod:`mcore_qwen3vl.objectives.losses`.
-
-    Attributes:
-        temperature: number that cosines are divided by; not for ``cosine``.
-        dimensions: numbers of values that embeddings are cut to (Matryoshka); empty: not cut.
-
-    Raises:
-        BadInput: a value is out of range.
-    """
-
-    temperature: float = 0.05
-    dimensions: tuple[int, ...] = ()
-    kind: EmbeddingKind = "infonce"
-
-    @property
-    def takes_scores(self) -> bool:
-        """Whether records are pairs of texts with a score."""
-        return self.kind != "infonce"
-
-    @property
-    def name(self) -> str:
-        """The loss's name in the log."""
-        return "similarity loss" if self.takes_scores else "contrastive loss"
-
-    def __post_init__(self) -> None:
-        _require("temperature", self.temperature, self.temperature > 0, "above 0")
-        if any(dimension < 1 for dimension in self.dimensions):
-            raise BadInput(f"matryoshka_dims is {self.dimensions}: each must be at least 1.")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.scores import encode_top
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
+from mcore_qwen3vl.losses.last_token import SCORES, STATES
+from mcore_qwen3vl.losses.reranker import answer_word_runner, relevance
 from mcore_qwen3vl.model.head import Head, likeliest, token_log_probs
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
@@ -35,7 +37,6 @@ from mcore_qwen3vl.training.data_provider import (
     rank_reads,
 )
 from mcore_qwen3vl.training.forward_step import forward
-from mcore_qwen3vl.training.objectives import EMBED, SCORES, answer_word_runner, relevance
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""
@@ -128,7 +129,7 @@ class TopK(LogProbs):
 class Embeddings(Readout):
     """Embeddings of length 1, as base64 of little-endian float32."""
 
-    compute = staticmethod(EMBED)
+    compute = staticmethod(STATES)
 
     def values(self, output: Tensor) -> list[dict[str, Any]]:
         rows = F.normalize(output.float(), dim=-1).cpu().numpy().astype("<f4")

@@ -28,10 +28,11 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
 from mcore_qwen3vl.labels import SINGLE, Labels
+from mcore_qwen3vl.losses.embedding import require_last_token_pooling
+from mcore_qwen3vl.losses.reranker import ANSWERS
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.inputs import length_multiple
-from mcore_qwen3vl.objectives.settings import ANSWERS, check_top_k
-from mcore_qwen3vl.owners import require_last_token_pooling
+from mcore_qwen3vl.objectives.settings import check_top_k
 from mcore_qwen3vl.scoring.records import OVERLONG, BlockResults, Output, Records, Tally
 from mcore_qwen3vl.unused import Unused
 

@@ -60,7 +60,7 @@ def data_config(settings: Settings) -> DataConfig:
             f"{parallel.context_parallel_size} and TP {parallel.tensor_model_parallel_size} "
             f"require{quantized if local > 1 else ''}. Round it."
         )
-    pairs, task = loss in LOSSES, settings.task
+    pairs = loss in LOSSES
     reads_teacher = loss == DISTILL and not settings.distillation.teacher
     per_step = data.micro_batch_size * parallel.data_parallel_size
     return replace(
@@ -71,11 +71,10 @@ def data_config(settings: Settings) -> DataConfig:
         ),
         pairs=pairs,
         labelled=loss == KTO,
-        similarities=task.task == "embedding" and task.contrastive.takes_scores,
-        labels=settings.labels if task.task == "classify" else None,
         references=pairs and settings.reference == "file",
         teacher_temperature=settings.distillation.loss.temperature if reads_teacher else None,
         micro_batches=max(1, settings.loop.global_batch_size // per_step),
+        **(settings.loss.reads(settings, settings.lora) if settings.loss else {}),
     )
 
 

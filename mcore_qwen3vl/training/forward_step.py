@@ -33,8 +33,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.functions import RULE, find_function
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.training.arguments.losses import DISTILL, KTO
-from mcore_qwen3vl.training.arguments.losses import LOSSES as PREFERENCE_LOSSES
+from mcore_qwen3vl.training.arguments.run import DISTILL, KTO
+from mcore_qwen3vl.training.arguments.run import LOSSES as PREFERENCE_LOSSES
 
 Names = tuple[str, ...]
 """Of the samples of a micro-batch: file and line."""

@@ -25,7 +25,6 @@ from mcore_qwen3vl.converters.export import save_adapter
 from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, LORA_FOLDER, Kind, identify
 from mcore_qwen3vl.converters.live import hf_parts, initialize_factors, load_factors
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
-from mcore_qwen3vl.data.config import Task
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import (
@@ -127,12 +126,12 @@ class LoraRun:
         model: HFConfig,
         *,
         base: str | None,
-        task: Task | None,
+        scored_by: str | None,
         seed: int,
     ) -> None:
         self._seed = seed
         self.base = Base(base)
-        config = settings.adapter_config(architecture, task)
+        config = settings.adapter_config(architecture, scored_by)
         named = config.raw.get("base_model_name_or_path") or self.base.path
         self.config = replace(config, raw={**config.raw, "base_model_name_or_path": named})
         self._model = model
@@ -155,7 +154,7 @@ class LoraRun:
             architecture,
             settings.hf_config,
             base=settings.start,
-            task=settings.task.task,
+            scored_by=settings.scored_by,
             seed=settings.loop.seed,
         )
 

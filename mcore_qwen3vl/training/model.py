@@ -64,7 +64,7 @@ def model_provider(
     loop, compute = settings.loop, settings.compute
     fields_of_all = {**fields_from_flags(args), **config_overrides}
     fields_of_all["mtp_num_layers"] = loop.mtp_num_layers
-    several = training.loss in LOSSES or settings.task.task
+    several = training.loss in LOSSES or settings.loss
     if data.pad_to_longest or (several and not data.packing):
         # Otherwise stages would transfer --seq-length tokens of --micro-batch-size rows, whatever
         # the batch's shape.

@@ -22,50 +22,48 @@ Memory Limited Setup", 2021 (GradCache). With one micro-batch a rank, one pass i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_qwen3vl.data.config import names_to_log, parse_sources
 from mcore_qwen3vl.data.encoding.batch import (
     Batch,
-    Contrast,
     Labelled,
     LabelledReferences,
-    Margins,
     PairReferences,
-    RightLabels,
-    Scores,
-    TaskInputs,
 )
-from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.scores import Top
-from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.losses.pairs import numbers_of_rewards
+from mcore_qwen3vl.losses.passes import (
+    Within,
+    evaluation_mode,
+    first_pass_step,
+    forward_pass,
+    read_batches,
+    replay,
+    run_two_passes,
+    without_adapter,
+)
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.head import Head, likeliest, log_probs_of
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.model.lora_modules import without_factors
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.objectives import losses as formulas
-from mcore_qwen3vl.objectives.settings import Contrastive, Distillation, Kto, Preference, Ranking
+from mcore_qwen3vl.objectives.settings import Distillation, Kto, Preference
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.forward_step import (
     ForwardStep,
     Objective,
     Reduced,
-    RunBatch,
     cross_entropy,
     find_loss,
     forward,
@@ -75,102 +73,6 @@ from mcore_qwen3vl.training.forward_step import (
 )
 from mcore_qwen3vl.training.hooks import Wrapper, call_original
 from mcore_qwen3vl.training.second_model import SecondModel
-
-Within = Callable[[Any], AbstractContextManager[Any]]
-"""A function that makes, from the model that trains, a context which gives the model to run."""
-
-
-def run_two_passes(
-    schedule: Callable[..., Any],
-    *,
-    first: Callable[..., Any],
-    within: Within,
-    inputs: Callable[[list[Batch], list[Any]], Iterable[TaskInputs]] = lambda batches, results: (
-        results
-    ),
-    **arguments: Any,
-) -> Any:
-    """Run Megatron's `schedule` twice, and return what its second call returns.
-
-    An iteration's micro-batches are all read before it begins, and kept until it ends.
-
-    Args:
-        schedule: the schedule, which `arguments` are for.
-        first: the forward step of the first pass.
-        within: gives the model of the first pass.
-        inputs: makes each micro-batch's `task` from the micro-batches and from what the loss
-            function of `first` returned for each. Only the last stage calls it.
-    """
-    of_chunks = read_batches(arguments)
-    # Stages before the last have no results.
-    if results := forward_pass(schedule, arguments, of_chunks, first=first, within=within):
-        of_batches = zip(of_chunks[-1], inputs(of_chunks[-1], results), strict=True)
-        of_chunks[-1] = [replace(batch, task=task) for batch, task in of_batches]
-    return schedule(**{**arguments, "data_iterator": replay(of_chunks)})
-
-
-def first_pass_step(
-    run: RunBatch, values: Callable[[Batch, Tensor, Tensor], Any]
-) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
-    """Return the forward step of a first pass, which finds `values` in what `run` returns.
-
-    On the last stage, these get the micro-batch, this rank's positions and the output.
-    """
-
-    def step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        batch = next(batches)
-        output, local = run(batch, model)
-        # Megatron passes `non_loss_data` by name where it collects what is no loss.
-        return output, lambda output, non_loss_data: values(batch, local, output)
-
-    return step
-
-
-def read_batches(arguments: Mapping[str, Any]) -> list[list[Batch]]:
-    """Read the micro-batches of an iteration for each of this rank's pipeline chunks."""
-    streams, count = arguments["data_iterator"], arguments["num_microbatches"]
-    several = isinstance(streams, list)
-    return [[next(stream) for _ in range(count)] for stream in (streams if several else [streams])]
-
-
-def forward_pass(
-    schedule: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    batches: list[list[Batch]],
-    *,
-    first: Callable[..., Any],
-    within: Within,
-) -> list[Any]:
-    """Run the forward passes alone; on the last stage return what `first`'s loss function gave."""
-    with within(arguments["model"]) as model:
-        results: list[Any] = schedule(
-            **{
-                **arguments,
-                "model": model,
-                "data_iterator": replay(batches),
-                "forward_step_func": first,
-                "forward_only": True,
-                "collect_non_loss_data": True,
-            }
-        )
-    return results
-
-
-def replay(of_chunks: list[list[Batch]]) -> Any:
-    """Return the micro-batches as Megatron's schedule takes them: one stream, or one a chunk."""
-    streams = [iter(batches) for batches in of_chunks]
-    return streams if len(streams) > 1 else streams[0]
-
-
-@contextmanager
-def evaluation_mode(model: Any) -> Iterator[Any]:
-    """Give the chunks in evaluation mode and without gradients."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for chunk in unwrap_model(model if isinstance(model, list) else [model]):
-            stack.callback(chunk.train, chunk.training)  # restores the mode that it had
-            chunk.eval()
-        yield model
 
 
 def distillation_objective(settings: Distillation) -> Objective:
@@ -255,7 +157,7 @@ def preference_objective(preference: Preference) -> Objective:
         detached = log_probs.detach()
         numbers = {
             f"{preference.loss} loss": pairs,
-            **formulas.numbers_of_rewards(rewards),
+            **numbers_of_rewards(rewards),
             "log-prob chosen": detached[:, 0],
             "log-prob rejected": detached[:, 1],
         }
@@ -363,219 +265,6 @@ def _mean_change(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
     return sums[0] / sums[1].clamp(min=1)
 
 
-@contextmanager
-def without_adapter(model: Any) -> Iterator[Any]:
-    """Give the chunks in evaluation mode, without their adapters and without gradients."""
-    chunks = unwrap_model(model if isinstance(model, list) else [model])
-    with evaluation_mode(model), without_factors([chunk.adapter for chunk in chunks]):
-        yield model
-
-
-Read = Callable[[Tensor, Any, Tensor | None], Tensor]
-"""``(states, head, weight) -> values``.
-
-Args:
-    states: (N, H) float32 hidden states of the last tokens on this CP rank, zeros for the others.
-        All TP ranks have them.
-    head: the chunk's output layer.
-    weight: (V / tp, H) weight of a tied head.
-
-Returns:
-    (N, K) float32, equal on all TP ranks, and zero where the states are.
-"""
-
-
-def _last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the rows and the columns of the samples' last tokens, (N,) int64 each, on the host."""
-    lengths = torch.tensor(batch.lengths)
-    if batch.cu_seqlens is None:
-        return torch.arange(len(lengths)), lengths - 1
-    starts = batch.cu_seqlens[: len(lengths)].long()
-    return torch.zeros_like(lengths), starts + lengths - 1
-
-
-def _read_last_tokens(
-    read: Read,
-    batch: Batch,
-    chunk: Qwen3VLModel,
-    *,
-    hidden_states: Tensor,
-    output_layer: Any,
-    output_weight: Tensor | None,
-    packed_seq_params: PackedSequence | None,
-    **_: Any,
-) -> Tensor:
-    """Read the last tokens among this rank's hidden states (s, B, H), and add up all CP ranks'.
-
-    Each token is on one rank. A sum passes each rank the gradient of its own tokens. The head comes
-    before the sum over CP, so that its gradient on a CP rank is that of the rank's own tokens, as
-    for all other parameters.
-    """
-    sharded = chunk.config.sequence_parallel
-    length = batch.input_ids.shape[1]
-    local = chunk.local_tokens(length, packed_seq_params, sequence_parallel=sharded)
-    places = torch.full((length,), -1)
-    places[local] = torch.arange(len(local))
-    rows, columns = _last_tokens(batch)
-    at = places[columns]
-    device = hidden_states.device
-    is_here = to_device(at >= 0, device)[:, None]  # -1: another rank has the token
-    states = hidden_states[to_device(at.clamp(min=0), device), to_device(rows, device)].float()
-    states = torch.where(is_here, states, 0.0)
-    if sharded:
-        group = parallel_state.get_tensor_model_parallel_group()
-        states = reduce_from_tensor_model_parallel_region(states, group=group)
-    group = parallel_state.get_context_parallel_group()
-    values = read(states, output_layer, output_weight)
-    return reduce_from_tensor_model_parallel_region(values, group=group)
-
-
-def last_token_runner(read: Read) -> RunBatch:
-    """Return what runs a micro-batch through a pipeline chunk and reads its last tokens.
-
-    On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
-    """
-    return partial(forward, processor=partial(_read_last_tokens, read))
-
-
-EMBED = last_token_runner(lambda states, head, weight: states)
-"""Runs a micro-batch, whose values are (N, H) embeddings, not normalised."""
-SCORES = last_token_runner(lambda states, head, weight: head(states))
-"""Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
-
-
-def reward_objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
-    """Compute the mean loss of reward models over the pairs."""
-    rewards = values.view(-1, 2)
-    losses = formulas.reward_losses(rewards, batch.inputs_of(Margins).margins)
-    numbers = {"reward loss": losses, **formulas.numbers_of_rewards(rewards)}
-    return reduce_units(losses.sum(), batch, numbers)
-
-
-def classification_objective(
-    labels: Labels, batch: Batch, local: Tensor, logits: Tensor
-) -> Reduced:
-    """Compute the mean loss of classifiers over the records."""
-    inputs = batch.inputs_of(RightLabels)
-    losses, right = formulas.classification_losses(
-        logits, inputs.right, exclusive=labels.are_exclusive
-    )
-    return reduce_units(losses.sum(), batch, {"classification loss": losses, "accuracy": right})
-
-
-def ranking_objective(ranking: Ranking, batch: Batch, local: Tensor, logits: Tensor) -> Reduced:
-    """Compute the mean loss of rerankers over documents (``pointwise``) or queries (``listwise``).
-
-    Its values are the logits of ``yes`` and ``no`` after a query and a document.
-    """
-    losses, right = formulas.ranking_losses(relevance(logits), batch.groups, ranking)
-    return reduce_units(losses.sum(), batch, {"reranker loss": losses, "accuracy": right})
-
-
-def answer_word_runner(folder: str | Path, words: tuple[str, str]) -> RunBatch:
-    """Return what runs a micro-batch, whose values are the logits (N, 2) of two words.
-
-    It raises BadInput if a word is not a single token.
-    """
-    tokenizer = load_processor(folder).tokenizer
-    tokens = []
-    for word in words:
-        ids = tokenizer(word, add_special_tokens=False)["input_ids"]
-        if len(ids) != 1:
-            raise BadInput(
-                f"The answer {word!r} is {len(ids)} tokens in this tokenizer; a reranker's "
-                "answers are one token each: name two others with --answers."
-            )
-        tokens += ids
-    return last_token_runner(lambda states, head, weight: head(states, weight, tokens=tokens)[0])
-
-
-def relevance(logits: Tensor) -> Tensor:
-    """Return each document's logit of relevance (N,), from the logits (N, 2) of the answers."""
-    # The sigmoid of it is the score of Qwen3-VL-Reranker.
-    return logits[:, 0] - logits[:, 1]
-
-
-def embedding_objective(contrastive: Contrastive) -> Objective:
-    """Return the objective of embedding training: a mean over the queries of the global batch."""
-
-    def objective(batch: Batch, local: Tensor, embeddings: Tensor) -> Reduced:
-        contrast = batch.task
-        if not isinstance(contrast, Contrast):  # no first pass has found it
-            (contrast,) = contrasts(contrastive, [batch], [embeddings.detach()])
-        # The gradient of this is that of the global batch's loss.
-        total = (embeddings * contrast.gradients).sum()
-        return reduce_units(total, batch, {contrastive.name: contrast.losses})
-
-    return objective
-
-
-def run_with_contrasts(
-    contrastive: Contrastive, schedule: Callable[..., Any], **arguments: Any
-) -> Any:
-    """Run Megatron's `schedule` after a pass for all embeddings, if there are several to gather."""
-    if arguments["num_microbatches"] == 1:
-        return schedule(**arguments)
-    inputs = partial(contrasts, contrastive)
-    first = first_pass_step(EMBED, lambda batch, local, embeddings: embeddings)
-    return run_two_passes(schedule, first=first, within=evaluation_mode, inputs=inputs, **arguments)
-
-
-def contrasts(
-    contrastive: Contrastive, batches: Sequence[Batch], embeddings: Sequence[Tensor]
-) -> list[Contrast]:
-    """Differentiate the loss of all DP ranks' micro-batches with respect to their embeddings.
-
-    All data-parallel ranks call this, each with its own micro-batches, and all compute the same
-    loss of all queries.
-
-    Args:
-        embeddings: (N, H) float32 for each of them, without a gradient.
-
-    Returns:
-        For each of `batches`, the losses of its queries, and the gradient of the sum of all ranks'
-        losses.
-    """
-    groups_of_batches = [() if batch.is_spare else batch.groups for batch in batches]
-    vectors = [rows[: sum(of)] for rows, of in zip(embeddings, groups_of_batches, strict=True)]
-    groups: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
-    dist.all_gather_object(
-        groups, groups_of_batches, group=parallel_state.get_data_parallel_group_gloo()
-    )
-    sizes = [sum(map(sum, of_rank)) for of_rank in groups]
-    everyone = _gather_rows(torch.cat(vectors), sizes).requires_grad_()
-    queries = [sum(map(len, of_rank)) for of_rank in groups]
-    scores = None
-    if contrastive.takes_scores:
-        of_batches = zip(batches, groups_of_batches, strict=True)
-        own = [batch.inputs_of(Scores).scores[: len(of)] for batch, of in of_batches]
-        scores = _gather_rows(torch.cat(own)[:, None], queries)[:, 0]
-    texts = [size for of_rank in groups for rows in of_rank for size in rows]
-    with torch.enable_grad():
-        losses = formulas.contrastive_losses(everyone, texts, contrastive, scores)
-        (gradients,) = torch.autograd.grad(losses.sum(), everyone)
-    rank = parallel_state.get_data_parallel_rank()
-    mine = losses.detach().split(queries)[rank].split([len(rows) for rows in groups_of_batches])
-    of_own = gradients.split(sizes)[rank].split([sum(rows) for rows in groups_of_batches])
-    return [
-        # A spare batch takes part in no loss.
-        Contrast(torch.zeros(len(batch.groups), device=rows.device), torch.zeros_like(rows))
-        if batch.is_spare
-        else Contrast(losses, gradient)
-        for batch, rows, losses, gradient in zip(batches, embeddings, mine, of_own, strict=True)
-    ]
-
-
-def _gather_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the rows (n, H) of all data-parallel ranks, whose numbers are `sizes`, in order."""
-    padded = rows.new_zeros(max(sizes), rows.shape[1])
-    padded[: len(rows)] = rows
-    everyone = rows.new_empty(len(sizes) * len(padded), rows.shape[1])
-    dist.all_gather_into_tensor(everyone, padded, group=parallel_state.get_data_parallel_group())
-    of_ranks = zip(everyone.chunk(len(sizes)), sizes, strict=True)
-    return torch.cat([rows[:count] for rows, count in of_ranks])
-
-
 def forward_step_of(settings: Settings) -> ForwardStep:
     """Return the forward step with the objective that the run minimises."""
     loop, loss = settings.loop, settings.training.loss
@@ -586,16 +275,8 @@ def forward_step_of(settings: Settings) -> ForwardStep:
             parse_sources(loop.valid_data_path) if loop.valid_data_path else ()
         ),
     )
-    task = settings.task
-    if task.task == "embedding":
-        return step(embedding_objective(task.contrastive), EMBED)
-    if task.task == "reward":
-        return step(reward_objective, SCORES)
-    if task.task == "reranker":
-        run = answer_word_runner(settings.model.folder, task.words)
-        return step(partial(ranking_objective, task.ranking), run)
-    if labels := settings.labels:
-        return step(partial(classification_objective, labels), SCORES)
+    if chosen := settings.loss:
+        return step(chosen.objective(settings, settings.lora), chosen.compute(settings))
     if loss in LOSSES:
         return step(preference_objective(settings.preference.pair_settings(loss)))
     if loss == KTO:
@@ -615,9 +296,9 @@ def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
     """Return what replaces ``get_forward_backward_func``: some losses take two passes in a step."""
     loss, distillation = settings.training.loss, settings.distillation
     reference = second.in_place_of if second else without_adapter
-    passes: Callable[..., Any]
-    if settings.task.task == "embedding":
-        passes = partial(run_with_contrasts, settings.task.contrastive)
+    passes: Callable[..., Any] | None
+    if settings.loss:
+        passes = settings.loss.schedule(settings, settings.lora, second and second.in_place_of)
     elif loss == DISTILL and second:
         k = distillation.teacher_top_k
         assert k is not None
@@ -637,5 +318,7 @@ def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
     elif loss == KTO:
         passes = partial(run_with_baseline, reference)
     else:
+        passes = None
+    if passes is None:
         return call_original
     return lambda original, *args, **kwargs: partial(passes, original(*args, **kwargs))

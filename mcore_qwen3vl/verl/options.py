@@ -223,7 +223,7 @@ def lora_run(
             lora_dropout=settings.get("dropout", 0.0),
         )
     base = str(source)
-    return LoraRun(lora, architecture, base, base=base, task=None, seed=seed)
+    return LoraRun(lora, architecture, base, base=base, scored_by=None, seed=seed)
 
 
 def _targets_for_peft(names: Sequence[str], architecture: Architecture) -> list[str]:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.objectives.losses import contrastive_losses
-from mcore_qwen3vl.objectives.settings import Contrastive
+from mcore_qwen3vl.losses.embedding import Contrastive, contrastive_losses
 from tests.training.tasks.retrieval import formula
 
 TOLERANCE = 2e-5

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.losses.reward import reward_losses
 from mcore_qwen3vl.model.head import FLOOR
-from mcore_qwen3vl.objectives.losses import divergences, labelled_losses, pair_losses, reward_losses
+from mcore_qwen3vl.objectives.losses import divergences, labelled_losses, pair_losses
 from mcore_qwen3vl.objectives.settings import Distillation, Kto, Preference
 
 trl = pytest.importorskip("trl")

@@ -232,7 +232,7 @@ def test_embedding_on_the_users_records(command: Command, tmp_path: Path) -> Non
     assert role["launches"] > 100
     places = [sync["place"] for sync in role["host syncs"]]
     assert places
-    assert not [place for place in places if "objectives/" in place]
+    assert not [place for place in places if "losses/" in place]
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_distillation_on_made_up_data(command: Command, config: Path) -> None:
     assert role["launches"] > 100
     places = [sync["place"] for sync in role["host syncs"]]
     assert places
-    parts = ("objectives/", "model/head", "training/objectives")
+    parts = ("objectives/", "losses/", "model/head", "training/objectives")
     assert not [place for place in places if any(part in place for part in parts)]
 
 

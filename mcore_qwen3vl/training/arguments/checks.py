@@ -201,8 +201,10 @@ def _check_mtp(settings: Settings, count: int) -> None:
             "(text_config.mtp_num_hidden_layers). Leave the flag out"
             + (f", or set it to {count}." if count else ".")
         )
-    task, loss = settings.task.task, settings.training.loss
-    other = f"--task {task}" if task else f"--loss {loss}" if loss in NOT_OF_TOKENS else ""
+    loss = settings.training.loss
+    other = f"--loss {loss}" if loss in NOT_OF_TOKENS else ""
+    if settings.loss:
+        other = settings.loss.chosen_by
     if other:
         raise BadInput(
             f"--mtp-num-layers with {other}: a further token is predicted beside a loss of single "
@@ -383,7 +385,7 @@ def _check_checkpoint_kinds(settings: Settings) -> None:
                 f"{place.path} holds no checkpoint of Megatron's to begin from: check the path of "
                 f"{flag}."
             )
-        if settings.task.task in (None, "reranker") and place.hf is not None:
+        if (settings.loss is None or settings.loss.lm_head) and place.hf is not None:
             read_form(place.hf).require_language_model(place.path)
     if not (places or checkpoints.save):
         return

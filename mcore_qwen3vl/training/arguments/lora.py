@@ -22,7 +22,6 @@ from mcore_qwen3vl.converters.adapters.config import (
     Preset,
     preset_targets,
 )
-from mcore_qwen3vl.data.config import SCORED, Task
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import File, Flag, Name, flag_of
 from mcore_qwen3vl.training.arguments.run import RunSettings
@@ -123,18 +122,23 @@ class LoraSettings:
                     f"{', '.join(get_args(Preset))} and all-linear."
                 )
 
-    def adapter_config(self, architecture: Architecture, task: Task | None) -> AdapterConfig:
-        """Return the adapter config that the flags ask for, or raise BadInput if they disagree."""
+    def adapter_config(
+        self, architecture: Architecture, scored_by: str | None = None
+    ) -> AdapterConfig:
+        """Return the adapter config that the flags ask for, or raise BadInput if they disagree.
+
+        `scored_by` is the flag of the loss that trains the head ``score``, if one does.
+        """
         source = self.lora_config or self.lora_init
         if source is None:
             return _with_weight_tying(
-                self._with_score(self._config_from_flags(architecture), task), architecture
+                self._with_score(self._config_from_flags(architecture), scored_by), architecture
             )
         decides = "lora_config" if self.lora_config else "lora_init"  # and no other flag
         names = (name for name in (*_ASKING, *_DETAILS) if name != decides)
         if others := [flag_of(name) for name in names if getattr(self, name)]:
             raise BadInput(f"{flag_of(decides)} decides this already: drop {', '.join(others)}.")
-        config = self._with_score(AdapterConfig.from_file(Path(source)), task)
+        config = self._with_score(AdapterConfig.from_file(Path(source)), scored_by)
         init = config.raw.get("init_lora_weights", True)
         if self.lora_config and init is not True:
             raise BadInput(
@@ -146,10 +150,10 @@ class LoraSettings:
             return config
         return _with_weight_tying(config, architecture)
 
-    def _with_score(self, config: AdapterConfig, task: Task | None) -> AdapterConfig:
+    def _with_score(self, config: AdapterConfig, scored_by: str | None) -> AdapterConfig:
         """Return `config` with the head ``score``, as PEFT makes it for tasks that have one."""
         modules = config.modules_to_save or ()
-        if (SCORE in modules) == (task in SCORED):
+        if (SCORE in modules) == (scored_by is not None):
             return config
         if SCORE in modules:
             raise BadInput(
@@ -158,7 +162,7 @@ class LoraSettings:
             )
         if self.lora_init:
             raise BadInput(
-                f"{self.lora_init} has no head {SCORE}, which --task {task} trains: name an "
+                f"{self.lora_init} has no head {SCORE}, which {scored_by} trains: name an "
                 "adapter that has it, or leave --lora-init out."
             )
         return replace(

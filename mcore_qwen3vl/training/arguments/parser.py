@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.losses.registry import refuse_other_losses_flags
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, load_as_saved, refuse
@@ -147,7 +148,10 @@ class ArgumentSetup:
             preference=settings.preference.complete(settings, lora),
             distillation=settings.distillation.complete(settings, architecture.vocab_size),
         )
-        settings.task.check(settings, lora, architecture)
+        if settings.loss:
+            loss = settings.loss.complete(settings, lora, architecture)
+            settings = replace(settings, loss=loss)
+        refuse_other_losses_flags(args, settings.loss)
         # Checkpoints keep the arguments, and a run that goes on compares this one.
         args.reference_model = settings.preference.reference_model
         args.teacher_top_k = settings.distillation.teacher_top_k

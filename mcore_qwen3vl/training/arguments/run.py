@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.flags import File, Flag, Folder, Name, make_from_flags
@@ -296,7 +296,7 @@ class RunSettings:
         return self.checkpoints.pretrained_checkpoint or self.model.load_hf
 
     @classmethod
-    def from_flags(cls, flags: argparse.Namespace) -> Self:
+    def from_flags(cls, flags: argparse.Namespace, **others: Any) -> Self:
         """Take the values of parsed flags, or raise BadInput for one that no data config has."""
         balance = flags.balance
         if balance is None:
@@ -306,10 +306,14 @@ class RunSettings:
             DataConfig, flags, media=make_from_flags(MediaLimits, flags), balance=balance
         )
         hints = get_type_hints(cls)
-        kinds = {f.name: hints[f.name] for f in fields(cls) if is_dataclass(hints[f.name])}
+        kinds = {
+            f.name: hints[f.name]
+            for f in fields(cls)
+            if is_dataclass(hints[f.name]) and f.name not in others
+        }
         parts = {
             name: make_from_flags(kind, flags)
             for name, kind in kinds.items()
             if kind is not DataConfig
         }
-        return cls(data=data, **parts)
+        return cls(data=data, **parts, **others)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import HFConfig
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.flags import add_flags
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.losses.loss import Loss
+from mcore_qwen3vl.losses.registry import add_loss_flags, loss_of
+from mcore_qwen3vl.losses.task import hf_config_with
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training.arguments import run
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
@@ -22,7 +25,6 @@ from mcore_qwen3vl.training.arguments.losses import (
     DistillationSettings,
     PreferenceSettings,
     Reference,
-    TaskSettings,
 )
 from mcore_qwen3vl.training.arguments.schedule import ScheduleSettings
 
@@ -34,7 +36,7 @@ class Settings(run.RunSettings):
     lora: LoraSettings
     preference: PreferenceSettings
     distillation: DistillationSettings
-    task: TaskSettings
+    loss: Loss | None
     kept_batch: bool = False
     """Whether the global batch is that of the run that is resumed, which no flag says."""
 
@@ -45,13 +47,22 @@ class Settings(run.RunSettings):
 
     @property
     def labels(self) -> Labels | None:
-        """The labels of the model's head; see :meth:`TaskSettings.labels`."""
-        return self.task.labels(self, self.lora)
+        """The labels of the model's head; see :meth:`.Loss.labels`."""
+        return self.loss.labels(self, self.lora) if self.loss else None
+
+    @property
+    def scored_by(self) -> str | None:
+        """The flag that chose a loss which trains the head ``score``; None: another loss."""
+        return self.loss.scored_by if self.loss else None
 
     @property
     def hf_config(self) -> HFConfig:
         """The model's config; a classifier's names its labels."""
-        return self.task.hf_config(self, self.lora)
+        return hf_config_with(self.labels, self)
+
+    @classmethod
+    def from_flags(cls, flags: argparse.Namespace, **others: Any) -> Self:
+        return super().from_flags(flags, loss=loss_of(flags), **others)
 
 
 _SET_ELSEWHERE = (
@@ -76,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_flags(parser.add_argument_group("qwen3-vl lora"), LoraSettings)
     add_flags(parser.add_argument_group("qwen3-vl preference"), PreferenceSettings)
     add_flags(parser.add_argument_group("qwen3-vl distillation"), DistillationSettings)
-    add_flags(parser.add_argument_group("qwen3-vl task"), TaskSettings)
+    add_loss_flags(parser)
     data = parser.add_argument_group("qwen3-vl data")
     add_flags(data, run.DataSources)
     add_flags(data, DataConfig, leave_out=_SET_ELSEWHERE, undecided=("balance",))

@@ -69,7 +69,7 @@ def summary(
         *(_preference_rows(settings) if loss in LOSSES else []),
         *(_kto_rows(settings) if loss == KTO else []),
         *(_distillation_rows(settings.distillation) if loss == DISTILL else []),
-        *(_task_rows(settings) if settings.task.task else []),
+        *(settings.loss.summary(settings, settings.lora) if settings.loss else []),
         *([("frozen", _model_text(source.path, second))] if source and second else []),
         ("layout", _layout_text(settings, a)),
         ("precision", _precision_text(settings)),
@@ -108,30 +108,6 @@ def _adapter_text(flags: LoraSettings, a: Architecture, lora: LoraRun) -> str:
         f"{len(lora.targets)} matrices ({where}){saved_modules}: {_count_text(count)} parameters, "
         f"{count / parameters.total(a):.2%} of the model's"
     )
-
-
-def _task_rows(settings: Settings) -> list[tuple[str, str]]:
-    task = settings.task
-    if task.task == "reranker":
-        return [("loss", f"{task.ranking}, from the answers {' and '.join(task.words)}")]
-    if task.task == "reward":
-        return [
-            ("loss", "Bradley-Terry over pairs"),
-            ("head", "score, one value at the last token"),
-        ]
-    if labels := settings.labels:
-        names = ", ".join(labels.names)
-        return [
-            ("loss", f"{'binary ' * (not labels.are_exclusive)}cross entropy over labels"),
-            ("head", f"score, {len(labels)} labels at the last token: {names:.200}"),
-        ]
-    loss = task.contrastive
-    cut = f", embeddings cut to {', '.join(map(str, loss.dimensions))}" if loss.dimensions else ""
-    scale = "" if loss.kind == "cosine" else f", temperature {loss.temperature:g}"
-    return [
-        ("loss", f"{loss.kind} of embeddings{scale}{cut}"),
-        ("head", "none: the model is trained and written without lm_head"),
-    ]
 
 
 def _preference_rows(settings: Settings) -> list[tuple[str, str]]:
@@ -282,7 +258,7 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
         of_adapter = "; an adapter has no processor" if trains_adapter else ""
         writes.append(f"the processor beside them has {', '.join(budgets)}{of_adapter}")
     # A config alone is a shape.
-    if (save or model.save_hf) and not settings.task.task and model.folder.is_dir():
+    if (save or model.save_hf) and not settings.loss and model.folder.is_dir():
         from mcore_qwen3vl.generation import unlisted_turn_end  # imports megatron
 
         if end := unlisted_turn_end(model.folder):

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from tqdm import tqdm
 
 from mcore_qwen3vl.console import visible
+from mcore_qwen3vl.losses.registry import logged_names
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.folders import log_of
 
@@ -197,7 +198,7 @@ class _UsefulRecords(logging.Filter):
 
 _LOSSES = (
     *("dpo loss", "simpo loss", "orpo loss", "kto loss", "distill loss"),
-    *("contrastive loss", "similarity loss", "reranker loss", "reward loss", "classification loss"),
+    *logged_names(),
     "lm loss",  # the last, because a distillation has it beside its own
 )
 

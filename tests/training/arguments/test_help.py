@@ -16,11 +16,11 @@ from mcore_qwen3vl.cli import main as command_line
 from mcore_qwen3vl.converters.adapters.config import Preset
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import field_docs
+from mcore_qwen3vl.losses.embedding import Contrastive, Embedding
+from mcore_qwen3vl.losses.reranker import ANSWERS, Reranker
 from mcore_qwen3vl.objectives.settings import (
-    ANSWERS,
     DEFAULTS,
     TEACHER_TOP_K,
-    Contrastive,
     Distillation,
     Kto,
     Preference,
@@ -36,7 +36,6 @@ from mcore_qwen3vl.training.arguments.lora import RANK, LoraSettings
 from mcore_qwen3vl.training.arguments.losses import (
     DistillationSettings,
     PreferenceSettings,
-    TaskSettings,
 )
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.arguments.run import NOT_READ_EARLY
@@ -140,9 +139,9 @@ def test_texts_name_the_defaults_in_use() -> None:
         (DistillationSettings, "distill_temperature"): f"default {Distillation.temperature:g}",
         (DistillationSettings, "distill_alpha"): f"default {Distillation.alpha:g}",
         (DistillationSettings, "teacher_top_k"): f"default {TEACHER_TOP_K}",
-        (TaskSettings, "embedding_loss"): f"{Contrastive.kind} (the default)",
-        (TaskSettings, "temperature"): f"default {Contrastive.temperature}",
-        (TaskSettings, "answers"): f"default: {' '.join(ANSWERS)}",
+        (Embedding, "embedding_loss"): f"{Contrastive.kind} (the default)",
+        (Embedding, "temperature"): f"default {Contrastive.temperature}",
+        (Reranker, "answers"): f"default: {' '.join(ANSWERS)}",
         (LoraSettings, "lora_rank"): f"default {RANK}",
         (LoraSettings, "lora_target"): f"what to adapt: {', '.join(get_args(Preset))} (default",
     }

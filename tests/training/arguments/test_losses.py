@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.settings import Contrastive, Distillation, Kto, Preference
+from mcore_qwen3vl.losses.embedding import Contrastive, Embedding
+from mcore_qwen3vl.objectives.settings import Distillation, Kto, Preference
 from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.arguments.settings import Settings
@@ -103,9 +104,12 @@ def test_a_live_teacher_needs_no_file_and_sees_what_is_cut_off(dense: Path) -> N
 
 def test_values_and_defaults_of_an_embedding(moe: Path) -> None:
     found = parsed(moe, *TASK, "--temperature", "0.2", "--matryoshka-dims", "8", "16")
-    assert found.task.contrastive == Contrastive(0.2, (8, 16))
+    assert isinstance(found.loss, Embedding)
+    assert found.loss.contrastive == Contrastive(0.2, (8, 16))
     assert found.compute.moe_aux_loss_coeff == 0
-    assert parsed(moe, *TASK).task.contrastive == Contrastive(0.05)
+    plain = parsed(moe, *TASK).loss
+    assert isinstance(plain, Embedding)
+    assert plain.contrastive == Contrastive(0.05)
 
 
 @pytest.mark.parametrize(

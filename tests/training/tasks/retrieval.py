@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.objectives.settings import Contrastive
+from mcore_qwen3vl.losses.embedding import Contrastive
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves import Job
 from tests.training.one_step import Plain, plain_model

@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoProcessor, Qwen3_5Model, Qwen3VLModel
 from mcore_qwen3vl import machine
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.settings import Contrastive
+from mcore_qwen3vl.losses.embedding import Contrastive
 from mcore_qwen3vl.scoring.score import Request, _ScoringJob, score
 from mcore_qwen3vl.verify.curves import Job, train
 from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter

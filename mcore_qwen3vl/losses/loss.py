@@ -1,0 +1,137 @@
+"""What a loss is to the rest of the package: :class:`Loss`, of which each loss has a subclass.
+
+The command line reads the subclasses before torch and megatron are imported, so a loss's file
+names those lazily (:mod:`mcore_qwen3vl.lazy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import flag_of
+from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.lazy import Lazy
+from mcore_qwen3vl.training.arguments.lora import LoraSettings
+from mcore_qwen3vl.training.arguments.run import RunSettings
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.training import forward_step
+    from mcore_qwen3vl.training.forward_step import Objective, RunBatch
+else:
+    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss, or a family of losses that share their settings, with what a command line says.
+
+    A subclass is a frozen dataclass. Each of its fields but `name` is a flag, whose docstring is
+    the flag's help (:mod:`mcore_qwen3vl.flags`); it is None where the command line says nothing.
+
+    Attributes:
+        name: the one of `names` that the run minimises.
+        flag: the flag whose values the names are, ``--loss`` or ``--task``.
+        names: the values of that flag.
+        group: the title of the flags in ``--help``.
+        help: what `flag`'s help says about the names.
+        unit: what the loss is a mean over, in the plural.
+        lm_head: whether the model has the head ``lm_head``.
+        trains_score: whether it has the head ``score`` in its place.
+        logged: the names in the log of what is minimised, one of which a run has.
+    """
+
+    name: str = ""
+
+    flag: ClassVar[str] = "--loss"
+    names: ClassVar[tuple[str, ...]] = ()
+    group: ClassVar[str] = ""
+    help: ClassVar[str] = ""
+    unit: ClassVar[str] = "tokens"
+    lm_head: ClassVar[bool] = True
+    trains_score: ClassVar[bool] = False
+    logged: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def chosen_by(self) -> str:
+        """The flag and its value, such as ``--loss kto``."""
+        return f"{self.flag} {self.name}"
+
+    @property
+    def scored_by(self) -> str | None:
+        """What chose it, if it trains the head ``score``; otherwise None."""
+        return self.chosen_by if self.trains_score else None
+
+    @classmethod
+    def owners(cls) -> Mapping[str, Collection[str]]:
+        """Return the names that each flag is for, where it is not for all of them."""
+        return {}
+
+    def complete(self, run: RunSettings, lora: LoraSettings, architecture: Architecture) -> Self:
+        """Return this loss with the defaults that depend on the other settings.
+
+        It raises BadInput if the flags do not fit one another or the others.
+        """
+        return self
+
+    def labels(self, run: RunSettings, lora: LoraSettings) -> Labels | None:
+        """Return the labels of the model's head; none: it has no head; None: it has lm_head."""
+        return None
+
+    def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
+        """Return the fields of the data config that the loss decides."""
+        return {}
+
+    def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
+        """Return the rows about the loss in the summary at the start of a run."""
+        return [("loss", self.name)]
+
+    def objective(self, run: RunSettings, lora: LoraSettings) -> Objective:
+        """Return what makes the loss of a micro-batch from what :meth:`compute` returned."""
+        raise NotImplementedError
+
+    def compute(self, run: RunSettings) -> RunBatch:
+        """Return what runs a micro-batch through a pipeline chunk; by default cross entropies."""
+        return forward_step.forward
+
+    def schedule(
+        self, run: RunSettings, lora: LoraSettings, frozen: Any
+    ) -> Callable[..., Any] | None:
+        """Return ``(schedule, **arguments)``, which runs Megatron's after passes of its own.
+
+        Args:
+            frozen: makes of the model a context that gives the frozen one; None: there is none.
+
+        Returns:
+            None if Megatron's schedule is run as it is.
+        """
+        return None
+
+
+def refuse_without(owner: str, flags: Mapping[str, Any]) -> None:
+    """Raise BadInput if one of `flags` is set, which have a meaning only with the flag `owner`."""
+    if wrong := [flag_of(name) for name, value in flags.items() if value is not None]:
+        raise BadInput(f"{', '.join(wrong)} is set without {owner}: add it, or drop the flag.")
+
+
+def refuse_router_losses(run: RunSettings, owner: str, unit: str) -> None:
+    """Raise BadInput if a router's loss is added to that of flag `owner`, a mean over `unit`."""
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        value = getattr(run.compute, name)
+        values = value if isinstance(value, tuple) else (value or 0.0,)  # one for each kind of loss
+        if any(values):
+            flag = " ".join([flag_of(name), *(f"{value:g}" for value in values)])
+            raise BadInput(
+                f"{flag} with {owner}: Megatron adds the router's losses up over tokens, and this "
+                f"loss is a mean over {unit}, so they would weigh hundreds of times too much. Set "
+                "it to 0."
+            )
+
+
+def require(name: str, value: float, holds: bool, what: str) -> None:
+    """Raise BadInput, which says what the value must be, unless it `holds`."""
+    if not holds:
+        raise BadInput(f"{name} is {value:g}: it must be {what}.")
