@@ -60,6 +60,7 @@ ORDER = (
     "data.encoding",
     "data",
     "owners",
+    "training.arguments.schedule",
     "training.arguments.run",
     "training.arguments.lora",
     "training.forward_step",
