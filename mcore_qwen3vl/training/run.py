@@ -28,7 +28,13 @@ from mcore_qwen3vl.training.arguments.command_line import (
     help_words,
     print_megatron_help,
 )
-from mcore_qwen3vl.training.arguments.parser import Parsed, parse, without_help_texts
+from mcore_qwen3vl.training.arguments.parser import (
+    Parsed,
+    is_about_flags,
+    parse,
+    refusal,
+    without_help_texts,
+)
 from mcore_qwen3vl.training.arguments.schedule import ITERS
 from mcore_qwen3vl.training.arguments.settings import statement_of_defaults
 from mcore_qwen3vl.training.folders import lock_folders
@@ -166,7 +172,9 @@ class Run:
                 with metrics.explain_tensorboard_errors(self.settings.logs.tensorboard_dir):
                     self._pretrain()
                 self.data.close()
-            except RuntimeError as error:
+            except (AssertionError, ValueError, RuntimeError) as error:
+                if is_about_flags(error):
+                    raise refusal(error) from error
                 if _NO_NUMBER not in str(error):
                     raise
                 step = self.args.curr_iteration + 1

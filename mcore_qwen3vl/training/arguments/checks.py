@@ -140,8 +140,6 @@ def _check_best(settings: Settings) -> None:
         raise BadInput(
             f"{flag} needs the validation loss: add --valid-data-path PATH and --eval-iters N."
         )
-    if loop.multiple_validation_sets:
-        raise BadInput(f"{flag} needs a single validation loss: drop --multiple-validation-sets.")
     if patience is not None and patience < 1:
         raise BadInput(f"--early-stop-patience is {patience}; it is at least 1.")
     if training.keep_best and not checkpoints.save:

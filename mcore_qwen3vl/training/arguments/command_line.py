@@ -81,16 +81,9 @@ _ELSEWHERE = {
 }
 """Flags of other trainers and of our other commands, with the training flag for each."""
 _ACTS_WITH = {
-    "--eval-interval": ("loop.valid_data_path", "it acts with --valid-data-path"),
     "--packing-buffer": ("data.packing", "it acts with --packing"),
     "--shuffle-buffer": ("data.shuffle", "it acts without --no-shuffle"),
-    "--save-interval": ("checkpoints.save", "it acts with --save DIR"),
-    "--mtp-loss-scaling-factor": ("loop.mtp_num_layers", "it acts with --mtp-num-layers"),
     "--lr-warmup-init": ("schedule.has_warmup", "it acts with a warm-up"),
-    **dict.fromkeys(
-        ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-wsd-decay-style"),
-        ("schedule.is_wsd", "it acts with --lr-decay-style WSD"),
-    ),
 }
 """Flags that do nothing without another one: its setting, and the reason."""
 _SIMILAR = 0.75  # of 1; a less similar flag is rarely the one meant
@@ -181,10 +174,24 @@ class CommandLine:
             for flag, (name, why) in _ACTS_WITH.items()
             if not attrgetter(name)(self.settings)
         }
+        alone |= {
+            flag: f"it acts with {other}"
+            for flag, other in sorting.acts_with.items()
+            if not any(self._gives(*words.split()) for words in other.split(" or "))
+        }
         reasons = {**sorting.no_effect, **alone}
         known = {*_parser()._option_string_actions, *(sorting.known if sorting.complete else flags)}
         owner = Fields(COMMAND_LINE, known - reasons.keys(), reasons=reasons)
         return owner.unused(dict.fromkeys(flags, True))
+
+    def _gives(self, flag: str, value: str | None = None) -> bool:
+        """Return whether the command line has this flag, with this value if there is one."""
+        found = False  # the last one counts
+        for word, following in zip(self.words, [*self.words[1:], ""], strict=True):
+            name, equals, given = word.partition("=")
+            if name == flag:
+                found = value in (None, given if equals else following)
+        return found
 
     def _flag_names(self) -> list[str]:
         """Return the flags of the command line, without their values, in their order."""
@@ -198,12 +205,15 @@ class Sorting:
 
     Attributes:
         reaching: flags that something reads.
+        acts_with: of those, the flags that something reads only with another one: that one, or
+            several in turn, joined by "or".
         refused: the reason by flag: it asks for what this package does otherwise, or not at all.
         no_effect: the reason by flag: nothing reads it, and no run is another one for it.
         complete: whether the version has no other flags.
     """
 
     reaching: frozenset[str]
+    acts_with: Mapping[str, str]
     refused: Mapping[str, str]
     no_effect: Mapping[str, str]
     complete: bool
@@ -224,7 +234,8 @@ class Sorting:
 
         Behind a flag that not every version has stand the versions that have it.
         """
-        kinds: dict[str, dict[str, str]] = {"reaching": {}, "refused": {}, "no effect": {}}
+        names = ("reaching", "acts with", "refused", "no effect")
+        kinds: dict[str, dict[str, str]] = {name: {} for name in names}
         kind = reason = ""
         release = Version(megatron).base_version  # 0.20 of a pre-release, which has its flags
         for line in text.splitlines():
@@ -234,8 +245,9 @@ class Sorting:
                 kind, _, reason = line.partition(": ")
             elif SpecifierSet(versions).contains(release):
                 kinds[kind][flag] = reason
-        reaching = frozenset(kinds["reaching"])
-        return cls(reaching, kinds["refused"], kinds["no effect"], megatron == LISTED)
+        reached, acts_with, refused, no_effect = kinds.values()
+        reaching = frozenset({**reached, **acts_with})
+        return cls(reaching, acts_with, refused, no_effect, megatron == LISTED)
 
 
 @cache

@@ -31,6 +31,7 @@ from mcore_qwen3vl.training.arguments.settings import (
     kernel_defaults,
     run_defaults,
 )
+from mcore_qwen3vl.training.arguments.values import check_values
 
 SPECS = ("te", "torch")
 
@@ -103,11 +104,13 @@ class ArgumentSetup:
         command, architecture = self._command, self._command.architecture
         explicit = _parse_explicit(add_arguments(parser), command.words)
         fixed = architecture_arguments(architecture)
-        _check_explicit(parser, explicit, fixed)
+        flags = {action.dest: action.option_strings[0] for action in parser._actions if action.dest}
+        _check_explicit(flags, explicit, fixed)
+        spec = _chosen_spec(explicit.get("spec"), command.cpu)
+        check_values(explicit, flags, spec=spec, cpu=command.cpu)
         self.explicit = frozenset(explicit)
         # Megatron's validation refuses it with positions of three axes, which our layer takes.
         self._mtp_num_layers = explicit.pop("mtp_num_layers", None)
-        spec = _chosen_spec(explicit.get("spec"), command.cpu)
         parser.set_defaults(
             **fixed,
             **{**recommended_arguments(architecture), **defaults_of_sample_losses(explicit)},
@@ -176,10 +179,9 @@ def _parse_explicit(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dic
 
 
 def _check_explicit(
-    parser: argparse.ArgumentParser, explicit: Mapping[str, Any], fixed: Mapping[str, Any]
+    flags: Mapping[str, str], explicit: Mapping[str, Any], fixed: Mapping[str, Any]
 ) -> None:
     """Refuse flags that contradict the checkpoint's config, which sets the arguments `fixed`."""
-    flags = {action.dest: action.option_strings[0] for action in parser._actions if action.dest}
     wrong = [
         f"{flags[name]} sets {name} to {explicit[name]}, the config says {value}"
         for name, value in fixed.items()
@@ -225,9 +227,23 @@ def _explain_flag_errors() -> Iterator[None]:
     try:
         yield
     except (AssertionError, ValueError, RuntimeError) as error:
-        # A bare assertion says no more than its condition.
-        said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise BadInput(f"Megatron refuses these flags: {said}") from error
+        raise refusal(error) from error
+
+
+def refusal(error: Exception) -> BadInput:
+    """Return what to raise for an error of Megatron's about its flags."""
+    # A bare assertion says no more than its condition.
+    said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+    return BadInput(f"Megatron refuses these flags: {said}")
+
+
+_OF_FLAGS = ("__post_init__", "initialize_model_parallel")
+"""Megatron's functions that make configs and groups of the flags."""
+
+
+def is_about_flags(error: Exception) -> bool:
+    """Return whether Megatron raised this error because of flags, when a run had begun."""
+    return traceback.extract_tb(error.__traceback__)[-1].name in _OF_FLAGS
 
 
 @dataclass(frozen=True)

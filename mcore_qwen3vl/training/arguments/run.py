@@ -159,7 +159,6 @@ class LoopSettings:
     eval_micro_batch_size: int = 0
     eval_global_batch_size: int = 0
     full_validation: bool = False
-    multiple_validation_sets: bool = False
     mtp_num_layers: int | None = None
     mtp_loss_scaling_factor: float = 0.1
 

@@ -1,0 +1,114 @@
+"""Values of single flags with which a run would end in a traceback, or go up its loss.
+
+Megatron's own validation checks few of its numbers. The others reach a division by zero, or the
+constructor of an optimizer, minutes after the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.errors import BadInput
+
+_INTERVALS = (
+    *("adlr_autoresume_interval", "check_weight_hash_across_dp_replicas_interval"),
+    *("gpu_sniff_test_interval", "log_interval", "log_memory_interval"),
+    *("non_persistent_save_interval", "save_interval", "save_retain_interval", "save_hf_interval"),
+    *("save_activations_interval", "save_dgrads_interval", "save_params_interval"),
+    *("save_tokens_per_expert_interval", "save_wgrads_interval"),
+    *("tensorboard_log_interval", "tensorboard_queue_size"),
+)
+_SIZES = (
+    *("micro_batch_size", "global_batch_size", "eval_global_batch_size", "seq_length"),
+    *("train_iters", "train_samples", "num_epochs", "expert_tensor_parallel_size"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("microbatch_group_size_per_vp_stage", "num_distributed_optimizer_instances"),
+    *("ddp_num_buckets", "dist_ckpt_workers", "distributed_timeout_minutes", "packing_buffer"),
+    *("make_vocab_size_divisible_by", "shuffle_buffer", "loss_scale_window", "hysteresis"),
+    *("image_min_pixels", "image_max_pixels", "image_max_tokens", "video_max_frames"),
+    *(
+        "video_min_pixels",
+        "video_max_pixels",
+        "video_max_tokens",
+        "flight_recorder_trace_buffer_size",
+    ),
+    *("iterations_to_skip", "profile_step_end", "muon_num_ns_steps", "straggler_minmax_count"),
+)
+_NOT_NEGATIVE = (
+    *("eval_interval", "exit_interval", "exit_duration_in_mins", "start_eval_at_iter"),
+    *(
+        "train_sync_interval",
+        "manual_gc_interval",
+        "num_workers",
+        "ckpt_step",
+        "profile_step_start",
+    ),
+    *("lr", "decoupled_lr", "decoupled_min_lr", "vision_lr_mult", "aligner_lr_mult"),
+    *("weight_decay", "clip_grad", "adam_eps", "init_method_std", "embedding_init_method_std"),
+    *("mtp_loss_scaling_factor", "bad_fraction_floor", "max_sample_seconds", "loss_scale"),
+    *("min_loss_scale", "initial_loss_scale", "head_chunk", "wgrad_deferral_limit", "peak_tflops"),
+    *("cpu_offloading_num_layers", "distributed_timeout_seconds_after_init"),
+)
+_BELOW_ONE = (
+    *("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"),
+    *("hidden_dropout", "attention_dropout"),
+)
+_SHARES = ("activation_offload_fraction", "optimizer_offload_fraction")
+
+_Rule = tuple[Callable[[Any], bool], str]
+_RULES: dict[str, _Rule] = {  # of a number that is none, no comparison holds
+    **dict.fromkeys((*_INTERVALS, *_SIZES), (lambda value: value >= 1, "at least 1")),
+    **dict.fromkeys(_NOT_NEGATIVE, (lambda value: value >= 0, "at least 0")),
+    **dict.fromkeys(_BELOW_ONE, (lambda value: 0 <= value < 1, "at least 0 and below 1")),
+    **dict.fromkeys(_SHARES, (lambda value: 0 <= value <= 1, "from 0 to 1")),
+    "video_fps": (lambda value: value > 0, "above 0"),
+}
+
+_REFUSED: dict[tuple[str, str], str] = {
+    ("exit_signal", "SIGKILL"): "no process can catch it: use SIGTERM",
+    ("exit_signal", "SIGSTOP"): "no process can catch it: use SIGTERM",
+    ("rerun_mode", "report_stats"): "Megatron does not know its own value",
+}
+
+_NEEDS_TE = (
+    *("batch_invariant_mode", "cpu_offloading_num_layers", "defer_embedding_wgrad_compute"),
+    *("save_dgrads_interval", "te_precision_config_file", "use_precision_aware_optimizer"),
+)
+"""Flags with which Megatron calls or looks for something of Transformer Engine, and fails."""
+_NEEDS_GPU = ("gpu_sniff_test_interval", "log_device_memory_used", "use_sharp")
+"""Flags that on the CPU take minutes, or ask for what only a GPU has."""
+_NEEDS_OTHER = {"non_persistent_save_interval": "--non-persistent-ckpt-type global"}
+_FILES = ("nccl_communicator_config_path", "te_precision_config_file", "tp_comm_overlap_cfg")
+
+
+def check_values(
+    explicit: Mapping[str, Any], flags: Mapping[str, str], *, spec: str, cpu: bool
+) -> None:
+    """Refuse, with BadInput, values that single flags cannot have.
+
+    Args:
+        explicit: what the command line sets, by ``dest`` name.
+        flags: the flag of each ``dest`` name.
+        spec: the layer spec, ``te`` or ``torch``.
+        cpu: whether the run is on the CPU.
+    """
+    for name, given in explicit.items():
+        flag = flags[name]
+        for value in given if isinstance(given, Sequence) and name in _RULES else [given]:
+            holds, allowed = _RULES.get(name, (lambda _: True, ""))
+            if value is not None and not holds(value):
+                raise BadInput(f"{flag} is {value}; it is {allowed}.")
+        if isinstance(given, str) and (why := _REFUSED.get((name, given))):
+            raise BadInput(f"{flag} {given}: {why}.")
+        if given and spec == "torch" and name in _NEEDS_TE:
+            instead = "leave it out" if cpu else "use --spec te, or leave it out"
+            raise BadInput(f"{flag} needs Transformer Engine, which --spec torch lacks: {instead}.")
+        if given and cpu and name in _NEEDS_GPU:
+            raise BadInput(f"{flag} needs GPUs: leave it out with --cpu.")
+        other, _, value = _NEEDS_OTHER.get(name, "").partition(" ")
+        if other and other not in map(flags.get, explicit):
+            raise BadInput(f"{flag} is set without {other}: add {other} {value}.")
+        if name in _FILES and not Path(given).is_file():
+            raise BadInput(f"{flag}: there is no file {given}.")
