@@ -73,7 +73,7 @@ VERSIONS := torch-2.11 torch-2.12 torch-2.14 torch-2.15 python-3.13
 .venv-python-3.13/.synced: export UV_PYTHON := 3.13
 # What works with the oldest transformers; data and prompts need 5.18. The cache that test_hub makes
 # is laid out as huggingface_hub 2 does, which that transformers does not take.
-OLD := $(addprefix tests/,model converters tiny verify/parity) --ignore tests/converters/hf/test_hub.py
+OLD := $(addprefix tests/,model converters tiny verification/parity) --ignore tests/converters/hf/test_hub.py
 
 test-versions: $(VERSIONS:%=test-%) test-transformers-5.10 ## with every supported version, an hour and more
 
@@ -103,7 +103,7 @@ docs: .venv/.synced-docs ## the documentation as a site in build/site; a dead li
 	@echo "open build/site/index.html"
 
 parity: $(ENVIRONMENT) ## the layout x batch matrix against Hugging Face, written as a table
-	$(RUN)python -m mcore_qwen3vl.verify.parity $(ARGS)
+	$(RUN)python -m mcore_qwen3vl.verification.parity $(ARGS)
 
 # By its formula up to 24 GB of memory and 34 GB of temporary files (CP 2), beside a model of 9 GB.
 parity-2b: $(ENVIRONMENT) ## a whole 2B with random weights against Hugging Face, in four layouts

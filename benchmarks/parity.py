@@ -31,7 +31,7 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.safe_path import protect_children
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_random_weights
-from mcore_qwen3vl.verify.figures import write_figures
+from mcore_qwen3vl.verification.figures import write_figures
 
 GB = 1e9
 LIMIT = 7200.0  # seconds
@@ -47,7 +47,7 @@ def compare_and_send(
 
     quiet_libraries()
     cpu.install()
-    from mcore_qwen3vl.verify.parity.comparison import verify_parity
+    from mcore_qwen3vl.verification.parity.comparison import verify_parity
 
     if planted:
         plant_wrong_norm()
@@ -65,7 +65,7 @@ def compare_and_send(
 
 def plant_wrong_norm() -> None:
     """Let our model load one weight of one norm wrongly, by 1e-3."""
-    from mcore_qwen3vl.verify.parity import on_rank
+    from mcore_qwen3vl.verification.parity import on_rank
 
     load = on_rank.load_weights
 
@@ -123,9 +123,9 @@ def measure_layout(path: Path, layout: str, **options: Any) -> str:
 
 def formula_row(path: Path, layout: str, batches: list[str], gradients: bool, dtype: Any) -> str:
     """Return a layout's row of what ``verify parity`` calculates, in memory and in files."""
-    from mcore_qwen3vl.verify.parity.case import AdamW, Case
-    from mcore_qwen3vl.verify.parity.comparison import memory_and_disk_of
-    from mcore_qwen3vl.verify.parity.reference import ReferenceCheckpoint
+    from mcore_qwen3vl.verification.parity.case import AdamW, Case
+    from mcore_qwen3vl.verification.parity.comparison import memory_and_disk_of
+    from mcore_qwen3vl.verification.parity.reference import ReferenceCheckpoint
 
     cells = []
     for in_files in (False, True):

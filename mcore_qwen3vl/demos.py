@@ -23,9 +23,9 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
-from mcore_qwen3vl.verify.curves import DISTRIBUTED, Job, train, with_image_paths
-from mcore_qwen3vl.verify.measurement import measure
+from mcore_qwen3vl.verification.checkpoints import compare_checkpoints
+from mcore_qwen3vl.verification.curves import DISTRIBUTED, Job, train, with_image_paths
+from mcore_qwen3vl.verification.measurement import measure
 
 TOLERANCE = 2e-5
 """Largest accepted logit difference, relative to the largest logit: this model's float32

@@ -28,7 +28,7 @@ from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
 from mcore_qwen3vl.training.arguments import command_line  # noqa: E402
 
 if TYPE_CHECKING:  # it imports transformers, which is slow
-    from mcore_qwen3vl.verify.parity.matrix import Matrix
+    from mcore_qwen3vl.verification.parity.matrix import Matrix
 
 pytest_plugins = ("tests.turns",)
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -91,7 +91,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     """Return the layout matrix; it makes each tiny checkpoint and reference once a session."""
-    from mcore_qwen3vl.verify.parity.matrix import Matrix
+    from mcore_qwen3vl.verification.parity.matrix import Matrix
 
     return Matrix(tmp_path_factory.mktemp("parity"))
 
@@ -138,16 +138,16 @@ def workbench() -> Iterator[Workbench]:
 
 LONGEST = (
     "rehearsal/test_training.py",
-    "verify/parity/test_matrix.py",
+    "verification/parity/test_matrix.py",
     "training/test_distillation.py",
     "training/checkpoints/test_resume.py",
-    "verify/test_trace.py",
+    "verification/test_trace.py",
     "data/loading/test_loader.py",
     "training/tasks/test_run.py",
-    "verify/parity/test_memory.py",
+    "verification/parity/test_memory.py",
     "training/tasks/test_classify.py",
     "training/preference/test_run.py",
-    "verify/parity/test_lora.py",
+    "verification/parity/test_lora.py",
     "generation/test_equal.py",
     "training/tasks/test_reward.py",
     "training/tasks/test_reranker.py",

@@ -42,7 +42,7 @@ COMPUTING = [
     "tests/objectives",
     "tests/scoring",
     "tests/training",
-    "tests/verify",
+    "tests/verification",
 ]
 
 QUICK = [

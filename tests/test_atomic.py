@@ -28,7 +28,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.scoring.records import Output
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import Job
+from mcore_qwen3vl.verification.curves import Job
 from tests.command import exit_code
 
 

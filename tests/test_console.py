@@ -22,9 +22,9 @@ from mcore_qwen3vl.cli import data, main
 from mcore_qwen3vl.console import byte_progress, plain, quiet_libraries, table, visible
 from mcore_qwen3vl.data.inspection import DataReport, Flaw
 from mcore_qwen3vl.training.logs.summary import show_summary
-from mcore_qwen3vl.verify import audit
-from mcore_qwen3vl.verify.measurement import Finding
-from mcore_qwen3vl.verify.report import Report, html, junit, render
+from mcore_qwen3vl.verification import audit
+from mcore_qwen3vl.verification.measurement import Finding
+from mcore_qwen3vl.verification.report import Report, html, junit, render
 
 PACKAGE = Path(data.__file__).parents[1]
 

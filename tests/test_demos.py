@@ -11,7 +11,7 @@ from mcore_qwen3vl import demos
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification.curves import Job, train
 
 
 @pytest.mark.parametrize("dense", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -73,14 +73,14 @@ ORDER = (
     "simulated_gpu",
     "rehearsal",
     "standalone",
-    "verify.measurement",
-    "verify.report",
-    "verify.figures",
-    "verify.checkpoints",
-    "verify.audit",
-    "verify.parity",
-    "verify.trace",
-    "verify.curves",
+    "verification.measurement",
+    "verification.report",
+    "verification.figures",
+    "verification.checkpoints",
+    "verification.audit",
+    "verification.parity",
+    "verification.trace",
+    "verification.curves",
     "demos",
     "launch",
     "cli",
@@ -172,7 +172,7 @@ def modules() -> dict[str, str]:
 
 
 def test_every_module_has_its_place(modules: dict[str, str]) -> None:
-    placeless = {"", "converters", "verify"}  # outer packages, which hold docstrings only
+    placeless = {"", "converters", "verification"}  # outer packages, which hold docstrings only
     assert [m for m in modules if package_of(m) is None and m not in placeless] == []
 
 
@@ -209,7 +209,7 @@ def test_no_module_imports_itself_in_a_circle(modules: dict[str, str]) -> None:
     [
         ("model.decoder.attention", "from mcore_qwen3vl.training.run import main"),
         ("converters.storage.boxes", "from mcore_qwen3vl.converters.mapping import table"),
-        ("training.run", "import mcore_qwen3vl.verify.parity.matrix"),
+        ("training.run", "import mcore_qwen3vl.verification.parity.matrix"),
         ("data.readers", "from mcore_qwen3vl.data.encoding.batch import Batch"),
         ("data.encoding.batch", "def f():\n    from mcore_qwen3vl.cli import app"),
         ("runtime.launch", "def f():\n    from mcore_qwen3vl.simulated_gpu import is_preloaded"),

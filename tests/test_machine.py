@@ -19,7 +19,7 @@ from mcore_qwen3vl import machine
 from mcore_qwen3vl.converters.storage import disk
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.machine import usable_cores
-from mcore_qwen3vl.verify.checkpoints import roundtrip
+from mcore_qwen3vl.verification.checkpoints import roundtrip
 from tests.turns import slow_except
 
 ROOT = Path(__file__).parents[1]

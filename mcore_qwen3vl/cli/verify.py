@@ -16,7 +16,7 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.verify.report import Report
+    from mcore_qwen3vl.verification.report import Report
 
 app = typer.Typer(help="Check that two things are the same.", no_args_is_help=True)
 
@@ -33,7 +33,7 @@ def conclude(
     json: options.Json = False,
 ) -> None:
     """Make a check, write the files, show its report, and exit by the verdict."""
-    from mcore_qwen3vl.verify.report import render, write_report
+    from mcore_qwen3vl.verification.report import render, write_report
 
     result = check()
     if report is not None:
@@ -67,7 +67,7 @@ def verify_roundtrip(
     strict: options.Strict = False,
 ) -> "Report":
     """Convert to Megatron-Core and back, and compare every tensor and file bitwise."""
-    from mcore_qwen3vl.verify.checkpoints import adapter_roundtrip, roundtrip
+    from mcore_qwen3vl.verification.checkpoints import adapter_roundtrip, roundtrip
 
     if lora is not None:
         console.quiet_libraries()
@@ -84,7 +84,7 @@ def verify_tensors(
     b: Annotated[Path, options.source("B", "The checkpoint to compare it with.")],
 ) -> "Report":
     """Compare two checkpoints bitwise, as Hugging Face tensors."""
-    from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
+    from mcore_qwen3vl.verification.checkpoints import compare_checkpoints
 
     with console.byte_progress("comparing") as progress:
         return compare_checkpoints(a, b, progress=progress)
@@ -107,7 +107,7 @@ def verify_audit(
 
     Tensors are compared bit for bit, after rounding those of HF to the dtype of EXAMINED.
     """
-    from mcore_qwen3vl.verify.audit import audit
+    from mcore_qwen3vl.verification.audit import audit
 
     with console.byte_progress("auditing") as progress:
         return audit(examined, hf, progress=progress)
@@ -122,7 +122,7 @@ def verify_manifest(
     workers: options.Workers = None,
 ) -> "Report":
     """Compare every tensor with the checksums in DIR/manifest.json, without the source."""
-    from mcore_qwen3vl.verify.checkpoints import check_manifest
+    from mcore_qwen3vl.verification.checkpoints import check_manifest
 
     with console.byte_progress("checking") as progress:
         return check_manifest(path, workers=workers, progress=progress)
@@ -182,7 +182,7 @@ def verify_parity(
     If something differs, `verify trace` names the first module at which the models part.
     """
     console.quiet_libraries()
-    from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
+    from mcore_qwen3vl.verification.parity.comparison import verify_parity as verify
 
     return verify(
         hf,
@@ -239,8 +239,8 @@ def verify_trace(
     from mcore_qwen3vl.runtime import cpu
 
     cpu.install()
-    from mcore_qwen3vl.verify.parity.case import Case
-    from mcore_qwen3vl.verify.trace.tracing import from_prompt, trace
+    from mcore_qwen3vl.verification.parity.case import Case
+    from mcore_qwen3vl.verification.trace.tracing import from_prompt, trace
 
     if (image or video) and prompt is None:
         raise BadInput("--image and --video need a --prompt that asks about them.")

@@ -27,7 +27,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.checkpoints.resume import explain_load_errors
-from mcore_qwen3vl.verify.curves import Job
+from mcore_qwen3vl.verification.curves import Job
 from tests.command import exit_code
 from tests.converters.checkpoints import Call
 from tests.data.conftest import write_tar

@@ -72,7 +72,7 @@ SLOW = {
     "rehearse": (*COMMAND, "rehearse", *TRAIN[1:3], "--spec", "torch", "--seq-length", 256),
     "demo": (*COMMAND, "demo", "--dense"),
     "train-demo": (*COMMAND, "train-demo"),
-    "the layout matrix": (*AS_MODULE[:2], "mcore_qwen3vl.verify.parity", "--help"),
+    "the layout matrix": (*AS_MODULE[:2], "mcore_qwen3vl.verification.parity", "--help"),
     "data workers": (*COMMAND, "data", "check", "{data}", "--hf-model", "{dense}"),
 }
 

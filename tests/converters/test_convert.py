@@ -26,7 +26,7 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
+from mcore_qwen3vl.verification.checkpoints import compare_checkpoints
 from tests.command import exit_code
 from tests.converters.checkpoints import (
     CASES,

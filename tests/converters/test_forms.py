@@ -18,8 +18,8 @@ from mcore_qwen3vl.converters.mapping.forms import COSMOS
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
-from mcore_qwen3vl.verify.parity.reference import Reference
+from mcore_qwen3vl.verification.checkpoints import check_manifest, compare_checkpoints
+from mcore_qwen3vl.verification.parity.reference import Reference
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors, copy, load, save
 from tests.converters.forms import FORMS, record_of, rewritten
 from tests.turns import slow_except

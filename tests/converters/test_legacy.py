@@ -33,7 +33,7 @@ from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.storage.archive import Record, as_bytes, load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.checkpoints import check_manifest, compare_checkpoints
+from mcore_qwen3vl.verification.checkpoints import check_manifest, compare_checkpoints
 from tests.converters.checkpoints import CASES, Call, assert_same_files, assert_same_tensors
 from tests.turns import slow_except
 
@@ -354,7 +354,7 @@ cpu.install()
 assert Path(converters.__file__).is_relative_to(sys.argv[1]), converters.__file__
 modules = [m.name for m in pkgutil.walk_packages(converters.__path__, f"{converters.__name__}.")]
 modules += ["mcore_qwen3vl.training.checkpoints.resume", "mcore_qwen3vl.cli.app"]
-modules += ["mcore_qwen3vl.verify.checkpoints"]
+modules += ["mcore_qwen3vl.verification.checkpoints"]
 for module in modules:
     importlib.import_module(module)
 assert not any(".legacy" in module for module in sys.modules if "converters" in module)

@@ -29,7 +29,7 @@ FOREIGN = {
     "launch": {"--dry-run"},
     "sbatch": {"--nodes", "--gpus-per-node", "--signal", "--requeue"},
     "srun": {"--kill-on-bad-exit"},
-    "verify.curves": {"--resume"},
+    "verification.curves": {"--resume"},
     "figures": {"--page"},
     "numerics": {"--quick"},
     "parity-2b": {"--formula", "--layers", "--layouts", "--planted"},

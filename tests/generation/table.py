@@ -13,7 +13,7 @@ cpu.install()
 from mcore_qwen3vl.console import quiet_libraries  # noqa: E402
 from mcore_qwen3vl.generation import Generation  # noqa: E402
 from mcore_qwen3vl.layout import Layout  # noqa: E402
-from mcore_qwen3vl.verify.figures import write_figures  # noqa: E402
+from mcore_qwen3vl.verification.figures import write_figures  # noqa: E402
 from tests.generation.cases import KINDS, LAYOUTS, answer, conversations, expected  # noqa: E402
 
 CELLS = """Equal tokens of all tokens, greedy, in float32, on tiny models. `batch` is four prompts

@@ -24,8 +24,8 @@ from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.verify.measurement import measure
-from mcore_qwen3vl.verify.parity.comparison import HALF_PRECISION_FACTOR
+from mcore_qwen3vl.verification.measurement import measure
+from mcore_qwen3vl.verification.parity.comparison import HALF_PRECISION_FACTOR
 from tests.command import exit_code, without_version
 from tests.generation.cases import (
     NEW_TOKENS,

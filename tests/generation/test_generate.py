@@ -29,7 +29,7 @@ from mcore_qwen3vl.generation import (
 from mcore_qwen3vl.inference import read_adapter_for
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
-from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from tests.converters.adapters.peft_made import edit_config
 from tests.generation.cases import (
     NEW_TOKENS,

@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.verify.parity.on_rank import HEAD_CHUNK, logits_of
+from mcore_qwen3vl.verification.parity.on_rank import HEAD_CHUNK, logits_of
 from tests.model import weights
 from tests.model.reference import Expected, Reference
 from tests.model.samples import MicroBatch

@@ -1,6 +1,6 @@
 """Logits, loss and all gradients equal Hugging Face's, by a check that shares no code with ours.
 
-``verify/parity`` compares every layout and batch. These tests check its own tools: weights are
+``verification/parity`` compares all layouts and batches. These check its tools: weights are
 cut by hand-written rules instead of the conversion table, and positions, labels and loss masks are
 random, so that nothing holds by chance.
 """

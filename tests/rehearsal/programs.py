@@ -30,7 +30,7 @@ def spawned_ranks() -> list[Any]:
 
 def verify_parity(checkpoint: Path) -> dict[str, int]:
     """Compare our model on the device with HF's on the host; return the numbers of values."""
-    from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
+    from mcore_qwen3vl.verification.parity.comparison import verify_parity as verify
 
     _without_torchrun()
     report = verify(checkpoint, batches=["images"], device="cuda", timeout=300)

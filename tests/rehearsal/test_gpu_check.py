@@ -29,8 +29,8 @@ from mcore_qwen3vl.model.decoder.experts import _has_kernel
 from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.simulated_gpu import Settings
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.parity.case import Case, build_batch
-from mcore_qwen3vl.verify.parity.comparison import verify_parity
+from mcore_qwen3vl.verification.parity.case import Case, build_batch
+from mcore_qwen3vl.verification.parity.comparison import verify_parity
 from tests.docs.markdown import ROOT, blocks
 from tests.leftovers import run_and_end
 

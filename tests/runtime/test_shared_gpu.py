@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import launch, shared_gpu
 from mcore_qwen3vl.runtime.launch import describe_device, run_layout
-from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow
+from mcore_qwen3vl.verification.parity.matrix import Matrix, MatrixRow
 from tests.turns import slow_except
 
 RANKS = 3

@@ -27,7 +27,7 @@ from mcore_qwen3vl.data.scores import References, facts_file_of, vocabulary_fing
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from tests.command import exit_code
 from tests.generation.cases import clip, frames, picture
 from tests.test_atomic import held_elsewhere

@@ -15,11 +15,11 @@ from mcore_qwen3vl.converters.live import factor_parts, gradient, hf_parts, unwr
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.run import Run
-from mcore_qwen3vl.verify.curves import Job, run_rank
-from mcore_qwen3vl.verify.measurement import Measurements, measure, merge
-from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
-from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
-from mcore_qwen3vl.verify.parity.reference import Reference
+from mcore_qwen3vl.verification.curves import Job, run_rank
+from mcore_qwen3vl.verification.measurement import Measurements, measure, merge
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verification.parity.on_rank import IN_MEMORY
+from mcore_qwen3vl.verification.parity.reference import Reference
 from tests.training.log import entries_of
 
 TOLERANCE = 2e-5

@@ -24,7 +24,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training import data_provider
 from mcore_qwen3vl.training.data_provider import DataProvider, SharedBatches, StageFeed
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification.curves import Job, train
 from tests.training.log import validation_losses
 from tests.training.toy import batch
 

@@ -18,7 +18,7 @@ from mcore_qwen3vl.objectives.settings import Distillation
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import (
+from mcore_qwen3vl.verification.curves import (
     Job,
     curve_of,
     encode_conversation,

@@ -19,7 +19,7 @@ from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training import forward_step
 from mcore_qwen3vl.training.forward_step import StepRecords, forward
-from mcore_qwen3vl.verify.parity.case import MicroBatch, build_batch
+from mcore_qwen3vl.verification.parity.case import MicroBatch, build_batch
 
 LOSSES = torch.tensor([[2.0, 3.0, 5.0], [7.0, float("inf"), 11.0]])
 WEIGHTS = torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, 0.0]])

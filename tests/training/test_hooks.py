@@ -28,7 +28,7 @@ from mcore_qwen3vl.training.hooks import (
     Stats,
     success_of_all,
 )
-from mcore_qwen3vl.verify.curves import LEARNING_RATE, Job, curve_of, train, worst_difference
+from mcore_qwen3vl.verification.curves import LEARNING_RATE, Job, curve_of, train, worst_difference
 from tests.training.log import entries_of
 from tests.training.megatron_symbols import differences, read_table
 

@@ -12,8 +12,8 @@ import pytest
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.logs import metrics
-from mcore_qwen3vl.verify import curves
-from mcore_qwen3vl.verify.curves import Job
+from mcore_qwen3vl.verification import curves
+from mcore_qwen3vl.verification.curves import Job
 from tests.data.conftest import write_video
 
 WARM, STEPS, INTERVAL = 200, 400, 20

@@ -25,7 +25,7 @@ from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.lora import BASE_FILE, Base, Identity, LoraRun, check_checkpoint
-from mcore_qwen3vl.verify.curves import (
+from mcore_qwen3vl.verification.curves import (
     DISTRIBUTED,
     OTHER_LAYOUT,
     TOLERANCE,
@@ -36,8 +36,8 @@ from mcore_qwen3vl.verify.curves import (
     train_and_rewind,
     worst_difference,
 )
-from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
-from mcore_qwen3vl.verify.parity.comparison import verify_parity
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verification.parity.comparison import verify_parity
 
 KEEP = ("--save-interval", "1000")
 

@@ -23,7 +23,7 @@ from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.memory import trained_parameters
-from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 
 DENSE, TIED = Architecture.from_hf(tiny_config()), Architecture.from_hf(tiny_config(tie=True))
 MOE = Architecture.from_hf(tiny_config(moe=True))

@@ -25,7 +25,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.layer import mtp_spec
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.curves import (
+from mcore_qwen3vl.verification.curves import (
     OTHER_LAYOUT,
     Job,
     curve_of,

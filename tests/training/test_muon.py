@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves import (
+from mcore_qwen3vl.verification.curves import (
     LEARNING_RATE,
     WEIGHT_DECAY,
     Job,

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verification.curves import DISTRIBUTED, Job, train
 from tests.training.log import numbers_of
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"

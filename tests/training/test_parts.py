@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.verify.curves import Job, encode_conversation, sample_order, train
+from mcore_qwen3vl.verification.curves import Job, encode_conversation, sample_order, train
 from tests.training.log import numbers_of
 from tests.training.one_step import Plain, check_step, plain_model, step_job
 from tests.turns import slow

@@ -13,8 +13,8 @@ from PIL import Image
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.curves import DISTRIBUTED, Job, train
-from mcore_qwen3vl.verify.parity.comparison import verify_parity
+from mcore_qwen3vl.verification.curves import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verification.parity.comparison import verify_parity
 from tests.training.log import validation_losses
 
 COLOURS = ((220, 30, 30), (30, 180, 60), (40, 60, 220), (230, 220, 40))

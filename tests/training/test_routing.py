@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification.curves import Job, train
 from tests.turns import slow_except
 
 LOSSES = ("--moe-aux-loss-coeff", "1", "--moe-z-loss-coeff", "0.1")

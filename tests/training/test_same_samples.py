@@ -16,7 +16,13 @@ import torch
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.forward_step import ForwardStep
-from mcore_qwen3vl.verify.curves import Job, encode_conversation, import_for_ranks, run_rank, train
+from mcore_qwen3vl.verification.curves import (
+    Job,
+    encode_conversation,
+    import_for_ranks,
+    run_rank,
+    train,
+)
 from tests.training.log import entries_of, validation_losses
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "indigo", "violet")

@@ -14,7 +14,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.second_model import SecondModel
-from mcore_qwen3vl.verify.curves import run_rank
+from mcore_qwen3vl.verification.curves import run_rank
 from tests.training.one_step import step_job
 
 

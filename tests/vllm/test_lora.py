@@ -15,7 +15,7 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.describe import vllm_notes
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.parity.case import (
+from mcore_qwen3vl.verification.parity.case import (
     ADAPTERS,
     ATTENTION,
     MLP,

@@ -26,8 +26,8 @@ from mcore_qwen3vl.converters.adapters.adapter import (
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, resolve_targets
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.measurement import measure
-from mcore_qwen3vl.verify.parity.comparison import TOLERANCE
+from mcore_qwen3vl.verification.measurement import measure
+from mcore_qwen3vl.verification.parity.comparison import TOLERANCE
 from tests.command import exit_code
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import (

@@ -27,9 +27,9 @@ from mcore_qwen3vl.model.lora import adapt, attach
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.measurement import measure
-from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
-from mcore_qwen3vl.verify.parity.comparison import TOLERANCE
+from mcore_qwen3vl.verification.measurement import measure
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verification.parity.comparison import TOLERANCE
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import EXPERTS, KINDS, Kind, base_model, logits, make
 from tests.converters.adapters.rounding import assert_merged, is_merged, update_range

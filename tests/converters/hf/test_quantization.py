@@ -25,7 +25,7 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.checkpoints import check_manifest, roundtrip
+from mcore_qwen3vl.verification.checkpoints import check_manifest, roundtrip
 from tests.converters.checkpoints import copy, edit_config, load, one_by_one, save, turned
 
 Tensors = dict[str, Tensor]

@@ -16,9 +16,9 @@ from mcore_qwen3vl.converters.hf.config_file import in_transformers_form
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.offline import to_hf
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.checkpoints import TENSORS, compare_checkpoints
-from mcore_qwen3vl.verify.measurement import measure
-from mcore_qwen3vl.verify.parity.comparison import TOLERANCE
+from mcore_qwen3vl.verification.checkpoints import TENSORS, compare_checkpoints
+from mcore_qwen3vl.verification.measurement import measure
+from mcore_qwen3vl.verification.parity.comparison import TOLERANCE
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors, load, tree_digests
 from tests.turns import slow_except
 

@@ -26,12 +26,12 @@ from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker
-from mcore_qwen3vl.verify.audit import audit
-from mcore_qwen3vl.verify.checkpoints import compare_checkpoints
-from mcore_qwen3vl.verify.curves import Job, train
-from mcore_qwen3vl.verify.parity.comparison import verify_parity
-from mcore_qwen3vl.verify.trace.recording import WEIGHTS
-from mcore_qwen3vl.verify.trace.tracing import trace
+from mcore_qwen3vl.verification.audit import audit
+from mcore_qwen3vl.verification.checkpoints import compare_checkpoints
+from mcore_qwen3vl.verification.curves import Job, train
+from mcore_qwen3vl.verification.parity.comparison import verify_parity
+from mcore_qwen3vl.verification.trace.recording import WEIGHTS
+from mcore_qwen3vl.verification.trace.tracing import trace
 from tests.converters.checkpoints import assert_same_tensors, copy, load, save
 from tests.converters.peers.make_peers import write_hf
 from tests.converters.peers.test_peers import (

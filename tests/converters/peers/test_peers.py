@@ -25,7 +25,12 @@ from mcore_qwen3vl.converters.megatron_checkpoint import ChunkedTensor
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.checkpoints import FILES, TENSORS, check_manifest, compare_checkpoints
+from mcore_qwen3vl.verification.checkpoints import (
+    FILES,
+    TENSORS,
+    check_manifest,
+    compare_checkpoints,
+)
 from tests.converters.checkpoints import (
     assert_same_files,
     assert_same_tensors,

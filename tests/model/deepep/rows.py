@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from mcore_qwen3vl.verify.parity.matrix import (
+from mcore_qwen3vl.verification.parity.matrix import (
     EXPERTS,
     OVERLAPPED,
     SELECTIVE_MOE,

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from mcore_qwen3vl.runtime.launch import RanksFailed
-from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow
+from mcore_qwen3vl.verification.parity.matrix import Matrix, MatrixRow
 from tests.model.deepep.installed import installed
 from tests.model.deepep.rows import BACKENDS, ROWS, under
 from tests.turns import slow, slow_except
-from tests.verify.parity.test_rules import FAR_OFF, worst
+from tests.verification.parity.test_rules import FAR_OFF, worst
 
 FAST = (
     "moe tp2xep2+sp deepep, overlapped experts",

@@ -18,8 +18,8 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import adapt, trained_names, whole_tensors
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.verify.parity.matrix import Matrix
-from mcore_qwen3vl.verify.parity.reference import ReferenceCheckpoint
+from mcore_qwen3vl.verification.parity.matrix import Matrix
+from mcore_qwen3vl.verification.parity.reference import ReferenceCheckpoint
 from tests.turns import slow
 
 

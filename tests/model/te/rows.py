@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mcore_qwen3vl.verify.parity.case import batch_names_of
-from mcore_qwen3vl.verify.parity.matrix import LORA_MATRIX, MATRIX, MatrixRow
+from mcore_qwen3vl.verification.parity.case import batch_names_of
+from mcore_qwen3vl.verification.parity.matrix import LORA_MATRIX, MATRIX, MatrixRow
 
 TRAINED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
 """Megatron's fusions that training switches on; a model built directly has them off."""

@@ -13,10 +13,10 @@ import torch
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.verify.figures import write_figures
-from mcore_qwen3vl.verify.parity.__main__ import print_row
-from mcore_qwen3vl.verify.parity.matrix import MatrixRow, parity_matrix
-from mcore_qwen3vl.verify.report import Report
+from mcore_qwen3vl.verification.figures import write_figures
+from mcore_qwen3vl.verification.parity.__main__ import print_row
+from mcore_qwen3vl.verification.parity.matrix import MatrixRow, parity_matrix
+from mcore_qwen3vl.verification.report import Report
 from tests.model.te import extension
 
 PARTS = ("logits", "loss", "gradients", "parameters")

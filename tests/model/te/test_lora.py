@@ -8,7 +8,7 @@ from tests.model.te.installed import require
 
 require()
 
-from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
+from mcore_qwen3vl.verification.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from tests.model.te.rows import LORA_ROWS  # noqa: E402
 
 pytestmark = pytest.mark.slow

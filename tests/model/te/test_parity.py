@@ -20,13 +20,13 @@ from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.layout import Layout  # noqa: E402
 from mcore_qwen3vl.model.qwen3vl import build_chunks  # noqa: E402
 from mcore_qwen3vl.runtime.launch import initialize, run_layout  # noqa: E402
-from mcore_qwen3vl.verify.parity import on_rank  # noqa: E402
-from mcore_qwen3vl.verify.parity.case import RECIPES, Batch, MicroBatch  # noqa: E402
-from mcore_qwen3vl.verify.parity.comparison import verify_parity  # noqa: E402
-from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
+from mcore_qwen3vl.verification.parity import on_rank  # noqa: E402
+from mcore_qwen3vl.verification.parity.case import RECIPES, Batch, MicroBatch  # noqa: E402
+from mcore_qwen3vl.verification.parity.comparison import verify_parity  # noqa: E402
+from mcore_qwen3vl.verification.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from tests.model.te.kernels import gemm  # noqa: E402
 from tests.model.te.rows import LORA_ROWS, ROWS, TORCH_ROWS, with_te  # noqa: E402
-from tests.verify.parity.test_tf32 import rounded  # noqa: E402
+from tests.verification.parity.test_tf32 import rounded  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -25,9 +25,9 @@ from mcore_qwen3vl.model import (  # noqa: E402
 )
 from mcore_qwen3vl.model.decoder import layer  # noqa: E402
 from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, PackedSequence  # noqa: E402
-from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
+from mcore_qwen3vl.verification.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from tests.model.te.rows import with_te  # noqa: E402
-from tests.verify.parity.test_rules import worst  # noqa: E402
+from tests.verification.parity.test_rules import worst  # noqa: E402
 
 pytestmark = pytest.mark.slow
 FAR_OFF = 1e-3

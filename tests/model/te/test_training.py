@@ -16,7 +16,7 @@ require()
 from mcore_qwen3vl.layout import Layout  # noqa: E402
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel  # noqa: E402
 from mcore_qwen3vl.training.arguments import parser  # noqa: E402
-from mcore_qwen3vl.verify.curves import (  # noqa: E402
+from mcore_qwen3vl.verification.curves import (  # noqa: E402
     DISTRIBUTED,
     OTHER_LAYOUT,
     TOLERANCE,

@@ -14,7 +14,7 @@ from mcore_qwen3vl.training.arguments.command_line import CommandLine, Sorting
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.arguments.settings import add_arguments
 from mcore_qwen3vl.training.arguments.values import check_values
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification.curves import Job, train
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification.curves import Job, train
 
 
 @pytest.fixture

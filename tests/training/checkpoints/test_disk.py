@@ -12,8 +12,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.checkpoints.run_checkpoints import explain_save_errors
-from mcore_qwen3vl.verify import curves
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification import curves
+from mcore_qwen3vl.verification.curves import Job, train
 
 ROOM = 700_000  # bytes a file may have; a rank writes two million
 

@@ -23,7 +23,7 @@ from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import Parsed, validate
 from mcore_qwen3vl.training.checkpoints.resume import iteration_to_load
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification.curves import Job, train
 from tests.converters.checkpoints import assert_same_tensors
 from tests.converters.ranks import build_empty, check_chunks
 from tests.training.log import numbers_of

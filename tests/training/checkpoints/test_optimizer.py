@@ -28,7 +28,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training import optimizer as own_parts
 from mcore_qwen3vl.training.optimizer import LOAD, SAVE, USED, keep_own_parts, regroup
-from mcore_qwen3vl.verify.curves import (
+from mcore_qwen3vl.verification.curves import (
     DISTRIBUTED,
     OTHER_LAYOUT,
     Job,

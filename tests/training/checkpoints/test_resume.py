@@ -23,7 +23,7 @@ from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.checkpoints import data_state
-from mcore_qwen3vl.verify.curves import (
+from mcore_qwen3vl.verification.curves import (
     DISTRIBUTED,
     OTHER_LAYOUT,
     Job,

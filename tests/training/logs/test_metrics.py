@@ -25,7 +25,13 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.folders import log_file
 from mcore_qwen3vl.training.logs import metrics
-from mcore_qwen3vl.verify.curves import TOLERANCE, Job, batch_names, encode_conversation, train
+from mcore_qwen3vl.verification.curves import (
+    TOLERANCE,
+    Job,
+    batch_names,
+    encode_conversation,
+    train,
+)
 from tests.test_atomic import full_disk
 from tests.training.log import entries_of
 from tests.training.toy import batch

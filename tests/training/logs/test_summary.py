@@ -16,7 +16,7 @@ from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.checkpoints.resume import changed_files, save_companions
 from mcore_qwen3vl.training.folders import log_file
 from mcore_qwen3vl.training.logs.summary import summary
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification.curves import Job, train
 
 
 def test_a_run_is_quiet_and_keeps_megatrons_log(dense: Path, data: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification.curves import Job, train
 
 pytest.importorskip("wandb", reason="`make test-wandb` installs it")
 

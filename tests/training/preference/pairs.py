@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.objectives.settings import Kto, Preference
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import (
+from mcore_qwen3vl.verification.curves import (
     CLIP,
     Job,
     StepMetrics,

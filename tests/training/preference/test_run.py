@@ -10,7 +10,7 @@ import pytest
 
 from mcore_qwen3vl.objectives.settings import Preference
 from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.verify.curves import (
+from mcore_qwen3vl.verification.curves import (
     DISTRIBUTED,
     OTHER_LAYOUT,
     TOLERANCE,

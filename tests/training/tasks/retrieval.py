@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.losses.embedding import Contrastive
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves import Job
+from mcore_qwen3vl.verification.curves import Job
 from tests.training.one_step import Plain, plain_model
 from tests.training.tasks.whole_batch import first_records, inputs_of
 

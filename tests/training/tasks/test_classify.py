@@ -24,7 +24,7 @@ from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification.curves import Job, train
 from tests.training.one_step import TOLERANCE, Plain, check_step, step_job
 from tests.training.tasks.retrieval import image_and_text
 from tests.training.tasks.whole_batch import (

@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.verify.curves import Job, train
-from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verification.curves import Job, train
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from tests.training.one_step import TOLERANCE, Plain, check_step, plain_model, step_job
 from tests.training.tasks.retrieval import texts_of, write_retrieval
 from tests.training.tasks.whole_batch import LAYOUTS, PACKED, first_records, inputs_of, scored

@@ -17,7 +17,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.verify.curves import Job, train
+from mcore_qwen3vl.verification.curves import Job, train
 from tests.training.one_step import TOLERANCE, Plain, check_step, step_job
 from tests.training.preference.pairs import sides_of, write_pairs
 from tests.training.tasks.whole_batch import (

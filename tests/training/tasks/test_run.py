@@ -22,8 +22,8 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.embedding import Contrastive
 from mcore_qwen3vl.scoring.score import Request, _ScoringJob, score
-from mcore_qwen3vl.verify.curves import Job, train
-from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verification.curves import Job, train
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from tests.training.one_step import TOLERANCE, check_step, step_job
 from tests.training.tasks.retrieval import embedding, plain_step, texts_of
 from tests.training.tasks.whole_batch import LAYOUTS, PACKED, scored, trained_twice

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.verify.curves import train, with_image_paths
+from mcore_qwen3vl.verification.curves import train, with_image_paths
 from tests.docs.markdown import ROOT, blocks
 from tests.training.one_step import TOLERANCE, step_job
 from tests.training.tasks.retrieval import texts_of

@@ -17,9 +17,9 @@ from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, ScoreTask, Tally, score
-from mcore_qwen3vl.verify.curves import Job, sample_order, train, with_image_paths
-from mcore_qwen3vl.verify.parity.case import ADAPTERS, write_random_adapter
-from mcore_qwen3vl.verify.parity.reference import trained_parameters
+from mcore_qwen3vl.verification.curves import Job, sample_order, train, with_image_paths
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verification.parity.reference import trained_parameters
 from tests.converters.forms import (
     Qwen3VLForSequenceClassification,
     Qwen3VLMoeForSequenceClassification,
