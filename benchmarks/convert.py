@@ -37,7 +37,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 
 ORDERS = (0, 1, 2, 3, 4), (1, 0, 4, 3, 2)
 COPIES = {
@@ -239,7 +239,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
             name, _, layers = model.partition(":")
             file = f"{name.lower().replace('-', '_')}.json"
-            config = json.loads((SHAPES / file).read_text(encoding="utf-8"))
+            config = json.loads((PUBLISHED / file).read_text(encoding="utf-8"))
             if layers:
                 config["text_config"]["num_hidden_layers"] = int(layers)
             source = write_checkpoint(config, Path(folder) / "source")

@@ -110,7 +110,7 @@ RUNS = (
 
 def write_stand_ins(folder: str, *names: str) -> None:
     """Write a model directory and data for each name: a shape, or a shape and its layers."""
-    from mcore_qwen3vl.shapes import SHAPES
+    from mcore_qwen3vl.published_configs import PUBLISHED
     from mcore_qwen3vl.tiny import tiny_config
     from mcore_qwen3vl.tiny.records import write_half_images
     from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
@@ -121,7 +121,7 @@ def write_stand_ins(folder: str, *names: str) -> None:
         out.mkdir(parents=True)
         shape, _, layers = name.partition("_")
         tokens, side, pixels = (128, 6, 8) if shape == "tiny" else (512, 16, 32)
-        config = SHAPES / f"{shape.lower().replace('-', '_')}.json"
+        config = PUBLISHED / f"{shape.lower().replace('-', '_')}.json"
         if shape == "tiny":
             config = out / "tiny.json"
             config.write_text(json.dumps(tiny_config()))

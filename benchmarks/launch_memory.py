@@ -22,12 +22,12 @@ from pathlib import Path
 from textwrap import wrap
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearsal, Rehearser, memory_line
 from mcore_qwen3vl.rehearsal.search import memory_of_stages, trained_counts
 from mcore_qwen3vl.rehearsal.step_time import ATTENTION, GEMM, IDLE, MEMORY
 from mcore_qwen3vl.runtime.gpus import GIB, GPUS
-from mcore_qwen3vl.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "measurements" / "launch_scripts.md"
@@ -137,7 +137,7 @@ def compare_with_published(names: Iterable[str]) -> None:
     with console.progress("rehearsing") as say, Rehearser(options, say) as bench:
         for name in names:
             recipe = RECIPES[name]
-            model = ("--hf-model", str(SHAPES / f"{recipe.shape}.json"))
+            model = ("--hf-model", str(PUBLISHED / f"{recipe.shape}.json"))
             command = read_command([*model, *f"{COMMON} {recipe.flags}".split()], recipe.gpus)
             rehearsal = bench.rehearse(command)
             fullest = rehearsal.fullest

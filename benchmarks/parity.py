@@ -27,9 +27,9 @@ import psutil
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.safe_path import protect_children
-from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_random_weights
 from mcore_qwen3vl.verification.figures import write_figures
 
@@ -146,7 +146,7 @@ def rows(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     """Yield the table, a row for each layout; with --formula, the calculated one."""
     layouts, batches = options.layouts.split(","), options.batches.split(",")
     gradients = not options.no_gradients
-    config = SHAPES / f"{options.size}.json"
+    config = PUBLISHED / f"{options.size}.json"
     if options.formula:
         shutil.copyfile(config, folder / "config.json")
         yield "| layout | GB of memory | of files | weights in files: GB of memory | of files |"
@@ -168,7 +168,7 @@ def main() -> None:
     """Print the table."""
     protect_children()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("size", choices=sorted(file.stem for file in SHAPES.glob("*.json")))
+    parser.add_argument("size", choices=sorted(file.stem for file in PUBLISHED.glob("*.json")))
     parser.add_argument("--layouts", default="single,tp2+sp,pp2,cp2")
     parser.add_argument("--batches", default="mixed", help="kinds of batches, with commas")
     parser.add_argument("--layers", type=int, help="decoder layers, if not all of them")

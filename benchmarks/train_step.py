@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 
 IMAGE_SHARE = 0.5  # approximate share of the tokens
 IMAGE_SIDE = 16  # features along the side of an image, or fewer in short samples
@@ -88,7 +88,7 @@ def read_config(name: str, layers: int | None) -> dict[str, Any]:
     if name == "tiny":
         config: dict[str, Any] = tiny_config()
     else:
-        file = SHAPES / f"{name.lower().replace('-', '_')}.json"
+        file = PUBLISHED / f"{name.lower().replace('-', '_')}.json"
         config = json.loads(file.read_text(encoding="utf-8"))
     if layers:
         text, vision = config["text_config"], config["vision_config"]

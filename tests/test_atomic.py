@@ -20,13 +20,13 @@ from mcore_qwen3vl.data import readers
 from mcore_qwen3vl.data.readers import ensure_index
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, only_writer
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal
 from mcore_qwen3vl.rehearsal.report import write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.scoring.records import Output
-from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verification.curves import Job
 from tests.command import exit_code
@@ -84,7 +84,7 @@ def test_clean_records(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_page_of_a_rehearsal(tmp_path: Path) -> None:
     device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
-    run = Command(("--hf-model", str(SHAPES / "8b.json")), 1)
+    run = Command(("--hf-model", str(PUBLISHED / "8b.json")), 1)
     found = Rehearsal(run, device)
     said = r"page\.html cannot be written: File too large.*--report"
     with full_disk(10), pytest.raises(BadInput, match=said):

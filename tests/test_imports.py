@@ -32,7 +32,7 @@ ORDER = (
     "console",
     "machine",
     "launch.catalogue",
-    "shapes",
+    "published_configs",
     "tiny",
     "converters.storage",
     "converters.mapping",

@@ -22,7 +22,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.launch import catalogue
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K as K
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.training.arguments.command_line import (
     CommandLine,
     StrictParser,
@@ -75,7 +75,7 @@ class Command:
     def model(self) -> str:
         """The value of ``--hf-model``; for a published config, its file's name: ``8b``."""
         named = self.value("--hf-model", "") or ""
-        return Path(named).stem if Path(named).parent == SHAPES else named
+        return Path(named).stem if Path(named).parent == PUBLISHED else named
 
     @cached_property
     def layout(self) -> Layout:
@@ -196,7 +196,7 @@ def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
         tuple(started[entry + 1 :]), gpus or ranks.nnodes * ranks.nproc_per_node, str(script)
     )
     size = script.stem.partition("_")[2]
-    shape = SHAPES / f"{size}.json"
+    shape = PUBLISHED / f"{size}.json"
     if command.value("--hf-model") or not shape.exists():
         return command
     return command.plus("--hf-model", shape).with_note(f"the published config of {size}")

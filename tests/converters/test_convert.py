@@ -24,7 +24,7 @@ from mcore_qwen3vl.converters.mapping.table import max_rows, table
 from mcore_qwen3vl.converters.offline import to_hf, to_mcore
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verification.checkpoints import compare_checkpoints
 from tests.command import exit_code
@@ -299,12 +299,12 @@ def transformers_bytes(file: Path) -> int:
 
 @pytest.mark.parametrize("model", ["2b", "30b_a3b", "235b_a22b"])
 def test_bytes_are_those_of_transformers_model(model: str) -> None:
-    file = SHAPES / f"{model}.json"
+    file = PUBLISHED / f"{model}.json"
     assert estimate(file).nbytes == transformers_bytes(file)
 
 
 def test_the_largest_model(capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(SHAPES / "235b_a22b.json")
+    file = str(PUBLISHED / "235b_a22b.json")
     options = ["--workers", "8", "--disk-gb-per-s", "2", "--json"]
     assert exit_code("inspect", "--hf-config", file, *options) == 0
     found = json.loads(capsys.readouterr().out)
@@ -318,7 +318,7 @@ def test_the_largest_model(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("layout", ["published", "v5"])
 def test_no_slice_is_larger(layout: Any) -> None:
     """Neither stream yields more for any row of 235B-A22B, tried with meta tensors."""
-    architecture = Architecture.from_hf(SHAPES / "235b_a22b.json")
+    architecture = Architecture.from_hf(PUBLISHED / "235b_a22b.json")
     rows = table(architecture, expert_layout=layout)
     most = max(slice_bytes(row, BF16) for row in rows)
     seen = 0
@@ -344,7 +344,7 @@ def test_no_slice_is_larger(layout: Any) -> None:
 
 
 def test_text_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(SHAPES / "2b.json")
+    file = str(PUBLISHED / "2b.json")
     exit_code("inspect", "--hf-config", file, "--disk-gb-per-s", "1.5", "--workers", "2")
     text = capsys.readouterr().out
     for part in ("4.26 GB", "units of work", "for 2 workers", "6 s to read and write", "1.5 GB/s"):

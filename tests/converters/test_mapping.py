@@ -25,7 +25,7 @@ from mcore_qwen3vl.converters.mapping.rearrangement import (
 from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, table
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.tiny import tiny_config
 from tests.turns import slow
 
@@ -106,7 +106,7 @@ def test_the_further_layer_has_the_keys_of_megatrons_mtp_block() -> None:
 
 def test_published_tensors_of_qwen3_5_are_all_named() -> None:
     """27B has 851 tensors of the language model with the head, and 15 of the further layer."""
-    a = Architecture.from_hf(SHAPES / "qwen3.5_27b.json")
+    a = Architecture.from_hf(PUBLISHED / "qwen3.5_27b.json")
     names = hf_shapes(table(a, mtp=True)).keys()
     assert sum(not name.startswith(("model.visual.", "mtp.")) for name in names) == 851
     inside = ("input_layernorm", "post_attention_layernorm")
@@ -219,9 +219,9 @@ def test_parameters_are_those_of_the_hf_model(size: str) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(SHAPES / f"{size}.json")
+        config = AutoConfig.from_pretrained(PUBLISHED / f"{size}.json")
         model = AutoModelForImageTextToText.from_config(config)
-    a = Architecture.from_hf(SHAPES / f"{size}.json")
+    a = Architecture.from_hf(PUBLISHED / f"{size}.json")
     assert parameters.total(a) == sum(p.numel() for p in model.parameters())
     assert parameters.count_by_part(a)["vision"] == sum(
         p.numel() for p in model.model.visual.parameters()
@@ -229,7 +229,7 @@ def test_parameters_are_those_of_the_hf_model(size: str) -> None:
 
 
 def test_active_parameters_are_those_of_the_experts_that_are_asked() -> None:
-    a = Architecture.from_hf(SHAPES / "30b_a3b.json")
+    a = Architecture.from_hf(PUBLISHED / "30b_a3b.json")
     idle = (a.num_experts - a.num_experts_per_tok) * 3 * a.hidden_size * a.moe_intermediate_size
     assert parameters.active(a) == parameters.total(a) - a.num_hidden_layers * idle
     dense = Architecture.from_hf(tiny_config())

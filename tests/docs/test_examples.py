@@ -16,8 +16,8 @@ from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_record
 from mcore_qwen3vl.data.records.tasks import parse_retrieval
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
 from tests.docs.markdown import README, ROOT, blocks, commands
@@ -127,12 +127,12 @@ def test_train_commands_pass_megatrons_validation(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     page = commands(DOCS / "training.md")
     least, whole, further = (words[1:] for words in page if words[:2] == ["train", "--hf-model"])
-    values = {"HF_DIR": str(SHAPES / "8b.json"), "run": str(tmp_path / "run")}
+    values = {"HF_DIR": str(PUBLISHED / "8b.json"), "run": str(tmp_path / "run")}
     args = validate([values.get(word, word) for word in least], 1).args
     assert (args.lr, args.seq_length, args.pad_to_longest) == (1e-5, 8192, True)
     args = validate([values.get(word, word) for word in whole], 8).args
     assert (args.data_parallel_size, args.seq_length, args.spec) == (2, 8192, ["te"])
-    values["HF_DIR"] = str(SHAPES / "qwen3.5_27b.json")
+    values["HF_DIR"] = str(PUBLISHED / "qwen3.5_27b.json")
     settings = validate([values.get(word, word) for word in further], 1).settings
     assert (settings.loop.mtp_num_layers, settings.loop.mtp_loss_scaling_factor) == (1, 0.1)
 

@@ -21,7 +21,7 @@ from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.flags import add_flags, make_from_flags
 from mcore_qwen3vl.model.transformer_config import transformer_config
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments import run
 from mcore_qwen3vl.training.arguments.parser import validate
@@ -129,8 +129,15 @@ def test_tensor_example(moe, tmp_path, monkeypatch):
 
 
 def test_megatrons_flag_reaches_the_model():
-    architecture = Architecture.from_hf(SHAPES / "2b.json")
-    least = ["--hf-model", str(SHAPES / "2b.json"), "--data-path", "x.jsonl", "--train-iters", "1"]
+    architecture = Architecture.from_hf(PUBLISHED / "2b.json")
+    least = [
+        "--hf-model",
+        str(PUBLISHED / "2b.json"),
+        "--data-path",
+        "x.jsonl",
+        "--train-iters",
+        "1",
+    ]
     args = validate([*least, "--cpu", "--hidden-dropout", "0.1"], 1).args
     assert transformer_config(architecture, **fields_from_flags(args)).hidden_dropout == 0.1
 

@@ -15,7 +15,7 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 TASKS = ("sft", "pretrain", "lora")
@@ -60,11 +60,11 @@ def parsed(script: Path, tmp_path: Path, *arguments: str, **env: str) -> Any:
 
 
 def config_of(script: Path) -> Path:
-    return SHAPES / f"{script.stem.split('_', 1)[1]}.json"
+    return PUBLISHED / f"{script.stem.split('_', 1)[1]}.json"
 
 
 def test_there_is_a_script_for_every_size_and_task() -> None:
-    sizes = {config.stem for config in SHAPES.glob("*.json")} - {"qwen3.5_0.8b"}
+    sizes = {config.stem for config in PUBLISHED.glob("*.json")} - {"qwen3.5_0.8b"}
     assert len(sizes) == 9
     every = {f"{task}_{size}" for task in TASKS for size in sizes}
     assert {script.stem for script in LAUNCH.glob("*_*.sh")} == every | {*OTHERS}
@@ -187,7 +187,7 @@ def sbatch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 def test_a_dry_run_refuses_wrong_flags_and_notes_what_is_missing_here(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    command = ["bash", str(LAUNCH / "sft_8b.sh"), "--hf-model", str(SHAPES / "8b.json")]
+    command = ["bash", str(LAUNCH / "sft_8b.sh"), "--hf-model", str(PUBLISHED / "8b.json")]
 
     def dry(*flags: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

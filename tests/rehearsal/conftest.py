@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.simulated_gpu import Report, Workbench
 from mcore_qwen3vl.tiny import tiny_config
 from mcore_qwen3vl.tiny.records import write_half_images
@@ -103,7 +103,7 @@ def rehearse(workbench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> 
     ) -> Report:
         if model is None:
             model = tmp_path_factory.mktemp("models") / "model"
-            shape = SHAPES / f"{script.split('_', 1)[1]}.json"
+            shape = PUBLISHED / f"{script.split('_', 1)[1]}.json"
             write_stand_in(shape, model, layers=layers, vision_blocks=vision_blocks)
         words = final_command(
             script, "--spec", spec, "--hf-model", str(model), "--data-path", str(data),

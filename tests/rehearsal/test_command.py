@@ -11,16 +11,16 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.command import Command, prepare_command, read_command, roles_of
 from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, checked_architecture
 from mcore_qwen3vl.rehearsal.report import heading
 from mcore_qwen3vl.runtime.gpus import allowance_gib, find_gpu
-from mcore_qwen3vl.shapes import SHAPES
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-BIG = Architecture.from_hf(SHAPES / "235b_a22b.json")
-SMALL = Architecture.from_hf(SHAPES / "8b.json")
-MODEL = ("--hf-model", str(SHAPES / "8b.json"))
+BIG = Architecture.from_hf(PUBLISHED / "235b_a22b.json")
+SMALL = Architecture.from_hf(PUBLISHED / "8b.json")
+MODEL = ("--hf-model", str(PUBLISHED / "8b.json"))
 
 
 def test_a_script_gives_flags_ranks_and_the_model_of_its_name() -> None:
@@ -28,7 +28,7 @@ def test_a_script_gives_flags_ranks_and_the_model_of_its_name() -> None:
     assert command.gpus == 16
     assert str(command.layout) == "tp2xep8xdp8+sp"
     assert command.value("--lr") == "3e-6"  # the last value wins
-    assert command.value("--hf-model") == str(SHAPES / "30b_a3b.json")
+    assert command.value("--hf-model") == str(PUBLISHED / "30b_a3b.json")
     fused = command.value("--moe-permute-fusion") is not None
     noted = any("Transformer Engine is not installed here" in note for note in command.notes)
     there = find_spec("transformer_engine") is not None
@@ -53,10 +53,10 @@ def test_a_script_is_named_as_launch_list_has_it(
 
 
 def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:
-    words = [str(LAUNCH / "sft_8b.sh"), "--hf-model", str(SHAPES / "4b.json")]
+    words = [str(LAUNCH / "sft_8b.sh"), "--hf-model", str(PUBLISHED / "4b.json")]
     command = read_command(words, 16)
     assert command.layout.dp == 8
-    assert command.value("--hf-model") == str(SHAPES / "4b.json")
+    assert command.value("--hf-model") == str(PUBLISHED / "4b.json")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_cannot_be_read(
 def test_it_is_said_what_stands_for_the_kernels_of_gated_delta_nets(
     flags: tuple[str, ...], stub: bool, tmp_path: Path
 ) -> None:
-    model = ("--hf-model", str(SHAPES / "qwen3.5_0.8b.json"))
+    model = ("--hf-model", str(PUBLISHED / "qwen3.5_0.8b.json"))
     prepared = prepare_command(
         read_command([*model, "--packing", "--spec", "torch", *flags], 1), tmp_path
     )
@@ -162,19 +162,24 @@ def test_as_many_micro_batches_as_fill_the_pipeline() -> None:
 )
 def test_a_layout_is_read_from_its_flags(shape: str, written: str) -> None:
     layout, moe = Layout.parse(written), shape == "30b_a3b"
-    flags = ("--hf-model", str(SHAPES / f"{shape}.json"), *layout.flags(moe=moe))
+    flags = ("--hf-model", str(PUBLISHED / f"{shape}.json"), *layout.flags(moe=moe))
     assert Command(flags, layout.world_size).layout == layout
 
 
 def test_experts_are_divided_over_tp_unless_a_flag_says_otherwise() -> None:
-    flags = ("--tensor-model-parallel-size", "2", "--hf-model", str(SHAPES / "30b_a3b.json"))
+    flags = (
+        "--tensor-model-parallel-size",
+        "2",
+        "--hf-model",
+        str(PUBLISHED / "30b_a3b.json"),
+    )
     assert Command(flags, 2).layout.etp == 2
     assert Command((*flags, "--expert-tensor-parallel-size", "1"), 2).layout.etp == 1
 
 
 def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None:
     flags = (
-        *("--hf-model", str(SHAPES / "4b.json"), "--pipeline-model-parallel-size", "4"),
+        *("--hf-model", str(PUBLISHED / "4b.json"), "--pipeline-model-parallel-size", "4"),
         *("--num-virtual-stages-per-pipeline-rank", "3", "--global-batch-size", "10"),
     )
     with pytest.raises(BadInput, match=r"every 4 micro-batches\. There are 10"):

@@ -9,9 +9,9 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, memory_of_stages
-from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 from mcore_qwen3vl.training import memory
 from tests.command import exit_code
@@ -30,7 +30,7 @@ UNEVEN = (
 
 def run(name: str, gpus: int, *words: str, options: tuple[str, ...] = ()) -> int:
     command = ["rehearse", "--estimate", "--gpus", str(gpus), *options]
-    return exit_code(*command, "--hf-model", SHAPES / f"{name}.json", *words)
+    return exit_code(*command, "--hf-model", PUBLISHED / f"{name}.json", *words)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,10 @@ def test_every_stage_has_the_estimate_of_its_flags(
     found = json.loads(capsys.readouterr().out)
     assert found["kind"] == "modelled, not measured"
     assert (found["gpus"], found["layout"]) == (64, "tp4xpp4xep8xdp4+sp")
-    a, layout = Architecture.from_hf(SHAPES / "30b_a3b.json"), Layout.parse(found["layout"])
+    a, layout = (
+        Architecture.from_hf(PUBLISHED / "30b_a3b.json"),
+        Layout.parse(found["layout"]),
+    )
     expected = memory.estimate_stages(a, layout, 4096, recompute)
     assert [stage["total"] for stage in found["stages"]] == [m.total for m in expected]
     assert [stage["layers"] for stage in found["stages"]] == [12] * 4
@@ -100,7 +103,7 @@ def test_what_predicting_a_further_token_takes(
     name: str, layout: str, more: tuple[str, ...], command: RunCommand, tmp_path: Path
 ) -> None:
     """The peak of every role grows as the estimate does, with eight layers of the real width."""
-    write_stand_in(SHAPES / f"{name}.json", tmp_path / "model", layers=8, vision_blocks=1)
+    write_stand_in(PUBLISHED / f"{name}.json", tmp_path / "model", layers=8, vision_blocks=1)
     config = tmp_path / "model" / "config.json"
     fields = json.loads(config.read_text())
     # With so few layers, gradients of the whole embedding would be most of the peak.

@@ -12,8 +12,8 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.rehearse import IMPORTS
-from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.simulated_gpu import Workbench
 from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 from mcore_qwen3vl.training import memory
@@ -68,7 +68,7 @@ def test_a_layer_keeps_what_the_estimate_says(
 ) -> None:
     """Three layers with a gated delta net and one with attention, at the width of 9B."""
     model = tmp_path / "model"
-    write_stand_in(SHAPES / "qwen3.5_9b.json", model, layers=4, vision_blocks=1)
+    write_stand_in(PUBLISHED / "qwen3.5_9b.json", model, layers=4, vision_blocks=1)
     program = "tests.rehearsal.programs:kept_by_layers"
     kept, _ = workbench.call(program, model, 8192, cheap)
     a = Architecture.from_hf(model)

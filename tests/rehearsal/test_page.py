@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.command import Command, Role
 from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.report import HEIGHT, LETTER, make_plot, write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
-from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.simulated_gpu.device import Interval, Report
 
 INTERVALS = {"model and optimizer": 0.3, "iteration 1": 2.0, "iteration 2": 2.0, "end": 0.0}
@@ -56,7 +56,7 @@ def test_the_page_names_script_model_and_command(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["/bin/mcore-qwen3vl", "rehearse", "sft_8b"])
     device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
-    run = Command(("--hf-model", str(SHAPES / "8b.json")), 1, "launch/sft_8b.sh")
+    run = Command(("--hf-model", str(PUBLISHED / "8b.json")), 1, "launch/sft_8b.sh")
     found = Rehearsal(run, device)
     found.outcomes.append(outcome(36 * 10**9, device.usable))
     write_page(found, tmp_path / "page.html")
@@ -72,7 +72,7 @@ def test_names_and_errors_are_no_markup(tmp_path: Path) -> None:
     device, tag = Device(find_gpu("h100-80gb"), 80.0, 2.0), '"><script>'
     model = tmp_path / tag
     model.mkdir()
-    (model / "config.json").write_bytes((SHAPES / "8b.json").read_bytes())
+    (model / "config.json").write_bytes((PUBLISHED / "8b.json").read_bytes())
     found = Rehearsal(Command(("--hf-model", str(model)), 1, f"{tag}.sh"), device, (tag,))
     found.outcomes.append(outcome(36 * 10**9, device.usable))
     found.outcomes[0].measured["error"] |= {"kind": tag, "place": tag, "message": tag}

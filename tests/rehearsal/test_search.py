@@ -13,6 +13,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Durations, Layout, model_pipeline
 from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal import search as search_module
 from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
@@ -26,7 +27,6 @@ from mcore_qwen3vl.rehearsal.search import (
 )
 from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.runtime.gpus import GPUS
-from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import tiny_config
 from mcore_qwen3vl.training.memory import rank_parameters
 from tests.command import exit_code
@@ -35,9 +35,9 @@ from tests.rehearsal.conftest import Command as RunCommand
 from tests.turns import slow
 
 H100 = GPUS["h100-80gb"]
-DENSE = Architecture.from_hf(SHAPES / "8b.json")
-MODEL = ("--hf-model", str(SHAPES / "8b.json"))
-HYBRID = Architecture.from_hf(SHAPES / "qwen3.5_9b.json")
+DENSE = Architecture.from_hf(PUBLISHED / "8b.json")
+MODEL = ("--hf-model", str(PUBLISHED / "8b.json"))
+HYBRID = Architecture.from_hf(PUBLISHED / "qwen3.5_9b.json")
 IDEAL = Constants(gemm=0.5, attention=0.5, link=1)
 SCRIPT = Path(__file__).parents[2] / "launch" / "sft_30b_a3b.sh"
 
@@ -127,7 +127,7 @@ def test_the_pipeline_s_bubble_is_that_of_the_schedule() -> None:
 
 def test_candidates_replace_the_layout_and_nothing_else() -> None:
     command = read_command([str(SCRIPT), "--global-batch-size", "32"], 16)
-    a = Architecture.from_hf(SHAPES / "30b_a3b.json")
+    a = Architecture.from_hf(PUBLISHED / "30b_a3b.json")
     found = list(candidates(command, a, H100, IDEAL))
     layouts = {str(c.command.layout) for c in found}
     assert {"tp2xep8xdp8+sp", "tp4xpp4xep4+sp", "ep8xcp2xdp8"} <= layouts
@@ -149,12 +149,12 @@ def test_candidates_replace_the_layout_and_nothing_else() -> None:
 def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
     """A row undoes what the script sets and the row does not have."""
     script, gpus = SCRIPT.with_name(f"sft_{name}.sh"), 8 * nodes
-    a = Architecture.from_hf(SHAPES / f"{name}.json")
+    a = Architecture.from_hf(PUBLISHED / f"{name}.json")
     rows = list(candidates(read_command([str(script)], gpus), a, H100, IDEAL))
     assert len(rows) > 20
     for row in rows[:: len(rows) // 20]:
         words = final_command(script, *row.flags, NODES=str(nodes))
-        model = ("--hf-model", str(SHAPES / f"{name}.json"))
+        model = ("--hf-model", str(PUBLISHED / f"{name}.json"))
         started = Command((*model, *words[words.index("--bf16") :]), gpus)
         assert started.layout == row.command.layout
         for flag in ("granularity", "method", "num-layers"):
@@ -164,7 +164,7 @@ def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
 
 def test_what_context_and_nccl_take_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is more under TP x CP than under DP, and each layout has what is left of its own GPU."""
-    flags = ("--hf-model", str(SHAPES / "8b.json"), *sized(tp=2, cp=2))
+    flags = ("--hf-model", str(PUBLISHED / "8b.json"), *sized(tp=2, cp=2))
     command, options = Command(flags, 8), Options(gpu=H100)
     most = ESTIMATE_OFF * options.device(command).usable
     stage = SimpleNamespace(total=most)
@@ -187,7 +187,7 @@ def test_what_context_and_nccl_take_is_counted_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gpu_smaller_than_its_context_takes_no_layout() -> None:
-    command = Command(("--hf-model", str(SHAPES / "8b.json")), 8)
+    command = Command(("--hf-model", str(PUBLISHED / "8b.json")), 8)
     rehearser: Any = SimpleNamespace(options=Options(gpu=H100, memory_gib=0.5))
     with pytest.raises(BadInput, match=r"No layout of this model fits on 8 GPUs"):
         search_module.search(rehearser, command, DENSE)
@@ -195,7 +195,7 @@ def test_a_gpu_smaller_than_its_context_takes_no_layout() -> None:
 
 def test_a_run_that_takes_no_layout() -> None:
     assert (
-        list(candidates(Command(("--hf-model", str(SHAPES / "8b.json")), 3), DENSE, H100, IDEAL))
+        list(candidates(Command(("--hf-model", str(PUBLISHED / "8b.json")), 3), DENSE, H100, IDEAL))
         != []
     )
 

@@ -13,8 +13,8 @@ import tiktoken
 from transformers import AutoProcessor
 
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import read_vocabulary, write_tiny_checkpoint
 from tests.command import exit_code
 from tests.generation import cases
@@ -66,7 +66,7 @@ def test_tokens_are_tiktokens(file: Path, checkpoint: Path) -> None:
 def test_special_tokens_and_rows_are_the_published_ones(checkpoint: Path) -> None:
     tokenizer = AutoProcessor.from_pretrained(checkpoint).tokenizer
     made = json.loads((checkpoint / "config.json").read_text())
-    for shape in SHAPES.glob("[0-9]*.json"):
+    for shape in PUBLISHED.glob("[0-9]*.json"):
         published = json.loads(shape.read_text())
         for key in ("image_token_id", "video_token_id", "vision_start_token_id"):
             assert made[key] == published[key]

@@ -18,8 +18,8 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head import CHUNK_LOGITS
 from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import build_chunks
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.memory import trained_parameters
@@ -72,7 +72,7 @@ def held_parameters(a: Architecture, layout: Layout, mtp: bool) -> int:
 
 
 def test_states_are_divided_over_the_ranks_that_hold_the_same_weights() -> None:
-    a = Architecture.from_hf(SHAPES / "30b_a3b.json")
+    a = Architecture.from_hf(PUBLISHED / "30b_a3b.json")
     one = estimate(a, Layout(ep=8, dp=8), 8192)
     more = estimate(a, Layout(ep=8, dp=32), 8192)
     everywhere = parameters.count_by_part(a)["experts"]
@@ -83,7 +83,7 @@ def test_states_are_divided_over_the_ranks_that_hold_the_same_weights() -> None:
 
 
 def test_a_chunk_of_logits_is_alive_whatever_the_layout() -> None:
-    a = Architecture.from_hf(SHAPES / "8b.json")
+    a = Architecture.from_hf(PUBLISHED / "8b.json")
     assert estimate(a, Layout(), 8).logits == 8 * a.vocab_size * memory.LOGIT
     for layout in (Layout(), Layout(tp=2, sp=True)):
         held = estimate(a, layout, 8192).logits
@@ -91,7 +91,7 @@ def test_a_chunk_of_logits_is_alive_whatever_the_layout() -> None:
 
 
 def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:
-    a = Architecture.from_hf(SHAPES / "8b.json")
+    a = Architecture.from_hf(PUBLISHED / "8b.json")
     text = partial(estimate, a, visual_share=0.0)
     plain = text(Layout(), 8192)
     halved = text(Layout(tp=2, sp=True), 8192)
@@ -110,7 +110,7 @@ def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:
 
 def test_rows_of_experts_are_kept_once() -> None:
     """Measured in a rehearsal of 30B-A3B, TP 2, EP 8, 8k: 0.46 GB for each layer."""
-    a = Architecture.from_hf(SHAPES / "30b_a3b.json")
+    a = Architecture.from_hf(PUBLISHED / "30b_a3b.json")
     layout = Layout(tp=2, ep=8, dp=8, sp=True)
     kept = [estimate(a, layout, 8192, count, visual_share=0.0).activations for count in (24, 25)]
     inputs = 2 * a.hidden_size * 4096
@@ -137,7 +137,7 @@ def test_what_a_rank_keeps_in_flight(
 
 
 def test_uneven_stages() -> None:
-    a = Architecture.from_hf(SHAPES / "235b_a22b.json")
+    a = Architecture.from_hf(PUBLISHED / "235b_a22b.json")
     stages = memory.stage_layers(a, Layout(pp=8, first=11, last=11))
     assert [len(stage) for stage in stages] == [11, *[12] * 6, 11]
     own = memory.stage_layers(a, Layout(pp=2, split="E|t*40|t*30|t*24L"))

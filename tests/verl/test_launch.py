@@ -17,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.verl.options import REFUSALS, Configs, ModelOptions
 
 FOLDER = Path(__file__).parents[2] / "launch"
@@ -108,7 +108,7 @@ def test_layouts_fit_the_model(name: str) -> None:
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     gpus = trainer.nnodes * trainer.n_gpus_per_node
     tp = megatron.tensor_model_parallel_size
-    shape = SHAPES / f"{name.removeprefix('grpo_')}.json"
+    shape = PUBLISHED / f"{name.removeprefix('grpo_')}.json"
     Layout(
         tp=tp,
         ep=megatron.expert_model_parallel_size,

@@ -201,7 +201,7 @@ def trace(
     return result
 
 
-SHAPES = (
+PUBLISHED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
     *("num_experts", "moe_intermediate_size", "moe_layers"),
@@ -210,7 +210,7 @@ SHAPES = (
 
 def _check_same_shape(reference: Architecture, examined: Architecture) -> None:
     """Raise BadInput if the models differ in shape, so that values cannot be compared."""
-    for name in SHAPES:
+    for name in PUBLISHED:
         expected, actual = getattr(reference, name), getattr(examined, name)
         if expected != actual:
             raise BadInput(

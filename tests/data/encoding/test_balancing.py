@@ -23,7 +23,7 @@ from mcore_qwen3vl.data.encoding import balanced
 from mcore_qwen3vl.data.encoding.balanced import Measure, Size, divide, uneven_work
 from mcore_qwen3vl.data.inspection import Workload, pack_by_length, pack_by_work
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 from tests.data.conftest import WriteJsonl, chat, question, write_png
 from tests.turns import slow_except
 
@@ -44,7 +44,7 @@ def heavy_tailed(count: int, seed: int = 0) -> list[Size]:
 
 @pytest.fixture(scope="module")
 def model() -> Architecture:
-    return Architecture.from_hf(SHAPES / "8b.json")
+    return Architecture.from_hf(PUBLISHED / "8b.json")
 
 
 def stream(

@@ -24,7 +24,7 @@ from mcore_qwen3vl.model.decoder.attention import (
     rotate_fused,
 )
 from mcore_qwen3vl.model.transformer_config import transformer_config
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SCALED)
 def test_rotary_angles_equal_hugging_faces(name: str) -> None:
-    config = read_config_file(SHAPES / "8b.json")
+    config = read_config_file(PUBLISHED / "8b.json")
     text = config["text_config"]
     plain = InterleavedMRoPE(Architecture.from_hf(config))
     given = {key: value for key, value in SCALED[name].items() if value is not None}

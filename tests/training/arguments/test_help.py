@@ -25,7 +25,7 @@ from mcore_qwen3vl.objectives.settings import (
     Kto,
     Preference,
 )
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.training.arguments.command_line import (
     COMMON,
     CommandLine,
@@ -74,7 +74,9 @@ def test_what_we_read_of_megatrons_flags_is_megatrons() -> None:
             assert (action.dest, action.nargs) == (same.dest, same.nargs), flag
             assert (action.type or str) == (same.type or str), flag
             assert isinstance(action.default, bool) <= (same.nargs == 0), flag
-    args = validate(["--cpu", "--hf-model", str(SHAPES / "2b.json"), "--train-iters", "1"], 1).args
+    args = validate(
+        ["--cpu", "--hf-model", str(PUBLISHED / "2b.json"), "--train-iters", "1"], 1
+    ).args
     assert all(hasattr(args, name) for name in NOT_READ_EARLY)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.checkpoints.resume import changed_files, save_companions
@@ -88,7 +88,7 @@ def test_the_summary_says_what_was_chosen(dense: Path, tmp_path: Path) -> None:
     )
     assert "--lr 1e-05" in found["defaults"]
     flags = ("--bf16", "--use-distributed-optimizer", "--packing", "--seq-length", "8192")
-    found = rows(SHAPES / "2b.json", "--cpu", *flags, "--save", str(tmp_path), world_size=4)
+    found = rows(PUBLISHED / "2b.json", "--cpu", *flags, "--save", str(tmp_path), world_size=4)
     assert found["model"].startswith("Qwen3-VL of 2.13B parameters (dense; 28 decoder layers, 24")
     assert found["precision"] == "bf16, master weights and optimizer fp32"
     assert "a GPU (weights 4.3, gradients 8.5," in found["memory"]
@@ -184,8 +184,8 @@ def test_the_summary_says_which_second_model_there_is(dense: Path, moe: Path) ->
     assert found["frozen"].startswith("Qwen3-VL of ")
     assert found["frozen"].endswith(f"(MoE, 12 experts; 4 decoder layers, 5 vision blocks), {moe}")
     flags = ("--load-hf", "BASE", "--bf16", "--use-distributed-optimizer", "--packing")
-    eight = ("--hf-model", str(SHAPES / "8b.json"), "--cpu", *flags, "--loss", "kto")
-    found = rows(SHAPES / "8b.json", *eight, "--seq-length", "8192")
+    eight = ("--hf-model", str(PUBLISHED / "8b.json"), "--cpu", *flags, "--loss", "kto")
+    found = rows(PUBLISHED / "8b.json", *eight, "--seq-length", "8192")
     assert found["reference"] == "a frozen model in memory"
     assert found["frozen"].startswith("Qwen3-VL of 8.77B parameters (dense; 36 decoder layers")
     assert "a GPU (weights 35.1, gradients 35.1," in found["memory"]

@@ -19,8 +19,8 @@ import torch
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
-from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.verification.parity import comparison, on_rank
 from mcore_qwen3vl.verification.parity.case import AdamW, Case
 from mcore_qwen3vl.verification.parity.comparison import Needs, memory_and_disk_of, verify_parity
@@ -196,7 +196,7 @@ def published(tmp_path: Path) -> Path:
     """The config of the published 2B, without weights."""
     path = tmp_path / "2b"
     path.mkdir()
-    (path / "config.json").write_text((SHAPES / "2b.json").read_text())
+    (path / "config.json").write_text((PUBLISHED / "2b.json").read_text())
     return path
 
 

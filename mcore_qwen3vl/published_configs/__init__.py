@@ -3,14 +3,13 @@
 Those of Qwen3.5 were not downloaded: every size, and every other value that differs between them,
 is as public source code quotes the published files. That of 35B-A3B quotes Qwen3.6-35B-A3B's whole,
 that of 27B names all its fields, and those of 0.8B and 9B all sizes; their other fields are the
-27B's. With its mtp.* and its values in float32, 9B takes the 19,306,216,416 bytes that its
-published index states.
+27B's. With its mtp.* and its values in float32, 9B has the size that its published index states.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-SHAPES = Path(__file__).parent
+PUBLISHED = Path(__file__).parent
 """The folder of 2b.json, 4b.json, 8b.json, 32b.json, 30b_a3b.json and 235b_a22b.json (Qwen3-VL),
 qwen3.5_0.8b.json, qwen3.5_9b.json, qwen3.5_27b.json and qwen3.5_35b_a3b.json."""
