@@ -32,7 +32,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from mcore_qwen3vl.unused import Unused, sentences
+from mcore_qwen3vl.unused.fields import Unused, sentences
 
 _SELDOM = 30.0  # seconds between lines that report progress
 _PATIENCE = 1.0  # seconds of loading libraries in silence

@@ -26,9 +26,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
-from mcore_qwen3vl.owners import unused_of
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
+from mcore_qwen3vl.unused.folder import unused_of
 
 _WEEK = 7 * 86400.0  # seconds: a command may take long, and the user can interrupt it
 

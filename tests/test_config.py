@@ -9,8 +9,8 @@ from mcore_qwen3vl.config import NO_VISION, Architecture, declared_expert_layout
 from mcore_qwen3vl.converters.hf.config_file import in_transformers_form
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, config_fields
-from mcore_qwen3vl.owners import unused_of_config
 from mcore_qwen3vl.tiny import YARN, tiny_config
+from mcore_qwen3vl.unused.folder import unused_of_config
 
 WIDE = {"num_attention_heads": 4, "rope_scaling": {"mrope_section": [24, 20, 20]}}
 

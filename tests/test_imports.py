@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "safe_path",
     "errors",
-    "unused",
+    "unused.fields",
     "flags",
     "lazy",
     "files",
@@ -59,7 +59,7 @@ ORDER = (
     "data.scores",
     "data.encoding",
     "data",
-    "owners",
+    "unused.folder",
     "training.arguments.schedule",
     "training.arguments.run",
     "training.arguments.lora",
@@ -172,7 +172,12 @@ def modules() -> dict[str, str]:
 
 
 def test_every_module_has_its_place(modules: dict[str, str]) -> None:
-    placeless = {"", "converters", "verification"}  # outer packages, which hold docstrings only
+    placeless = {
+        "",
+        "converters",
+        "unused",
+        "verification",
+    }  # outer packages, which hold docstrings only
     assert [m for m in modules if package_of(m) is None and m not in placeless] == []
 
 

@@ -55,7 +55,7 @@ from mcore_qwen3vl.converters.storage.staging import staging, write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -26,7 +26,7 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
-from mcore_qwen3vl.unused import Fields, Unused
+from mcore_qwen3vl.unused.fields import Fields, Unused
 
 REST = {
     "peft_type": "LORA",

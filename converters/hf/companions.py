@@ -19,7 +19,7 @@ from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, For
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_links_out, refuse_special_files
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.hf.config_file import Changes

@@ -28,7 +28,7 @@ from mcore_qwen3vl.converters.mapping.table import EXPERT_MATRICES
 from mcore_qwen3vl.converters.storage.boxes import Selection, with_explicit_bounds
 from mcore_qwen3vl.converters.storage.dtypes import cast, dtype_name
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.unused import Fields, Unused
+from mcore_qwen3vl.unused.fields import Fields, Unused
 
 BLOCK = 128
 SUFFIX = "_scale_inv"

@@ -23,7 +23,7 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.staging import Meter, Progress, Staging, check_target, staging
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.machine import usable_cores
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
 
 NONFINITE_SHOWN = 5
 """The most tensors that a note on NaN or infinite values names."""

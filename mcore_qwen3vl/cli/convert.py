@@ -12,7 +12,7 @@ from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.console import counted, dimensions, output, plain, size, table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.unused import Unused, as_json
+from mcore_qwen3vl.unused.fields import Unused, as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult
@@ -55,7 +55,7 @@ def convert(
     After Ctrl-C, the next run continues with what is done.
     """
     from mcore_qwen3vl.converters.offline.engine import write
-    from mcore_qwen3vl.owners import unused_of
+    from mcore_qwen3vl.unused.folder import unused_of
 
     unused: list[Unused] = []
 

@@ -13,7 +13,7 @@ from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.unused import as_json
+from mcore_qwen3vl.unused.fields import as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.inspection import DataReport
@@ -88,7 +88,7 @@ def check(
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.inspection import check_data, clean_writer, plot_report
     from mcore_qwen3vl.machine import require_extra
-    from mcore_qwen3vl.owners import unused_of
+    from mcore_qwen3vl.unused.folder import unused_of
 
     if plot is not None:  # before the data is read
         require_extra("matplotlib", "--plot")

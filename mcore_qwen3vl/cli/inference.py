@@ -14,7 +14,7 @@ from mcore_qwen3vl.cli.data import DATA_SETS, Preprocess, Split, TrainOn
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.reranker import ANSWERS
-from mcore_qwen3vl.unused import Unused, as_json
+from mcore_qwen3vl.unused.fields import Unused, as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.inference import ModelRequest

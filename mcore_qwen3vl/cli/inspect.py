@@ -13,8 +13,8 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.console import counted, dimensions, output, plain, size, table
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.unused import Unused
-from mcore_qwen3vl.unused import as_json as unused_as_json
+from mcore_qwen3vl.unused.fields import Unused
+from mcore_qwen3vl.unused.fields import as_json as unused_as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.describe import (
@@ -62,7 +62,7 @@ def inspect(
         mapping_lines,
     )
     from mcore_qwen3vl.converters.identify import Kind, identify
-    from mcore_qwen3vl.owners import unused_of
+    from mcore_qwen3vl.unused.folder import unused_of
 
     place = None if path is None else identify(path)
     if place is not None and place.kind is Kind.ADAPTER and not table:

@@ -41,7 +41,7 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.files import atomic_write, parse_json, templates
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model import flops
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
 
 _BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is
 _KEYS_NAMED = 10

@@ -16,7 +16,7 @@ from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object_or_empty
-from mcore_qwen3vl.unused import Fields, Unused
+from mcore_qwen3vl.unused.fields import Fields, Unused
 
 OLDEST_TRANSFORMERS = "5.18"
 

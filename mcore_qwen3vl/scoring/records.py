@@ -34,7 +34,7 @@ from mcore_qwen3vl.data.records.tasks import POSITIVE
 from mcore_qwen3vl.data.scores import facts_file_of, token_digest, write_teacher
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.objectives.settings import check_top_k
 from mcore_qwen3vl.scoring.records import OVERLONG, BlockResults, Output, Records, Tally
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.scoring.on_rank import Readout

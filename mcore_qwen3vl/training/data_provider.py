@@ -46,7 +46,7 @@ from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ComputeSettings
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.checkpoints import data_state
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
 
 
 def data_config(settings: Settings) -> DataConfig:

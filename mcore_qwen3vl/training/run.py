@@ -40,7 +40,7 @@ from mcore_qwen3vl.training.arguments.settings import statement_of_defaults
 from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.terminal import RunProgress, quiet
-from mcore_qwen3vl.unused import Unused, sentences
+from mcore_qwen3vl.unused.fields import Unused, sentences
 
 _NO_NUMBER = "in local grad norm for bucket"
 """What Megatron's check of the gradients says, which does not name the step as its log does."""
@@ -152,8 +152,8 @@ class Run:
     def _unused_of_files(self) -> list[Unused]:
         """Return what the run does not use of its models' files and of its adapters' configs."""
         from mcore_qwen3vl.converters.adapters.adapter import unused_of_adapter
-        from mcore_qwen3vl.owners import unused_of
         from mcore_qwen3vl.training.second_model import folder_of
+        from mcore_qwen3vl.unused.folder import unused_of
 
         settings, model = self.settings, self.settings.model.folder
         folders = filter(None, (model, folder_of(settings)))

@@ -114,14 +114,6 @@ def import_for_ranks() -> None:
     import megatron.core.tokenizers.text  # noqa: F401
     import PIL.Image
 
-    import mcore_qwen3vl.owners
-    import mcore_qwen3vl.training.checkpoints.run_checkpoints
-    import mcore_qwen3vl.training.data_provider
-    import mcore_qwen3vl.training.logs.summary
-    import mcore_qwen3vl.training.model
-    import mcore_qwen3vl.training.objectives
-    import mcore_qwen3vl.training.run  # noqa: F401
-
     PIL.Image.init()
 
 

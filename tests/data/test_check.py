@@ -31,7 +31,7 @@ from mcore_qwen3vl.rehearsal.command import write_made_up_teacher
 from mcore_qwen3vl.scoring.records import Records
 from mcore_qwen3vl.tiny.records import write_half_images
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
 from tests.command import exit_code
 from tests.data.conftest import WriteJsonl, chat, question, write_tar
 from tests.data.encoding.test_planning import planned

@@ -106,7 +106,7 @@ from mcore_qwen3vl.data.scores import References, Top, join_tops, teachers_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.model.inputs import PixelScale
-from mcore_qwen3vl.unused import Unused, sentences
+from mcore_qwen3vl.unused.fields import Unused, sentences
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from mcore_qwen3vl.data.records.parse import MESSAGE, Conversation, Document
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.video import probe_video, sample_frames
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.unused import Fields, Unused
+from mcore_qwen3vl.unused.fields import Fields, Unused
 
 _TOOL = Fields("a tool", ("type", "function", "name", "description", "parameters"))
 _CALL = Fields("a tool call", ("type", "function", "name", "arguments"), inert=("id",))

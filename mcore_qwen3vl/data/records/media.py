@@ -24,7 +24,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mcore_qwen3vl.data.records.reading import BadSample, Observed, require_number, unused_keys
-from mcore_qwen3vl.unused import Fields, Unused
+from mcore_qwen3vl.unused.fields import Fields, Unused
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

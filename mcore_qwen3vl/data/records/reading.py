@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.functions import at_folder
-from mcore_qwen3vl.unused import Fields, Unused
+from mcore_qwen3vl.unused.fields import Fields, Unused
 
 _AGAIN = 1.0  # seconds until it interrupts again: a hook may catch the first interruption
 

@@ -39,7 +39,7 @@ from mcore_qwen3vl.data.records.reading import (
     unused_keys,
 )
 from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.unused import Fields
+from mcore_qwen3vl.unused.fields import Fields
 
 _LABEL, _PROMPT, _ANSWER = "label", "prompt", "completion"
 

@@ -48,7 +48,7 @@ from mcore_qwen3vl.training.arguments.run import (
 from mcore_qwen3vl.training.arguments.schedule import ITERS, SAMPLES
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.folders import check_export, check_overwriting, check_writable
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
 
 NOT_OF_TOKENS = (*LOSSES, KTO, DISTILL)
 """Losses of ``--loss`` that are no function of single tokens' cross entropies."""

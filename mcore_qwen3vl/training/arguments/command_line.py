@@ -30,7 +30,7 @@ from mcore_qwen3vl.training.arguments.settings import (
     add_arguments,
     add_early_arguments,
 )
-from mcore_qwen3vl.unused import Fields, Unused
+from mcore_qwen3vl.unused.fields import Fields, Unused
 
 COMMAND_LINE = "the command line"
 

@@ -24,7 +24,7 @@ from mcore_qwen3vl.data.records.tasks import (
     parse_retrieval,
 )
 from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.unused import Unused
+from mcore_qwen3vl.unused.fields import Unused
 
 FOLDER = MediaFolder(Path("/data"), {})
 WHICH = {"role": "user", "content": "Which?"}

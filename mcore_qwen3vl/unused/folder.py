@@ -1,4 +1,4 @@
-"""Who knows the fields of each file of a model's folder, and what in the folder nothing uses."""
+"""The fields that are used of each file of a model's folder, and what in it nothing uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.hf.companions import unused_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
 from mcore_qwen3vl.data.processor import unused_of_processor
 from mcore_qwen3vl.files import read_object_or_empty
-from mcore_qwen3vl.unused import Fields, Unused
+from mcore_qwen3vl.unused.fields import Fields, Unused
 
 _METADATA = (
     *("model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path"),

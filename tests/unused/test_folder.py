@@ -26,7 +26,13 @@ from mcore_qwen3vl.converters.adapters.config import _FIELDS, _OTHERS, AdapterCo
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import load_generation_config
 from mcore_qwen3vl.losses.embedding import require_last_token_pooling
-from mcore_qwen3vl.owners import (
+from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.tiny import YARN, tiny_config
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.run import Run
+from mcore_qwen3vl.unused.fields import Fields, Unused, as_json, sentences
+from mcore_qwen3vl.unused.folder import (
     CONFIG,
     EXPERTS,
     GENERATION,
@@ -38,12 +44,6 @@ from mcore_qwen3vl.owners import (
     unused_of,
     unused_of_config,
 )
-from mcore_qwen3vl.scoring.score import Request, score
-from mcore_qwen3vl.tiny import YARN, tiny_config
-from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.run import Run
-from mcore_qwen3vl.unused import Fields, Unused, as_json, sentences
 from tests.command import exit_code
 
 FIELDS = Fields(

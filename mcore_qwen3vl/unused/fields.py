@@ -1,4 +1,4 @@
-"""What a user hands over and nothing uses: it is named, never dropped without a word.
+"""The names that a reader knows, and those that nothing uses.
 
 Whatever has named fields (a config file, a record, an archive) has one owner, a :class:`Fields`
 that lists the names it knows. A name that no owner knows is an :class:`Unused`, which ``inspect``,
