@@ -73,10 +73,11 @@ class Freezing:
             self._values[part_of(name)] += parameter.numel()
             self._trained[part_of(name)] += parameter.numel() * trains
 
-    def check(self) -> Trained:
+    def check(self, *, every_stage_is_here: bool = True) -> Trained:
         """Return how much trains over all ranks, which all call this.
 
-        It raises BadInput if a pattern selects no parameter on any rank, or nothing trains.
+        It raises BadInput if nothing trains; or if a pattern selects no parameter on any rank and
+        `every_stage_is_here`, so that none selects it on a pipeline stage without a rank.
         """
         everywhere: list[Any] = [None] * dist.get_world_size()
         mine = (self._used, self._trained, self._values, self._layers)
@@ -84,7 +85,7 @@ class Freezing:
         patterns = {*self._frozen, *self._trainable}
         used, trained, values, layers = zip(*everywhere, strict=True)
         unused = sorted(patterns.difference(*used))
-        if unused:
+        if unused and every_stage_is_here:
             raise BadInput(
                 f"--freeze/--trainable {' '.join(unused)} selects no parameter. Use "
                 f"{', '.join(PARTS)}, or a regular expression for the start of names such as "

@@ -90,6 +90,9 @@ class Qwen3VLModel(GPTModel):
 
     head_labels: Labels | None = None
     """What the output layer gives. None: logits; empty: there is no output layer."""
+    fill_received: Callable[[Tensor, tuple[int, int, int]], None] | None = None
+    """Called with the tensor that the previous pipeline stage has sent, before it is read, and the
+    shape that a stage sends. A rank whose neighbours do not run gives it that shape."""
 
     def __init__(
         self,
@@ -337,7 +340,7 @@ class Qwen3VLModel(GPTModel):
             following = take_cp_part(input_ids.roll(-1, 1), 1), later
         embed: Embed = partial(self._embed, token_ids, visual, plan, following)
         if not self.pre_process:  # the hidden states are in the decoder already
-            embed = lambda: (None, self._receive(len(local), plan))  # noqa: E731
+            embed = lambda: (None, self._receive(len(local), batch, plan))  # noqa: E731
         targets = labels
         if labels is not None and self.has_mtp:
             targets = torch.stack([labels, labels.roll(-1, 1)])
@@ -456,20 +459,17 @@ class Qwen3VLModel(GPTModel):
                 "runtime_gather_output and parallel_output=False out where there are labels."
             )
 
-    def rows_received(self, seq_len: int, batch: int, plan: FusionPlan) -> int:
-        """Return how many rows of each kind come with hidden states (seq_len, batch, H).
-
-        The next tokens' embeddings have a row for each token, and DeepStack's features have one
-        for each image token.
-        """
-        return seq_len * batch if self.has_mtp else len(plan.destination)
-
-    def _receive(self, seq_len: int, plan: FusionPlan) -> Tensor | None:
+    def _receive(self, seq_len: int, batch: int, plan: FusionPlan) -> Tensor | None:
         """Split the DeepStack rows (k, n, H) off the tensor that the previous stage sent."""
+        received = self.decoder.input_tensor
+        # The next tokens' embeddings have a row for each token, and DeepStack's features have one
+        # for each image token.
+        count = seq_len * batch if self.has_mtp else len(plan.destination)
+        if self.fill_received is not None and received is not None:
+            packed = -(-self._deepstack_in * count // batch)  # as by `pack_features`
+            self.fill_received(received, (seq_len + packed, batch, self.config.hidden_size))
         if not self._deepstack_in:
             return None
-        received = self.decoder.input_tensor
-        count = self.rows_received(seq_len, received.shape[1], plan)
         hidden, features = unpack_features(received, seq_len, self._deepstack_in, count)
         self.decoder.set_input_tensor(hidden)
         return features

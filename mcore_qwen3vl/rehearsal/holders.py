@@ -1,4 +1,4 @@
-"""The names by which a rehearsal counts: phases of an iteration, and holders of device memory."""
+"""The names by which a rehearsal counts: parts of its work, and holders of device memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from mcore_qwen3vl.simulated_gpu.rank import Frames
 
 FORWARD, BACKWARD = "forward", "backward"
 """The two parts of a micro-batch's work."""
-FORWARD_BACKWARD, FINALIZE, LOG = "forward and backward", "finalize gradients", "log"
-"""Phases by which host syncs are counted; all others are ``other``. Logging counts towards the next
-iteration: after the first one and every --log-interval."""
-
 DISPATCH, COMBINE = "dispatch", "combine"
 """What DeepEP does with tokens for the experts of a group: send each once, and add up results."""
 

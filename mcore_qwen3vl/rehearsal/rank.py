@@ -16,8 +16,7 @@ import sys
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.mapping.parameters import part_of
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.model.flops import Trained
-from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.qwen3vl import FusionPlan, Qwen3VLModel
 from mcore_qwen3vl.rehearsal import holders, stubs
-from mcore_qwen3vl.rehearsal.holders import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
+from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.simulated_gpu import rank as this_rank
 from mcore_qwen3vl.simulated_gpu.device import place_of
 from mcore_qwen3vl.simulated_gpu.rank import History, Rank, record_allocations
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.events import Built, Phase, RunObserver
 from mcore_qwen3vl.training.logs import metrics
 
 OnSetup = Callable[[list[nn.Module], Any, list[nn.Module]], None]
@@ -72,11 +69,10 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         )
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
     from megatron.core.pipeline_parallel.utils import ScheduleNode
-    from megatron.training import training, utils
+    from megatron.training import utils
 
     from mcore_qwen3vl.simulated_gpu.rank import count_transformer_engine
-    from mcore_qwen3vl.training import data_provider, run, second_model
-    from mcore_qwen3vl.training.arguments import checks
+    from mcore_qwen3vl.training import run
 
     command = CommandLine(argv)
     if command.settings.compute.moe_token_dispatcher_type == "flex":
@@ -84,22 +80,13 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     if command.architecture.delta_net is not None:
         stubs.install_linear_attention()
 
-    watch = _Watch(rank, on_setup)
-    work, log = watch.work, partial(watch.wrap_in_phase, LOG)
+    watch = _Watch(rank, command, on_setup)
+    work = watch.work
     wrapped: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-        (data_provider, "DataProvider", partial(_make_provider_for_every_stage, watch)),
-        (training, "setup_model_and_optimizer", watch.wrap_setup),
-        (training, "train_step", watch.wrap_train_step),
-        (run.Run, "_log", log),
-        (run.Run, "_report", log),
-        # Its numbers stand for all others, which are seldom logged.
-        (run.Run, "_is_last_step", lambda original: lambda self, step: False),
         (schedules, "forward_step", work.wrap_forward_step),
         (schedules, "backward_step", work.wrap_backward_step),
         (combined_1f1b, "combined_forward_backward_step", work.wrap_combined_step),
         (ScheduleNode, "_backward", work.wrap_node_backward),
-        (second_model, "start_from", lambda original: watch.keep_second),  # in its place
-        (checks, "check_deep_ep", lambda original: lambda backend: None),  # a stub is used
         (utils, "is_last_rank", lambda original: _is_in_last_group),
     )
     with ExitStack() as stack:
@@ -107,78 +94,64 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
             stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
         stack.enter_context(count_transformer_engine(rank.work.counts))
         stack.enter_context(give_shapes_of_neighbours())
-        stack.enter_context(allow_patterns_of_other_stages())
-        run.main(command)
+        run.main(command, watch, rehearsed=True)
 
 
-class _Watch:
-    """Wraps Megatron's functions to record intervals and phases, and to check the parameters."""
+class _Watch(RunObserver):
+    """Records intervals and phases, checks the parameters, and counts the samples of a step."""
 
-    def __init__(self, rank: Rank, on_setup: OnSetup) -> None:
+    def __init__(self, rank: Rank, command: CommandLine, on_setup: OnSetup) -> None:
         self._rank = rank
+        self._architecture = command.architecture
+        self._mtp = bool(command.settings.loop.mtp_num_layers)
         self._on_setup = on_setup
         self._facts = rank.report.facts
         self.work = StageWork(rank)
-        self.data: Any = None  # the data provider, which knows the trained parts
         self._samples = metrics.Work()
+        self._built: Built | None = None
         self._reached: set[str] = set()
-        self._second: list[nn.Module] = []
 
-    def wrap_setup(self, original: Any) -> Any:
-        """Wrap Megatron's ``setup_model_and_optimizer`` to watch the model that it returns."""
+    def begin(self, built: Built) -> None:
+        """Watch the parameters, and end the first interval."""
+        from megatron.core.utils import unwrap_model
 
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._watch_parameters(result[0])
-            self._on_setup(result[0], result[1], self._second)
-            self._rank.end_interval("model and optimizer")
-            return result
+        self._built = built
+        self._watch_parameters(built.chunks)
+        for chunk in unwrap_model(built.chunks):
+            chunk.fill_received = _fill_empty
+        self._on_setup(built.chunks, built.optimizer, built.second)
+        self._rank.end_interval("model and optimizer")
 
-        return setup_model_and_optimizer
+    def step(self, iteration: int) -> None:
+        """Report the facts of the step, and end its interval."""
+        assert self._built is not None
+        self._facts["work"] = self.work.take_iteration()
+        self._facts |= self._useful_flops(self._built.trained)
+        parameters = _named_parameters(self._built.chunks).items()
+        trained = {name for name, parameter in parameters if parameter.requires_grad}
+        self._facts["without gradient"] = sorted(trained - self._reached)
+        self._reached.clear()
+        self._rank.end_interval(f"iteration {iteration}")
 
-    def keep_second(self, chunks: list[nn.Module], path: str) -> None:
-        """Keep the chunks of the second model, whose weights are not read either."""
-        self._second = chunks
+    def during(self, phase: Phase) -> AbstractContextManager[object]:
+        """Count host syncs and launches under the phase."""
+        return self._rank.device.phase(phase)
 
-    def wrap_train_step(self, original: Any) -> Any:
-        """Wrap Megatron's ``train_step`` to end an interval, and report its facts, after it."""
-        done = 0
-
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal done
-            # In the order of Megatron's signature, in which the model is the third argument.
-            before, (config, forward_backward), rest = args[:5], args[5:7], args[7:]
-            model = before[2]
-            self._reached.clear()
-            finalize = self.wrap_in_phase(FINALIZE, config.finalize_model_grads_func)
-            passes = self.wrap_in_phase(FORWARD_BACKWARD, forward_backward)
-            with mock.patch.object(config, "finalize_model_grads_func", finalize):
-                result = original(*before, config, passes, *rest, **kwargs)
-            done += 1
-            self._facts["work"] = self.work.take_iteration()
-            self._facts |= self._useful_flops()
-            trained = {n for n, p in _named_parameters(model).items() if p.requires_grad}
-            self._facts["without gradient"] = sorted(trained - self._reached)
-            self._rank.end_interval(f"iteration {done}")
-            return result
-
-        return train_step
-
-    def _useful_flops(self) -> dict[str, float]:
+    def _useful_flops(self, trained: Trained) -> dict[str, float]:
         """Return the facts about the samples since the last call, which are then forgotten."""
         done, self._samples = self._samples, metrics.Work()
         useful = flops.model(
-            self.data._architecture,
+            self._architecture,
             done.counts.tokens,
             done.squared_lengths,
             done.counts.patches,
             done.squared_frames,
-            self.data.trained,
-            mtp=bool(self.data._settings.loop.mtp_num_layers),
+            trained,
+            mtp=self._mtp,
         )
         return {"tokens": done.counts.tokens, "useful flops": useful}
 
-    def count_batch(self, batch: Batch) -> None:
+    def batch(self, batch: Batch) -> None:
         """Count a batch, and report the shapes of the first one."""
         self._samples.add(batch)
         pixels = None if batch.visual is None else tuple(batch.visual.pixel_values.shape)
@@ -186,15 +159,6 @@ class _Watch:
         samples = None if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
         shapes = {"tokens": tuple(batch.input_ids.shape), "packed": samples, "patches": pixels}
         self._facts.setdefault("batch", shapes)
-
-    def wrap_in_phase(self, name: str, function: Any) -> Any:
-        """Return a function whose host syncs and launches count under the phase `name`."""
-
-        def in_named_phase(*args: Any, **kwargs: Any) -> Any:
-            with self._rank.device.phase(name):
-                return function(*args, **kwargs)
-
-        return in_named_phase
 
     def _watch_parameters(self, model: list[nn.Module]) -> None:
         """Report what parameters there are, and note from now on which of them get a gradient."""
@@ -425,30 +389,21 @@ def count_parameters_by_part(model: list[nn.Module]) -> dict[str, int]:
     return dict(parts.most_common())
 
 
-@contextmanager
-def allow_patterns_of_other_stages() -> Iterator[None]:
-    """Let ``--freeze`` name parts that this stage lacks, because an absent stage may have them."""
-    check = Freezing.check
-
-    def check_one_stage(self: Freezing) -> Trained:
-        # As if every pattern had matched a parameter here.
-        self._used |= {*self._frozen, *self._trainable}
-        return check(self)
-
-    with mock.patch.object(Freezing, "check", check_one_stage):
-        yield
+def _fill_empty(received: Tensor, shape: tuple[int, int, int]) -> None:
+    """Give a tensor that nobody has sent its shape; see :attr:`.Qwen3VLModel.fill_received`."""
+    if not received.numel():
+        # Changed in place: it is a leaf, whose gradient is sent back.
+        received.data = received.new_empty(shape)
 
 
 @contextmanager
 def give_shapes_of_neighbours() -> Iterator[None]:
-    """Give the empty tensors that a stage receives their shape, when they are used."""
+    """Give the empty gradients that a stage receives their shape, when they are used."""
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
-    from megatron.training import get_args
 
     sent = WeakTensorKeyDictionary()  # output -> shape that it had when it was sent; freed then
     free, backward = schedules.deallocate_output_tensor, schedules.custom_backward
     combined = combined_1f1b.combined_forward_backward_step
-    receive = Qwen3VLModel._receive
 
     def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
         if isinstance(out, Tensor) and out not in sent:
@@ -466,68 +421,14 @@ def give_shapes_of_neighbours() -> Iterator[None]:
             gradient = gradient.new_empty(sent.get(output, output.shape))
         return combined(*before, output, gradient, config, **kwargs)
 
-    def _receive(self: Qwen3VLModel, seq_len: int, plan: FusionPlan) -> Tensor | None:
-        received = self.decoder.input_tensor
-        if received is not None and not received.numel():
-            batch = get_args().micro_batch_size
-            rows = self._deepstack_in * self.rows_received(seq_len, batch, plan)
-            # Changed in place: it is a leaf, whose gradient is sent back.
-            received.data = received.new_empty(
-                seq_len + -(-rows // batch), batch, self.config.hidden_size
-            )
-        return receive(self, seq_len, plan)
-
     with (
         mock.patch.object(schedules, "deallocate_output_tensor", deallocate_output_tensor),
         mock.patch.object(schedules, "custom_backward", custom_backward),
         mock.patch.object(
             combined_1f1b, "combined_forward_backward_step", combined_forward_backward_step
         ),
-        mock.patch.object(Qwen3VLModel, "_receive", _receive),
     ):
         yield
-
-
-def _make_provider_for_every_stage(watch: _Watch, base: Any) -> Any:
-    """Derive a data provider that reads batches itself on every pipeline stage."""
-    from megatron.core import parallel_state
-
-    from mcore_qwen3vl.data.encoding.batch import without_pixels
-
-    class OwnBatches:
-        """Replaces the first stage, and returns the batches that it would send."""
-
-        is_source = False
-
-        def __init__(self, loader: Loader) -> None:
-            self._loader = loader
-
-        def receive(self) -> Batch:
-            batch = next(self._loader)
-            if batch.visual is None:
-                return batch
-            return replace(batch, visual=without_pixels(batch.visual))
-
-    class OwnData(base):
-        def _reads(self) -> bool:
-            if rank := parallel_state.get_tensor_and_context_parallel_rank():
-                raise BadInput(
-                    f"Rank {rank} of a TP x CP group is sent its batches, which the simulated GPU "
-                    "cannot do: choose the first rank of the group, which does the same work."
-                )
-            return True
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            watch.data = self
-
-        def _share(self, loader: Any, host_group: Any, feed: Any, *others: Any) -> Any:
-            # A later stage would get its batches from the first one.
-            later = parallel_state.get_pipeline_model_parallel_rank() > 0
-            loader, feed = (None, OwnBatches(loader)) if later else (loader, None)
-            return super()._share(loader, host_group, feed, watch.count_batch, *others)
-
-    return OwnData
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.simulated_gpu.device import Interval, Report, Routing, Settings, Unavailable
 from mcore_qwen3vl.simulated_gpu.rank import flops_of
 from mcore_qwen3vl.simulated_gpu.workbench import Failed, Workbench
+from mcore_qwen3vl.training.events import LOG
 
 SPARE = 0.05
 """Share of the GPU's memory that a run should leave free, since a rehearsal is not exact."""
@@ -120,7 +121,7 @@ class RoleOutcome:
         """Host syncs of one iteration, without those of periodic logging."""
         iteration = self.iteration
         syncs = iteration.host_syncs if iteration is not None else []
-        return sum(sync.count for sync in syncs if sync.phase != holders.LOG)
+        return sum(sync.count for sync in syncs if sync.phase != LOG)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the role's results for ``--json``; sizes in bytes."""

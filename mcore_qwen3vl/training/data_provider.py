@@ -115,12 +115,22 @@ class DataProvider:
         self,
         settings: Settings,
         architecture: Architecture,
-        on_batch: Callable[[Batch], None],
+        *,
+        on_batch: Sequence[Callable[[Batch], None]] = (),
+        reads_on_every_stage: bool = False,
     ) -> None:
+        """
+        Args:
+            on_batch: functions that are called once with each batch of the training data, on the
+                host, without pixels.
+            reads_on_every_stage: whether a later pipeline stage reads its batches itself, because
+                there is no first stage that sends them.
+        """
         loop, sources = settings.loop, settings.sources
         self._settings = settings
         self._architecture = architecture
         self._on_batch = on_batch
+        self._reads_on_every_stage = reads_on_every_stage
         self._sources = parse_sources(loop.training_data, sources.preprocess, sources.train_on)
         self._ahead = ThreadPoolExecutor(1, "read ahead") if loop.num_workers > 0 else None
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
@@ -160,7 +170,7 @@ class DataProvider:
         valid = None
         if loop.valid_data_path:
             loader = self._open_validation()
-            valid = self._share(loader, shared_host_group, valid_feed)
+            valid = self._share(loader, shared_host_group, valid_feed, ())
         if config.balance or loop.valid_data_path:
             wait_for_measuring()
         if loop.valid_data_path:
@@ -220,15 +230,24 @@ class DataProvider:
         return self._open_loader(sources, "val", validation_config(settings), batches=batches)
 
     def _share(
-        self, loader: Loader | None, host_group: Any, feed: StageFeed | None, *on_batch: Any
+        self,
+        loader: Loader | None,
+        host_group: Any,
+        feed: StageFeed | None,
+        on_batch: Sequence[Callable[[Batch], None]],
     ) -> SharedBatches:
-        """Return the batches of `loader` for all ranks; rehearsals replace its arguments."""
+        """Return the batches of `loader` for all ranks."""
+        source: Loader | None = loader
+        sent: StageFeed | OwnFeed | None = feed
+        if self._reads_on_every_stage:
+            later = parallel_state.get_pipeline_model_parallel_rank() > 0
+            source, sent = (None, OwnFeed(loader)) if later and loader else (loader, None)
         return SharedBatches(
-            loader,
+            source,
             device=torch.device(torch.cuda.current_device()),
             group=parallel_state.get_tensor_and_context_parallel_group(),
             host_group=host_group,
-            feed=feed,
+            feed=sent,
             chunks=self._settings.parallel.virtual_pipeline_model_parallel_size or 1,
             on_batch=on_batch,
             ahead=self._ahead,
@@ -257,7 +276,15 @@ class DataProvider:
 
     def _reads(self) -> bool:
         """Return whether this rank reads; see :func:`rank_reads`."""
-        return rank_reads()
+        if not self._reads_on_every_stage:
+            return rank_reads()
+        if not _is_first_of_tp_cp_group():
+            rank = parallel_state.get_tensor_and_context_parallel_rank()
+            raise BadInput(
+                f"Rank {rank} of a TP x CP group is sent its batches, which the simulated GPU "
+                "cannot do: choose the first rank of the group, which does the same work."
+            )
+        return True
 
     def save_state(self, directory: str, iteration: int) -> None:
         """Save this data-parallel rank's position in the training data."""
@@ -370,6 +397,20 @@ class StageFeed:
                 dist.send_object_list([message], group=self._group, group_dst=stage)
 
 
+class OwnFeed:
+    """The messages of a first stage that does not run, made of the batches that it would send."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def receive(self) -> Batch:
+        """Return the next batch, with shapes in place of the tensors with a patch axis."""
+        batch = next(self._loader)
+        return (
+            batch if batch.visual is None else replace(batch, visual=without_pixels(batch.visual))
+        )
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """A batch on the host of one rank, or the error that stops the run."""
@@ -394,7 +435,7 @@ class SharedBatches:
         device: torch.device,
         group: dist.ProcessGroup,
         host_group: dist.ProcessGroup,
-        feed: StageFeed | None = None,
+        feed: StageFeed | OwnFeed | None = None,
         chunks: int = 1,
         on_batch: Sequence[Callable[[Batch], None]] = (),
         ahead: Executor | None = None,
@@ -486,7 +527,7 @@ class SharedBatches:
             visual, read = read.visual, replace(read, visual=without_pixels(read.visual))
             if self._device.type == "cuda":
                 visual = visual.pin_memory()  # does nothing if torch's loader has done so
-        if self._feed is not None and self._feed.is_source:
+        if isinstance(self._feed, StageFeed) and self._feed.is_source:
             self._feed.send(read)
         message = [(read, self._loader is not None)]
         if self._group.size() > 1:

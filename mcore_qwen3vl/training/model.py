@@ -45,6 +45,7 @@ def model_provider(
     lora: LoraRun | None = None,
     on_trained: Callable[[Trained], None] = lambda trained: None,
     other: OtherMaker | None = None,
+    every_stage_is_here: bool = True,
     **config_overrides: Any,
 ) -> Callable[..., Qwen3VLModel]:
     """Return the model provider for ``megatron.training.pretrain``.
@@ -54,6 +55,7 @@ def model_provider(
         lora: the LoRA run, if an adapter trains instead of the model's own weights.
         on_trained: called with how much trains, once the last chunk of a rank is built.
         other: the checkpoint of another maker to start from, if any.
+        every_stage_is_here: see :meth:`.Freezing.check`.
         config_overrides: ``TransformerConfig`` fields that no flag sets.
 
     Returns:
@@ -109,7 +111,7 @@ def model_provider(
         freezing.apply(model)
         stages = settings.parallel.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):  # the last chunk of this rank
-            on_trained(freezing.check())
+            on_trained(freezing.check(every_stage_is_here=every_stage_is_here))
             saves = settings.checkpoints.save and not settings.checkpoints.no_save_optim
             if lora is None and freezing.divided and saves:
                 # Megatron does not save a tensor of all layers that has gaps.

@@ -37,6 +37,7 @@ from mcore_qwen3vl.training.arguments.parser import (
 )
 from mcore_qwen3vl.training.arguments.schedule import ITERS
 from mcore_qwen3vl.training.arguments.settings import statement_of_defaults
+from mcore_qwen3vl.training.events import FINALIZE, FORWARD_BACKWARD, LOG, Built, RunObserver
 from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.terminal import RunProgress, quiet
@@ -48,8 +49,17 @@ _NO_STEP: tuple[Any, ...] = {}, 1, False, False, 0, None, None, 0
 """What Megatron's ``train_step`` returns of a step without a loss and without an update."""
 
 
-def main(command: CommandLine) -> int:
+def main(
+    command: CommandLine, observer: RunObserver | None = None, *, rehearsed: bool = False
+) -> int:
     """Train as the command line says; every rank calls this.
+
+    Args:
+        observer: hears of the run's events.
+        rehearsed: only memory and work matter, and this rank is the only one there is. It reads its
+            own batches on each pipeline stage, takes the names in ``--freeze`` for those of other
+            stages, leaves the second model's weights as they are made, needs no DeepEP, and logs no
+            step for being the last.
 
     Returns:
         0, or 128 + N when signal N has stopped this rank.
@@ -61,7 +71,7 @@ def main(command: CommandLine) -> int:
     if words is not None:
         _choose_device(cpu=True)
         print_megatron_help(words)
-    check_early(command)
+    check_early(command, deep_ep=not rehearsed)
     if os.environ.get("RANK", "0") == "0":
         print_unused(command.unused())
     with quiet(command) as screen:
@@ -69,7 +79,7 @@ def main(command: CommandLine) -> int:
         _choose_device(command.cpu, several_queues=overlap)
         with without_help_texts():
             parsed = parse(command)
-            run = Run(parsed, screen)
+            run = Run(parsed, screen, observer or RunObserver(), rehearsed=rehearsed)
             settings, first = parsed.settings, parsed.settings.parallel.rank == 0
             if first:
                 run.introduce(screen, parsed.explicit)
@@ -98,7 +108,9 @@ def _choose_device(cpu: bool, *, several_queues: bool = False) -> None:
 class Run:
     """The state of a run that Megatron's loop does not hold."""
 
-    def __init__(self, parsed: Parsed, screen: Console | None) -> None:
+    def __init__(
+        self, parsed: Parsed, screen: Console | None, observer: RunObserver, *, rehearsed: bool
+    ) -> None:
         from mcore_qwen3vl.config import Architecture
         from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker
         from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
@@ -110,6 +122,8 @@ class Run:
 
         self.settings = settings = parsed.settings
         self.args = parsed.args  # Megatron's, which its loop changes while it runs
+        self.observer = observer
+        self._rehearsed = rehearsed
         self.architecture = Architecture.from_hf(settings.model.folder)
         self.second = SecondModel.from_settings(settings, self.architecture)
         self.lora = LoraRun.from_settings(settings, self.architecture)
@@ -122,7 +136,12 @@ class Run:
             peak_tflops=settings.training.peak_tflops,
             mtp=bool(settings.loop.mtp_num_layers),
         )
-        self.data = DataProvider(settings, self.architecture, self.metrics.count)
+        self.data = DataProvider(
+            settings,
+            self.architecture,
+            on_batch=(observer.batch, self.metrics.count),
+            reads_on_every_stage=rehearsed,
+        )
         self.forward_step = forward_step_of(settings)
         self.last_report: dict[str, float] = {}
         self.skips = LossScaleSkips(settings.compute)
@@ -258,6 +277,7 @@ class Run:
                 self.lora,
                 self._note_trained,
                 self.other,
+                every_stage_is_here=not self._rehearsed,
                 # Not a method: Megatron deep-copies the config, and with it a method's object.
                 finalize_model_grads_func=lambda *args, **kw: self._finalize_gradients(*args, **kw),
             ),
@@ -267,7 +287,6 @@ class Run:
         """Return what wraps each function of :data:`.hooks.HOOKS`, in the order of a run."""
         from mcore_qwen3vl.training import hooks
         from mcore_qwen3vl.training.lora import keep_trained
-        from mcore_qwen3vl.training.objectives import schedule_of
 
         settings, checkpoints = self.settings, self.checkpoints
         return {
@@ -277,7 +296,7 @@ class Run:
             "load_checkpoint": checkpoints.load,
             "check_checkpoint_args": checkpoints.report_differences,
             "train_step": self._step,
-            "get_forward_backward_func": schedule_of(settings, self.second),
+            "get_forward_backward_func": self._make_schedule,
             "_allreduce_non_tensor_model_parallel_grads": hooks.reduce_in_pieces,
             "logical_and_across_model_parallel_group": partial(
                 hooks.success_of_all, fp16=settings.compute.fp16
@@ -303,7 +322,7 @@ class Run:
         from mcore_qwen3vl.training.model import model_provider
 
         if self.second:
-            self.second.build(model_provider, self.args)
+            self.second.build(model_provider, self.args, reads_weights=not self._rehearsed)
 
     def _set_up_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the second model, and then the optimizer; Megatron has built the model."""
@@ -319,6 +338,8 @@ class Run:
         ours.keep_own_parts(optimizer)
         ours.accept_other_chains(optimizer)
         ours.keep_scale_on_host(optimizer)
+        second = self.second.chunks if self.second else []
+        self.observer.begin(Built(bound["model_chunks"], optimizer, second, self.data.trained))
         return optimizer
 
     def _set_up_schedule(self, original: Any, optimizer: Any) -> Any:
@@ -332,12 +353,32 @@ class Run:
         scale_warmup_start(scheduler)
         return scheduler
 
+    def _make_schedule(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what runs the passes of all micro-batches of a step."""
+        from mcore_qwen3vl.training.objectives import schedule_of
+
+        schedule = schedule_of(self.settings, self.second)(original, *args, **kwargs)
+
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            with self.observer.during(FORWARD_BACKWARD):
+                return schedule(*args, **kwargs)
+
+        return forward_backward
+
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train a step, or leave it out: take its batches, and change nothing."""
+        """Train a step, or leave it out."""
+        iteration = self.args.curr_iteration + 1
+        if self._is_left_out(iteration):
+            result = self._leave_out(original, *args, **kwargs)
+        else:
+            result = original(*args, **kwargs)
+        self.observer.step(iteration)
+        return result
+
+    def _leave_out(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take the batches of a step, and change nothing."""
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-        if not self._is_left_out(self.args.curr_iteration + 1):
-            return original(*args, **kwargs)
         batches = inspect.signature(original).bind(*args, **kwargs).arguments["data_iterator"]
         count = get_num_microbatches()
         for chunk in batches if isinstance(batches, list) else [batches]:
@@ -352,6 +393,8 @@ class Run:
 
     def _is_last_step(self, step: int) -> bool:
         """Return whether this run trains no further step, as far as that is known before."""
+        if self._rehearsed:  # its numbers stand for all other steps, which are seldom logged
+            return False
         last, interval = self.args.train_iters, self.settings.loop.exit_interval
         while self._is_left_out(last):
             last -= 1
@@ -366,13 +409,15 @@ class Run:
         """Finalize gradients as Megatron does, divide them by our normaliser, and report norms."""
         from megatron.core.distributed import finalize_model_grads
 
-        # Megatron's own number of tokens must be an integer, which a sum of weights is not.
-        finalize_model_grads(model, None, *args, **kwargs)
-        self.forward_step.normalise(model)
-        iteration = self.args.curr_iteration + 1
-        self.forward_step.records.finish(iteration)
-        if self._is_logged(iteration):
-            self._report(model, iteration)
+        with self.observer.during(FINALIZE):
+            # Megatron's own number of tokens must be an integer, which a sum of weights is not.
+            finalize_model_grads(model, None, *args, **kwargs)
+            self.forward_step.normalise(model)
+            iteration = self.args.curr_iteration + 1
+            self.forward_step.records.finish(iteration)
+            if self._is_logged(iteration):
+                with self.observer.during(LOG):
+                    self._report(model, iteration)
 
     def _report(self, model: list[Any], iteration: int) -> None:
         """Compute the log's numbers that Megatron does not know; all ranks call this."""
@@ -390,6 +435,11 @@ class Run:
         print_rank_last(metrics.log_line(report))
 
     def _log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Log a step, with the observer's knowledge."""
+        with self.observer.during(LOG):
+            return self._log_step(original, *args, **kwargs)
+
+    def _log_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Check the step's gradient norm, and write the log's numbers if they are due."""
         from megatron.training import get_tensorboard_writer
         from megatron.training.utils import is_last_rank

@@ -99,7 +99,8 @@ class SecondModel:
             checkpoints=replace(settings.checkpoints, load=None),
             training=replace(settings.training, freeze=(), trainable=()),
         )
-        self._chunks: list[Any] = []
+        self.chunks: list[Any] = []
+        """After :meth:`build`: this rank's pipeline chunks."""
 
     @classmethod
     def from_settings(cls, settings: Settings, trained: Architecture) -> SecondModel | None:
@@ -107,24 +108,32 @@ class SecondModel:
         source, second = source_of(settings), architecture_of(settings, trained)
         return cls(settings, trained, source, second) if source and second else None
 
-    def build(self, model_provider: Callable[..., Any], args: argparse.Namespace) -> None:
+    def build(
+        self,
+        model_provider: Callable[..., Any],
+        args: argparse.Namespace,
+        *,
+        reads_weights: bool = True,
+    ) -> None:
         """Build this rank's chunks and fill them; all ranks call this once the groups exist.
 
         A second call changes nothing.
 
         `model_provider` is that of :mod:`mcore_qwen3vl.training.model`, which imports this module,
-        and `args` are the run's, which it reads as Megatron has them.
+        and `args` are the run's, which it reads as Megatron has them. Unless it `reads_weights`,
+        they stay as they are made.
         """
-        if self._chunks:
+        if self.chunks:
             return
         from megatron.core.utils import unwrap_model
         from megatron.training.training import get_model
 
         second_args = _arguments_of_second(args, self._trained, self._architecture)
         provider = model_provider(self._settings, self._architecture, second_args)
-        self._chunks = get_model(provider, wrap_with_ddp=False)
-        start_from(unwrap_model(self._chunks), self._source.path)
-        for chunk in self._chunks:
+        self.chunks = get_model(provider, wrap_with_ddp=False)
+        if reads_weights:
+            start_from(unwrap_model(self.chunks), self._source.path)
+        for chunk in self.chunks:
             chunk.eval().requires_grad_(False)
 
     @contextmanager
@@ -133,7 +142,7 @@ class SecondModel:
         import torch
 
         with torch.no_grad():
-            yield self._chunks
+            yield self.chunks
 
 
 def start_from(chunks: list[Any], source: str | Path) -> None:

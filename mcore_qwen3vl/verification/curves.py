@@ -40,6 +40,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.training.events import RunObserver
 from mcore_qwen3vl.training.logs.terminal import loss_name
 from mcore_qwen3vl.verification.figures import write_figures
 from mcore_qwen3vl.verification.parity.reference import decay_groups, with_adapter
@@ -117,8 +118,11 @@ def import_for_ranks() -> None:
     PIL.Image.init()
 
 
-def run_rank(argv: Sequence[str], output: Path) -> None:
-    """Run one rank of a training run, and append its output to a file."""
+def run_rank(argv: Sequence[str], output: Path, observer: RunObserver | None = None) -> None:
+    """Run one rank of a training run, and append its output to a file.
+
+    `observer` hears of the run's events.
+    """
     from mcore_qwen3vl.training.arguments.command_line import CommandLine
     from mcore_qwen3vl.training.run import main
 
@@ -132,7 +136,7 @@ def run_rank(argv: Sequence[str], output: Path) -> None:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(stream)
         try:
-            main(CommandLine(argv))
+            main(CommandLine(argv), observer)
         except SystemExit as leaving:  # Megatron exits so when a signal or a limit stops it
             if leaving.code:
                 raise

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.rehearsal.holders import FINALIZE, FORWARD_BACKWARD
 from mcore_qwen3vl.rehearsal.rehearse import SPARE
+from mcore_qwen3vl.training.events import FINALIZE, FORWARD_BACKWARD
 from tests.docs.markdown import ROOT
 from tests.rehearsal.conftest import KNOWN_HOST_SYNCS, WITHOUT_TE, Command, skip_other_torch
 

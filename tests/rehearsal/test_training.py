@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.rehearsal.holders import FINALIZE, FORWARD_BACKWARD, LOG
 from mcore_qwen3vl.simulated_gpu import Report, Workbench
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_half_images
+from mcore_qwen3vl.training.events import FINALIZE, FORWARD_BACKWARD, LOG
 from tests.rehearsal.conftest import (
     DISPATCHER,
     GROUPED_PRODUCTS,

@@ -64,11 +64,11 @@ def _left_alone(argv: list[str], output: Path) -> list[str]:
     build = SecondModel.build
     built: list[tuple[str, torch.nn.Parameter, torch.Tensor]] = []
 
-    def kept(self: SecondModel, *arguments: Any) -> None:
-        build(self, *arguments)
-        named = [pair for chunk in self._chunks for pair in chunk.named_parameters()]
+    def kept(self: SecondModel, *arguments: Any, **options: Any) -> None:
+        build(self, *arguments, **options)
+        named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         built.extend((name, one, one.detach().clone()) for name, one in named)
-        assert not any(module.training for chunk in self._chunks for module in chunk.modules())
+        assert not any(module.training for chunk in self.chunks for module in chunk.modules())
 
     SecondModel.build = kept  # type: ignore[method-assign]
     run_rank(argv, output)

@@ -247,11 +247,17 @@ def require_gpu() -> int:
     return count
 
 
-def check_early(command: CommandLine) -> None:
-    """Raise BadInput if no run can start: for its flags, its model, its data or its folders."""
+def check_early(command: CommandLine, *, deep_ep: bool = True) -> None:
+    """Raise BadInput if no run can start: for its flags, its model, its data or its folders.
+
+    Args:
+        deep_ep: whether the flex dispatcher needs the package deep_ep, or something stands in.
+    """
     command.check_names()
     settings = command.settings
     check_surroundings(settings)
+    if deep_ep and settings.compute.moe_token_dispatcher_type == "flex":
+        check_deep_ep(settings.compute.moe_flex_dispatcher_backend)
     model = command.model
     require_processor(model)
     settings.lora.check_targets(command.architecture)
@@ -462,8 +468,6 @@ def _check_packages(settings: Settings) -> None:
             f"--optimizer {loop.optimizer} with --use-distributed-optimizer needs --bf16: Megatron "
             "cannot build it in float32. Add --bf16, or drop --use-distributed-optimizer."
         )
-    if compute.moe_token_dispatcher_type == "flex":
-        check_deep_ep(compute.moe_flex_dispatcher_backend)
     if settings.parallel.use_megatron_fsdp and find_spec("einops") is None:
         raise BadInput(
             "--use-megatron-fsdp needs the package einops: pip install einops, or use "

@@ -136,13 +136,12 @@ class HybridQwen3VL(HybridModel):
         layers: the hybrid layer pattern, with a ``|`` between pipeline chunks.
     """
 
-    head_labels = None
+    head_labels = fill_received = None
     local_tokens: Any = Qwen3VLModel.local_tokens
     append_features: Any = Qwen3VLModel.append_features
     _prepare_forward: Any = Qwen3VLModel._prepare_forward
     _embed: Any = Qwen3VLModel._embed
     _receive: Any = Qwen3VLModel._receive
-    rows_received: Any = Qwen3VLModel.rows_received
     _router_padding: Any = Qwen3VLModel._router_padding
     _refuse_gathered_logits: Any = Qwen3VLModel._refuse_gathered_logits
 
