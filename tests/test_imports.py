@@ -27,6 +27,7 @@ ORDER = (
     "functions",
     "config",
     "labels",
+    "memory_labels",
     "layout",
     "megatron_config",
     "console",

@@ -49,9 +49,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.kernels import Pointwise, add_product, stand_in_gradient
 from mcore_qwen3vl.model.lora_modules import Site
+
+label_module(__file__, "logits and loss")
 
 CHUNK_LOGITS = 2**27
 """Number of logits in one chunk: 0.5 GiB in float32."""

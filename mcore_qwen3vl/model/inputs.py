@@ -20,6 +20,9 @@ from transformers import vision_utils
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.memory_labels import label_module
+
+label_module(__file__, "batch")
 
 # Until transformers 5.14 the tower took (4, P) ``bilinear_indices`` and ``bilinear_weights``, which
 # another function computes; since then (P, 4) ``interp_indices`` and ``interp_weights``.

@@ -22,6 +22,10 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import Tensor
 
+from mcore_qwen3vl.memory_labels import label_module
+
+label_module(__file__, None)
+
 VARIANTS = 32
 """Limit of compiled variants per function; beyond it the function runs uncompiled.
 

@@ -39,6 +39,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import NO_LABELS, Labels
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.memory_labels import memory_label
 from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, PackedSequence, rotary_factor
 from mcore_qwen3vl.model.decoder.layer import (
     block_spec,
@@ -502,6 +503,7 @@ class FusionPlan:
     rows: Tensor  # (n,) int64: rows of the (N, H) features
     destination: Tensor  # (n,) int64: rows of the (s_local * B, H) hidden states
 
+    @memory_label("embedding")
     def select(self, features: Tensor) -> Tensor:
         """Select the feature rows that this rank consumes: (N, H) -> (n, H)."""
         return features.index_select(0, self.rows)
@@ -532,6 +534,7 @@ def plan_fusion(
     return FusionPlan(to_device(rows, device), to_device(destination, device))
 
 
+@memory_label("embedding")
 def fuse(embeddings: Tensor, features: Tensor, plan: FusionPlan) -> Tensor:
     """Replace the placeholders' embeddings by the visual features.
 

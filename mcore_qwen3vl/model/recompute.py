@@ -23,6 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from mcore_qwen3vl.memory_labels import label_module
+
+label_module(__file__, None)
+
 Recipe = Callable[[], Tensor]
 """A function that recomputes a tensor: the same values, shape and strides."""
 

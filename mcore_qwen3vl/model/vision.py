@@ -45,6 +45,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.attention import rotate, rotate_fused
 from mcore_qwen3vl.model.inputs import (
     PER_PATCH,
@@ -53,6 +54,8 @@ from mcore_qwen3vl.model.inputs import (
     to_device,
 )
 from mcore_qwen3vl.model.recompute import recomputing, remember_outputs_of
+
+label_module(__file__, "vision tower")
 
 
 class VisionTower(Qwen3VLVisionModel):

@@ -30,6 +30,7 @@ from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.mapping.parameters import part_of
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.rehearsal import holders, stubs
@@ -40,6 +41,8 @@ from mcore_qwen3vl.simulated_gpu.rank import History, Rank, record_allocations
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.events import Built, Phase, RunObserver
 from mcore_qwen3vl.training.logs import metrics
+
+label_module(__file__, None)  # what Megatron's functions allocate within ours is their callers'
 
 OnSetup = Callable[[list[nn.Module], Any, list[nn.Module]], None]
 """Takes the model's chunks, the optimizer, and the chunks of the second model, if any."""

@@ -158,7 +158,7 @@ def memory_line(outcomes: Sequence[RoleOutcome]) -> str:
     fullest = max(outcomes, key=lambda outcome: outcome.reserved)
     parts = [holders.WEIGHTS, holders.GRADIENTS, holders.OPTIMIZER, holders.LOGITS]
     parts += [holders.FROZEN] if holders.FROZEN in fullest.by_holder else []
-    sizes = {name: fullest.by_holder.get(name, 0) for name in parts}
+    sizes: dict[str, int] = {name: fullest.by_holder.get(name, 0) for name in parts}
     sizes["the rest"] = fullest.peak - sum(sizes.values())
     listing = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sizes.items())
     return (

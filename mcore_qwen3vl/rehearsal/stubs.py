@@ -33,10 +33,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.delta_rule import CHUNK
 from mcore_qwen3vl.rehearsal.holders import COMBINE, DISPATCH
 from mcore_qwen3vl.simulated_gpu.integers import host_view
 from mcore_qwen3vl.simulated_gpu.rank import launch
+
+label_module(__file__, None)  # what a stub allocates is its caller's
 
 _NODE = 8  # GPUs
 _CHANNELS, _CHUNK = 10, 256  # of a buffer: 20 SMs, two for a channel; tokens in each

@@ -40,6 +40,7 @@ from mcore_qwen3vl.data.encoding.batch import Batch, without_pixels
 from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, length_multiple
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
@@ -47,6 +48,8 @@ from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ComputeSe
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.unused.fields import Unused
+
+label_module(__file__, "batch")
 
 
 def data_config(settings: Settings) -> DataConfig:

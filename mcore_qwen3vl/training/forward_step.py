@@ -31,10 +31,13 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.functions import RULE, find_function
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO
 from mcore_qwen3vl.training.arguments.run import LOSSES as PREFERENCE_LOSSES
+
+label_module(__file__, "logits and loss")
 
 Names = tuple[str, ...]
 """Of the samples of a micro-batch: file and line."""

@@ -43,8 +43,11 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, boxes_of_flat_range, overlap
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.freeze import PARTS, part_of
 from mcore_qwen3vl.training.arguments.run import RunSettings
+
+label_module(__file__, "optimizer, temporary")
 
 PIECE_VALUES = 1 << 22
 """Values of a gradient that are in memory in float64 at a time."""

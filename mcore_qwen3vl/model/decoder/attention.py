@@ -47,9 +47,12 @@ from transformers import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.inputs import local_positions, to_device
 from mcore_qwen3vl.model.kernels import Pointwise
 from mcore_qwen3vl.model.recompute import compute_keeping_inputs, recipe_of, remember
+
+label_module(__file__, "attention")
 
 
 def rope_frequencies(

@@ -30,10 +30,13 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.attention import PackedSequence, gathered_positions
 from mcore_qwen3vl.model.decoder.delta_rule import CHUNK, causal_convolution, gated_delta_rule
 from mcore_qwen3vl.model.inputs import local_positions, to_device
 from mcore_qwen3vl.model.recompute import compute_keeping_inputs
+
+label_module(__file__, "gated delta nets")
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 """The dtypes in which flash-linear-attention's kernels compute, on a GPU; they refuse float32."""

@@ -15,7 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.inputs import to_device
+
+label_module(__file__, "gated delta nets")
 
 CHUNK = 64
 """Tokens that the delta rule computes by products of matrices, before it passes on the state."""

@@ -28,9 +28,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.mlp import weighted_swiglu
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.recompute import remember
+
+label_module(__file__, "experts and router")
 
 Offset = tuple[int, int, int]
 """Axis, index on it, and number of indices: mcore's rank offset."""

@@ -48,6 +48,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.memory_labels import label_module, memory_label
 from mcore_qwen3vl.model.decoder.attention import RotarySelfAttention, TorchAttention
 from mcore_qwen3vl.model.decoder.delta_net import DeltaNet
 from mcore_qwen3vl.model.decoder.experts import GroupedExperts, indices_to_multihot
@@ -57,6 +58,8 @@ from mcore_qwen3vl.model.decoder.router import BalancedRouter
 from mcore_qwen3vl.model.kernels import accumulate_in_products
 from mcore_qwen3vl.model.recompute import recomputing, remember_fused_norms, remember_outputs_of
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk
+
+label_module(__file__, "residual stream")
 
 
 class DeepStackLayer(TransformerLayer):
@@ -128,6 +131,7 @@ class DeepStackLayer(TransformerLayer):
         return make_viewless_tensor(hidden, requires_grad=True, keep_graph=True)
 
 
+@memory_label("embedding")
 def add_to_rows(hidden: Tensor, features: Tensor, destination: Tensor) -> Tensor:
     """Add visual features to the output (s_local, B, H) of a decoder layer, as DeepStack does.
 

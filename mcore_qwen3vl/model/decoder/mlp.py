@@ -15,7 +15,10 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.recompute import remember
+
+label_module(__file__, "MLP")
 
 
 class GatedMLP(MLP):

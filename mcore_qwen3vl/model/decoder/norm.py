@@ -9,7 +9,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.recompute import remember
+
+label_module(__file__, "norms")
 
 
 class RMSNorm(nn.Module):
