@@ -19,6 +19,7 @@ import json
 import math
 import os
 import platform
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
@@ -238,21 +239,29 @@ def write_report(report: Report, folder: str | Path) -> None:
             partial.write_bytes(content)
 
 
+_NOT_OF_XML = re.compile("[\ud800-\udfff\ufffe\uffff]")
+
+
+def _xml_text(text: str) -> str:
+    """Return `text` with what XML cannot hold spelled out: control characters and no characters."""
+    return _NOT_OF_XML.sub(lambda none: ascii(none[0])[1:-1], visible(text))
+
+
 def junit(report: Report) -> bytes:
     """Return the XML that CI systems show, with a test case for each part and context."""
     parts = report.parts()
-    title = visible(report.title)  # XML cannot hold control characters
+    title = _xml_text(report.title)
     suite = ElementTree.Element("testsuite", name=title, tests=str(len(parts)))
     suite.set("failures", str(sum(summary.failed > 0 for summary in parts.values())))
     for (context, part), summary in parts.items():
-        name = visible(f"{part} ({context})" if context else part)
+        name = _xml_text(f"{part} ({context})" if context else part)
         case = ElementTree.SubElement(suite, "testcase", classname=title, name=name)
         if summary.failed:
             message = f"{summary.failed} of {summary.count} comparisons failed"
-            worst = visible(str(summary.worst))
+            worst = _xml_text(str(summary.worst))
             ElementTree.SubElement(case, "failure", message=message).text = worst
     if not parts:
-        ElementTree.SubElement(suite, "error", message=visible(report.verdict))
+        ElementTree.SubElement(suite, "error", message=_xml_text(report.verdict))
     return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
 
 

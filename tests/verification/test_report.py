@@ -10,7 +10,7 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.verification.measurement import Finding, Measurement
-from mcore_qwen3vl.verification.report import Report, html, write_report
+from mcore_qwen3vl.verification.report import Report, html, junit, write_report
 from mcore_qwen3vl.verification.trace.tracing import Trace
 
 
@@ -87,6 +87,13 @@ def test_names_are_escaped() -> None:
     text = html(Report("<script>alert(1)</script>", {}, [finding("<b>", 1.0)]))
     assert "<script>" not in text
     assert "<b>" not in text
+
+
+@pytest.mark.parametrize("none", ["\ufffe", "\uffff", "\ud800", "\x1b", "\0"])
+def test_what_xml_cannot_hold_is_spelled_out(none: str) -> None:
+    page = junit(Report(none, {}, [finding(f"a{none}b", 1.0)]))
+    root = ElementTree.fromstring(page)
+    assert f"a{ascii(none)[1:-1]}b" in "".join(root.itertext())
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ constructor of an optimizer, minutes after the start.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ _REFUSED: dict[tuple[str, str], str] = {
 
 _NEEDS_TE = (
     *("batch_invariant_mode", "cpu_offloading_num_layers", "defer_embedding_wgrad_compute"),
-    *("save_dgrads_interval", "te_precision_config_file", "use_precision_aware_optimizer"),
+    *("save_activations_interval", "save_dgrads_interval", "te_precision_config_file"),
+    "use_precision_aware_optimizer",
 )
 """Flags with which Megatron calls or looks for something of Transformer Engine, and fails."""
 _NEEDS_GPU = ("gpu_sniff_test_interval", "log_device_memory_used", "use_sharp")
@@ -110,5 +112,7 @@ def check_values(
         other, _, value = _NEEDS_OTHER.get(name, "").partition(" ")
         if other and other not in map(flags.get, explicit):
             raise BadInput(f"{flag} is set without {other}: add {other} {value}.")
+        if name.startswith("fault_injector") and find_spec("nvidia_resiliency_ext") is None:
+            raise BadInput(f"{flag} needs the package nvidia-resiliency-ext: install it.")
         if name in _FILES and not Path(given).is_file():
             raise BadInput(f"{flag}: there is no file {given}.")

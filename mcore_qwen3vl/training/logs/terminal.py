@@ -100,7 +100,8 @@ def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) 
 class LogFile(io.TextIOBase):
     """A log file that is created at the first write, and appended to; without a path, nothing is.
 
-    A full disk cuts the log short, but does not end the run.
+    Control characters are spelled out, because a data set's name may hold some, and a terminal that
+    shows the log would obey them. A full disk cuts the log short, but does not end the run.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -114,7 +115,7 @@ class LogFile(io.TextIOBase):
                     self._path.parent.mkdir(parents=True, exist_ok=True)
                     # Line-buffered, because a forked data worker inherits what is in the buffer.
                     self._stream = self._path.open("a", buffering=1, encoding="utf-8")
-                self._stream.write(text)
+                self._stream.write(visible(text, lines=True))
             except OSError:
                 self._path = None  # nothing more is written
         return len(text)  # as if all were written: who prints must not fail

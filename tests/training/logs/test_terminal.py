@@ -187,6 +187,12 @@ def test_a_warning_starts_on_a_line_of_its_own_above_a_progress_bar(
     assert errors.getvalue() == f"{CLEAR_LINE}warning: one\n{CLEAR_LINE}two\nthree\n"
 
 
+def test_names_do_not_steer_the_terminal_that_shows_a_log(tmp_path: Path) -> None:
+    with LogFile(log_file(tmp_path, 0)) as file:
+        file.write(" lm loss a\x1b]0;title\x07: 1\n\tnext\n")
+    assert log_file(tmp_path, 0).read_text() == " lm loss a\\x1b]0;title\\x07: 1\n\tnext\n"
+
+
 def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("not a folder")
     with LogFile(log_file(tmp_path, 0)) as file:
