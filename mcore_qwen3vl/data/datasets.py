@@ -211,6 +211,8 @@ class Part(Dataset[Any]):
         if getattr(factory, "sample_excludes", None):
             self._numbers = [n for n in self._numbers if self._readers[0][n] is not None]
         self._subflavors = factory.subflavors
+        self.source: int = factory.subflavors[SOURCE]
+        """The number of its source."""
         self.path = origin(Path(str(factory.path)))
 
     def __len__(self) -> int:

@@ -234,6 +234,9 @@ def _loader_state_or_fresh(state: dict[str, Any], workers: int) -> dict[str, Any
 
 _PREFETCHED = 2  # batches that a data worker keeps ready
 _LOOK = 1.0  # seconds between two checks that the parent lives
+_PASSES = 20
+"""How often a data worker that finds nothing to use reads about as much as its part of tars has; by
+chance a shuffling buffer keeps back what is usable, with a probability of e^-20."""
 _BACK = 2  # batches that may have been read since the position of a state
 
 
@@ -308,7 +311,7 @@ class Loader(Iterator[Batch]):
         elif are_numbered(datasets):
             dataset = self._numbered_batches(datasets, blend_mode, seed_of_order)
         else:
-            dataset = self._tar_batches(load)
+            dataset = self._tar_batches(load, datasets)
         self._loader = get_savable_loader(
             dataset,
             checkpoint_every_sec=checkpoint_every_seconds,
@@ -341,6 +344,8 @@ class Loader(Iterator[Batch]):
         if config.balance:
             datasets = encoder.measure_data_sets(datasets, usable_cores())
         parts = self._open_parts(datasets)
+        if config.balance:
+            encoder.require_usable()
         order = order_of(datasets, parts, blend_mode, seed)
         end = None if self._epochs is None else self._epochs * require_epoch_length(order)
         self.length = end
@@ -374,8 +379,13 @@ class Loader(Iterator[Batch]):
         read = self._encoder.read_block
         return MapDataset(blocks, read, stateless_map_fn=True, worker_config=self._workers)
 
-    def _tar_batches(self, load: Callable[..., Any]) -> Any:
-        """Make endless batches of tars, of which each worker reads a part."""
+    def _tar_batches(self, load: Callable[..., Any], as_one: Sequence[LoadedDataset]) -> Any:
+        """Make endless batches of tars, of which each worker reads a part.
+
+        Args:
+            load: loads the data sets for a number of workers.
+            as_one: the data sets, loaded for one worker, whose samples have numbers.
+        """
         if self._epochs is not None:
             raise BadInput(
                 f"--num-epochs: {self._paths[0]} is read shard by shard, and each data worker has "
@@ -388,6 +398,9 @@ class Loader(Iterator[Batch]):
         datasets, blend_mode = load(training=True, shuffle=config.shuffle, workers=workers)
         if config.balance:
             datasets = encoder.measure_data_sets(datasets, usable_cores())
+            encoder.require_usable()
+        else:
+            encoder.parts = [Part(dataset.dataset) for dataset in as_one]
         buffer = config.packing_buffer * (ranks if config.balance else 1)
         dataset = encoder.build_train_datasets(
             datasets=datasets,
@@ -399,10 +412,11 @@ class Loader(Iterator[Batch]):
             shuffle_buffer_size=config.shuffle_buffer if config.shuffle else None,
         )
         dealt = [dataset.len_worker(worker) for worker in range(max(workers.num_workers, 1))]
+        patience = _PASSES * (max(dealt) + config.shuffle_buffer)
         if config.balance:  # all ranks meet every bad sample; each counts its share of them
-            encoder.guard.expect_records(sum(dealt), max(dealt) // ranks)
+            encoder.guard.expect_records(sum(dealt), max(dealt) // ranks, patience)
         else:
-            encoder.guard.expect_records(ranks * sum(dealt), max(dealt))
+            encoder.guard.expect_records(ranks * sum(dealt), max(dealt), patience)
         if not all(dealt):
             named = ", ".join(str(path) for path in self._paths)
             raise BadInput(

@@ -63,7 +63,14 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.datasets import ABSENT, SOURCE, Order, Part, require_epoch_length
-from mcore_qwen3vl.data.encoding.encoder import EpochOf, EpochPacking, Qwen3VLTaskEncoder, Record
+from mcore_qwen3vl.data.encoding.encoder import (
+    IF_TOO_LONG,
+    EpochOf,
+    EpochPacking,
+    Qwen3VLTaskEncoder,
+    Record,
+    unusable_error,
+)
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.readers import cache_of, crude_sample, fingerprint, origin, sample_id
 from mcore_qwen3vl.data.records.media import Media
@@ -600,6 +607,36 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             self._data_sets.append(factory)
             dataset.dataset = factory
         return list(datasets)
+
+    def _require_usable(self, source: int) -> None:
+        for factory in self._data_sets:
+            if factory.subflavors[SOURCE] == source:
+                every = range(factory.count)
+                records = [n for n in every if isinstance(factory.sizes[n], Size)]
+                read = partial(self._read_measured, factory)
+                self._try_records(origin(factory.path), records, read)
+
+    def _read_measured(self, factory: MeasuredFactory, index: int) -> Any:
+        """Read and decode one sample; raise SkipSample if it cannot be used."""
+        place = dict.fromkeys(("__key__", "__restore_key__"), "")
+        size = factory.sizes[index]
+        return self.postencode_sample(
+            MeasuredSample(**place, data_set=factory.number, index=index, size=size)
+        )
+
+    def require_usable(self) -> None:
+        """Raise BadInput if a data set that was measured has no sample that can be used."""
+        for number, factory in enumerate(self._data_sets):
+            used = range(factory.count)
+            if self.parts:  # those of tars are not read by number
+                start = self.parts[number].first
+                used = range(start, start + len(self.parts[number]))
+            if any(isinstance(factory.sizes[index], Size) for index in used):
+                continue
+            flaw: Any = factory.sizes[used[0]]
+            first = f"record {flaw.number + 1} of {flaw.shard}: {flaw.reason}"
+            first += f" {IF_TOO_LONG}" * (flaw.kind == OVERLONG)
+            raise unusable_error(origin(factory.path), "all", first)
 
     def _measure_sample(self, factory: MeasuredFactory, index: int) -> tuple[Size | Unusable, int]:
         """Return the size or the flaw of a sample, and the stamp of its media."""

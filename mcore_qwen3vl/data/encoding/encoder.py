@@ -18,8 +18,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import numpy as np
@@ -110,6 +112,11 @@ from mcore_qwen3vl.unused.fields import Unused, sentences
 
 log = logging.getLogger(__name__)
 
+IF_TOO_LONG = "Raise --seq-length, lower the pixel budgets, or set --overlong truncate."
+
+_TRIED = 1000
+"""Records of a data set among which one is looked for that can be used."""
+
 OVERLONG_IN_A_ROW = 1000
 """Consecutive over-long samples after which the run stops, since nothing seems to fit."""
 
@@ -131,11 +138,22 @@ class BadSampleGuard:
         self._skipped = 0
         self._dropped = 0
         self._overlong_in_a_row = 0
+        self._unusable_in_a_row = 0
+        self._patience: int | None = None
 
-    def expect_records(self, data_set: int, worker: int) -> None:
-        """Set about how many records the data set has, and how many of them a worker gets."""
+    def expect_records(self, data_set: int, worker: int, patience: int | None = None) -> None:
+        """Set about how many records the data set has, and how many of them a worker gets.
+
+        A worker stops after `patience` records in a row that it cannot use, if that is given: it
+        reads on until it has a batch, and so might for ever.
+        """
         # The share is of the worker's own records; if these are few, of the floor or of all.
         self._records = max(worker, min(data_set, self._floor))
+        self._patience = patience
+
+    def note_usable(self) -> None:
+        """Note that a record can be used, down to its pixels."""
+        self._unusable_in_a_row = 0
 
     def take_counts(self) -> tuple[int, int]:
         """Return the numbers of bad and over-long samples since the last call, for a batch."""
@@ -163,13 +181,13 @@ class BadSampleGuard:
         except OverlongSample as error:
             self._dropped += counted
             self._overlong_in_a_row += 1
+            self._count_unusable(sample_id(sample), error)
             if counted:
-                log.info("sample %s left out: %s", sample_id(sample), error)
+                self._log_overlong(sample_id(sample), error)
             if self._overlong_in_a_row == OVERLONG_IN_A_ROW:
                 raise BadInput(
                     f"The last {OVERLONG_IN_A_ROW} samples were all left out as over-long. The "
-                    f"last one is {sample_id(sample)}: {error} Raise --seq-length, lower the "
-                    "pixel budgets, or set --overlong truncate."
+                    f"last one is {sample_id(sample)}: {error} {IF_TOO_LONG}"
                 ) from error
             raise SkipSample from error
         except Exception as error:
@@ -202,8 +220,23 @@ class BadSampleGuard:
             raise error
         self._count_bad(sample_id(sample), error)
 
+    def _log_overlong(self, name: str, error: Exception) -> None:
+        log.info("sample %s left out: %s", name, error)
+
+    def _count_unusable(self, name: str, error: Exception) -> None:
+        """Count a record that is bad or over-long; raise BadInput if there are no others."""
+        self._unusable_in_a_row += 1
+        if self._patience is not None and self._unusable_in_a_row > self._patience:
+            raise BadInput(
+                f"A data worker finds no record that it can use in its part of the data: the last "
+                f"one is {name}: {reason_of(error)} `mcore-qwen3vl data check` lists what is wrong "
+                "with each. If others can be used, lower --num-workers or the data-parallel size, "
+                "so that each worker has some."
+            ) from error
+
     def _count_bad(self, name: str, error: Exception) -> None:
         """Count and log a bad record, once in all epochs; raise BadInput if there are too many."""
+        self._count_unusable(name, error)
         if name in self._bad:  # counted in an earlier epoch
             return
         self._bad.add(name)
@@ -219,6 +252,28 @@ class BadSampleGuard:
             )
 
 
+class Probe(BadSampleGuard):
+    """A guard of records that are only tried: it counts and logs nothing, and keeps a reason."""
+
+    def __init__(self) -> None:
+        super().__init__(max_fraction=1, floor=0)
+        self.first = ""
+        """The name of the first record that could not be used, and the reason."""
+
+    def log_unused(self, name: str, unused: Iterable[Unused]) -> None:
+        pass
+
+    def _log_overlong(self, name: str, error: Exception) -> None:
+        pass
+
+    def _count_unusable(self, name: str, error: Exception) -> None:
+        advice = f" {IF_TOO_LONG}" * isinstance(error, OverlongSample)
+        self.first = self.first or f"{name}: {reason_of(error)}{advice}"
+
+    def _count_bad(self, name: str, error: Exception) -> None:
+        self._count_unusable(name, error)
+
+
 @edataclass
 class RawSample(Sample):
     """A record as read, before it is parsed."""
@@ -226,6 +281,14 @@ class RawSample(Sample):
     record: Any
     folder: MediaFolder
     source: int  # number of its data set
+
+
+def unusable_error(path: Path, which: str, first: str) -> BadInput:
+    """Return the error that no record of a data set can be used."""
+    return BadInput(
+        f"No record of {path} can be used: {which} were tried. The first is {first} "
+        "`mcore-qwen3vl data check` lists what is wrong with each."
+    )
 
 
 @edataclass
@@ -266,8 +329,10 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         self._pad_id = processor.tokenizer.pad_token_id
         self._batcher = Batcher(architecture, config, self._pad_id, self.preparation.scale)
         self.parts: Sequence[Part] = ()
-        """The data sets whose records are read by number."""
+        """The data sets, whose records can be read by number."""
         self._carrier: Record | None = None
+        self._tried: set[int] = set()
+        """The sources of which a record was looked for that can be used."""
 
     @stateless
     def cook(self, sample: CrudeSample) -> Any:
@@ -277,7 +342,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
     @stateless
     def preencode_sample(self, sample: RawSample) -> Any:
         """Tokenise the sequences of a record and measure their media."""
-        with self.guard.skip_bad_samples(sample):
+        with self._needing_others(sample.source), self.guard.skip_bad_samples(sample):
             planned = self._plan_fields(sample)
             check_length(self.config, planned["plans"])  # an over-long pair may have no reference
             left = (item for plan in planned["plans"] for item in plan.unused)
@@ -305,7 +370,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
     def postencode_sample(self, sample: Any) -> Any:
         """Decode the pixels, only once for neighbours that have the same media."""
         pixels: list[Pixels] = []
-        with self.guard.skip_bad_samples(sample):
+        with self._needing_others(sample.source), self.guard.skip_bad_samples(sample):
             for number, plan in enumerate(sample.plans):
                 same_media = number and _media_of(plan) == _media_of(sample.plans[number - 1])
                 pixels.append(
@@ -315,6 +380,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
             if self._teachers:
                 plan, teacher = sample.plans[0], self._teachers[sample.source]
                 top = teacher.top_of(number_of(sample), plan.input_ids, plan.trained_tokens)
+        self.guard.note_usable()
         decoded = zip(sample.plans, pixels, strict=True)
         plans = [replace(plan, media=[], pixels=patches) for plan, patches in decoded]
         return replace(sample, plans=plans, teacher=top)
@@ -349,9 +415,48 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         except (SkipSample, BadInput, *SYSTEM_EXCEPTIONS):
             raise
         except Exception as error:  # as in energon's own chain, any exception makes it bad
-            self.guard.on_error(error, raw, None)
-            raise SkipSample from error
+            with self._needing_others(part.source):
+                self.guard.on_error(error, raw, None)
+                raise SkipSample from error
         return self.preencode_sample(sample)
+
+    @contextmanager
+    def _needing_others(self, source: int) -> Iterator[None]:
+        """When the block skips a record of a data set, look once whether another can be used.
+
+        Raises:
+            BadInput: none can. Otherwise a run would read on for ever, or train on nothing.
+        """
+        try:
+            yield
+        except SkipSample:
+            if source not in self._tried:
+                self._tried.add(source)
+                self._require_usable(source)
+            raise
+
+    def _require_usable(self, source: int) -> None:
+        """Raise BadInput if a data set of the source has no record that can be used."""
+        for number, part in enumerate(self.parts):
+            if part.source == source:
+                self._try_records(part.path, range(len(part)), partial(self._read_record, number))
+
+    def _try_records(
+        self, path: Path, records: Sequence[int], read: Callable[[int], object]
+    ) -> None:
+        """Raise BadInput unless `read` can use one of some records, drawn from all."""
+        tried = Random(0).sample(records, min(len(records), _TRIED))
+        guard, probe = self.guard, Probe()
+        self.guard = probe
+        try:
+            for record in tried:
+                with suppress(SkipSample):
+                    read(record)
+                    return
+        finally:
+            self.guard = guard
+        which = "all" if len(tried) == len(records) else f"{len(tried):,}, drawn from all of them,"
+        raise unusable_error(path, which, probe.first)
 
     def build_packs(self, stream: Stream, buffer: int, workers: WorkerConfig) -> Any:
         """Build the data set of a stream's packs; samples are read as it is iterated."""
@@ -384,8 +489,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
                 break
             with suppress(SkipSample):
                 self._carrier = self._read_record(part, number)
-        if self._carrier is None:  # tars, of which energon reads the next record
-            raise SkipSample
+        assert self._carrier is not None, "each skipped record has looked for another"
         return self._carrier
 
     def _make_batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:

@@ -374,7 +374,7 @@ def test_overlong_samples_alone_stop(
     make: MakeLoader, write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mcore_qwen3vl.data.encoding.encoder.OVERLONG_IN_A_ROW", 25)
-    path = write_jsonl([question(i, image=False, words=100) for i in range(10)])
+    path = write_jsonl([question(i, image=False, words=100 * (i < 30)) for i in range(31)])
     loader = make(path, config=DataConfig(seq_length=128, shuffle=False))
     with pytest.raises(BadInput, match=r"last 25 samples .* over-long.*Raise --seq-length"):
         list(islice(loader, 25))
