@@ -204,11 +204,16 @@ class Renderer:
     def render(self, record: Conversation | Document) -> Rendered:
         """Render a record."""
         if isinstance(record, Document):
-            return self._render_document(record)
-        return self._render_conversation(record)
+            rendered = self._render_document(record)
+        else:
+            rendered = self._render_conversation(record)
+        _require_characters(rendered.text)
+        return rendered
 
     def _render_conversation(self, record: Conversation) -> Rendered:
         """Render a conversation and find the characters of its trained turns."""
+        if "</think>" in str(self._processor.chat_template):
+            _require_one_reasoning(record.messages)
         trains = not record.prompt
         text = self._apply_template(
             record, len(record.messages), add_generation_prompt=record.prompt
@@ -342,6 +347,8 @@ class Renderer:
             return self._processor.apply_chat_template(
                 record.messages[:count], tools=record.tools, tokenize=False, **options
             )
+        except BadSample:  # the time is up
+            raise
         # A template may raise any error of Jinja or Python, depending on the messages.
         except Exception as error:
             place = self._name_refused_message(record, count)
@@ -354,6 +361,8 @@ class Renderer:
                 self._processor.apply_chat_template(
                     record.messages[: index + 1], tools=record.tools, tokenize=False
                 )
+            except BadSample:
+                raise
             except Exception:
                 return f"message {index + 1}, of role {message['role']}"
         return f"message {count}, of role {record.messages[count - 1]['role']}"
@@ -375,6 +384,43 @@ class Renderer:
 
     def _placeholder(self, media: Media) -> str:
         return self._placeholders[media.kind].join(self._brackets)
+
+
+def _require_characters(text: str) -> None:
+    """Raise BadSample for half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before = text[max(0, error.start - 20) : error.start]
+        raise BadSample(
+            f"its text has {ascii(text[error.start])[1:-1]} after {before!r}: half of a surrogate "
+            "pair, which is no character. Write the whole character, or take it out."
+        ) from None
+
+
+def _require_one_reasoning(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise BadSample if a turn has its reasoning twice, or does not end it.
+
+    A template that writes the tags would write them around such a text, one inside the other.
+    """
+    for index, message in enumerate(messages):
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "") for part in content)
+        if message["role"] != "assistant" or not (tags := re.findall("</?think>", content)):
+            continue
+        # An empty one counts: a template then looks for no reasoning in the content.
+        if isinstance(message.get("reasoning_content"), str):
+            raise BadSample(
+                f"{_message_place(index)} has its reasoning twice: in reasoning_content, and "
+                f"before or behind {tags[0]} in its content. Keep one of them."
+            )
+        if tags[-1] == "<think>":
+            raise BadSample(
+                f"{_message_place(index)} begins its reasoning with <think> and does not end it "
+                "with </think>, so the chat template would take it for the answer. End it, or "
+                "take it out."
+            )
 
 
 def _message_place(index: int) -> str:
@@ -482,7 +528,12 @@ class Planner:
             limits = size and {
                 "min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]
             }  # fmt: skip
-            patches = images.get_number_of_image_patches(height, width, limits)
+            try:
+                patches = images.get_number_of_image_patches(height, width, limits)
+            except ValueError as error:  # an image that is too thin
+                raise BadSample(
+                    f"image {media.name} has {height} x {width} pixels: {error}."
+                ) from error
             return PlannedMedia(media, patches, 1, None, size, self._tokens["image"])
         return self._measure_video(media)
 

@@ -9,8 +9,9 @@ ms-swift's grounding data. Records for other tasks are parsed by
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -161,16 +162,20 @@ def _weights_of_turns(parsed: Conversation, train_on: str | None) -> list[float]
         last = max(i for i, m in enumerate(parsed.messages) if m["role"] == "assistant")
         return [weight if i == last else 0.0 for i, weight in enumerate(parsed.weights)]
     return [
-        weight if re.search(train_on, _text_of(message)) else 0.0
+        weight if any(re.search(train_on, text) for text in _texts_of(message)) else 0.0
         for message, weight in zip(parsed.messages, parsed.weights, strict=True)
     ]
 
 
-def _text_of(message: Mapping[str, Any]) -> str:
+def _texts_of(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a model says in a turn: its content, its reasoning, and each call of a tool."""
     content = message["content"]
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") for part in content)
+    reasoning = message.get("reasoning_content")
+    yield from (text for text in (content, reasoning) if isinstance(text, str) and text)
+    for call in message.get("tool_calls") or []:
+        yield json.dumps(call.get("function", call), ensure_ascii=False)
 
 
 def join_parts(parts: Mapping[str, Any], record: Any) -> Any:
@@ -275,11 +280,11 @@ def records_of_turns(record: Any) -> list[Any]:
     records = []
     for turn, role, following in zip(turns, roles, [*roles[1:], None], strict=True):
         answers = role in ("assistant", _CALL)
-        call_goes_on = role == following == _CALL  # consecutive calls are one turn
-        if answers and not call_goes_on and _weight_of(turn) * _weight_of(turn, "loss") > 0:
+        goes_on = _is_same_turn(role, following)
+        if answers and not goes_on and _weight_of(turn) * _weight_of(turn, "loss") > 0:
             start = len(prompt)
-            # The calls before are of the same turn, and keep their weights.
-            while role == _CALL and start and roles[start - 1] == _CALL:
+            # The messages before that are of the same turn keep their weights.
+            while start and _is_same_turn(roles[start - 1], roles[start]):
                 start -= 1
             messages = [*prompt[:start], *turns[start : len(prompt) + 1]]
             records.append({**_with_used_media_only(record, messages, text), key: messages})
@@ -315,7 +320,7 @@ def _with_used_media_only(
 
 
 def _require_turns(record: Mapping[str, Any], key: str) -> list[Any]:
-    turns = parse_nested(record[key], key)
+    turns = rows_of(parse_nested(record[key], key), key)
     if not isinstance(turns, list) or not turns:
         raise BadSample(f"{key} must be a list of at least one message.")
     return turns
@@ -329,6 +334,26 @@ def parse_nested(value: Any, key: str) -> Any:
         return parse_json(value)
     except ValueError as error:
         raise BadSample(f"{key} is text, but not JSON: {error}.") from error
+
+
+_OF_ROWS = ("role", "from", "function", "name")
+"""Keys of messages and calls, which have a list in a struct of lists alone."""
+
+
+def rows_of(value: Any, key: str) -> Any:
+    """Return the list of objects that a struct of lists stands for; other values as they are.
+
+    ``datasets`` keeps a list of objects so: ``{"role": ["user", ...], "content": ["Hi", ...]}``.
+    """
+    if not isinstance(value, Mapping) or not any(isinstance(value.get(k), list) for k in _OF_ROWS):
+        return value
+    columns = {name: column for name, column in value.items() if column is not None}
+    if not all(isinstance(column, list) for column in columns.values()) or (
+        len({len(column) for column in columns.values()}) > 1
+    ):
+        raise BadSample(f"{key} is a struct of lists, of which each must have the same length.")
+    rows = (zip(columns, row, strict=True) for row in zip(*columns.values(), strict=True))
+    return [{name: cell for name, cell in row if cell is not None} for row in rows]
 
 
 def _weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
@@ -384,12 +409,13 @@ def _make_conversation(
         unused += left
         # A zero in either of them masks a turn.
         weight = _weight_of(turn) * _weight_of(turn, "loss") * sample_weight
-        if role == previous == _CALL:  # consecutive calls are one assistant turn
+        if _is_same_turn(previous, role):
             if weight != weights[-1]:
                 raise BadSample(
-                    f"message {index}: consecutive tool calls must have the same weight."
+                    f"message {index}: a tool call must have the weight of what the assistant "
+                    "says before it: they are one turn."
                 )
-            rendered[-1]["tool_calls"] += message["tool_calls"]
+            _add_call(rendered[-1], message, index)
         else:
             rendered.append(message)
             weights.append(weight if message["role"] == "assistant" else 0.0)
@@ -406,6 +432,25 @@ def _make_conversation(
         prompt,
         unused=tuple(dict.fromkeys(unused)),
     )
+
+
+def _is_same_turn(role: str | None, following: str | None) -> bool:
+    """Return whether a message goes on with the turn of the one before, given their roles.
+
+    The calls of tools do, as in ms-swift: the assistant thinks or speaks, and then calls.
+    """
+    return following == _CALL and role in ("assistant", _CALL)
+
+
+def _add_call(turn: dict[str, Any], message: Mapping[str, Any], index: int) -> None:
+    """Add a message that calls tools to the turn of the assistant before it."""
+    turn["tool_calls"] = [*(turn.get("tool_calls") or []), *message["tool_calls"]]
+    for key, value in message.items():
+        if key not in ("role", "content", "tool_calls") and turn.setdefault(key, value) != value:
+            raise BadSample(
+                f"message {index}: {key} is also given in the message before it, and both are one "
+                "turn of the assistant: keep one of them."
+            )
 
 
 def _ground_messages(
@@ -441,6 +486,8 @@ def _template_message(
 ) -> tuple[dict[str, Any], list[Unused]]:
     """Return a turn in the form that templates read, and what is not used of it."""
     kept = {name: value for name, value in turn.items() if name not in _OWN}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = _parse_tool_calls(kept["tool_calls"], index)
     unused = unused_keys(MESSAGE, turn)
     unused += _unused_tags(turn.get("reasoning_content"), "reasoning_content")
     if role == _CALL:
@@ -462,7 +509,7 @@ def _template_message(
                 ' Text that itself has such a tag is given as a part: {"type": "text", "text": …}.'
             )
         raise BadSample(said) from error
-    if role == "assistant" and _is_empty(content) and not turn.get("tool_calls"):
+    if role == "assistant" and _is_empty(content) and not kept.get("tool_calls"):
         raise BadSample(f"message {index}, an assistant turn, is empty.")
     return {**kept, "role": role, "content": content}, unused
 
@@ -470,7 +517,7 @@ def _template_message(
 def _with_tool_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return `message` with OpenAI's older ``function_call`` rewritten as ``tool_calls``."""
     call = message.get("function_call")
-    if call is None:
+    if call is None or call == "":
         return message
     kept = {name: value for name, value in message.items() if name != "function_call"}
     return {**kept, "tool_calls": [{"type": "function", "function": call}]}
@@ -478,29 +525,86 @@ def _with_tool_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _parse_calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[dict[str, Any]]:
     """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
-    said = parse_nested(turn.get("content"), f"message {index}, a tool call,")
-    calls = []
-    for call in said if isinstance(said, list) else [said]:
-        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-            raise BadSample(f"message {index}, a tool call, has no name.")
-        unused += unused_keys(_CALLED, call)
-        function = {"name": call["name"], "arguments": call.get("arguments", {})}
-        calls.append({"type": "function", "function": function})
+    where = f"message {index}, a tool call,"
+    said = parse_nested(turn.get("content"), where)
+    calls = [_parse_function(call, where) for call in (said if isinstance(said, list) else [said])]
     if not calls:
         raise BadSample(f"message {index}, a tool call, is empty.")
-    return calls
+    for call in calls:
+        unused += unused_keys(_CALLED, call)
+    return [
+        {
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call.get("arguments", {})},
+        }
+        for call in calls
+    ]
+
+
+def _parse_tool_calls(value: Any, index: int) -> list[dict[str, Any]]:
+    """Return ``tool_calls`` of OpenAI's form, of which each level may be JSON text."""
+    where = f"a tool call of message {index}"
+    key = f"tool_calls of message {index}"
+    calls = rows_of(parse_nested(value, key), key)
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if not isinstance(calls, list | None):
+        raise BadSample(
+            f"tool_calls of message {index} is {type(calls).__name__}; a list is needed."
+        )
+    parsed = []
+    for given in calls or []:
+        call = parse_nested(given, where)
+        if isinstance(call, Mapping) and call.get("function") is not None:
+            parsed.append({**call, "function": _parse_function(call["function"], where)})
+        else:
+            parsed.append(_parse_function(call, where))
+    return parsed
+
+
+def _parse_function(value: Any, where: str) -> dict[str, Any]:
+    """Return a function that is called, with its arguments as an object.
+
+    OpenAI has the arguments as text. Templates that write each argument apart need the object, and
+    servers give it to all templates.
+    """
+    function = parse_nested(value, where)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadSample(f"{where} has no name.")
+    if not isinstance(arguments := function.get("arguments"), str):
+        return dict(function)
+    parsed = parse_nested(arguments, f"arguments of {where}") if arguments.strip() else {}
+    return {**function, "arguments": parsed}
 
 
 def _parse_tools(record: Mapping[str, Any]) -> list[Any] | None:
-    value = record.get("tools")
-    if value is None and record.get("functions") is not None:  # OpenAI's older form
-        return [{"type": "function", "function": function} for function in record["functions"]]
+    """Return the tools that the record offers, of which each level may be JSON text."""
+    key = "tools"
+    if record.get(key) in (None, "") and record.get("functions") is not None:
+        key = "functions"  # OpenAI's older form
+    value = record.get(key)
     if value is None or value == "":
         return None
-    tools = parse_nested(value, "tools")
+    tools = rows_of(parse_nested(value, key), key)
     if not isinstance(tools, list):
-        raise BadSample(f"tools is {type(tools).__name__}; a list is needed.")
-    return [parse_nested(tool, "a tool") for tool in tools] or None
+        raise BadSample(f"{key} is {type(tools).__name__}; a list is needed.")
+    parsed = [_parse_tool(tool, f"one of {key}") for tool in tools]
+    if key == "functions":
+        parsed = [{"type": "function", "function": function} for function in parsed]
+    return parsed or None
+
+
+def _parse_tool(value: Any, where: str) -> Any:
+    """Return the definition of a tool, with the objects in it that are given as JSON text."""
+    tool = parse_nested(value, where)
+    if not isinstance(tool, Mapping):
+        raise BadSample(f"{where} is {type(tool).__name__}; an object is needed.")
+    tool = dict(tool)
+    if tool.get("function") is not None:
+        tool["function"] = _parse_tool(tool["function"], f"the function of {where}")
+    if tool.get("parameters") is not None:
+        tool["parameters"] = parse_nested(tool["parameters"], f"parameters of {where}")
+    return tool
 
 
 def _template_content(

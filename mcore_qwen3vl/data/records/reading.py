@@ -72,7 +72,7 @@ class Reading:
     """System prompt for conversations that have none."""
     train_on: str | None = None
     """Assistant turns to train on: ``all``, which None means too, ``last``, or a regular expression
-    that must match in the turn."""
+    that must match in the turn's text, its reasoning or one of its tool calls."""
 
     def __post_init__(self) -> None:
         try:

@@ -108,7 +108,8 @@ class DataSources:
     own"""
     train_on: Annotated[str | None, Flag("TURNS")] = None
     """turns of the assistant to train on: all, last, or a regular expression that must match in the
-    turn's text; for data sets that choose none of their own; default: all"""
+    turn's text, its reasoning or a tool call; for data sets that choose none of their own;
+    default: all"""
 
 
 @dataclass(frozen=True)

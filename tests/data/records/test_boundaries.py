@@ -66,6 +66,10 @@ def test_an_answer_is_trained_after_the_prompt_that_generation_has(
     extra = {} if reasoning is None else {"reasoning_content": reasoning}
     for answer in ANSWERS:
         messages = talk("\n\nBefore.", answer, **extra)
+        if extra and "<think>" in answer:
+            with pytest.raises(BadSample, match="message 5 has its reasoning twice"):
+                planned(qwen, {"messages": messages}, Path(), Reading(train_on="last"))
+            continue
         plan = planned(qwen, {"messages": messages}, Path(), Reading(train_on="last"))[0]
         prompt = prompt_ids(qwen, messages[:-1])
         assert plan.input_ids[: len(prompt)].tolist() == prompt

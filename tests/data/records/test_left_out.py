@@ -80,7 +80,7 @@ DROPPED = {
         "name of a tool call of message 2, 'weather'",
     ),
     "a call's arguments as text": (
-        INSTRUCT.replace("call.arguments }}", "'{}' }}"),
+        INSTRUCT.replace("call.arguments | tojson }}", "'{}' }}"),
         talk(Q, {**A, "tool_calls": [{"function": {**CALL, "arguments": '{"city": "Oslo"}'}}]}),
         "arguments of a tool call of message 2, 'Oslo'",
     ),
