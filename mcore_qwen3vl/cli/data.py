@@ -139,6 +139,10 @@ def check(
     options.require(bool(report.tokens), f"No sample of {path} is usable: {reason}")
 
 
+_MUCH = 10
+"""How many times as large as its source a file of turns is when its size is said."""
+
+
 @app.command("turns")
 def turns(
     path: Annotated[Path, options.data_set("JSONL or JSON file of conversations.")],
@@ -153,8 +157,13 @@ def turns(
     from mcore_qwen3vl.data.inspection import write_turns
 
     read, written = write_turns(path, out)
+    sizes = {"bytes_read": path.stat().st_size, "bytes_written": out.stat().st_size}
     said = f"{console.counted(written, 'record')} of {console.counted(read, 'record')} in {out}"
-    console.present(json, {"out": out, "read": read, "written": written}, console.say, said)
+    if sizes["bytes_written"] > _MUCH * sizes["bytes_read"]:
+        before, after = (size / 1e6 for size in sizes.values())
+        said += f"; {after:,.1f} MB of {before:,.1f} MB, since each has all turns before it"
+    facts = {"out": out, "read": read, "written": written, **sizes}
+    console.present(json, facts, console.say, said)
 
 
 @app.command("show")
@@ -204,7 +213,7 @@ def show_report(report: "DataReport") -> None:
     """Print what a data set holds, and the first of its flaws."""
     rows = [(console.plain(name), console.plain(amount)) for name, amount in report.summary()]
     console.output.print(console.table(str(report.path), "what", ">how much", rows=rows))
-    if report.unused:
+    if any(left.samples for left in report.unused):  # what samples hold, and not files beside them
         console.say("  --preprocess MODULE:FUNCTION can use what is not used, or take it out.")
     for flaws in (report.bad, report.overlong):
         for flaw in flaws[:PROBLEMS_SHOWN]:

@@ -37,12 +37,14 @@ from mcore_qwen3vl.data.readers import (
     index_of,
     is_table,
     origin,
+    unread_files,
 )
 from mcore_qwen3vl.data.records.parse import preprocess_record
 from mcore_qwen3vl.data.records.tasks import labels_in
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.unused.fields import Unused
 
 SOURCE = "source"
 """The key in a sample's subflavors that holds the number of its source."""
@@ -148,6 +150,12 @@ def _load_source(
         if source.max_samples < len(whole):  # energon refuses a subset that is longer
             whole.subset = DatasetSubset(absolute_range=(0, source.max_samples))
     return datasets, mode
+
+
+def unread_of(sources: Sequence[Source], split: str) -> list[Unused]:
+    """Return what nothing reads in the folders of data sets, and the shards that they lack."""
+    folders = dict.fromkeys(source.path for source in sources)
+    return [item for folder in folders for item in unread_files(folder, split)]
 
 
 def are_numbered(datasets: Sequence[LoadedDataset]) -> bool:

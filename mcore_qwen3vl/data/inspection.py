@@ -26,7 +26,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig, parse_sources
-from mcore_qwen3vl.data.datasets import CrudeSamples
+from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
 from mcore_qwen3vl.data.encoding.balanced import Measure, Row, Size, divide, size_of, uneven_work
 from mcore_qwen3vl.data.encoding.encoder import Preparation, best_fit
 from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, PlannedMedia, check_length
@@ -195,9 +195,11 @@ def check_data(
         require_fitting(processor, architecture)
     sources = parse_sources([str(path)], preprocess, train_on)
     preparation = Preparation(processor, config, sources)
+    samples = CrudeSamples(sources, split=split, trust=config.trust_data)
+    unused = [*unused, *unread_of(sources, split)]
     left = [Left(item.where, item.name, item.why) for item in unused]
     report = DataReport(path, config.seq_length, unused=left)
-    samples = CrudeSamples(sources, split=split, trust=config.trust_data)
+    known = {(item.where, item.name, item.why): item for item in left}
     vocab_size = 0 if architecture is None else architecture.vocab_size
     teachers = teachers_of(sources, config.teacher_temperature, processor.tokenizer, vocab_size)
     for crude in islice(samples, limit):
@@ -222,7 +224,7 @@ def check_data(
             report.bad.append(Flaw(sample_id(crude), reason_of(error)))
         else:
             usable(crude)
-            _add_sample(report, sample_id(crude), plans)
+            _add_sample(report, sample_id(crude), plans, known)
             if uneven:
                 report.peculiar.setdefault(_UNEVEN, []).append(sample_id(crude))
     _measure_packing(report, config)
@@ -231,8 +233,13 @@ def check_data(
     return report
 
 
-def _add_sample(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
-    """Add one sample to the report; the two sequences of a pair are added up."""
+def _add_sample(
+    report: DataReport, sample: str, plans: Sequence[Plan], known: dict[tuple[str, str, str], Left]
+) -> None:
+    """Add one sample to the report; the two sequences of a pair are added up.
+
+    What is not used is found again in `known`, and not among thousands in the report.
+    """
     media = [item.media for plan in plans for item in plan.media]
     images = [medium for medium in media if medium.kind == "image"]
     report.images += len(images)
@@ -250,10 +257,10 @@ def _add_sample(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
         report.peculiar.setdefault(what, []).append(f"{sample}, {place}")
     for item in dict.fromkeys(item for plan in plans for item in plan.unused):
         said = item.where, item.name, item.why
-        left = next((o for o in report.unused if (o.where, o.name, o.why) == said), None)
-        if left is None:
+        if said not in known:
             report.unused.append(left := Left(*said))
-        left.samples.append(sample)
+            known[said] = left
+        known[said].samples.append(sample)
 
 
 def _measure_packing(report: DataReport, config: DataConfig) -> None:
@@ -456,7 +463,7 @@ def write_turns(data: Path, out: Path) -> tuple[int, int]:
             except (BadSample, ValueError) as error:
                 raise BadInput(f"{sample_id(crude)}: {error}") from error
             for record in records:
-                write({"json": json.dumps(record, ensure_ascii=False).encode()})
+                write({"json": _as_json(record)})
             written += len(records)
     return read, written
 
@@ -465,8 +472,16 @@ def _on_one_line(record: bytes) -> bytes:
     """Return JSON text on one line; text that is on one line already keeps its bytes."""
     text = record.strip()
     if b"\n" in text:
-        text = json.dumps(json.loads(text), ensure_ascii=False).encode()
+        text = _as_json(json.loads(text))
     return text + b"\n"
+
+
+def _as_json(record: Any) -> bytes:
+    """Return a record as JSON: in UTF-8, unless a text has half of a surrogate pair."""
+    try:
+        return json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(record).encode()
 
 
 PICTURES = 16

@@ -38,7 +38,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 from torch.utils.data import get_worker_info
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.console import counted
+from mcore_qwen3vl.console import counted, print_unused
 from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.datasets import (
     Blocks,
@@ -51,6 +51,7 @@ from mcore_qwen3vl.data.datasets import (
     position_after,
     require_epoch_length,
     states_of,
+    unread_of,
 )
 from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder, SharedPacking
 from mcore_qwen3vl.data.encoding.batch import Batch
@@ -306,6 +307,8 @@ class Loader(Iterator[Batch]):
         alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
         datasets, blend_mode = load(training=False, shuffle=False, workers=alone)
         seed_of_order = seed if config.shuffle else None
+        if dp_rank == 0:
+            print_unused(unread_of(sources, split))
         if batches is not None:
             dataset = self._validation_batches(datasets, batches)
         elif are_numbered(datasets):

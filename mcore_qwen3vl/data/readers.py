@@ -22,12 +22,13 @@ import io
 import json
 import os
 import re
+import sqlite3
 import sys
 import tarfile
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -56,6 +57,7 @@ from mcore_qwen3vl.data.config import require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, parse_json
 from mcore_qwen3vl.machine import require_extra
+from mcore_qwen3vl.unused.fields import Unused
 
 _PATIENCE = 3600.0  # seconds that other ranks wait for the rank that indexes
 _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
@@ -184,9 +186,32 @@ def _index_tars(path: Path) -> None:
     # energon exits where a key comes twice, and asserts that every tar has samples.
     except (SystemExit, AssertionError) as error:
         raise BadInput(_flaw_of_tars(path, tars) or f"{origin(path)}: {error}") from None
+    if flaw := _doubled_part(path):
+        raise BadInput(flaw)
     print(said.getvalue(), end="", file=sys.stderr)
     # Written last, so that whoever sees this file finds the rest complete.
     (path / ".nv-meta" / "dataset.yaml").write_text(_CRUDE, encoding="utf-8")
+
+
+def _doubled_part(path: Path) -> str | None:
+    """Return a sentence on a sample of indexed tars that has two files of one suffix.
+
+    Energon takes neighbours of one name for one sample, and of two files of a suffix the last.
+    """
+    with closing(sqlite3.connect(path / ".nv-meta" / "index.sqlite")) as index:
+        found = index.execute(
+            "SELECT s.sample_key, p.part_name, p.tar_file_id, count(*) AS times"
+            " FROM sample_parts p JOIN samples s USING (tar_file_id, sample_index)"
+            " GROUP BY p.tar_file_id, p.sample_index, p.part_name HAVING times > 1 LIMIT 1"
+        ).fetchone()
+    if found is None:
+        return None
+    key, part, number, times = found
+    shards = list(json.loads((path / ".nv-meta" / ".info.json").read_text())["shard_counts"])
+    return (
+        f"{origin(path) / shards[number]}: the sample {key} has {times} files {key}.{part}, of "
+        "which only the last would be read. Give each sample a name of its own."
+    )
 
 
 def _flaw_of_tars(path: Path, tars: Sequence[str]) -> str | None:
@@ -261,7 +286,9 @@ class Place:
 
     file: Path
     number: int
-    """The line of a JSONL file, or the record of another file, from 1."""
+    """The line of a JSONL file, or the record of another file or of a folder of tars, from 1."""
+    key: str | None = None
+    """The key of a sample of a tar, in whose file names it is."""
 
     @property
     def is_line(self) -> bool:
@@ -269,7 +296,9 @@ class Place:
         return self.file.suffix == ".jsonl"
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.number}" if self.is_line else f"{self.file}[{self.number}]"
+        if self.is_line:
+            return f"{self.file}:{self.number}"
+        return f"{self.file}[{self.number if self.key is None else self.key}]"
 
 
 def place_of(source: SourceInfo) -> Place:
@@ -279,7 +308,9 @@ def place_of(source: SourceInfo) -> Place:
     if dataset.suffix == ".jsonl":
         return Place(dataset, line_of(indexed, int(source.index)))
     file = dataset if source.shard_name == dataset.name else dataset / source.shard_name
-    return Place(file, int(source.index) + 1)
+    name = source.file_names[0] if file.suffix == ".tar" and source.file_names else ""
+    match = split_name_re.match(name)
+    return Place(file, int(source.index) + 1, match and match[1])
 
 
 def number_of(sample: Any) -> int:
@@ -313,6 +344,55 @@ def _data_files(path: Path) -> list[Path]:
         for file in path.rglob("*")
         if (file.suffix in _SUFFIXES or file.name in _NAMES) and file.is_file()
     )
+
+
+_SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)(.*)")
+"""A shard's name, as the Hub has it: ``train-00000-of-00004.parquet``."""
+_MOST_SHARDS = 100_000  # of a data set; a larger number in a name is not one of shards
+_LIKE_DATA = (
+    *(*_SUFFIXES, ".json", ".jsonl", ".csv", ".tsv", ".tfrecord", ".lance", ".incomplete"),
+    *(".zip", ".gz", ".tgz", ".zst", ".bz2", ".xz", ".7z"),
+)
+_ABOUT = (*_NAMES, "dataset_info.json", "dataset_infos.json")  # files about the data
+
+
+def unread_files(path: Path, split: str) -> list[Unused]:
+    """Return the files of a folder that seem to be data and are not read, and missing shards."""
+    if not path.is_dir():
+        return []
+    files = _table_files(path, split) if is_table(path) else sorted(path.rglob("*.tar"))
+    if not files:
+        return []
+    read, where = set(files), f"the data set {path}"
+    folder = files[0].parent if (path / _DICT).exists() else path
+    stray = [
+        file
+        for file in sorted(folder.rglob("*"))
+        if file.suffix.lower() in _LIKE_DATA and file not in read and file.name not in _ABOUT
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        if not (file.suffix == ".parquet" and _split_in_path(file.relative_to(path)))
+    ]
+    missing = _missing_shards(files)
+    return [
+        *(Unused(where, str(Path(name).relative_to(path)), "it is missing") for name in missing),
+        *(Unused(where, str(file.relative_to(path)), "no part of it is read") for file in stray),
+    ]
+
+
+def _missing_shards(files: Iterable[Path]) -> list[str]:
+    """Return the paths of shards that are not there, by the numbers in the names of the others."""
+    found: dict[tuple[str, int, int, str], set[int]] = {}
+    for file in files:
+        if match := _SHARD.fullmatch(file.name):
+            before, number, total, after = match.groups()
+            family = str(file.parent / before), len(number), int(total), f"-of-{total}{after}"
+            found.setdefault(family, set()).add(int(number))
+    return [
+        f"{before}{number:0{digits}}{after}"
+        for (before, digits, total, after), numbers in found.items()
+        for number in range(min(total, _MOST_SHARDS))
+        if number not in numbers
+    ]
 
 
 def data_cache() -> Path:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, Task, parse_sources
-from mcore_qwen3vl.data.datasets import CrudeSamples
+from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.readers import fingerprint
 from mcore_qwen3vl.data.scores import (
@@ -186,7 +186,8 @@ class _ScoringJob:
         with progress(f"scoring {request.data.name}", total, "records") as advance:
             advance(min(begin, total))
             bad = self.output.tally().bad if first else 0
-            unused: dict[Unused, None] = {}
+            files = unread_of(request.sources(), request.split) if first else []
+            unused: dict[Unused, None] = dict.fromkeys(files)
             for start in range(begin, total, self._block):
                 records = range(start, min(start + self._block, total))
                 results = scorer.score_block(records)

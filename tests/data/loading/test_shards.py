@@ -1,0 +1,103 @@
+"""What a folder lacks, what nothing reads in it, and samples that would replace one another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from mcore_qwen3vl.data import DataConfig
+from mcore_qwen3vl.data.inspection import check_data
+from mcore_qwen3vl.data.readers import unread_files
+from mcore_qwen3vl.errors import BadInput
+from tests.data.conftest import question, write_tar
+from tests.data.loading.conftest import MakeLoader
+
+ROWS = [{"text": f"text {i}"} for i in range(3)]
+
+
+def write_parquet(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(ROWS), file)
+
+
+def shard(number: int, total: int = 3, split: str = "train", suffix: str = "parquet") -> str:
+    return f"{split}-{number:05}-of-{total:05}.{suffix}"
+
+
+def named(folder: Path, split: str = "train") -> list[str]:
+    return [str(item) for item in unread_files(folder, split)]
+
+
+def test_missing_shards_and_stray_files_of_a_table(tmp_path: Path) -> None:
+    for number in (0, 2):
+        write_parquet(tmp_path / "data" / shard(number))
+    assert named(tmp_path) == [f"data/{shard(1)} (it is missing)"]
+    write_parquet(tmp_path / "data" / shard(1))
+    write_parquet(tmp_path / "data" / shard(0, 1, "validation"))
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert named(tmp_path) == []
+    assert named(tmp_path, "val") == []
+    write_parquet(tmp_path / "data" / "more.parquet")  # of no split, where others have one
+    for stray in ("extra.jsonl", "rest.csv", "data/half.incomplete", ".cache/old.jsonl"):
+        (tmp_path / stray).parent.mkdir(exist_ok=True)
+        (tmp_path / stray).write_text("{}")
+    strays = ("data/half.incomplete", "data/more.parquet", "extra.jsonl", "rest.csv")
+    assert named(tmp_path) == [f"{name} (no part of it is read)" for name in strays]
+
+
+def test_of_tars_and_of_a_dataset_on_disk(tmp_path: Path) -> None:
+    tars, saved = tmp_path / "tars", tmp_path / "saved"
+    for number in (1, 3):
+        write_tar(tars / shard(number, 4, "a", "tar"), [(f"{number}.txt", b"x")])
+    (tars / "labels.json").write_text("{}")
+    missing = [f"{shard(number, 4, 'a', 'tar')} (it is missing)" for number in (0, 2)]
+    assert named(tars) == [*missing, "labels.json (no part of it is read)"]
+    Dataset.from_list(ROWS).save_to_disk(str(saved))
+    assert named(saved) == []
+    (saved / "data-00001-of-00002.arrow").write_bytes(b"")
+    assert named(saved) == ["data-00001-of-00002.arrow (no part of it is read)"]
+    (tmp_path / "one.jsonl").write_text("{}")
+    assert named(tmp_path / "one.jsonl") == []
+
+
+def test_the_report_and_a_run_name_them(
+    processor: Any, make: MakeLoader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (0, 2):
+        write_parquet(tmp_path / shard(number))
+    report = check_data(tmp_path, processor, DataConfig(seq_length=64))
+    assert f"not used of the data set {tmp_path}" in dict(report.summary())
+    make(tmp_path, config=DataConfig(seq_length=64), dp_rank=1, dp_size=2)
+    assert capsys.readouterr().err == ""
+    make(tmp_path, config=DataConfig(seq_length=64), dp_rank=0, dp_size=2)
+    assert f"{shard(1)} (it is missing)" in capsys.readouterr().err
+
+
+def test_a_key_twice_in_a_row(processor: Any, tmp_path: Path) -> None:
+    record = [json.dumps(question(i, image=False)).encode() for i in range(3)]
+    twice = [("a/0.json", record[0]), ("a/0.json", record[1]), ("a/1.json", record[2])]
+    write_tar(tmp_path / "tars" / "0.tar", [("z.json", record[0])])
+    write_tar(tmp_path / "tars" / "1.tar", twice)
+    said = rf"{tmp_path}/tars/1\.tar: the sample a/0 has 2 files a/0\.json, of which only the last"
+    for _ in range(2):  # the second time, too
+        with pytest.raises(BadInput, match=said):
+            check_data(tmp_path / "tars", processor, DataConfig(seq_length=64))
+    write_tar(tmp_path / "tars" / "1.tar", [("a/0.json", record[0]), ("a/1.json", record[2])])
+    assert len(check_data(tmp_path / "tars", processor, DataConfig(seq_length=512)).tokens) == 3
+
+
+def test_a_sample_of_a_tar_is_named_by_its_key(processor: Any, tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        members = [(f"part{name}/{key}.x.json", b"{}") for key in ("b", "a")]
+        write_tar(tmp_path / "tars" / f"{name}.tar", members)
+    report = check_data(tmp_path / "tars", processor, DataConfig(seq_length=64))
+    assert sorted(flaw.sample for flaw in report.bad) == [
+        f"{tmp_path}/tars/{name}.tar[part{name}/{key}]" for name in ("0", "1") for key in ("a", "b")
+    ]
