@@ -57,7 +57,7 @@ TRAIN = (
     *("--train-iters", 1, "--global-batch-size", 2, "--lr", 1e-3, "--num-workers", 1),
 )
 PROMPT = ("--prompt", "Hello", "--max-new-tokens", 1)
-SIMULATED = (sys.executable, "-m", "mcore_qwen3vl.simulated_gpu", "--world-size", 2, "-m")
+SIMULATED = (sys.executable, "-m", "mcore_qwen3vl.simulated_gpu", "-m")
 SLOW = {
     "train as a module": (*AS_MODULE, "train", "--processes", 2, *TRAIN),
     "one rank": (*COMMAND, "train", *TRAIN),
@@ -69,7 +69,10 @@ SLOW = {
     "score": (*COMMAND, "score", "{dense}", "{data}", "--cpu", "--tp", 2, "--out", "{out}/scores"),
     "parity": (*COMMAND, "verify", "parity", "{dense}", "--tp", 2),
     "trace": (*COMMAND, "verify", "trace", "{dense}", "--prompt", "Hello", "--tp", 2),
-    "rehearse": (*COMMAND, "rehearse", *TRAIN[1:3], "--spec", "torch", "--seq-length", 256),
+    "rehearse": (
+        *(*COMMAND, "rehearse", "--gpus", 1, *TRAIN[1:3], "--spec", "torch"),
+        *("--bf16", "--seq-length", 256, "--packing"),
+    ),
     "demo": (*COMMAND, "demo", "--dense"),
     "train-demo": (*COMMAND, "train-demo"),
     "the layout matrix": (*AS_MODULE[:2], "mcore_qwen3vl.verification.parity", "--help"),

@@ -29,6 +29,7 @@ from mcore_qwen3vl.data.records.parse import (
     parse_record,
     read_messages,
     read_observed,
+    rows_of,
 )
 from mcore_qwen3vl.data.records.reading import (
     PLAIN,
@@ -78,14 +79,20 @@ def parse_pair(
         raise BadSample(f"a preference record needs chosen and rejected; {missing[0]} is missing.")
     if record.get("weight") is not None:
         raise BadSample("a preference record has no weight: every pair counts the same.")
-    shared = record.get("messages") or []
-    if not isinstance(shared, list):
-        raise BadSample("messages must be a list of messages.")
+    shared = _shared_messages(record)
     for side in SIDES:
-        if not shared and not (isinstance(record[side], list) and record[side]):
-            raise BadSample(f"{side} must be a list of messages.")
+        if not shared and isinstance(record[side], str):
+            raise BadSample(
+                f"{side} is text, with neither messages nor a prompt before it: give them, or a "
+                "list of messages."
+            )
     sides = [[*shared, *_messages_under(record[side], side, "assistant")] for side in SIDES]
-    rest = {k: v for k, v in record.items() if k not in (*SIDES, "messages", "margin")}
+    if not _is_missing(record.get(_PROMPT)):
+        sides = [
+            _with_prompt_once(messages, len(shared), side)
+            for side, messages in zip(SIDES, sides, strict=True)
+        ]
+    rest = {k: v for k, v in record.items() if k not in (*SIDES, _PROMPT, "messages", "margin")}
     if sides[0] == sides[1]:
         raise BadSample("chosen and rejected are the same.")
     pairs = zip(*sides, strict=False)
@@ -99,6 +106,44 @@ def parse_pair(
     }
     margin = 0.0 if record.get("margin") is None else require_number("margin", record["margin"])
     return {**pair, SIDES[0]: replace(pair[SIDES[0]], target=margin)}
+
+
+def _shared_messages(record: Mapping[str, Any]) -> list[Any]:
+    """Return the messages before both answers of a pair: ``messages``, or TRL's ``prompt``."""
+    messages = rows_of(parse_nested(record.get("messages") or [], "messages"), "messages")
+    if not isinstance(messages, list):
+        raise BadSample("messages must be a list of messages.")
+    if _is_missing(record.get(_PROMPT)):
+        return messages
+    if messages:
+        raise BadSample("both messages and prompt are given; keep one of them.")
+    return _messages_under(record[_PROMPT], _PROMPT, "user")
+
+
+def _with_prompt_once(messages: list[Any], count: int, side: str) -> list[Any]:
+    """Return a side of a pair without its first `count` messages, the prompt, if they come twice.
+
+    Data sets with ``prompt`` often have whole conversations as answers.
+    """
+
+    def said(messages: list[Any]) -> list[Any]:
+        return [
+            (m.get("role"), m.get("content")) if isinstance(m, Mapping) else m for m in messages
+        ]
+
+    answer = messages[count:]
+    if said(answer[:count]) == said(messages[:count]):
+        return answer
+    if isinstance(answer[0], Mapping) and answer[0].get("role") in ("system", "user"):
+        raise BadSample(
+            f"{side} begins with a message of the {answer[0]['role']}, and not with the prompt, "
+            "which is also given: leave one of them out."
+        )
+    return messages
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value in ("", [])
 
 
 def parse_labelled(
@@ -122,7 +167,7 @@ def _prompt_and_answer(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]
     if record.get(_PROMPT) is not None and record.get(_ANSWER) is not None:
         prompt = _messages_under(record[_PROMPT], _PROMPT, "user")
         return prompt, _messages_under(record[_ANSWER], _ANSWER, "assistant")
-    messages = record.get("messages")
+    messages = rows_of(parse_nested(record.get("messages"), "messages"), "messages")
     if not isinstance(messages, list) or len(messages) < 2:
         raise BadSample(
             "a labelled record needs prompt and completion, or messages whose last one is the "
@@ -133,6 +178,7 @@ def _prompt_and_answer(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]
 
 def _messages_under(value: Any, name: str, role: str) -> list[Any]:
     """Return the messages that the value of key `name` stands for; a text is one of `role`."""
+    value = rows_of(value, name)
     if isinstance(value, list) and value:
         return value
     if not isinstance(value, str | Mapping):
@@ -354,7 +400,7 @@ def parse_classification(
     messages = record.get("messages")
     if messages is None:
         messages = messages_of({key: record[key] for key in _INPUT if key in record})
-    messages = parse_nested(messages, "messages")
+    messages = rows_of(parse_nested(messages, "messages"), "messages")
     if not isinstance(messages, list):
         raise BadSample("messages must be a list of messages.")
     rest |= {"messages": reading.add_system_prompt(messages)}
@@ -366,9 +412,15 @@ def parse_classification(
 
 
 def labels_in(record: Mapping[str, Any]) -> list[int | str]:
-    """Return the numbers and names in a record's ``label``; none if it has no label."""
+    """Return the numbers and names in a record's ``label``; none if it has no label.
+
+    A table that lacks some labels has the others as floats, such as 1.0.
+    """
     label = record.get(_LABEL)
-    labels = label if isinstance(label, list) else [] if label is None else [label]
+    given = label if isinstance(label, list) else [] if label is None else [label]
+    labels = [
+        int(each) if isinstance(each, float) and each.is_integer() else each for each in given
+    ]
     for each in labels:
         if not isinstance(each, int | str) or (isinstance(each, int) and each < 0):
             raise BadSample(f"label is {label!r:.60}; a number from 0 or a name is needed.")

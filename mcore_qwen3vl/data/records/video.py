@@ -54,8 +54,7 @@ def probe_video(media: Media) -> VideoMetadata:
         stream = container.streams.video[0]
         if not stream.average_rate:
             raise BadSample(f"video {media.name} states no frame rate.")
-        # Some containers (WebM) do not state the count, so packets are counted.
-        count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        count = _count_frames(container, stream)
         fps = float(stream.average_rate)
         height, width = stream.height, stream.width
         if _read_display(stream).sideways:
@@ -68,6 +67,24 @@ def probe_video(media: Media) -> VideoMetadata:
             height=height,
             width=width,
         )
+
+
+def _count_frames(container: Any, stream: Any) -> int:
+    """Return how many frames of a video are shown.
+
+    Some containers (WebM) do not state the count, and that of an MP4 includes frames that its edit
+    list leaves out, as a phone does that trims a video. Then packets are counted, as torchcodec
+    does.
+    """
+    whole = stream.frames and stream.duration is None
+    if (
+        whole
+        or stream.frames
+        <= round((stream.duration or 0) * stream.time_base * stream.average_rate)
+        > 0
+    ):
+        return int(stream.frames)
+    return sum(packet.size > 0 and not packet.is_discard for packet in container.demux(stream))
 
 
 def is_uneven(media: Media) -> bool:
