@@ -28,6 +28,8 @@ CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+CHECKPOINT_CONFIG = "metadata.json"
+"""The file that Megatron writes last into an iteration's folder, in the format `torch_dist`."""
 HF_FOLDER = "hf"
 LORA_FOLDER = "lora"
 """Folder in a LoRA run's checkpoint directory that holds the adapter's config."""
@@ -223,8 +225,7 @@ def identify(source: str | Path) -> Place:
     path = Path(source)
     rules = RULES if str(path) == str(source) else RULES[1:]  # ./a/b is no hub id
     rule, folder = next((r, f) for r in rules if (f := r.find(path)) is not None)
-    numbered = _ITERATION.fullmatch(folder.name)
-    iteration = int(numbered[1]) if numbered else RELEASE if folder.name == RELEASE else None
+    iteration = RELEASE if folder.name == RELEASE else number_of(folder)
     format, flaw, of_run = None, "", iteration is not None
     if rule.kind is Kind.MEGATRON:
         format, of_run = _format_in(folder) or DEFAULT_FORMAT, True
@@ -248,6 +249,9 @@ def identify(source: str | Path) -> Place:
 def read_tracker(path: Path) -> str | int | None:
     """Return what the tracker in `path` names: an iteration, `RELEASE`, or None without a tracker.
 
+    An empty tracker is one of a run that was killed while it wrote it, and names the newest whole
+    iteration.
+
     Raises:
         BadInput: the tracker is unreadable, or names neither an iteration nor `RELEASE`.
     """
@@ -260,6 +264,9 @@ def read_tracker(path: Path) -> str | int | None:
         raise BadInput(f"{tracker} cannot be read: {error}. Write the iteration into it.") from None
     if said == RELEASE:
         return RELEASE
+    # Megatron empties the file before it writes, once its checkpoint is whole.
+    if not said and (newest := _newest_whole_iteration(path)) is not None:
+        return newest
     if not said.isdigit() or len(said) > LONGEST_ITERATION:
         raise BadInput(
             f"{tracker} says {said[:40]!r}; a number or 'release' is expected. Write the newest "
@@ -275,8 +282,24 @@ def folder_name(iteration: str | int) -> str:
 
 def numbered_iterations(path: Path) -> list[int]:
     """Return the numbers of the iterations whose folders are in `path`, in ascending order."""
-    named = (_ITERATION.fullmatch(folder.name) for folder in path.glob("iter_*"))
-    return sorted(int(match[1]) for match in named if match)
+    numbers = map(number_of, path.glob("iter_*"))
+    return sorted(number for number in numbers if number is not None)
+
+
+def number_of(folder: Path) -> int | None:
+    """Return the iteration that a folder's name stands for; None for another name."""
+    match = _ITERATION.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def _newest_whole_iteration(path: Path) -> int | None:
+    """Return the newest iteration whose save came to its end; None if there is none."""
+    for iteration in reversed(numbered_iterations(path)):
+        folder = path / folder_name(iteration)
+        format, end = _format_in(folder), folder / CHECKPOINT_CONFIG
+        if format and (format != DEFAULT_FORMAT or (end.is_file() and end.stat().st_size)):
+            return iteration
+    return None
 
 
 _ITERATION = re.compile(r"iter_(\d+)")

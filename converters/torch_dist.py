@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.converters.identify import CHECKPOINT_CONFIG
 from mcore_qwen3vl.converters.mapping.table import Row
 from mcore_qwen3vl.converters.megatron_checkpoint import (
     CheckpointIndex,
@@ -136,7 +137,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
 
 def _check_backend(folder: Path) -> None:
     """Raise BadInput unless ``metadata.json`` names the format and the version that are read."""
-    file = folder / "metadata.json"
+    file = folder / CHECKPOINT_CONFIG
     try:
         content = parse_json(file.read_bytes())
         backend, version = content.get("sharded_backend"), content.get("sharded_backend_version", 1)

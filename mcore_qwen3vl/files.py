@@ -56,6 +56,16 @@ def atomic_write(
                 partial.unlink()
 
 
+def write_at_once(file: Path, text: str, remedy: str | None = None) -> None:
+    """Write a text file by :func:`atomic_write`; if this process is killed, the old one stays.
+
+    Raises:
+        BadInput, OSError: those of :func:`atomic_write`.
+    """
+    with atomic_write(file, remedy) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Do as :func:`atomic_write`, for a folder that must be empty or not exist yet."""

@@ -261,7 +261,7 @@ def write(
             stage.publish()
     except OSError as error:
         raise Interrupted(
-            f"the conversion of {planned.source} stopped: {error}. {dst} was not touched; what is "
+            f"the conversion of {planned.source} stopped: {error}. {dst} is as it was; what is "
             "finished is kept beside it, and running the same command again continues from there."
         ) from error
     return ConversionResult(

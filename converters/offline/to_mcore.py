@@ -31,6 +31,7 @@ from mcore_qwen3vl.converters.hf.companions import (
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.identify import (
+    CHECKPOINT_CONFIG,
     DEFAULT_FORMAT,
     HF_FOLDER,
     RELEASE,
@@ -137,7 +138,7 @@ class ToMcore:
         index.objects = out.index.objects
         write_durably(folder / METADATA, dumps_metadata(index))
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        write_durably(folder / "metadata.json", json.dumps(backend).encode())
+        write_durably(folder / CHECKPOINT_CONFIG, json.dumps(backend).encode())
         self.write_files_beside(tree, results)
 
     def write_files_beside(self, tree: Path, results: dict[str, Any]) -> None:

@@ -3,13 +3,17 @@
 Work happens in a hidden directory beside the target: ``tree/`` becomes the result and ``journal``
 records each finished unit of work. The target appears by one rename. A run that finds the remains
 of an interrupted run with the same plan continues from its journal; remains of another plan are
-deleted. What the target replaces waits in ``replaced`` while the new one is renamed; if a run was
-killed there, the next one puts it back before anything else.
+deleted. What the target replaces waits in ``replaced`` while the new one is renamed.
+
+A run that was killed or failed while it published left one of two states, which the next one puts
+right before anything else. If ``tree`` is still there and the target is not, ``replaced`` is put
+back. If ``tree`` has become the target, ``replaced``, of which a part may be gone, is deleted.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -40,7 +44,9 @@ class Meter:
                 self._progress(self._done, self._total, name)
 
 
-REPLACED = "replaced"
+TREE, REPLACED = "tree", "replaced"
+
+log = logging.getLogger(__name__)
 
 
 class Staging:
@@ -54,7 +60,7 @@ class Staging:
     def __init__(self, target: Path, fingerprint: str | None, *, force: bool) -> None:
         self.target, self._force = target, force
         self.folder = _work_folder(target)
-        self.tree = self.folder / "tree"
+        self.tree = self.folder / TREE
         self._journal = self.folder / "journal"
         self._lock = threading.Lock()
         header = json.dumps({"plan": fingerprint}) + "\n"
@@ -77,17 +83,52 @@ class Staging:
             self.done[unit] = result
 
     def publish(self) -> None:
-        """Rename the tree to the target; with `force`, replace an existing target."""
+        """Rename the tree to the target; with `force`, replace an existing target.
+
+        Raises:
+            BadInput: the target was moved away and could not be put back, or was published and may
+                not outlast a crash of the machine; the message says where everything is.
+            OSError: the tree could not be published; the target is as it was.
+        """
         for folder, _, _ in self.tree.walk():
             sync_folder(folder)
-        if self._force and self.target.exists():
-            shutil.rmtree(self.folder / REPLACED, ignore_errors=True)
+        replaces = self._force and self.target.exists()
+        if replaces:
             self.target.rename(self.folder / REPLACED)
-        self.tree.rename(self.target)
-        sync_folder(self.target.parent)
-        if (self.folder / REPLACED).exists():  # half deleted, it must not be put back
-            (self.folder / REPLACED).rename(self.folder / "obsolete")
-        shutil.rmtree(self.folder)
+        try:
+            self.tree.rename(self.target)
+        except OSError as error:
+            if replaces:
+                self._put_back(error)
+            raise
+        try:
+            sync_folder(self.target.parent)
+        except OSError as error:
+            old = f" What it replaced is in {self.folder / REPLACED}." if replaces else ""
+            raise BadInput(
+                f"{self.target} is complete, but the system did not confirm that it would outlast "
+                f"a power failure: {error}. Check the disk.{old}"
+            ) from error
+        try:
+            shutil.rmtree(self.folder)
+        except OSError as error:
+            log.warning(
+                "%s is complete, but %s beside it could not be deleted: %s. Delete it, or let the "
+                "next command that writes there do so.",
+                self.target,
+                self.folder.name,
+                error,
+            )
+
+    def _put_back(self, cause: OSError) -> None:
+        """Put the old target back."""
+        try:
+            (self.folder / REPLACED).rename(self.target)
+        except OSError:
+            raise BadInput(
+                f"{self.target} could not be replaced: {cause}. The old one is in "
+                f"{self.folder / REPLACED}, and running the same command again puts it back."
+            ) from cause
 
     def _read_journal(self) -> list[str]:
         """Return the journal's complete lines; drop a last line that a run died while writing."""
@@ -121,7 +162,7 @@ def staging(
     folder = _work_folder(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "lock").acquire(blocking=False)
+        lock = FileLock(folder / _LOCK).acquire(blocking=False)
     except Timeout:
         raise BadInput(
             f"another process is writing {target}. Wait for it, or choose another directory."
@@ -129,19 +170,62 @@ def staging(
     except OSError as error:
         raise BadInput(f"{target} cannot be written: {error}. Check its folder.") from None
     with lock:
-        # A run was killed between the two renames of `publish`: put back what it had moved away.
-        if (folder / REPLACED).exists() and not os.path.lexists(target):
-            (folder / REPLACED).rename(target)
-            check_target(target, force=force, replaceable=replaceable)
+        try:
+            _put_right(folder, target)
+        except OSError as error:
+            raise BadInput(
+                f"{folder}, which an interrupted command has left, cannot be put right: {error}. "
+                "Check the disk."
+            ) from None
+        check_target(target, force=force, replaceable=replaceable)
         try:
             yield Staging(target, fingerprint, force=force)
         except (BadInput, CheckFailed):  # running again would only stop again
-            shutil.rmtree(folder, ignore_errors=True)
+            if not (folder / REPLACED).exists():
+                shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
+def discard_remains(target: Path) -> bool:
+    """Delete what a killed run has left of its work on `target`; return whether there was any.
+
+    What that run had moved away is put back. No other process may be writing `target`.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    folder = _work_folder(Path(os.path.abspath(target)))
+    if not folder.exists():
+        return False
+    _put_right(folder, target)
+    shutil.rmtree(folder)
+    return True
+
+
+def _put_right(folder: Path, target: Path) -> None:
+    """Put back or delete what a run has left that was killed, or failed, while it published."""
+    tree, replaced = folder / TREE, folder / REPLACED
+    if not replaced.exists():
+        return
+    if tree.exists() and not os.path.lexists(target):
+        replaced.rename(target)
+        return
+    # Without the tree, nobody takes a part of the old target for the whole.
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.rmtree(replaced)
+
+
+_PREFIX, _SUFFIX, _LOCK = ".", ".incomplete", "lock"
+
+
 def _work_folder(target: Path) -> Path:
-    return target.parent / f".{target.name}.incomplete"
+    return target.with_name(f"{_PREFIX}{target.name}{_SUFFIX}")
+
+
+def targets_of_remains(folder: Path) -> list[Path]:
+    """Return the targets in `folder` on which killed runs have left work."""
+    left = folder.glob(f"{_PREFIX}*{_SUFFIX}")
+    return [folder / f.name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for f in left]
 
 
 def check_target(target: Path, *, force: bool, replaceable: Callable[[Path], bool]) -> None:

@@ -55,7 +55,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.data.config import require_data_set
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write, parse_json
+from mcore_qwen3vl.files import atomic_write, parse_json, write_at_once
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.unused.fields import Unused
 
@@ -162,11 +162,12 @@ def _index_jsonl(path: Path) -> None:
         if start == 0:
             raise BadInput(f"The data set {origin(path)} is empty.")
         index.append(end)
-    # A blank line is no record, but counts as a line: the number of records before each is kept.
-    if blanks:  # `tofile` would not report a full disk
-        _blanks_file(path).write_bytes(np.array(blanks, np.int64).tobytes())
-    else:
-        _blanks_file(path).unlink(missing_ok=True)
+        # A blank line is no record, but counts as a line: the number of records before each is
+        # kept, and written before the index appears, whose presence says that both are there.
+        if blanks:  # `tofile` would not report a full disk
+            _blanks_file(path).write_bytes(np.array(blanks, np.int64).tobytes())
+        else:
+            _blanks_file(path).unlink(missing_ok=True)
 
 
 def _index_tars(path: Path) -> None:
@@ -190,7 +191,7 @@ def _index_tars(path: Path) -> None:
         raise BadInput(flaw)
     print(said.getvalue(), end="", file=sys.stderr)
     # Written last, so that whoever sees this file finds the rest complete.
-    (path / ".nv-meta" / "dataset.yaml").write_text(_CRUDE, encoding="utf-8")
+    write_at_once(path / ".nv-meta" / "dataset.yaml", _CRUDE)
 
 
 def _doubled_part(path: Path) -> str | None:
@@ -418,8 +419,7 @@ def _make_stand_in(path: Path, made: Path) -> None:
     """Make links in the cache to a file, or to all tars of a folder."""
     made.parent.mkdir(parents=True, exist_ok=True)
     # Other ranks may read it meanwhile.
-    with atomic_write(made.parent / _ORIGIN, remedy=None) as partial:
-        partial.write_text(str(path), encoding="utf-8")
+    write_at_once(made.parent / _ORIGIN, str(path))
     if not path.is_dir():
         _link_once(made, path)
         return

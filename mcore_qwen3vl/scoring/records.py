@@ -33,7 +33,7 @@ from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason
 from mcore_qwen3vl.data.records.tasks import POSITIVE
 from mcore_qwen3vl.data.scores import facts_file_of, token_digest, write_teacher
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.files import parse_json, write_at_once
 from mcore_qwen3vl.unused.fields import Unused
 
 
@@ -299,9 +299,7 @@ class Output:
         if force:
             self._partial.unlink(missing_ok=True)
         if not self._partial.exists():
-            self._partial_facts.write_text(
-                json.dumps({"settings": self._settings}, indent=1), "utf-8"
-            )
+            write_at_once(self._partial_facts, json.dumps({"settings": self._settings}, indent=1))
             self._partial.touch()
         ends = [0]
         with self._partial.open("rb") as lines:
@@ -333,15 +331,17 @@ class Output:
         """Write the summary, give the files their final names, and return the summary."""
         summary = tally(self._partial)
         facts = {"settings": self._settings, "summary": asdict(summary)}
-        self._partial_facts.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
         finished = self._partial
         if write := _TABLES.get(self.path.suffix):
             finished = self._partial.with_suffix(".table")
             write(self._partial, finished)
-        # The scores come last: who finds them finds their facts.
-        os.replace(self._partial_facts, facts_file_of(self.path))
+        # The scores come last: who finds them finds their facts. If this process is killed before,
+        # the same command finishes what `OUT.partial` holds.
+        self.path.unlink(missing_ok=True)
+        write_at_once(facts_file_of(self.path), json.dumps(facts, indent=1) + "\n")
         os.replace(finished, self.path)
         self._partial.unlink(missing_ok=True)
+        self._partial_facts.unlink(missing_ok=True)
         return summary
 
 

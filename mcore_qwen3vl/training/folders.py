@@ -19,7 +19,7 @@ from mcore_qwen3vl.converters.identify import (
     read_tracker,
 )
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import only_writer
+from mcore_qwen3vl.files import only_writer, write_at_once
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 
@@ -147,7 +147,7 @@ def claim_folders(save: str | None, exports: str) -> None:
     run = owner_of(save) or uuid.uuid4().hex
     for folder in filter(None, (save, exports)):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / _OWNER).write_text(f"{run}\n", "utf-8")
+        write_at_once(Path(folder) / _OWNER, f"{run}\n")
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, LORA_FOLDER, Kind,
 from mcore_qwen3vl.converters.live import hf_parts, initialize_factors, load_factors
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import write_at_once
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import (
     attach,
@@ -183,9 +184,10 @@ class LoraRun:
             return
         folder = Path(save) / LORA_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ADAPTER_CONFIG).write_text(self.config.to_json() + "\n", encoding="utf-8")
         if identity is not None:
-            (folder / BASE_FILE).write_text(json.dumps(identity, indent=2) + "\n", "utf-8")
+            write_at_once(folder / BASE_FILE, json.dumps(identity, indent=2) + "\n")
+        # Last, because a resumed run asks for it first.
+        write_at_once(folder / ADAPTER_CONFIG, self.config.to_json() + "\n")
 
 
 def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:

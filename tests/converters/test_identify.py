@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.converters.identify import (
+    CHECKPOINT_CONFIG,
     FORMATS,
     RELEASE,
     RULES,
     TRACKER,
     Kind,
     Place,
+    folder_name,
     identify,
+    read_tracker,
 )
 from mcore_qwen3vl.errors import BadInput
 
@@ -248,6 +251,20 @@ def test_a_flaw_of_the_tracker_is_told_when_the_weights_are_wanted(tmp_path: Pat
     said = refused(tmp_path / "c", {**RUN, TRACKER: "7"}, Place.weights)
     assert "names iter_0000007, but" in said
     assert "does not exist. Name another iteration's folder" in said
+
+
+def test_an_empty_tracker_names_the_newest_iteration_whose_save_ended(tmp_path: Path) -> None:
+    """Megatron empties the tracker before it writes it, and may be killed between the two."""
+    run = made({TRACKER: "", "iter_0000005/.metadata": ""}, tmp_path / "run")
+    assert "says ''; a number" in identify(run).flaw
+    for step in (3, 4):
+        (run / folder_name(step)).mkdir()
+        for name in (".metadata", CHECKPOINT_CONFIG):
+            (run / folder_name(step) / name).write_text("{}")
+    (run / folder_name(4) / CHECKPOINT_CONFIG).write_text("")
+    assert identify(run).iteration == read_tracker(run) == 3
+    made({"iter_0000007/mp_rank_00/model_optim_rng.pt": ""}, run)
+    assert read_tracker(run) == 7  # the older format has no file that is written last
 
 
 def test_something_else_names_a_checkpoint_in_it(tmp_path: Path) -> None:

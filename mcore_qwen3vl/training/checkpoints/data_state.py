@@ -1,7 +1,8 @@
 """The position in the data, saved beside each checkpoint.
 
-It is saved first, so that a complete checkpoint always has it. When training resumes, it can be
-read for any number of data-parallel ranks.
+It is saved first, so that a complete checkpoint always has it. Each file says how many ranks its
+save had, and only their files are read. When training resumes, they serve any number of
+data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ def folder_of(checkpoints: str | Path, iteration: int) -> Path:
     return Path(checkpoints) / FOLDER / folder_name(iteration)
 
 
+def _file_of(checkpoints: str | Path, iteration: int, dp_rank: int) -> Path:
+    """Return the file of one data-parallel rank's state."""
+    return folder_of(checkpoints, iteration) / f"rank_{dp_rank:05d}.pt"
+
+
 def save(
     loader: Loader,
     checkpoints: str | Path,
@@ -52,9 +58,8 @@ def save(
         global_batch: samples per step, which a resumed run keeps.
         epochs: ``--num-epochs``, and the steps that it stands for.
     """
-    folder = folder_of(checkpoints, iteration)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"rank_{dp_rank:05d}.pt"
+    file = _file_of(checkpoints, iteration, dp_rank)
+    file.parent.mkdir(parents=True, exist_ok=True)
     about_data = {SOURCES: _describe_sources(sources), GLOBAL_BATCH: global_batch, EPOCHS: epochs}
     with atomic_write(file, remedy=None) as partial:
         torch.save({**loader.state_dict(position), **about_data}, partial)
@@ -80,14 +85,16 @@ def load(
 
     It raises BadInput if no state was saved with it, or if that does not fit this run or its data.
     """
-    folder = folder_of(checkpoints, iteration)
-    files = sorted(folder.glob("rank_*.pt"))
-    if not files:
+    first = first_state_of(checkpoints, iteration)
+    if first is None:
         raise BadInput(
-            f"{folder} holds no data state, so training cannot continue with the next sample. If "
-            "the data should start from the beginning, load the checkpoint with --finetune."
+            f"{folder_of(checkpoints, iteration)} holds no data state, so training cannot continue "
+            "with the next sample. If the data should start from the beginning, load the "
+            "checkpoint with --finetune."
         )
-    states = [_read_state(file) for file in (files if len(files) != dp_size else [files[dp_rank]])]
+    ranks: int = first["world_size"]
+    wanted = range(ranks) if ranks != dp_size else [dp_rank]
+    states = [_read_state(_file_of(checkpoints, iteration, rank)) for rank in wanted]
     saved = {tuple(state.pop(SOURCES, ())) for state in states}.pop()  # alike on all ranks
     for state in states:
         for key in (GLOBAL_BATCH, EPOCHS):
@@ -104,13 +111,13 @@ def load(
             f"To train its weights on these data, pass --load {checkpoints} --finetune and another "
             "--save."
         )
-    state = states[0] if len(files) == dp_size else redistribute(states, dp_size)[dp_rank]
+    state = states[0] if ranks == dp_size else redistribute(states, dp_size)[dp_rank]
     loader.load_state_dict(state)
 
 
 def first_state_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
     """Return the first data-parallel rank's state in a checkpoint; None if none was saved."""
-    file = folder_of(checkpoints, iteration) / "rank_00000.pt"
+    file = _file_of(checkpoints, iteration, 0)
     return _read_state(file) if file.exists() else None
 
 
@@ -145,6 +152,11 @@ def _read_state(file: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
         raise torch_refusal_error(file, error) from None
+    except FileNotFoundError:
+        raise BadInput(
+            f"{file} is missing, so training cannot continue with the next sample. Copy it again, "
+            "or go on from an older checkpoint, with --load, --ckpt-step and another --save."
+        ) from None
     except (RuntimeError, EOFError) as error:
         raise BadInput(f"{file} is cut short or damaged ({error}). Copy it again.") from None
     return state

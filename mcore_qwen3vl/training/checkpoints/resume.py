@@ -25,7 +25,9 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions, write_form
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.identify import (
+    CHECKPOINT_CONFIG,
     HF_FOLDER,
+    TRACKER,
     Kind,
     folder_name,
     identify,
@@ -41,7 +43,7 @@ from mcore_qwen3vl.converters.torch_dist import read_metadata
 from mcore_qwen3vl.converters.torch_pickle import METADATA
 from mcore_qwen3vl.data.processor import configs_with_budgets
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.files import atomic_write, write_at_once
 from mcore_qwen3vl.flags import make_from_flags
 from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings, TrainingSettings
@@ -164,6 +166,7 @@ def choose_iteration(
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
+            _write_empty_tracker_again(Path(checkpoints.load))
             answer = [iteration_to_load(checkpoints, args, fallback=fallback)]
         except BadInput as flaw:
             answer = [flaw]
@@ -176,6 +179,13 @@ def choose_iteration(
     if dist.get_rank() == 0:
         log.warning("the latest checkpoint is damaged; resuming from iteration %s", iteration)
     return iteration
+
+
+def _write_empty_tracker_again(load: Path) -> None:
+    """Write what an empty tracker stands for, at which Megatron would exit without a word."""
+    newest = read_tracker(load)
+    if newest is not None and not (load / TRACKER).read_text("ascii").strip():
+        write_at_once(load / TRACKER, str(newest), f"It is empty: write {newest} into it.")
 
 
 def iteration_to_load(
@@ -378,7 +388,7 @@ def _saved_batch(checkpoints: CheckpointSettings, batch: int) -> int:
 
 def find_damage(folder: Path) -> str | None:
     """Return why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors."""
-    marker = folder / "metadata.json"
+    marker = folder / CHECKPOINT_CONFIG
     if not marker.exists() or marker.stat().st_size == 0:
         return f"{marker} is missing or empty"
     try:

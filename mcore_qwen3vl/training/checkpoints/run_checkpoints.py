@@ -11,7 +11,6 @@ import argparse
 import errno
 import json
 import math
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,9 +27,15 @@ from megatron.training.utils import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.converters.export import save_hf
-from mcore_qwen3vl.converters.identify import folder_name, read_tracker
+from mcore_qwen3vl.converters.identify import (
+    folder_name,
+    number_of,
+    numbered_iterations,
+    read_tracker,
+)
+from mcore_qwen3vl.converters.storage.staging import discard_remains, targets_of_remains
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.files import write_at_once
 from mcore_qwen3vl.training.arguments.run import RunSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state, resume
@@ -44,7 +49,6 @@ _OF_DISKS = frozenset(
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "EACCES", "EPERM", "ESTALE")
     if hasattr(errno, name)
 )
-_INTERRUPTED = re.compile(r"\.iter_(\d+)\.incomplete")
 BEST = "best"
 _PROBE = 2**20  # bytes to write for the error, which Megatron's writers do not pass on
 
@@ -124,7 +128,10 @@ class RunCheckpoints:
         self._run.norms.settle()  # raises for a step that must not be saved
         with self._run.metrics.pause(), explain_save_errors(folder, iteration):
             if dist.get_rank() == 0:
+                # A run that was killed may have left files here, also those of more ranks.
+                remove_checkpoint(folder, iteration)
                 resume.save_companions(self._settings)
+            dist.barrier()
             if self._run.lora:
                 self._run.lora.save_config(folder)
             self._run.data.save_state(folder, iteration)
@@ -184,10 +191,10 @@ class RunCheckpoints:
         if not self._exports_to:
             return
         folder = Path(self._exports_to)
-        remains = [*folder.glob(".*.incomplete")] if dist.get_rank() == 0 else []
-        for left in remains:
-            shutil.rmtree(left, ignore_errors=True)
-        numbers = [int(match[1]) for f in remains if (match := _INTERRUPTED.fullmatch(f.name))]
+        remains = targets_of_remains(folder) if dist.get_rank() == 0 else []
+        for export in remains:
+            discard_remains(export)
+        numbers = [n for n in map(number_of, remains) if n is not None]
         steps = range(step, (self._run.args.train_iters or step) + 1)
         everyone = [[n for n in numbers if n not in steps or not self._is_export_due(n)]]
         dist.broadcast_object_list(everyone)
@@ -253,9 +260,10 @@ def explain_save_errors(directory: str, iteration: int) -> Iterator[None]:
         if reason is None:
             raise
         newest = read_tracker(save)
-        if dist.get_rank() == 0 and newest != iteration:
-            for part in (save / folder_name(iteration), data_state.folder_of(save, iteration)):
-                shutil.rmtree(part, ignore_errors=True)
+        if newest == iteration:  # it was damaged, and was to be replaced
+            newest = max((n for n in numbered_iterations(save) if n < iteration), default=None)
+        elif dist.get_rank() == 0:
+            remove_checkpoint(save, iteration, ignore_errors=True)
         left = (
             "There is no earlier checkpoint"
             if newest is None
@@ -266,6 +274,16 @@ def explain_save_errors(directory: str, iteration: int) -> Iterator[None]:
             "or move the directory to another disk and name it with --save. The same command "
             f"then continues {'from the beginning' if newest is None else 'from there'}."
         ) from error
+
+
+def remove_checkpoint(save: str | Path, iteration: int, *, ignore_errors: bool = False) -> None:
+    """Remove an iteration, whole or not, and the position in the data beside it."""
+    weights = Path(save) / folder_name(iteration)
+    for part in (weights, data_state.folder_of(save, iteration)):
+        if part.is_symlink():
+            part.unlink()
+        elif part.exists():
+            shutil.rmtree(part, ignore_errors=ignore_errors)
 
 
 def _disk_error_behind(error: BaseException | None) -> str | None:
@@ -326,7 +344,9 @@ class Validations:
             ]
             # Of another folder's checkpoints none is ours to remove.
             if load == self._checkpoints.save:
-                self._kept, self.exported = saved["kept"], saved.get("exported")
+                steps = saved["kept"], saved.get("exported")
+                # A later step than the checkpoint's is one that this run makes again.
+                self._kept, self.exported = (s if s and s <= iteration else None for s in steps)
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
         """Record the loss of the validation after `iteration`; a collective.
@@ -389,8 +409,7 @@ class Validations:
         self._write()
         dist.barrier()
         if before not in (None, iteration) and dist.get_rank() == 0:
-            shutil.rmtree(Path(save) / folder_name(before), ignore_errors=True)
-            shutil.rmtree(data_state.folder_of(save, before), ignore_errors=True)
+            remove_checkpoint(save, before, ignore_errors=True)
 
     def _write(self) -> None:
         """Write ``validation.json``, on the first rank of a run that saves."""
@@ -401,5 +420,4 @@ class Validations:
         losses = [(i, loss if math.isfinite(loss) else None) for i, loss in self._losses]
         content = {"best": self.best, "losses": losses, "kept": self._kept}
         content |= {"exported": self.exported} if self.exported else {}
-        with atomic_write(file, remedy=None) as partial:
-            partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write_at_once(file, json.dumps(content) + "\n")

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mcore_qwen3vl.data.readers import ensure_index, index_beside
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question, write_tar
 from tests.data.loading.conftest import PACKED, MakeLoader, lines, same
+from tests.writes import kill_at
 
 
 def index_at_once(path: str, barrier: Any, results: Any) -> None:
@@ -56,6 +58,28 @@ def test_index_is_made_anew_when_the_file_changes(
     path = write_jsonl([question(i, image=False) for i in range(9, 3, -1)])
     loader = make(path)
     assert sorted(lines(next(loader))[0] for _ in range(6)) == list(range(6))
+
+
+def test_an_index_appears_after_the_blank_lines_are_counted(tmp_path: Path) -> None:
+    """Whoever finds an index takes what is beside it, also after its writer was killed."""
+    for number in count(1):
+        path = tmp_path / str(number) / "blank.jsonl"
+        path.parent.mkdir()
+        path.write_text('\n{"a": 1}\n\n{"a": 2}\n')
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=killed_while_indexing, args=(path, number))
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            break
+        index_beside(path)
+        assert readers.line_of(path, 1) == 4
+    assert number > 2
+
+
+def killed_while_indexing(path: Path, number: int) -> None:
+    kill_at(path.parent, number)
+    index_beside(path)
 
 
 def test_blank_lines_are_no_samples(make: MakeLoader, tmp_path: Path) -> None:
