@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture, ExpertLayout
+from mcore_qwen3vl.config import Architecture, ExpertLayout, read_config_file
 from mcore_qwen3vl.converters.adapters.adapter import Factors, add_update, write_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig, Slot, apply_with_peft
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
-from mcore_qwen3vl.converters.hf.config_file import Changes
+from mcore_qwen3vl.converters.hf.config_file import Changes, dtype_to_state
 from mcore_qwen3vl.converters.hf.hf_checkpoint import holder_of_mtp
 from mcore_qwen3vl.converters.identify import INDEX, identify
 from mcore_qwen3vl.converters.live import Models, Part, factor_parts, hf_parts, table_of, unwrap
@@ -122,7 +122,11 @@ def save_hf(
             if writing is None or writing.exception() is None:
                 writing = thread.submit(_write_tensors, first[0], files, gathered)
         run_together(lambda: writing and writing.result(), path)
-        changes = Changes(labels=unwrap(models)[0].head_labels, files=changed_files or {})
+        changes = Changes(
+            dtype=dtype_to_state(read_config_file(hf_config), tensors.values()),
+            labels=unwrap(models)[0].head_labels,
+            files=changed_files or {},
+        )
 
         def publish() -> None:
             if stage is None:  # on all ranks but the first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -18,6 +19,34 @@ from mcore_qwen3vl.errors import BadInput
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+
+LONGEST_NAME = 255
+"""Most bytes in a file's name on the file systems of Linux."""
+
+
+def hidden_beside(target: Path, end: str) -> Path:
+    """Return the path of a hidden file beside `target`, named for it and ending in `end`.
+
+    A name that would be too long for the file system is cut, and its hash tells it from others.
+    """
+    name = target.name
+    if len(os.fsencode(f".{name}{end}")) > LONGEST_NAME:
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+        name = os.fsdecode(os.fsencode(name)[: LONGEST_NAME - 32 - len(os.fsencode(end))]) + digest
+    return target.with_name(f".{name}{end}")
+
+
+def refuse_undecodable(words: Iterable[str]) -> None:
+    """Raise BadInput for a word of the command line, such as a path, that is no UTF-8."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            shown = word.encode("utf-8", "backslashreplace").decode()
+            raise BadInput(
+                f"{shown} is no UTF-8, and safetensors and tokenizers open no such path: rename it."
+            ) from None
 
 
 @contextmanager
@@ -37,7 +66,7 @@ def atomic_write(
     if target.exists() and not (target.is_file() or target.is_dir()):
         yield target
         return
-    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    partial = hidden_beside(target, f".{os.getpid()}.tmp")
     try:
         yield partial
         os.replace(partial, target)

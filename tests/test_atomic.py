@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError, safe_open
 
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.storage.staging import staging
 from mcore_qwen3vl.data import readers
 from mcore_qwen3vl.data.readers import ensure_index
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write, only_writer
+from mcore_qwen3vl.files import LONGEST_NAME, atomic_write, hidden_beside, only_writer
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal
@@ -234,3 +238,40 @@ def test_a_run_has_its_checkpoint_directory_alone(
     with held_elsewhere(save) as number, pytest.raises(BadInput, match=f"Process {number} on"):
         run_layout(run, 1)
     assert not list(save.glob("iter_*"))
+
+
+@pytest.mark.parametrize("letter", ["n", "\N{CJK UNIFIED IDEOGRAPH-540D}"])
+def test_names_as_long_as_the_file_system_takes(letter: str, tmp_path: Path) -> None:
+    name = letter * (LONGEST_NAME // len(letter.encode()))
+    ours, theirs = (
+        hidden_beside(tmp_path / name, ".end"),
+        hidden_beside(tmp_path / name[1:], ".end"),
+    )
+    assert ours != theirs
+    assert {len(os.fsencode(place.name)) <= LONGEST_NAME for place in (ours, theirs)} == {True}
+    assert (ours.name[0], ours.suffix, ours.parent) == (".", ".end", tmp_path)
+    with atomic_write(tmp_path / name) as partial:
+        partial.write_text("one")
+    assert (tmp_path / name).read_text() == "one"
+    with staging(tmp_path / name[1:], None, force=False, replaceable=lambda _: False) as stage:
+        (stage.tree / "file").touch()
+        stage.publish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, name[1:]])
+
+
+def test_a_path_that_is_no_utf8_is_refused(
+    dense: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/mod\xffel"))
+    shutil.copytree(dense, odd)
+    for words in (("inspect", odd), ("convert", "hf-to-mcore", dense, odd / "out"),
+                  ("train", "--cpu", "--hf-model", odd)):  # fmt: skip
+        assert exit_code(*words) == 2
+        said = " ".join(capfd.readouterr().err.split())
+        assert "mod\\udcffel" in said
+        assert "is no UTF-8, and safetensors and tokenizers open no such path: rename it" in said
+    with pytest.raises(SafetensorError, match="not valid UTF-8"):  # as the message says
+        safe_open(odd / "model.safetensors", framework="pt")
+    monkeypatch.chdir(odd)
+    with pytest.raises(BadInput, match="is no UTF-8"):
+        HuggingFaceCheckpoint(Path.cwd())

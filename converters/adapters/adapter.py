@@ -311,7 +311,15 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     applied = apply_with_peft(config, content, linear_router=True)
     file = path / WEIGHTS
     tensors = AdapterFile(path)
+    embeddings = _saved_embeddings(tensors, applied)
+    tied = bool(embeddings) and Architecture.from_hf(content).tie_word_embeddings
+    if embeddings:
+        modules = [_MODULES[name] for name in (_MODULES if tied else embeddings)]
+        config = replace(config, modules_to_save=(*(config.modules_to_save or ()), *modules))
+        applied = apply_with_peft(config, content, linear_router=True)
     keys = {f"{PREFIX}{name}": name for name in applied.saved}  # of the tensors stored whole
+    if tied:  # one of the two is enough
+        keys = {k: name for k, name in keys.items() if name not in _MODULES or k in tensors.shapes}
     if LM_HEAD in applied.slots:
         keys[BASE_LAYER] = LM_HEAD  # PEFT may store the whole head beside its factors
     _require_keys(file, set(tensors.shapes), keys, applied)
@@ -325,6 +333,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
         for key, name in keys.items()
         if key in tensors.shapes
     }
+    saved = _with_both_embeddings(saved, applied, tied)
     notes = [*unused_name_notes(config, applied)]
     if stored == "swapped":
         notes.append("The factors of fused experts are stored in the swapped roles.")
@@ -391,6 +400,21 @@ class AdapterFile:
         return tensor
 
 
+_MODULES = {INPUT_EMBEDDING: "embed_tokens", LM_HEAD: "lm_head"}
+
+
+def _saved_embeddings(tensors: AdapterFile, applied: Applied) -> list[str]:
+    """Return the embeddings that the file holds whole and the config does not name.
+
+    PEFT writes them so for ``save_embedding_layers``, and loads them into the base.
+    """
+    return [
+        name
+        for name in _MODULES
+        if f"{PREFIX}{name}" in tensors.shapes and name not in {*applied.saved, *applied.slots}
+    ]
+
+
 def _require_keys(file: Path, keys: set[str], saved: Mapping[str, str], applied: Applied) -> None:
     """Raise BadInput unless the file holds exactly the config's keys; `BASE_LAYER` is optional."""
     factors = [key for slot in applied.slots.values() for key in (slot.a_key, slot.b_key)]
@@ -407,13 +431,14 @@ def _require_keys(file: Path, keys: set[str], saved: Mapping[str, str], applied:
     if missing:
         raise BadInput(
             f"{file} lacks {some_of(missing)} of the {len(wanted)} tensors that {ADAPTER_CONFIG} "
-            "calls for. PEFT would leave them at random values; copy the adapter again."
+            "calls for. PEFT warns of them, and leaves them at their initial values. Copy the "
+            "adapter again."
         )
     if foreign := sorted(keys - set(wanted)):
         raise BadInput(
             f"{file} holds {some_of(foreign)}, which {ADAPTER_CONFIG} does not call for in this "
-            "model. PEFT would ignore it silently. Check that the adapter is for this model, "
-            "and that its config was saved with it."
+            "model. Check that the adapter is for this model, and that its config was saved with "
+            "it."
         )
 
 

@@ -57,8 +57,8 @@ def unused_files(path: Path) -> list[Unused]:
     """Return the files of an HF checkpoint that are neither read nor copied.
 
     They are weights in other formats and states of training, files over `LARGEST`, and links to
-    folders. The safetensors files of the folder itself are the checkpoint's own, which
-    :class:`.hf_checkpoint.HuggingFaceCheckpoint` judges.
+    folders. The safetensors files of the folder itself are judged by
+    :func:`.hf_checkpoint.unread_files`.
     """
     unused = {}
     for file in _files_below(path):

@@ -7,15 +7,18 @@ declares the layout. Fields that mean the same in both forms are left as they ar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 
 from mcore_qwen3vl.config import ExpertLayout, family_of, rope_of, text_section
 from mcore_qwen3vl.converters.hf import quantized
+from mcore_qwen3vl.converters.hf.shards import TensorSpec
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.labels import Labels
 
@@ -31,7 +34,7 @@ class Changes:
 
     Attributes:
         layout: the experts' new layout, if it changed.
-        dtype: new dtype of all weights, if it changed.
+        dtype: dtype of the weights, if it is another than the config states.
         untied: whether the embeddings were tied and no longer are.
         labels: labels of the classifier's head, if the weights have one.
         vocab_size: new number of rows of embedding and head, if it changed.
@@ -100,6 +103,24 @@ def with_dtype(config: Config, dtype: str) -> Config:
     if "torch_dtype" not in config:
         config["dtype"] = dtype
     return config
+
+
+def dtype_to_state(config: Config, stored: Iterable[TensorSpec]) -> torch.dtype | None:
+    """Return the dtype that a config has to state for weights; None if it is right as it is.
+
+    It is that of most of the values: transformers casts all of them to the dtype of the config.
+
+    Args:
+        stored: dtype and shape of each tensor.
+    """
+    values: Counter[torch.dtype] = Counter()
+    for tensor in stored:
+        values[tensor.dtype] += prod(tensor.shape)
+    most = max(values, key=values.__getitem__)
+    sections = (config, text_section(config))
+    stated = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
+    first = next((name for name in stated if name is not None), None)
+    return None if first in (None, dtype_name(most)) else most
 
 
 def dumps(config: Config) -> bytes:

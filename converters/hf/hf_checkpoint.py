@@ -27,7 +27,8 @@ from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, with_explic
 from mcore_qwen3vl.converters.storage.disk import load_pages, map_file
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, refuse_special_files
+from mcore_qwen3vl.files import parse_json, refuse_special_files, refuse_undecodable
+from mcore_qwen3vl.unused.fields import Unused
 
 NUMBERED = re.compile(r"^(.*-)\d+-of-(\d{1,9})\.safetensors$")
 
@@ -81,7 +82,7 @@ class HuggingFaceCheckpoint:
         config = read_config_file(path) if (path / "config.json").exists() else {}
         self.quantization = quantized.declared_quantization(config)
         index = _read_index(path)
-        files = sorted(set(index.values())) if index is not None else [_only_file(path)]
+        files = sorted(set(index.values())) if index is not None else _files_without_index(path)
         self.files = [path / file for file in files]
         self._files = {file: SafetensorsFile(path / file) for file in files}
         self.entries: dict[str, TensorHeader] = {}
@@ -236,6 +237,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
+        refuse_undecodable([str(path)])
         try:
             # `safe_open` checks the header. It reports a file that it may not open as absent.
             with path.open("rb") as file, safe_open(path, framework="pt"):
@@ -258,6 +260,38 @@ class SafetensorsFile:
         if start == stop:
             return torch.empty(shape, dtype=DTYPES[dtype])
         return torch.frombuffer(self._data[start:stop], dtype=DTYPES[dtype]).view(shape)
+
+
+def unread_files(path: Path) -> list[Unused]:
+    """Return the safetensors files beside the weights of a checkpoint that are no part of it.
+
+    Raises:
+        BadInput: the folder holds no checkpoint, or a damaged index.
+    """
+    index = _read_index(path)
+    read = set(index.values()) if index is not None else set(_files_without_index(path))
+    named = f"{INDEX} does not name it" if index is not None else f"{SINGLE} alone is the model"
+    others = sorted(file.name for file in path.glob("*.safetensors") if file.name not in read)
+    return [Unused("the model's folder", name, f"not read: {named}") for name in others]
+
+
+def _files_without_index(path: Path) -> list[str]:
+    """Return the files of a checkpoint that has no index: one, and those with `MTP` alone.
+
+    vLLM reads every file. transformers reads the one, and of no file the layers that predict a
+    further token, whose model it does not have.
+    """
+    first = _only_file(path)
+    others = (file for file in path.glob("*.safetensors") if file.name != first)
+    return [first, *sorted(file.name for file in others if _holds_mtp_alone(file))]
+
+
+def _holds_mtp_alone(file: Path) -> bool:
+    try:
+        names = SafetensorsFile(file).described
+    except BadInput:  # not a file of the model
+        return False
+    return bool(names) and all(name.startswith(MTP) for name in names)
 
 
 def _only_file(path: Path) -> str:

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture, ExpertLayout
+from mcore_qwen3vl.config import Architecture, ExpertLayout, read_config_file
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import (
     companion_files,
@@ -25,13 +25,14 @@ from mcore_qwen3vl.converters.hf.companions import (
     processor_notes,
     read_form,
 )
-from mcore_qwen3vl.converters.hf.config_file import Changes
+from mcore_qwen3vl.converters.hf.config_file import Changes, dtype_to_state
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, holder_of_mtp
 from mcore_qwen3vl.converters.hf.shards import Shard
 from mcore_qwen3vl.converters.identify import INDEX, identify
 from mcore_qwen3vl.converters.mapping.forms import Form, Names, rename_entries
 from mcore_qwen3vl.converters.mapping.table import (
     MTP,
+    PUBLISHED_IN_FLOAT32,
     Row,
     SourceTensor,
     max_rows,
@@ -226,7 +227,7 @@ def plan_mcore_to_hf(
     )
     checkpoint.require(rows)
     further = None if mtp else holder_of_mtp(folder, architecture)
-    notes = list(mtp_notes(architecture, mtp))
+    notes = list(mtp_notes(architecture, mtp, remedy=_MTP_REMEDY))
     if further is not None:
         notes = [f"mtp.* is from {folder}."]
         further.require(table(architecture, head=further.form.head, mtp=True))
@@ -239,6 +240,8 @@ def plan_mcore_to_hf(
     checksums = (manifest.stated_checksum(stated, source) for source in sources)
     if form.split_experts or None in checksums:
         checkpoint.check_data()
+    if isinstance(place.iteration, int) and wanted is None:
+        notes += _rounded_notes(checkpoint, rows)
     padding = padded - architecture.vocab_size
     if padding:
         notes.append(f"The last {padding} rows of the vocabulary are padding and were left out.")
@@ -267,6 +270,29 @@ def plan_mcore_to_hf(
         form=form,
         notes=tuple(notes),
     )
+
+
+def _rounded_notes(checkpoint: MegatronCheckpoint, rows: Iterable[Row]) -> list[str]:
+    """Return a note if training in 16 bits may have rounded what is published in float32."""
+    keys = {
+        row.key
+        for row in rows
+        if any(s.name.endswith(PUBLISHED_IN_FLOAT32) for s in row.sources)
+        and checkpoint.dtype(row.key).itemsize < torch.float32.itemsize
+    }
+    if not keys:
+        return []
+    return [
+        f"{len(keys)} tensors, {' and '.join(PUBLISHED_IN_FLOAT32)}, are {dtype} here. If training "
+        "began with float32 ones, which Qwen publishes, it has rounded them."
+        for dtype in sorted({dtype_name(checkpoint.dtype(key)) for key in keys})
+    ]
+
+
+_MTP_REMEDY = (
+    " --hf-config DIR copies it from a Hugging Face checkpoint that has it, such as the one that "
+    "training began with."
+)
 
 
 def lay_out(
@@ -314,6 +340,9 @@ def lay_out(
                 )
     parts = tuple(shards.plan_shards(tensors, limit))
     companions = companion_files(hf_config)
+    if dtype is None:  # training in another precision, for one, has changed it
+        stated = dtype_to_state(read_config_file(hf_config), tensors.values())
+        changes = replace(changes, dtype=stated)
     return ConversionPlan(
         direction=direction,
         source=str(source),

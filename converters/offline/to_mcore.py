@@ -361,13 +361,13 @@ def reading_notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) 
     return tuple(notes)
 
 
-def mtp_notes(architecture: Architecture, has_mtp: bool) -> tuple[str, ...]:
+def mtp_notes(architecture: Architecture, has_mtp: bool, *, remedy: str = "") -> tuple[str, ...]:
     """Return a note if a checkpoint lacks the layer that predicts a further token."""
     if has_mtp or not architecture.mtp_num_hidden_layers:
         return ()
     return (
         "The checkpoint lacks the layer that predicts a further token (mtp.*), which its config "
-        "names, and so does the result: nothing decodes speculatively with it.",
+        f"names, and so does the result: nothing decodes speculatively with it.{remedy}",
     )
 
 

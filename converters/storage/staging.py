@@ -25,6 +25,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.files import hidden_beside
 
 Progress = Callable[[int, int, str], None]
 """Called as work proceeds with the bytes done, the bytes in all, and the name of a tensor."""
@@ -215,17 +216,17 @@ def _put_right(folder: Path, target: Path) -> None:
     shutil.rmtree(replaced)
 
 
-_PREFIX, _SUFFIX, _LOCK = ".", ".incomplete", "lock"
+_SUFFIX, _LOCK = ".incomplete", "lock"
 
 
 def _work_folder(target: Path) -> Path:
-    return target.with_name(f"{_PREFIX}{target.name}{_SUFFIX}")
+    return hidden_beside(target, _SUFFIX)
 
 
 def targets_of_remains(folder: Path) -> list[Path]:
-    """Return the targets in `folder` on which killed runs have left work."""
-    left = folder.glob(f"{_PREFIX}*{_SUFFIX}")
-    return [folder / f.name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for f in left]
+    """Return the targets in `folder`, of names that are not cut, on which killed runs left work."""
+    left = folder.glob(f".*{_SUFFIX}")
+    return [folder / f.name.removeprefix(".").removesuffix(_SUFFIX) for f in left]
 
 
 def check_target(target: Path, *, force: bool, replaceable: Callable[[Path], bool]) -> None:

@@ -16,7 +16,7 @@ from mcore_qwen3vl.cli import convert, data, options, training, verify
 from mcore_qwen3vl.cli.inference import generate, score
 from mcore_qwen3vl.cli.inspect import inspect
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
-from mcore_qwen3vl.files import new_folder
+from mcore_qwen3vl.files import new_folder, refuse_undecodable
 from mcore_qwen3vl.safe_path import protect_children
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     console.prepare_standard_streams()
     machine.warn_of_versions()
     try:
+        refuse_undecodable(sys.argv if arguments is None else arguments)
         with console.name_slow_imports():
             result = app(arguments, standalone_mode=not wants_json)
         sys.exit(result or 0)

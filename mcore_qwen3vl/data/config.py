@@ -317,7 +317,8 @@ def _read_yaml(path: Path) -> Any:
 
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    # ValueError: it is no UTF-8, or has an integer of thousands of digits.
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from mcore_qwen3vl import machine
 from mcore_qwen3vl.console import prepare_standard_streams, visible
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import refuse_undecodable
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
 from mcore_qwen3vl.safe_path import protect_children
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, help_words
@@ -28,6 +29,7 @@ def entry() -> None:
         machine.warn_of_versions()
     command = CommandLine(sys.argv[1:])
     try:
+        refuse_undecodable(command.words)
         if "MASTER_ADDR" not in os.environ and help_words(sys.argv[1:]) is None:
             raise BadInput(
                 "This program is one rank of a run. Start it with torchrun, or train on this "

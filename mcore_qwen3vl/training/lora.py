@@ -141,9 +141,20 @@ class LoraRun:
         tied = architecture.tie_word_embeddings
         self.parameters = trained_parameters(self.targets, self._saved, tied=tied).total()
         self._start = read_adapter(settings.lora_init, model) if settings.lora_init else None
+        self._refuse_undeclared(settings.lora_init)
         if self._start is not None and self.base.path and Path(self.base.path).exists():
             for note in self._start.other_base_notes(Path(self.base.path)):
                 warnings.warn(note, stacklevel=2)  # shown by the first rank
+
+    def _refuse_undeclared(self, source: str | None) -> None:
+        """Raise BadInput if the adapter to start from holds embeddings that would not be saved."""
+        held = set() if self._start is None else set(self._start.saved)
+        if undeclared := held - set(self._saved) - set(self.targets):
+            raise BadInput(
+                f"--lora-init {source} holds {', '.join(sorted(undeclared))}, which its config "
+                "does not name in modules_to_save: this run would neither train nor export it. "
+                "Merge the adapter into its base first: `mcore-qwen3vl lora merge`."
+            )
 
     @classmethod
     def from_settings(cls, settings: Settings, architecture: Architecture) -> LoraRun | None:

@@ -156,7 +156,7 @@ class Run:
 
     def introduce(self, screen: Console | None, explicit: Collection[str]) -> None:
         """Print what the run will do; one rank calls this."""
-        from mcore_qwen3vl.training.logs.summary import show_summary, summary
+        from mcore_qwen3vl.training.logs.summary import rounded_text, show_summary, summary
 
         taken = statement_of_defaults(self.settings, explicit)
         unused = sentences([*unused_data_flags(self.settings, explicit), *self._unused_of_files()])
@@ -165,7 +165,9 @@ class Run:
             names = [("not used", sentence.removeprefix("not used ")) for sentence in unused]
             show_summary(screen, [*rows, *names])
             return
-        for sentence in [*([f"not given, so: {taken}"] if taken else []), *map(visible, unused)]:
+        said = {"not given, so": taken, "rounded": rounded_text(self.settings)}
+        said_words = [f"{name}: {visible(text)}" for name, text in said.items() if text]
+        for sentence in [*said_words, *map(visible, unused)]:
             print(sentence, file=sys.stderr, flush=True)
 
     def _unused_of_files(self) -> list[Unused]:

@@ -475,8 +475,15 @@ def _compare_setting(name: str, value: Any, right: Any) -> Finding:
     if any(isinstance(item, list | tuple | dict) for item in items):
         shown, same = f"a nested {type(value).__name__}", False
     else:
-        shown, same = f"{value!s:.80}", _comparable(value) == _comparable(right)
+        shown, same = _shown(value), _comparable(value) == _comparable(right)
     return Finding(SETTINGS, name, flaw="" if same else f"is {shown}; the config says {right}")
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!s:.80}"
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def _comparable(value: Any) -> Any:

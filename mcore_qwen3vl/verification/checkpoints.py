@@ -27,7 +27,14 @@ from mcore_qwen3vl.converters.hf.companions import companion_files, read_form, s
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.identify import Kind, identify
 from mcore_qwen3vl.converters.mapping.forms import rename_entries
-from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, hf_shapes, max_rows, table
+from mcore_qwen3vl.converters.mapping.table import (
+    MTP,
+    Row,
+    SourceTensor,
+    hf_shapes,
+    max_rows,
+    table,
+)
 from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, Interrupted, default_workers
@@ -50,6 +57,8 @@ TENSORS, FILES = "tensors", "files"
 
 ONLY_A, ONLY_B = "only in A", "only in B"
 """Flaws of what only one side has."""
+
+_ONE_SIDE = (ONLY_A, ONLY_B)
 
 
 def compare_checkpoints(
@@ -80,7 +89,19 @@ def compare_checkpoints(
     environment = {f"{name} was written by": side.maker for name, side in sides if side.maker}
     environment["tensors"] = "counted as Hugging Face stores them"
     findings = [*compare_sides(left, right, progress), *_compare_files(left, right)]
+    if left.leaves_mtp_out != right.leaves_mtp_out:
+        untrained = [found for found in findings if _is_of_mtp(found) and found.flaw in _ONE_SIDE]
+        findings = [found for found in findings if found not in untrained]
+        if untrained:
+            environment["not compared"] = (
+                f"{len(untrained)} tensors {MTP}*: the run does not train them, so that its "
+                "checkpoints have none, and its exports have those of --hf-model"
+            )
     return Report(f"{a} and {b}", environment, findings)
+
+
+def _is_of_mtp(finding: Finding) -> bool:
+    return finding.part == TENSORS and finding.name.startswith(MTP)
 
 
 def compare_sides(
@@ -125,6 +146,7 @@ class Side:
 
     def __init__(self, path: Path, config: Path) -> None:
         place, folder = identify(path), _config_folder(path)
+        self._iteration = place.iteration
         self.architecture = architecture = Architecture.from_hf(config)
         self.stored: MegatronCheckpoint | HuggingFaceCheckpoint
         self.stored = (
@@ -146,6 +168,13 @@ class Side:
                     self.pieces.setdefault(source.name, []).append(_Piece(row, number))
         for name in self._tensors_outside_model(rows):  # which looks at the pieces so far
             self.pieces[name] = []
+
+    @property
+    def leaves_mtp_out(self) -> bool:
+        """Whether it is a run's iteration, without layers for further tokens that the model has."""
+        trained = isinstance(self.stored, MegatronCheckpoint) and isinstance(self._iteration, int)
+        has = self.stored.has_mtp or not self.architecture.mtp_num_hidden_layers
+        return trained and not has
 
     @property
     def maker(self) -> str | None:

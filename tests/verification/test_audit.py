@@ -330,6 +330,14 @@ def test_a_config_of_others_takes_no_more_memory_than_it_has_bytes(
     assert said in " ".join([result.environment.get("settings", ""), *result.notes.values()])
 
 
+def test_a_setting_that_python_does_not_print_is_wrong(tmp_path: Path) -> None:
+    hf_to_mcore(HERE / "hf-dense", tmp_path / "mcore", dialect="megatron-bridge")
+    content = "model: {rotary_base: 0x" + "f" * 5000 + "}"  # no digits, which YAML would refuse
+    (tmp_path / "mcore" / "release" / "run_config.yaml").write_text(content, "utf-8")
+    (wrong,) = [f for f in audit(tmp_path / "mcore", HERE / "hf-dense").findings if not f.ok]
+    assert wrong.flaw.startswith("is a number of thousands of digits; the config says")
+
+
 def test_settings_that_are_not_unpickled_leave_the_tensors_to_judge(tmp_path: Path) -> None:
     hf_to_mcore(HERE / "hf-dense", tmp_path / "mcore")
     torch.save({"args": Namespace(step=Fraction(1, 3))}, tmp_path / "mcore/release/common.pt")

@@ -245,6 +245,11 @@ class ComputeSettings:
     padded_vocab_size: int | None = None
 
     @property
+    def params_dtype(self) -> str:
+        """The dtype of the model's weights, which are saved and exported in it: torch's name."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    @property
     def layer_spec(self) -> Literal["te", "torch"]:
         """The layers' implementation, which the parser has set."""
         return "te" if self.spec == ("te",) else "torch"

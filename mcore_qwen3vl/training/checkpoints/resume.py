@@ -18,12 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.hf.companions import copy_companions, write_form
-from mcore_qwen3vl.converters.hf.config_file import Changes
+from mcore_qwen3vl.converters.hf.config_file import Changes, dtype_to_state
+from mcore_qwen3vl.converters.hf.shards import TensorSpec
 from mcore_qwen3vl.converters.identify import (
     CHECKPOINT_CONFIG,
     HF_FOLDER,
@@ -236,8 +238,12 @@ def save_companions(settings: Settings) -> None:
     if folder.exists():
         return
     with atomic_write(folder, remedy=None) as partial:
-        labels = settings.labels
-        copy_companions(source, partial, Changes(labels=labels, files=changed_files(settings)))
+        labels, files = settings.labels, changed_files(settings)
+        dtype = None
+        if not settings.lora.trains_adapter:
+            held = TensorSpec(getattr(torch, settings.compute.params_dtype), (1,))
+            dtype = dtype_to_state(read_config_file(source), [held])
+        copy_companions(source, partial, Changes(dtype=dtype, labels=labels, files=files))
         write_form(partial, Form(head=head_of(labels)))
 
 

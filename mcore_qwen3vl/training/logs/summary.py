@@ -12,8 +12,11 @@ from rich.table import Table
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted, plain, visible
+from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.hf.hf_checkpoint import holder_of_mtp
+from mcore_qwen3vl.converters.identify import Kind, identify
 from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
@@ -73,6 +76,7 @@ def summary(
         *([("frozen", _model_text(source.path, second))] if source and second else []),
         ("layout", _layout_text(settings, a)),
         ("precision", _precision_text(settings)),
+        *([("rounded", rounded)] if (rounded := rounded_text(settings)) else []),
         ("data", _data_text(settings)),
         *([("validation", _validation_text(settings))] if settings.loop.valid_data_path else []),
         ("schedule", _schedule_text(settings)),
@@ -179,6 +183,27 @@ def _precision_text(settings: Settings) -> str:
     if settings.model.cpu:
         return "fp32; --bf16 computes in bfloat16"
     return "fp32, whose attention is not fused: much slower than --bf16, and in far more memory"
+
+
+def rounded_text(settings: Settings) -> str:
+    """Say which weights a run rounds because it begins with wider ones than it holds."""
+    compute, checkpoints, start = settings.compute, settings.checkpoints, settings.start
+    held = compute.params_dtype
+    resumes = checkpoints.load and identify(checkpoints.load).kind is Kind.MEGATRON
+    if held == "float32" or start is None or resumes or settings.lora.trains_adapter:
+        return ""
+    of_megatron = identify(start).kind is Kind.MEGATRON
+    try:
+        found = inspect_path(start, hf_config=settings.model.folder if of_megatron else None)
+    except BadInput:
+        return ""  # whoever reads the weights says what is wrong with them
+    wide = [tensor.name for tensor in found.tensors if tensor.dtype in ("float32", "float64")]
+    if not wide:
+        return ""
+    return (
+        f"{len(wide)} of {counted(len(found.tensors), 'tensor')} of {start} are wider than {held}, "
+        f"in which this run holds and exports them, such as {wide[0]}"
+    )
 
 
 def _data_text(settings: Settings) -> str:

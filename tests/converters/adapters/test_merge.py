@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters import adapter as update
-from mcore_qwen3vl.converters.adapters.adapter import Factors, add_update, read_adapter
+from mcore_qwen3vl.converters.adapters.adapter import (
+    Factors,
+    add_update,
+    convert_adapter,
+    read_adapter,
+)
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, resolve_targets
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.export import export_merged, save_adapter, save_hf
@@ -30,8 +37,17 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verification.measurement import measure
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verification.parity.comparison import TOLERANCE
+from tests.converters.adapters import peft_made
 from tests.converters.adapters.conftest import Made
-from tests.converters.adapters.peft_made import EXPERTS, KINDS, Kind, base_model, logits, make
+from tests.converters.adapters.peft_made import (
+    EXPERTS,
+    KINDS,
+    Kind,
+    base_model,
+    fill,
+    logits,
+    make,
+)
 from tests.converters.adapters.rounding import assert_merged, is_merged, update_range
 from tests.converters.checkpoints import load, turned
 from tests.turns import slow, slow_except
@@ -253,3 +269,54 @@ def test_a_is_uniform_and_b_zero(started: list[dict[str, torch.Tensor]]) -> None
         assert factor.abs().max() <= bound
         assert factor.abs().max() > 0.9 * bound
         assert factor.std() == pytest.approx(bound / 3**0.5, rel=0.15)
+
+
+@pytest.mark.parametrize(("case", "left_out"), [("dense", ""), ("dense-tied", ""),
+                                                ("dense-tied", "lm_head"),
+                                                ("dense-tied", "embed_tokens")])  # fmt: skip
+def test_embeddings_that_peft_saves_beside_the_factors(
+    case: str, left_out: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """`save_embedding_layers` stores them without a word in the config; PEFT loads them."""
+    base, folder = tiny(case), tmp_path / "adapter"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(base_model(base), LoraConfig(r=4, target_modules=["v_proj"]))
+        fill(model)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.add_(1)
+        model.save_pretrained(folder, save_embedding_layers=True)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    kept = {key: t for key, t in tensors.items() if not left_out or left_out not in key}
+    assert (len(kept) < len(tensors)) == bool(left_out)
+    save_file(kept, file, metadata={"format": "pt"})
+    reloaded = peft_made.load(base, folder)
+    merge(base, folder, tmp_path / "merged")
+    found, before = in_v5(tmp_path / "merged"), in_v5(base)
+    wanted = peft_merged(Made(base, folder, reloaded))
+    if case == "dense-tied":
+        wanted.pop("lm_head.weight")
+    assert set(found) == set(wanted)
+    for tensors in (found, wanted):
+        assert_merged(tensors, before, read_adapter(folder, base))
+    name = "model.language_model.embed_tokens.weight"
+    assert torch.equal(found[name], wanted[name])
+    assert torch.equal(found[name], before[name] + 1)
+    convert_adapter(folder, tmp_path / "again", base, roles="canonical")
+    peft_made.load(base, tmp_path / "again")
+
+
+def test_what_a_refusal_says_of_peft(made: Callable[[str], Made], tmp_path: Path) -> None:
+    source, folder = made("vision"), tmp_path / "adapter"
+    shutil.copytree(source.folder, folder)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    lost = next(key for key in tensors if key.endswith("lora_B.weight"))
+    save_file({k: t for k, t in tensors.items() if k != lost}, file, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"PEFT warns of them, and leaves them at their initial"):
+        read_adapter(folder, source.base)
+    with pytest.warns(UserWarning, match="Found missing adapter keys"):
+        model = PeftModel.from_pretrained(base_model(source.base), folder)
+    name = lost.replace("lora_B.weight", "lora_B.default.weight")
+    assert not model.get_parameter(name).any()
