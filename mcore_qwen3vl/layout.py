@@ -1,19 +1,11 @@
-"""A layout, checked against a model before anything starts, and a simulation of its pipeline.
-
-A layout is one choice of all parallel sizes. The simulation of Megatron's schedules says when each
-rank works, if transfers take no time. It has 1F1B and its interleaved form (Narayanan et al.,
-arXiv:2104.04473), in the order of mcore's ``forward_backward_pipelining_without_interleaving`` and
-``..._with_interleaving``. The usual formula holds for equal stages only; the simulation has the
-time that ranks wait for a long stage.
-"""
+"""A layout: one choice of all parallel sizes, checked against a model before anything starts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import accumulate, chain
-from typing import Any, NamedTuple, Self
+from itertools import accumulate
+from typing import Any, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
@@ -311,125 +303,3 @@ def read_split(text: str) -> list[int]:
             "comes last."
         )
     return [part.count("t") for part in spelled_out.split("|")]
-
-
-@dataclass(frozen=True)
-class Durations:
-    """The time that a virtual stage takes for one micro-batch, in any unit."""
-
-    forward: float
-    backward: float
-
-
-class Pass(NamedTuple):
-    """A forward or backward pass of one micro-batch through one virtual stage of a rank."""
-
-    forward: bool
-    micro_batch: int
-    chunk: int
-
-
-def simulate(stages: Sequence[Sequence[Durations]], micro_batches: int, group: int = 0) -> float:
-    """Return the time from the first forward to the last backward of an iteration.
-
-    A rank works in a fixed order. A forward waits for the forward of the previous virtual stage,
-    which is on the previous rank or, between chunks, on the last one. A backward waits for the
-    backward of the next virtual stage.
-
-    Args:
-        stages: the virtual stages of each pipeline rank, in the order of the model.
-        micro_batches: number of micro-batches in an iteration.
-        group: ``--microbatch-group-size-per-virtual-pipeline-stage``; default: the number of ranks.
-
-    Returns:
-        The time, in the unit of `stages`.
-
-    Raises:
-        ValueError: the ranks deadlock, because the last group has fewer micro-batches than there
-            are ranks.
-    """
-    ranks, chunks = len(stages), len(stages[0])
-    group = group or ranks
-    orders = [order_of_work(rank, ranks, chunks, micro_batches, group) for rank in range(ranks)]
-    done: dict[tuple[bool, int, int], float] = {}  # forward?, micro-batch, virtual stage
-    last = ranks * chunks - 1
-    clock, position = [0.0] * ranks, [0] * ranks
-    moved = True
-    # Each rank works until what it waits for is not done. A round without progress is the last.
-    while moved:
-        moved = False
-        for rank, order in enumerate(orders):
-            while position[rank] < len(order):
-                forward, micro_batch, chunk = order[position[rank]]
-                stage = chunk * ranks + rank
-                before = stage - 1 if forward else stage + 1
-                ready = done.get((forward, micro_batch, before)) if 0 <= before <= last else 0.0
-                if ready is None:
-                    break
-                durations = stages[rank][chunk]
-                takes = durations.forward if forward else durations.backward
-                clock[rank] = max(clock[rank], ready) + takes
-                done[forward, micro_batch, stage] = clock[rank]
-                position[rank] += 1
-                moved = True
-    if any(at < len(order) for at, order in zip(position, orders, strict=True)):
-        raise ValueError(f"{micro_batches} micro-batches in groups of {group} wait for each other")
-    return max(clock)
-
-
-def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group: int) -> list[Pass]:
-    """Return a rank's work in order: forwards, then forward and backward in turn, then backwards.
-
-    Args:
-        chunks: number of virtual stages on each rank.
-        group: number of micro-batches that go through a virtual stage before the rank turns to
-            its next one.
-    """
-    table = [
-        (micro_batch, chunk)
-        for first in range(0, micro_batches, group)
-        for chunk in range(chunks)
-        for micro_batch in range(first, min(first + group, micro_batches))
-    ]
-    forwards = [Pass(True, micro_batch, chunk) for micro_batch, chunk in table]
-    backwards = [Pass(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
-    # The forwards of the warm-up, as mcore counts them; one more precedes the first backward.
-    ahead = ranks - rank - 1
-    if chunks > 1:
-        ahead = 2 * ahead + (chunks - 1) * group
-    ahead = min(ahead, len(table))
-    rest = len(table) - ahead
-    steady = chain.from_iterable(zip(forwards[ahead:], backwards[:rest], strict=True))
-    return [*forwards[:ahead], *steady, *backwards[rest:]]
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """The modelled pipeline.
-
-    Attributes:
-        flops: FLOPs of each stage for one micro-batch, recomputed work included.
-        imbalance: FLOPs of the busiest stage over the mean.
-        bubble: share of an iteration in which a rank waits, on average.
-    """
-
-    flops: list[float]
-    imbalance: float
-    bubble: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the modelled pipeline for ``--json``."""
-        return {"kind of numbers": "modelled", **asdict(self)}
-
-
-def model_pipeline(
-    stages: Sequence[Sequence[Durations]], micro_batches: int, group: int = 0
-) -> Pipeline:
-    """Model the pipeline of stages whose FLOPs for a micro-batch are known.
-
-    A micro-batch is assumed to take time in proportion to them, and transfers to take none.
-    """
-    flops = [sum(chunk.forward + chunk.backward for chunk in chunks) for chunks in stages]
-    mean = sum(flops) / len(flops)
-    duration = simulate(stages, micro_batches, group)
-    return Pipeline(flops, max(flops) / mean, 1 - micro_batches * mean / duration)

@@ -15,10 +15,10 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.layout import Durations, Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal import holders
 from mcore_qwen3vl.rehearsal.command import Command, Role, prepare_command, roles_of
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
+from mcore_qwen3vl.rehearsal.schedule import Durations, Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu, allowance_gib
 from mcore_qwen3vl.runtime.lifetime import scratch_folder

@@ -21,6 +21,7 @@ from mcore_qwen3vl.simulated_gpu.device import Interval, Traffic
 from mcore_qwen3vl.simulated_gpu.rank import ONE_KEY
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.command_line import NONE, RESETTABLE, SIZES
+from mcore_qwen3vl.training.parameter_counts import TrainedCounts, rank_parameters, trained_of
 
 WANTED = 3
 TRIED = 9
@@ -165,13 +166,13 @@ def _reset_words(command: Command, flags: Sequence[str]) -> Iterator[str]:
             yield from (name, "1" if name.endswith("-parallel-size") else NONE)
 
 
-def trained_counts(command: Command, architecture: Architecture) -> memory.TrainedCounts | None:
+def trained_counts(command: Command, architecture: Architecture) -> TrainedCounts | None:
     """Count the parameters that a LoRA run trains; None for a run without LoRA."""
-    return memory.trained_of(command.settings, architecture, command.line.model)
+    return trained_of(command.settings, architecture, command.line.model)
 
 
 def memory_of_stages(
-    command: Command, architecture: Architecture, trained: memory.TrainedCounts | None
+    command: Command, architecture: Architecture, trained: TrainedCounts | None
 ) -> list[memory.Memory]:
     """Return the modelled memory of a rank of each pipeline stage, in order."""
     layout = Layout.from_flags(command.settings.parallel, command.gpus, moe=architecture.is_moe)
@@ -262,7 +263,7 @@ def _values_between_heads(a: Architecture) -> int:
 
 def _gradient_traffic(a: Architecture, layout: Layout, stage: int) -> Iterator[Traffic]:
     """Yield the exchange of gradients and of weights between data-parallel ranks."""
-    shared, experts = memory.rank_parameters(a, layout, stage)
+    shared, experts = rank_parameters(a, layout, stage)
     divisions = layout.ep * layout.etp  # ranks between which a layer's experts are divided
     copies = layout.tp * layout.cp * layout.dp // divisions
     for operation, nbytes in (("reduce_scatter", 4), ("all_gather", 2)):

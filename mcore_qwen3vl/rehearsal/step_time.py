@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.layout import Durations, order_of_work, simulate
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, COMBINE, DISPATCH, FORWARD
+from mcore_qwen3vl.rehearsal.schedule import Durations, simulate
 from mcore_qwen3vl.runtime.gpus import Gpu
 from mcore_qwen3vl.simulated_gpu.device import Interval, Traffic
 from mcore_qwen3vl.simulated_gpu.rank import BYTES, KINDS, ONE_KEY
+from mcore_qwen3vl.training.pipeline_order import order_of_work
 
 GEMM, ATTENTION, MEMORY, HOST = "GEMM", "attention", "other kernels (memory)", "host"
 EXPERTS = "EP exchange"

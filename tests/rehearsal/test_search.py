@@ -11,13 +11,14 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.layout import Durations, Layout, model_pipeline
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal import search as search_module
 from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.rehearse import Options
+from mcore_qwen3vl.rehearsal.schedule import Durations, model_pipeline
 from mcore_qwen3vl.rehearsal.search import (
     ESTIMATE_OFF,
     FULL_RECOMPUTE,
@@ -28,7 +29,7 @@ from mcore_qwen3vl.rehearsal.search import (
 from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.runtime.gpus import GPUS
 from mcore_qwen3vl.tiny import tiny_config
-from mcore_qwen3vl.training.memory import rank_parameters
+from mcore_qwen3vl.training.parameter_counts import rank_parameters
 from tests.command import exit_code
 from tests.launch.test_scripts import final_command
 from tests.rehearsal.conftest import Command as RunCommand

@@ -22,7 +22,7 @@ from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training import memory
-from mcore_qwen3vl.training.memory import trained_parameters
+from mcore_qwen3vl.training.parameter_counts import stage_layers, trained_parameters
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 
 DENSE, TIED = Architecture.from_hf(tiny_config()), Architecture.from_hf(tiny_config(tie=True))
@@ -138,9 +138,9 @@ def test_what_a_rank_keeps_in_flight(
 
 def test_uneven_stages() -> None:
     a = Architecture.from_hf(PUBLISHED / "235b_a22b.json")
-    stages = memory.stage_layers(a, Layout(pp=8, first=11, last=11))
+    stages = stage_layers(a, Layout(pp=8, first=11, last=11))
     assert [len(stage) for stage in stages] == [11, *[12] * 6, 11]
-    own = memory.stage_layers(a, Layout(pp=2, split="E|t*40|t*30|t*24L"))
+    own = stage_layers(a, Layout(pp=2, split="E|t*40|t*30|t*24L"))
     assert own == [[*range(40, 70)], [*range(40), *range(70, 94)]]
 
 

@@ -25,6 +25,7 @@ from mcore_qwen3vl.training.arguments.losses import DistillationSettings
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ParallelSettings
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings, statement_of_defaults
 from mcore_qwen3vl.training.folders import LOGS
+from mcore_qwen3vl.training.parameter_counts import trained_of
 from mcore_qwen3vl.training.second_model import architecture_of, source_of
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def _schedule_text(settings: Settings) -> str:
 def _memory_text(settings: Settings, a: Architecture) -> str:
     if not (settings.compute.bf16 and settings.loop.use_distributed_optimizer):
         return "not estimated: the estimate needs --bf16 with --use-distributed-optimizer"
-    trained = memory.trained_of(settings, a, settings.model.folder)
+    trained = trained_of(settings, a, settings.model.folder)
     stages = memory.stages_of_settings(settings, a, _layout_of(settings.parallel, a), trained)
     return f"about {max(stages, key=lambda stage: stage.total)}"
 

@@ -189,7 +189,7 @@ def memory_and_disk_of(reference: ReferenceCheckpoint, case: Case, batches: Sequ
     our_weights = 0.0
     if case.device == "cpu":
         cpu.install()
-        from mcore_qwen3vl.training.memory import rank_parameters
+        from mcore_qwen3vl.training.parameter_counts import rank_parameters
 
         ranks = layout.world_size // layout.pp  # of each stage
         for stage in range(layout.pp):
