@@ -28,7 +28,7 @@ MemoryLabel = Literal[
     "residual stream",
     "vision tower",
 ]
-"""What the code of this project allocates; ``model, other`` is what no declaration names."""
+"""What the code of this project allocates; it is ``model, other`` where a module says nothing."""
 
 LABELS: tuple[MemoryLabel, ...] = get_args(MemoryLabel)
 
@@ -76,12 +76,6 @@ def label_at(file: str, line: int) -> MemoryLabel | None:
     declared = _of(file)
     of_function = (label for lines, label in declared.functions if line in lines)
     return next(of_function, declared.label)
-
-
-def declared_labels() -> set[MemoryLabel]:
-    """Return the labels that the modules imported so far declare, of modules and functions."""
-    of_functions = {label for declared in _files.values() for _, label in declared.functions}
-    return of_functions | {declared.label for declared in _files.values() if declared.label}
 
 
 def _of(file: str) -> _Declared:

@@ -10,8 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+label_module(__file__, "model, other")
 
 PARTS = {
     "vision": r"(adapter\.model\.)?visual\.(?!merger\.|deepstack_merger_list\.)",

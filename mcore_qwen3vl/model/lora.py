@@ -26,6 +26,7 @@ from mcore_qwen3vl.converters.adapters.config import Slot
 from mcore_qwen3vl.converters.live import Part, hf_parts, load_factors
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.freeze import Freezing, global_name
 from mcore_qwen3vl.model.lora_modules import (
     AdapterModule,
@@ -39,6 +40,8 @@ from mcore_qwen3vl.model.lora_modules import (
     weight_shapes,
 )
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+label_module(__file__, "model, other")
 
 Target = Factors | Slot
 """The adapter wanted for one Hugging Face tensor, of which rank and scaling are read."""

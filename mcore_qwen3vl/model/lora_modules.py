@@ -48,8 +48,11 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.experts import Groups, grouped_product
 from mcore_qwen3vl.model.inputs import to_device
+
+label_module(__file__, "model, other")
 
 FactorName = Literal["lora_A", "lora_B"]
 Box = tuple[slice, slice]

@@ -39,7 +39,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import NO_LABELS, Labels
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.memory_labels import memory_label
+from mcore_qwen3vl.memory_labels import label_module, memory_label
 from mcore_qwen3vl.model.decoder.attention import InterleavedMRoPE, PackedSequence, rotary_factor
 from mcore_qwen3vl.model.decoder.layer import (
     block_spec,
@@ -59,6 +59,8 @@ from mcore_qwen3vl.model.lora_modules import AdapterModule
 from mcore_qwen3vl.model.schedule_plan import SchedulePlan
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision import VisionTower
+
+label_module(__file__, "model, other")
 
 Embed = Callable[[], tuple[Tensor | None, Tensor | None]]
 """Computes a chunk's inputs: hidden states (s_local, B, H), or None after the first stage; and

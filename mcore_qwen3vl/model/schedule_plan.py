@@ -30,7 +30,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.utils import NoopScheduleNode
 from torch import Tensor
 
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
+
+label_module(__file__, "model, other")
 
 Part = Callable[..., Any]
 """A part of a layer: ``(node, *inputs) -> outputs``."""

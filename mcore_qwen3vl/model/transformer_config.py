@@ -17,8 +17,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mcore_qwen3vl.config import Architecture, DeltaNetArchitecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import config_fields
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.attention import rope_frequencies
 from mcore_qwen3vl.model.decoder.delta_net import KERNEL_DTYPES
+
+label_module(__file__, "model, other")
 
 HOPPER = 9
 """The major compute capability of an H100 and an H200."""

@@ -7,6 +7,10 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from mcore_qwen3vl.memory_labels import label_module
+
+label_module(__file__, "experts and router")
+
 
 class BalancedRouter(TopKRouter):
     """Megatron's router, whose losses weigh each token alike on whatever rank it is.
