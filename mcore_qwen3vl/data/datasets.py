@@ -566,7 +566,7 @@ class Blocks(_Ordered):
 class Stream(_Ordered):
     """Records one at a time: all of them, or this worker's part of them."""
 
-    _savable_fields = ("_taken",)
+    _savable_fields = ("_start", "_taken")
 
     def __init__(
         self,
@@ -584,7 +584,12 @@ class Stream(_Ordered):
         """
         super().__init__(worker_config=workers)
         self._order, self._parts, self._shared, self._end = order, parts, shared, end
+        self._start = 0
         self.reset_state_own()
+
+    def start_at(self, position: int) -> None:
+        """Begin at a position instead of the first."""
+        self._start = position
 
     def __iter__(self) -> Iterator[RawSampleData]:
         count = max(self.worker_config.num_workers, 1)
@@ -594,7 +599,7 @@ class Stream(_Ordered):
             step, first = 1, 0
         while True:
             self._taken += 1  # before it is yielded, so that a state saved then includes it
-            yield self.restore_sample((first + (self._taken - 1) * step,))
+            yield self.restore_sample((self._start + first + (self._taken - 1) * step,))
 
     def restore_sample(self, restore_key: Any) -> RawSampleData:
         (place,) = restore_key

@@ -9,6 +9,7 @@ alone or inside a checkpoint.
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import os
 import signal
@@ -180,11 +181,29 @@ def state_for_rank(state: dict[str, Any], rank: int, world_size: int) -> dict[st
     This is for records that are read by number. `state` may be any rank's, because all have read
     equally many micro-batches.
     """
-    workers = state["loader"]["worker_states"] if state["loader"] else []
-    rows = (state["rows"] or 0) * state["world_size"]  # None: nothing was read since `start`
-    start = position_after(workers, state["start"], rows)
+    start = _position_in(state)
+    if state.get("end") is not None:
+        start = min(start, state["end"])  # places after the end hold nothing
     changed = {"rank": rank, "world_size": world_size, "rows": None, "start": start, "loader": None}
     return {**state, **changed}
+
+
+def _position_in(state: Mapping[str, Any]) -> int:
+    """Return the position after all records that the ranks of a state have taken."""
+    workers = state["loader"]["worker_states"] if state["loader"] else []
+    rows = (state["rows"] or 0) * state["world_size"]  # None: nothing was read since `start`
+    return position_after(workers, state["start"], rows)
+
+
+def _packing_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the state of a rank's packing; None if it has read nothing."""
+    return next(states_of(SharedPacking, state["loader"]), None)
+
+
+def _count_packs_taken(state: Mapping[str, Any]) -> int:
+    """Return the packs that the ranks of a state have taken, of those that it counts."""
+    workers = state["loader"]["worker_states"] if state["loader"] else []
+    return int(state["start"] + state["world_size"] * sum(map(_count_taken, workers)))
 
 
 def _continue_shared_stream(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
@@ -192,7 +211,7 @@ def _continue_shared_stream(state: dict[str, Any], world_size: int) -> list[dict
     state = copy.deepcopy(state)
     workers = state["loader"]["worker_states"] if state["loader"] else []
     if state.get("order") == PACKS:
-        state["start"] += state["world_size"] * sum(map(_count_taken, workers))
+        state["start"] = _count_packs_taken(state)
         # All workers read the same stream: they go on from the state that lies furthest back.
         known = [
             (packing, worker) for worker in workers for packing in states_of(SharedPacking, worker)
@@ -292,9 +311,13 @@ class Loader(Iterator[Batch]):
         self._place = {"rank": dp_rank, "world_size": dp_size, "num_workers": num_workers}
         self._paths = [source.path for source in sources]
         self._config, self._epochs = config, epochs
-        self.length: int | None = None
-        """Samples, or packs, of all ranks in all `epochs`; None if there is no end."""
         self._order, self._start = SHARDS, 0
+        self._records: Order | None = None  # of records that are read by number
+        self._end: int | None = None  # the position after the last of all `epochs`
+        self._stream: Stream | None = None  # of the records that all ranks pack together
+        self._buffer = 0  # samples among which these choose
+        self._first = 0  # the position of the first record of the first pack
+        self._packs: int | None = None  # of all ranks, from that record to the end
         self._turns: Any = None  # what takes the positions of an order in turn, if they are kept
         self._rows: int | None = None  # of a micro-batch, if its records are read by number
         balancing = {"dp_rank": dp_rank, "dp_size": dp_size, "trained": trained}
@@ -349,23 +372,81 @@ class Loader(Iterator[Batch]):
         parts = self._open_parts(datasets)
         if config.balance:
             encoder.require_usable()
-        order = order_of(datasets, parts, blend_mode, seed)
-        end = None if self._epochs is None else self._epochs * require_epoch_length(order)
-        self.length = end
+        self._records = order = order_of(datasets, parts, blend_mode, seed)
+        self._end = end = self._position_after_epochs(self._epochs)
         if not config.packing:
             return self._block_batches(order, end=end)
         buffer = config.packing_buffer * (workers.world_size if config.balance else 1)
-        if end is not None:
-            if not config.balance:
-                raise BadInput(
-                    "--num-epochs with --packing needs --balance: otherwise nobody knows how many "
-                    "packs the samples will fill. Leave --packing out, or give --train-iters N."
-                )
-            self.length = encoder.count_packs(order, end, buffer)
+        if end is not None and not config.balance:
+            raise BadInput(
+                "--num-epochs with --packing needs --balance: otherwise nobody knows how many "
+                "packs the samples will fill. Leave --packing out, or give --train-iters N."
+            )
         stream = Stream(order, parts, workers, shared=config.balance, end=end)
         packs = encoder.build_packs(stream, buffer, workers)
-        self._order, self._turns = (PACKS, packs) if config.balance else (PARTS, None)
+        self._order = PARTS
+        if config.balance:
+            self._order, self._turns = PACKS, packs
+            self._stream, self._buffer = stream, buffer
+            self._packs = self._count_packs(0, end)
         return packs
+
+    def _position_after_epochs(self, epochs: int | None) -> int | None:
+        """Return the position after so many epochs; None: there is no end."""
+        if epochs is None or self._records is None:
+            return None
+        return epochs * require_epoch_length(self._records)
+
+    def _count_packs(
+        self, first: int, end: int | None, packing: Mapping[str, Any] | None = None
+    ) -> int | None:
+        """Return the packs of all ranks between two positions, from the first record of an epoch.
+
+        Args:
+            end: None: there is no end, and the result is None.
+            packing: state of the packing that makes them; None: this loader's own.
+        """
+        if end is None:
+            return None
+        own = {"_size": self._buffer, "_width": self._place["world_size"]}
+        made = packing or own
+        count: int = self._encoder.count_packs(
+            self._records, range(first, end), made["_size"], made["_width"]
+        )
+        return count
+
+    def count_remaining(self, state: Mapping[str, Any] | None) -> int | None:
+        """Return the samples, or packs, of all ranks after a state; None: there is no end.
+
+        Args:
+            state: of any rank, as :meth:`state_dict` returns it; None: the beginning.
+        """
+        if self._end is None:
+            return None
+        if state is None:
+            return self._end if self._order == RECORDS else self._packs
+        state = self._with_end(state)
+        if self._order == RECORDS:
+            return max(0, self._end - min(_position_in(state), state.get("end") or self._end))
+        if self._has_ended(state):
+            return self._count_packs(state["end"], self._end)
+        packs = self._count_packs(state.get("first", 0), self._end, _packing_in(state))
+        assert packs is not None
+        return max(0, packs - _count_packs_taken(state))
+
+    def _with_end(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state with the position of its end; earlier versions kept the epochs."""
+        epochs, _ = state.get("num_epochs") or (None, None)
+        return {"end": self._position_after_epochs(epochs), **state}
+
+    def _has_ended(self, state: Mapping[str, Any]) -> bool:
+        """Return whether all packs of the epochs were taken that the run of a state had."""
+        if state.get("end") is None:
+            return False
+        packs = state.get("packs")
+        if packs is None:  # earlier versions kept none
+            packs = self._count_packs(state.get("first", 0), state["end"], _packing_in(state))
+        return packs is not None and _count_packs_taken(state) >= packs
 
     def _open_parts(self, datasets: Sequence[LoadedDataset]) -> list[Part]:
         """Open the data sets for the encoder, and tell its guard how many records they have."""
@@ -492,7 +573,8 @@ class Loader(Iterator[Batch]):
         finally:
             energon._worker_sample_counters, energon._next_worker_id = now
         ordered = {"order": self._order, "rows": self._rows, "start": self._start}
-        return {**self._place, "balance": self._config.balance, **ordered, "loader": state}
+        ends = {"first": self._first, "end": self._end, "packs": self._packs}
+        return {**self._place, "balance": self._config.balance, **ordered, **ends, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`; call it before the first batch is read.
@@ -518,13 +600,18 @@ class Loader(Iterator[Batch]):
                 "from the beginning, pass --load DIR --finetune, and another --save."
             )
         workers = self._place["num_workers"]
+        state = self._with_end(state)
         if self._order == RECORDS and (
-            state["rows"] != self._rows or state["num_workers"] != workers
+            state["rows"] != self._rows
+            or state["num_workers"] != workers
+            or _position_in(state) > (state.get("end") or math.inf)
         ):
-            # The order of records depends on neither.
+            # The order of records depends on neither, and what came after the end was empty.
             state = state_for_rank(state, state["rank"], state["world_size"]) | {
                 "num_workers": workers
             }
+        if self._order == PACKS and state.get("end") not in (None, self._end):
+            state = self._continue_after_end(state)
         saved = {name: state[name] for name in self._place}
         if saved != self._place:
             raise BadInput(
@@ -537,10 +624,33 @@ class Loader(Iterator[Batch]):
         if self._turns is not None:
             self._start = state["start"]
             self._turns.start_at(self._start)
+        if self._stream is not None:
+            self._first = state.get("first", 0)
+            self._stream.start_at(self._first)
+            self._packs = state.get("packs") or self._count_packs(
+                self._first, self._end, _packing_in(state)
+            )
         restored = from_plain(state["loader"])
         self._loader.restore_state_rank(restored)
         if restored is not None and workers > 0:
             self._restore_counters(restored.worker_states)
+
+    def _continue_after_end(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state of packs for another number of epochs than the run that saved it had."""
+        old, packing = state["end"], _packing_in(state)
+        if self._has_ended(state):  # the rest are packs of nothing
+            packs = self._count_packs(old, self._end)
+            return {**state, "first": old, "start": 0, "packs": packs, "loader": None}
+        state = copy.deepcopy(dict(state))
+        for worker in state["loader"]["worker_states"] if state["loader"] else []:
+            # What was read after the end was nothing, and is read now.
+            for stream in states_of(Stream, worker):
+                stream["_taken"] = min(stream["_taken"], old - state.get("first", 0))
+            for packing in states_of(SharedPacking, worker):
+                kept = packing["_reading_buffer"]
+                kept["_restore_keys"] = [k for k in kept["_restore_keys"] if k[-1] < old]
+        packs = self._count_packs(state.get("first", 0), self._end, _packing_in(state))
+        return {**state, "packs": packs}
 
     def _restore_counters(self, worker_states: Sequence[SavableDatasetCheckpoint]) -> None:
         """Set the number of the last batch of each worker, from 0; -1: it has delivered none.

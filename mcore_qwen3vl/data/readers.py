@@ -332,11 +332,11 @@ def sample_id(sample: Any) -> str:
 
 def fingerprint(path: Path) -> str:
     """Return the names, sizes and times of the files of a data set (a file or a folder) as JSON."""
-    stats = [(str(file.relative_to(path.parent)), file.stat()) for file in _data_files(path)]
+    stats = [(str(file.relative_to(path.parent)), file.stat()) for file in data_files(path)]
     return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
-def _data_files(path: Path) -> list[Path]:
+def data_files(path: Path) -> list[Path]:
     """Return the files of a data set, without the indexes, scores and logs beside them."""
     if not path.is_dir():
         return [path]
@@ -361,7 +361,7 @@ def unread_files(path: Path, split: str) -> list[Unused]:
     """Return the files of a folder that seem to be data and are not read, and missing shards."""
     if not path.is_dir():
         return []
-    files = _table_files(path, split) if is_table(path) else sorted(path.rglob("*.tar"))
+    files = table_files(path, split) if is_table(path) else sorted(path.rglob("*.tar"))
     if not files:
         return []
     read, where = set(files), f"the data set {path}"
@@ -710,7 +710,7 @@ class TableReader:
         """
         require_extra("pyarrow", str(path))
         self.path = path
-        self.groups = [group for file in _table_files(path, split) for group in _row_groups(file)]
+        self.groups = [group for file in table_files(path, split) for group in _row_groups(file)]
         self.counts = [group.rows for group in self.groups]
         self._bounds = [0, *accumulate(self.counts)]
         decoded = sum(group.bytes for group in self.groups)
@@ -804,7 +804,7 @@ def _rebatch(batches: Iterator[Any], size: int) -> Iterator[Any]:
         yield pa.Table.from_batches(waiting)
 
 
-def _table_files(path: Path, split: str) -> list[Path]:
+def table_files(path: Path, split: str) -> list[Path]:
     """Return the Parquet or Arrow files of a split; raise BadInput if there is none of it."""
     if not path.is_dir():
         return [path]
@@ -815,7 +815,7 @@ def _table_files(path: Path, split: str) -> list[Path]:
             chosen = names if len(names) == 1 else []
         if not chosen:
             raise BadInput(f"{path} has the splits {', '.join(names)}, but none for {split}.")
-        return _table_files(path / chosen[0], split)
+        return table_files(path / chosen[0], split)
     if (path / _STATE).exists():
         return [path / entry["filename"] for entry in _read_list(path / _STATE, "_data_files")]
     files = sorted(path.rglob("*.parquet"))

@@ -17,7 +17,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -32,7 +31,6 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import print_unused
-from mcore_qwen3vl.converters.identify import read_tracker
 from mcore_qwen3vl.data.config import DataConfig, Source, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding.balanced import PATIENCE
@@ -47,6 +45,8 @@ from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
 from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ComputeSettings
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.checkpoints import data_state
+from mcore_qwen3vl.training.checkpoints.resume import step_to_load
+from mcore_qwen3vl.training.contract.record import Record
 from mcore_qwen3vl.unused.fields import Unused
 
 label_module(__file__, "batch")
@@ -137,7 +137,6 @@ class DataProvider:
         self._sources = parse_sources(loop.training_data, sources.preprocess, sources.train_on)
         self._ahead = ThreadPoolExecutor(1, "read ahead") if loop.num_workers > 0 else None
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
-        self._steps: int | None = None  # of --num-epochs
         self._validation_batches = 0
         self.train_loader: Loader | None = None
         """The loader of the training data; None on ranks that do not read."""
@@ -167,9 +166,10 @@ class DataProvider:
         config = data_config(settings)
         self.train_loader = self.train_loader or self._open_training_loader(config)
         load = settings.checkpoints.load
-        if self.train_loader and load and args.iteration and not args.finetune:
+        goes_on = load and args.iteration and not (args.finetune or loop.skip_train)
+        if self.train_loader and load and goes_on:
             dp = parallel_state.get_data_parallel_rank(), settings.parallel.data_parallel_size
-            data_state.load(self.train_loader, load, args.iteration, *dp, self._sources)
+            data_state.load(self.train_loader, load, args.iteration, *dp)
         valid = None
         if loop.valid_data_path:
             loader = self._open_validation()
@@ -188,28 +188,29 @@ class DataProvider:
 
     def count_steps(self) -> int:
         """Return the number of steps of ``--num-epochs``; all ranks call this, with the model."""
-        settings, steps = self._settings, [0]  # a list, because it is broadcast
+        steps = [0]  # a list, because it is broadcast
         if dist.get_rank() == 0:
-            steps[0] = self._steps_of_resumed_run() or 0
-            if not steps[0]:
-                self.train_loader = self._open_training_loader(data_config(settings))
-                length = self.train_loader.length if self.train_loader else 0
-                steps[0] = -(-(length or 0) // settings.loop.global_batch_size)
+            steps[0] = self._steps_of_epochs()
         wait_for_measuring()
         dist.broadcast_object_list(steps, src=0)
-        self._steps = steps[0]
-        return self._steps
+        return steps[0]
 
-    def _steps_of_resumed_run(self) -> int | None:
-        """Return the steps of the run that is resumed, if it has the same number of epochs."""
-        checkpoints, load = self._settings.checkpoints, self._settings.checkpoints.load
-        iteration = checkpoints.ckpt_step or (load and read_tracker(Path(load)))
-        if checkpoints.finetune or not load or not isinstance(iteration, int):
-            return None
-        saved = data_state.first_state_of(load, iteration)
-        epochs, steps = (saved or {}).get(data_state.EPOCHS) or (None, None)
-        # They stay, because another number of ranks would pack the samples differently.
-        return steps if epochs == self._settings.training.num_epochs else None
+    def _steps_of_epochs(self) -> int:
+        """Return the steps of the whole run: those that it has made, and those that remain."""
+        settings = self._settings
+        load, batch = settings.checkpoints.load or "", settings.loop.global_batch_size
+        made = step_to_load(settings.checkpoints)
+        state = None if made is None else data_state.first_state_of(load, made)
+        saved = None if made is None else Record.of_checkpoint(load, made)
+        if saved and saved.value("length of the run", "num_epochs") == settings.training.num_epochs:
+            steps = saved.value("length of the run", "train_iters")
+            # They stay, because another number of ranks would pack the samples differently.
+            if steps and saved.value("batch", "global_batch_size") == batch:
+                return int(steps)
+        self.train_loader = self._open_training_loader(data_config(settings))
+        assert self.train_loader is not None, "the first rank reads"
+        remaining = self.train_loader.count_remaining(state) or 0
+        return ((made or 0) if state else 0) - (-remaining // batch)
 
     def _open_validation(self) -> Loader | None:
         """Count a validation's global batches, and open its data, on a rank that reads."""
@@ -294,16 +295,7 @@ class DataProvider:
         if self.train_loader:
             position = self._streams[0].position() if self._streams else None
             dp_rank = parallel_state.get_data_parallel_rank()
-            data_state.save(
-                self.train_loader,
-                directory,
-                iteration,
-                dp_rank,
-                self._sources,
-                position,
-                self._settings.loop.global_batch_size,
-                (self._settings.training.num_epochs, self._steps),
-            )
+            data_state.save(self.train_loader, directory, iteration, dp_rank, position)
 
     def close(self) -> None:
         """Wait for the batch that is read ahead; all ranks must, before groups are destroyed."""

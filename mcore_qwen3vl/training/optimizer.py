@@ -199,6 +199,21 @@ def _tolerate_missing_step(optimizer: DistributedOptimizer) -> None:
     optimizer._set_main_param_and_optimizer_states = set_states_but_step
 
 
+def start_momentum(optimizer: Any) -> None:
+    """Let mcore load the state of torch's SGD, for which it has no function to create one."""
+    for part in chained_optimizers(optimizer):
+        sgd = getattr(part, "optimizer", None)
+        if isinstance(sgd, torch.optim.SGD) and part.init_state_fn is None:
+            part.init_state_fn = _start_momentum
+
+
+def _start_momentum(sgd: torch.optim.SGD, config: Any = None) -> None:
+    """Create the state that SGD itself would create in its first step, if it has momentum."""
+    for group in sgd.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            sgd.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
 def use_multi_tensor() -> None:
     """Give mcore's gradient clipping the functions below, if it has only its own fallbacks."""
     if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
@@ -539,3 +554,27 @@ def regroup(state: dict[Any, Any], parts: int) -> dict[Any, Any]:
     owned = [{key: part[key] for key in ("param_state",) if key in part} for part in requested]
     chain = {number: {**said, **own_part} for number, own_part in enumerate(owned)}
     return chain[0] if parts == 1 else chain
+
+
+def keep_own_groups(optimizer: Any) -> None:
+    """Let a resumed optimizer keep its own parameter groups, with the step of the saved ones.
+
+    mcore takes the saved groups, and with them the hyperparameters of the run that saved, whatever
+    this command says. The contract compares those, so that only the number of steps is taken.
+    """
+    for part in chained_optimizers(optimizer):
+        if getattr(part, "optimizer", None) is not None:
+            part.load_state_dict = functools.partial(
+                _load_with_own_groups, part, part.load_state_dict
+            )
+
+
+def _load_with_own_groups(part: Any, load: Any, state: dict[str, Any]) -> None:
+    """Replace ``load_state_dict`` of a `part` of the optimizer, which `load` is."""
+    inner = state.get("optimizer", state)
+    if saved := inner.get("param_groups"):
+        steps = [group["step"] for group in saved if "step" in group]
+        step = {"step": max(steps)} if steps else {}
+        own = part.optimizer.state_dict()["param_groups"]
+        inner["param_groups"] = [{**group, **step} for group in own]
+    load(state)

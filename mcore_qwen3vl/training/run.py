@@ -22,7 +22,12 @@ from rich.console import Console
 from mcore_qwen3vl.console import print_unused, visible
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import disable_compile_without_compiler, order_transfers
-from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu, unused_data_flags
+from mcore_qwen3vl.training.arguments.checks import (
+    check_early,
+    require_gpu,
+    unused_data_flags,
+    unused_rates,
+)
 from mcore_qwen3vl.training.arguments.command_line import (
     CommandLine,
     help_words,
@@ -114,6 +119,7 @@ class Run:
         from mcore_qwen3vl.config import Architecture
         from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker
         from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
+        from mcore_qwen3vl.training.contract.resuming import Contract
         from mcore_qwen3vl.training.data_provider import DataProvider
         from mcore_qwen3vl.training.hooks import LossScaleSkips, NormCheck
         from mcore_qwen3vl.training.lora import LoraRun
@@ -121,6 +127,7 @@ class Run:
         from mcore_qwen3vl.training.second_model import SecondModel
 
         self.settings = settings = parsed.settings
+        self._replaced = parsed.replaced
         self.args = parsed.args  # Megatron's, which its loop changes while it runs
         self.observer = observer
         self._rehearsed = rehearsed
@@ -152,6 +159,7 @@ class Run:
         # The last rank shows progress, as with Megatron's own log: it knows the loss.
         last = settings.parallel.rank == settings.parallel.world_size - 1
         self.progress = RunProgress(screen if last else None)
+        self.contract = Contract(self.args, settings, self.progress.say)
         self.checkpoints = RunCheckpoints(self)
 
     def introduce(self, screen: Console | None, explicit: Collection[str]) -> None:
@@ -159,7 +167,13 @@ class Run:
         from mcore_qwen3vl.training.logs.summary import rounded_text, show_summary, summary
 
         taken = statement_of_defaults(self.settings, explicit)
-        unused = sentences([*unused_data_flags(self.settings, explicit), *self._unused_of_files()])
+        unused = sentences(
+            [
+                *unused_data_flags(self.settings, explicit),
+                *self._unused_of_files(),
+                *unused_rates(self._replaced),
+            ]
+        )
         if screen is not None:
             rows = summary(self.settings, self.architecture, explicit, self.lora, self.other)
             names = [("not used", sentence.removeprefix("not used ")) for sentence in unused]
@@ -335,10 +349,12 @@ class Run:
         rates = ours.learning_rate_overrides(self.settings)
         bound["config_overrides"] = {**(bound.get("config_overrides") or {}), **rates}
         optimizer = original(**bound)
+        ours.start_momentum(optimizer)
         ours.use_fused_adam(optimizer)
         ours.make_resumable(optimizer)
         ours.keep_own_parts(optimizer)
         ours.accept_other_chains(optimizer)
+        ours.keep_own_groups(optimizer)
         ours.keep_scale_on_host(optimizer)
         second = self.second.chunks if self.second else []
         self.observer.begin(Built(bound["model_chunks"], optimizer, second, self.data.trained))

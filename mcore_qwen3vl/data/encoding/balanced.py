@@ -715,8 +715,11 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             rows_per_step=rows,
         )
 
-    def count_packs(self, order: Order, end: int, buffer: int) -> int:
-        """Return the number of packs, over all ranks, of the records before the position `end`."""
+    def count_packs(self, order: Order, places: range, buffer: int, ranks: int) -> int:
+        """Return the number of packs that `ranks` make of the records at these positions.
+
+        The first of them begins an epoch, and `buffer` samples are packed at a time.
+        """
         count, epoch, carried = 0, 0, 0
         waiting: list[Any] = []
 
@@ -724,11 +727,11 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             """Count the packs of the waiting samples, as a rank forms them; some may wait on."""
             nonlocal count, carried, waiting
             rows, waiting = pack_into_rows(
-                waiting, self._divide, self._ranks, carried, self.config.micro_batches, ended
+                waiting, self._divide, ranks, carried, self.config.micro_batches, ended
             )
-            count, carried = count + len(rows) * self._ranks, len(waiting)
+            count, carried = count + len(rows) * ranks, len(waiting)
 
-        for place in range(end):
+        for place in places:
             part, number = order[place]
             size = self._data_sets[part].sizes[self.parts[part].first + number]
             if isinstance(size, Unusable):

@@ -353,6 +353,12 @@ def unused_data_flags(settings: Settings, explicit: Collection[str]) -> list[Unu
     return unused
 
 
+def unused_rates(replaced: Mapping[str, Any]) -> list[Unused]:
+    """Return the flags, by their ``dest`` names, for which the checkpoint's values hold."""
+    why = "--use-checkpoint-opt-param-scheduler takes the checkpoint's"
+    return [Unused(COMMAND_LINE, f"{flag_of(name)} {v}", why) for name, v in replaced.items()]
+
+
 def _check_checkpoint_kinds(settings: Settings) -> None:
     """Check each flag's checkpoint: without one Megatron would start from random weights."""
     checkpoints = settings.checkpoints
@@ -457,6 +463,11 @@ def _check_packages(settings: Settings) -> None:
                 f"{flag_of(name)} with --cpu: Megatron's code for it needs CUDA. Use "
                 "--use-distributed-optimizer, which shards the optimizer's state."
             )
+    if loop.optimizer == "sgd" and loop.use_distributed_optimizer:
+        raise BadInput(
+            "--optimizer sgd with --use-distributed-optimizer: Megatron cannot store its momentum "
+            "in parts. Drop one of them."
+        )
     is_emerging = loop.optimizer not in (None, "adam", "sgd")
     if is_emerging and find_spec("emerging_optimizers") is None:
         raise BadInput(

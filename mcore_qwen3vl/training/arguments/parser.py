@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.converters.identify import identify
@@ -33,6 +33,9 @@ from mcore_qwen3vl.training.arguments.settings import (
 )
 from mcore_qwen3vl.training.arguments.values import check_values
 
+if TYPE_CHECKING:  # it imports energon
+    from mcore_qwen3vl.training.contract.record import Record
+
 SPECS = ("te", "torch")
 
 
@@ -43,11 +46,13 @@ class Parsed(NamedTuple):
         settings: what it says.
         args: Megatron's arguments, for its functions alone, which also write into them.
         explicit: the ``dest`` names of those that the command line sets.
+        replaced: those of them, with their values, for which the checkpoint's hold.
     """
 
     settings: Settings
     args: argparse.Namespace
     explicit: frozenset[str]
+    replaced: Mapping[str, Any] = {}
 
 
 def parse(command: CommandLine) -> Parsed:
@@ -96,6 +101,8 @@ class ArgumentSetup:
         self.explicit: frozenset[str] = frozenset()
         self._kept_batch = False
         self._mtp_num_layers: int | None = None
+        self.replaced: dict[str, Any] = {}
+        """What the command line sets and the checkpoint has otherwise, whose values hold."""
 
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add our flags and defaults to `parser`; Megatron's ``extra_args_provider``."""
@@ -127,6 +134,10 @@ class ArgumentSetup:
         if kept := Kept.from_command(explicit):
             self._kept_batch = kept.batch is not None
             parser.set_defaults(**kept.defaults(explicit, layout.dp))
+        if kept and "use_checkpoint_opt_param_scheduler" in explicit:
+            taken = kept.record.rates_and_schedule()
+            self.replaced = {n: v for n, v in explicit.items() if n in taken and v != taken[n]}
+            explicit |= taken
         # Megatron's own call then adds the defaults to what is parsed already.
         add_defaults: Any = partial(parser.parse_args, [], argparse.Namespace(**explicit))
         parser.parse_args = add_defaults  # type: ignore[method-assign]
@@ -164,7 +175,7 @@ class ArgumentSetup:
         args.iterations_to_skip = []  # Megatron's loop would pass by what is due after such a step
         if lora.trains_adapter:
             args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run
-        return Parsed(settings, args, self.explicit)
+        return Parsed(settings, args, self.explicit, self.replaced)
 
 
 def _parse_explicit(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
@@ -261,6 +272,7 @@ class Kept:
         shared: all ranks take turns in one order of packs, which any number of them can.
         numbered: so do all workers of all ranks, in one order of records.
         batch: samples of a step; None where the command line gives a number, or none was stored.
+        record: all that decides the run's result.
     """
 
     load: str
@@ -269,6 +281,7 @@ class Kept:
     shared: bool
     numbered: bool
     batch: int | None
+    record: Record
 
     @classmethod
     def from_command(cls, explicit: Mapping[str, Any]) -> Kept | None:
@@ -276,14 +289,18 @@ class Kept:
         from mcore_qwen3vl.data.loader import RECORDS
         from mcore_qwen3vl.training.checkpoints import data_state
         from mcore_qwen3vl.training.checkpoints.resume import latest_iteration
+        from mcore_qwen3vl.training.contract.record import Record
 
         load = explicit.get("load") or explicit.get("save")
         if not load or "finetune" in explicit:
             return None
         iteration = explicit.get("ckpt_step") or latest_iteration(load)
-        saved = None if iteration is None else data_state.first_state_of(load, iteration)
+        if iteration is None:
+            return None
+        saved = data_state.first_state_of(load, iteration)
         if saved is None:
             return None
+        record = Record.of_checkpoint(load, iteration) or Record({})
         batch_flags = ("global_batch_size", "step_batch_size_schedule", "rampup_batch_size")
         return cls(
             load,
@@ -293,7 +310,8 @@ class Kept:
             saved.get("order") == RECORDS,
             None
             if any(name in explicit for name in batch_flags)
-            else saved.get(data_state.GLOBAL_BATCH),
+            else record.value("batch", "global_batch_size"),
+            record,
         )
 
     def _workers_per_rank(self, ranks: int) -> int | None:

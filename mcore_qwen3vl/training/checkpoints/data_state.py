@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,11 @@ import torch
 
 from mcore_qwen3vl.converters.identify import folder_name
 from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
-from mcore_qwen3vl.data.config import Source
 from mcore_qwen3vl.data.loader import Loader, redistribute
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 
 FOLDER = "dataloader"
-SOURCES = "sources"
-GLOBAL_BATCH = "global_batch_size"
-EPOCHS = "num_epochs"
-"""Keys in a file besides the loader's own state: its data sources, the samples per step, and the
-number of epochs with that of their steps."""
 
 
 def folder_of(checkpoints: str | Path, iteration: int) -> Path:
@@ -46,23 +38,17 @@ def save(
     checkpoints: str | Path,
     iteration: int,
     dp_rank: int,
-    sources: Sequence[Source] = (),
     position: Any = None,
-    global_batch: int | None = None,
-    epochs: tuple[int | None, int | None] = (None, None),
 ) -> None:
     """Write one data-parallel rank's state; the file appears whole or not at all.
 
     Args:
         position: result of :meth:`Loader.position` to save; None: the loader's current position.
-        global_batch: samples per step, which a resumed run keeps.
-        epochs: ``--num-epochs``, and the steps that it stands for.
     """
     file = _file_of(checkpoints, iteration, dp_rank)
     file.parent.mkdir(parents=True, exist_ok=True)
-    about_data = {SOURCES: _describe_sources(sources), GLOBAL_BATCH: global_batch, EPOCHS: epochs}
     with atomic_write(file, remedy=None) as partial:
-        torch.save({**loader.state_dict(position), **about_data}, partial)
+        torch.save(loader.state_dict(position), partial)
 
 
 def remove_orphans(checkpoints: str | Path, iteration: int) -> None:
@@ -79,11 +65,10 @@ def load(
     iteration: int,
     dp_rank: int,
     dp_size: int,
-    sources: Sequence[Source] = (),
 ) -> None:
     """Let `loader` continue from where it stood at the checkpoint of `iteration`.
 
-    It raises BadInput if no state was saved with it, or if that does not fit this run or its data.
+    It raises BadInput if no state was saved with it, or if that does not fit this run.
     """
     first = first_state_of(checkpoints, iteration)
     if first is None:
@@ -95,55 +80,17 @@ def load(
     ranks: int = first["world_size"]
     wanted = range(ranks) if ranks != dp_size else [dp_rank]
     states = [_read_state(_file_of(checkpoints, iteration, rank)) for rank in wanted]
-    saved = {tuple(state.pop(SOURCES, ())) for state in states}.pop()  # alike on all ranks
-    for state in states:
-        for key in (GLOBAL_BATCH, EPOCHS):
-            state.pop(key, None)
-    described = _describe_sources(sources)
-    sizes = [(was, size) for (_, was), (_, size) in zip(saved, described, strict=False)]
-    # Earlier versions wrote no size for a folder.
-    if saved and (
-        len(saved) != len(described) or any(was not in (None, size) for was, size in sizes)
-    ):
-        raise BadInput(
-            f"The checkpoint in {checkpoints} belongs to other data: it was trained on "
-            f"{_sources_in_words(saved)}, and this command names {_sources_in_words(described)}. "
-            f"To train its weights on these data, pass --load {checkpoints} --finetune and another "
-            "--save."
-        )
     state = states[0] if ranks == dp_size else redistribute(states, dp_size)[dp_rank]
     loader.load_state_dict(state)
 
 
 def first_state_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
-    """Return the first data-parallel rank's state in a checkpoint; None if none was saved."""
+    """Return the first data-parallel rank's state in a checkpoint; None if none was saved.
+
+    Those of earlier versions have more than the loader's own state.
+    """
     file = _file_of(checkpoints, iteration, 0)
     return _read_state(file) if file.exists() else None
-
-
-def _describe_sources(sources: Sequence[Source]) -> list[tuple[str, int]]:
-    """Return names and sizes in bytes; equal sizes count as the same data, under any name."""
-    return [(source.path.name, _size_of_data(source.path)) for source in sources]
-
-
-@cache  # every checkpoint asks for it, and a folder may hold thousands of files
-def _size_of_data(path: Path) -> int:
-    """Return the bytes of a file, or of a folder's files without hidden ones and indexes."""
-    if path.is_file():
-        return path.stat().st_size
-    return sum(
-        file.stat().st_size
-        for file in path.rglob("*")
-        if file.is_file()
-        and file.suffix != ".idx"
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
-
-
-def _sources_in_words(described: Sequence[tuple[str, int | None]]) -> str:
-    return ", ".join(
-        name if size is None else f"{name} ({size:,} bytes)" for name, size in described
-    )
 
 
 def _read_state(file: Path) -> dict[str, Any]:

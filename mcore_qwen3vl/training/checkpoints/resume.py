@@ -46,15 +46,9 @@ from mcore_qwen3vl.converters.torch_pickle import METADATA
 from mcore_qwen3vl.data.processor import configs_with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, write_at_once
-from mcore_qwen3vl.flags import make_from_flags
-from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
-from mcore_qwen3vl.training.arguments.run import CheckpointSettings, TrainingSettings
+from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
-from mcore_qwen3vl.training.checkpoints import data_state
 
-_OTHER_SCHEDULE = re.compile(
-    r"class input value (?P<ours>\S+) and checkpoint ?value (?P<theirs>\S+) for (?P<what>.+) do not"
-)
 # Megatron names a weight, or "optimizer.state.exp_avg.NAME from model not in state dict: [...]".
 _UNSAVED_PARAMETER = re.compile(
     r"(?P<state>optimizer\.state\.\w+\.)?(?P<name>\S+\.(?:weight|bias))"
@@ -212,6 +206,13 @@ def iteration_to_load(
     return None
 
 
+def step_to_load(checkpoints: CheckpointSettings) -> int | None:
+    """Return the step of the checkpoint from which a run goes on; None if none does."""
+    if not checkpoints.load or checkpoints.finetune:
+        return None
+    return checkpoints.ckpt_step or latest_iteration(checkpoints.load)
+
+
 def check_companions(directory: str | Path, architecture: Architecture) -> None:
     """Raise BadInput if the ``hf`` folder of `directory` describes another model."""
     folder = Path(directory) / HF_FOLDER
@@ -259,14 +260,12 @@ def changed_files(settings: Settings) -> dict[str, bytes]:
 
 
 @contextmanager
-def explain_load_errors(checkpoints: CheckpointSettings, batch: int | None) -> Iterator[None]:
+def explain_load_errors(checkpoints: CheckpointSettings) -> Iterator[None]:
     """Explain Megatron's errors about a checkpoint that does not fit the command line.
 
-    `batch` is the run's global batch; None: its length is a number of samples.
-
     Raises:
-        BadInput: the schedule or the learning rate changed, the optimizer, its schedule, the RNG
-            or a parameter was not saved, or torch refuses to unpickle a file.
+        BadInput: the optimizer, its schedule, the RNG or a parameter was not saved, or torch
+            refuses to unpickle a file.
     """
     directory = checkpoints.load or checkpoints.pretrained_checkpoint or ""
     try:
@@ -283,24 +282,6 @@ def explain_load_errors(checkpoints: CheckpointSettings, batch: int | None) -> I
             if lacks := _explain_missing_parameter(directory, failure):
                 raise lacks from None
         raise
-    except AssertionError as error:
-        if "OptimizerParamScheduler" not in str(error):
-            raise
-        differing = _explain_schedules(error, checkpoints, batch)
-        raise BadInput(
-            f"The checkpoint in {directory} was made with another schedule: {differing}. "
-            "Add --override-opt-param-scheduler to take the command line's, or "
-            "--use-checkpoint-opt-param-scheduler to take the checkpoint's."
-        ) from error
-    except ValueError as error:
-        if "Could not find parameter group" not in str(error):
-            raise
-        raise BadInput(
-            f"The optimizer in {directory} belongs to another learning rate: Megatron tells its "
-            "parameter groups apart by --lr, --min-lr and the parts' --...-lr-mult. Give the "
-            "checkpoint's values, or start anew from its weights: "
-            f"--load {directory} --finetune, and a new --save."
-        ) from error
     except KeyError as error:
         if lacks := _explain_missing_parameter(directory, error):
             raise lacks from None
@@ -326,70 +307,6 @@ def _explain_missing_parameter(directory: str, error: BaseException) -> BadInput
         f"--mtp-num-layers) or another task (--task). {remedies}or take its weights only, with "
         f"--load {directory} --finetune and another --save."
     )
-
-
-def differences(saved: argparse.Namespace, settings: Settings) -> Iterator[str]:
-    """Say what differs from the run with the arguments `saved`: what trains, and the reference."""
-    was = _trained_in_words(make_from_flags(TrainingSettings, saved))
-    trains = _trained_in_words(settings.training)
-    if was != trains:
-        # Megatron loads the state of the parameters that still train.
-        state = (
-            "the optimizer starts anew (--no-load-optim)"
-            if settings.checkpoints.no_load_optim
-            else "the optimizer's state of parameters that no longer train is dropped"
-        )
-        yield f"the checkpoint's run trained {was}, and this run trains {trains}: {state}"
-    before = make_from_flags(PreferenceSettings, saved).reference_model
-    now = settings.preference.reference_model
-    if before not in (None, now):
-        yield (
-            f"the checkpoint's run had the reference model {before}, and this run has "
-            f"{now or 'none'}"
-        )
-
-
-def _trained_in_words(training: TrainingSettings) -> str:
-    """Say what trains, by the flags that leave something out."""
-    flags = [
-        f"--{name} {' '.join(patterns)}"
-        for name in ("freeze", "trainable")
-        if (patterns := getattr(training, name))
-    ]
-    return f"what {' '.join(flags)} leaves" if flags else "all parameters"
-
-
-def _explain_schedules(
-    error: AssertionError, checkpoints: CheckpointSettings, batch: int | None
-) -> str:
-    """Say Megatron's complaint in other words: what it calls iterations are samples."""
-    if (match := _OTHER_SCHEDULE.search(str(error))) is None:
-        return str(error)
-    ours, theirs = match["ours"], match["theirs"]
-    named = {
-        "total number of iterations": "length, from --train-iters, --num-epochs or "
-        "--lr-decay-iters,",
-        "warmup iterations": "warm-up, from --lr-warmup-iters or -fraction,",
-    }.get(match["what"])
-    if named:
-        ours = _length_in_words(ours, batch)
-        theirs = _length_in_words(theirs, batch and _saved_batch(checkpoints, batch))
-    return f"its {named or match['what']} is {theirs}, and {ours} in this command"
-
-
-def _length_in_words(samples: str, batch: int | None) -> str:
-    """Return a number of samples as iterations of `batch` too, if there is one."""
-    if not batch:
-        return f"{samples} samples"
-    return f"{float(samples) / batch:g} iterations ({samples} samples)"
-
-
-def _saved_batch(checkpoints: CheckpointSettings, batch: int) -> int:
-    """Return the global batch of the checkpoint to load; if it does not say, the run's `batch`."""
-    load = checkpoints.load or ""
-    iteration = checkpoints.ckpt_step or latest_iteration(load)
-    saved = None if iteration is None else data_state.first_state_of(load, iteration)
-    return (saved or {}).get(data_state.GLOBAL_BATCH) or batch
 
 
 def find_damage(folder: Path) -> str | None:

@@ -76,14 +76,18 @@ class RunCheckpoints:
         if readable is not None:
             megatron.ckpt_step = readable  # the step that Megatron loads
             checkpoints = replace(checkpoints, ckpt_step=readable)
-        batch = self._settings.loop.global_batch_size if megatron.train_iters else None
-        with resume.explain_load_errors(checkpoints, batch):
+        self._run.contract.check(resume.step_to_load(checkpoints))
+        optimizer, scheduler = _optimizer_and_scheduler(*args, **kwargs)
+        if scheduler is not None and not scheduler.use_checkpoint_opt_param_scheduler:
+            scheduler.override_opt_param_scheduler = True  # the contract compares the schedules
+        with resume.explain_load_errors(checkpoints):
             result = original(model, *args, **kwargs)
         step, folder = result[0], checkpoints.load or ""
         if not step:
             self._clear_exports(0)
             return result
-        optimizer = args[0] if args else kwargs.get("optimizer")
+        if scheduler is not None:
+            self._set_schedule(scheduler)
         self._trained = model, optimizer
         if optimizer is not None:
             check_state_of_weights(optimizer, folder)
@@ -100,23 +104,19 @@ class RunCheckpoints:
         return result
 
     def report_differences(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
-        """Say so if the checkpoint's run trained other parts, or had another reference.
-
-        It raises BadInput if only that run trained the layer that predicts a further token.
-        """
+        """Compare what only the arguments say, in checkpoints of earlier versions."""
         original(saved, **kwargs)
-        settings = self._settings
-        further = getattr(saved, "trained_mtp_layers", None)
-        only_validates = settings.loop.skip_train and not settings.model.save_hf
-        if further and not (settings.loop.mtp_num_layers or only_validates):
-            raise BadInput(
-                f"The run in {settings.checkpoints.load} trained mtp.*, the layer that predicts a "
-                "further token, and this run would drop it from its checkpoints and exports: add "
-                f"--mtp-num-layers {further}, or begin a new run from its weights with --finetune "
-                "and another --save, whose exports have mtp.* as --hf-model has it."
-            )
-        for difference in resume.differences(saved, settings):
-            self._run.progress.say(difference)
+        self._run.contract.check_arguments(saved)
+
+    def _set_schedule(self, scheduler: Any) -> None:
+        """Complete what Megatron sets of a resumed run's schedule of rates."""
+        if self._run.args.no_load_optim:  # it would begin anew with the optimizer's state
+            scheduler.num_steps = self._run.args.consumed_train_samples
+        if scheduler.use_checkpoint_opt_param_scheduler:
+            # Megatron keeps all of it but this, and sets the weight decay after it has used it.
+            wsd = self._run.contract.saved_value("schedule", "wsd")
+            scheduler.wsd_decay_steps = wsd or scheduler.wsd_decay_steps
+        scheduler.step(0)
 
     def save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, and with it the position in the data."""
@@ -135,6 +135,7 @@ class RunCheckpoints:
             if self._run.lora:
                 self._run.lora.save_config(folder)
             self._run.data.save_state(folder, iteration)
+            self._run.contract.write(iteration)
             original(iteration, *args, **kwargs)
             if self._settings.checkpoints.save_retain_interval and dist.get_rank() == 0:
                 data_state.remove_orphans(folder, iteration)
@@ -238,6 +239,13 @@ class RunCheckpoints:
 
     def _export_folder(self, iteration: int) -> Path:
         return Path(self._exports_to or "") / folder_name(iteration)
+
+
+def _optimizer_and_scheduler(
+    optimizer: Any = None, opt_param_scheduler: Any = None, *_: Any, **__: Any
+) -> tuple[Any, Any]:
+    """Return these arguments of Megatron's ``load_checkpoint``, however it is called."""
+    return optimizer, opt_param_scheduler
 
 
 @contextmanager

@@ -205,15 +205,51 @@ def test_a_number_of_epochs_ends_with_batches_that_count_for_nothing(
     config: DataConfig, ranks: Ranks, numbered: Path
 ) -> None:
     loaders = ranks(numbered, 2, config, epochs=2)
-    length = loaders[0].length
+    length = loaders[0].count_remaining(None)
     assert length is not None
     rows = -(-length // (2 * config.micro_batch_size))
     seen = taken(loaders, rows)
     assert Counter(seen) == dict.fromkeys(range(COUNT), 2)
-    assert len({loader.length for loader in loaders}) == 1
+    assert len({loader.count_remaining(None) for loader in loaders}) == 1
     assert all(next(loader).is_spare for loader in loaders)
     without = ranks(numbered, 2, config)
     assert len(taken(without, rows - 1)) < 2 * COUNT  # no step of the run was empty
+
+
+@pytest.mark.parametrize("config", [PADDED, BALANCED], ids=["padded", "balanced"])
+@pytest.mark.parametrize(
+    ("before", "after", "left_over"),
+    [(1, 1, 2), *slow((1, 1, 0), (1, 1, -1), (1, 1, -3), (2, 1, 2), (1, 2, 1), (2, 2, -2))],
+    ids=lambda value: str(value),
+)
+def test_more_epochs_go_on_where_the_last_one_ended(
+    config: DataConfig, before: int, after: int, left_over: int, ranks: Ranks, numbered: Path
+) -> None:
+    """The last step of a run may end with nothing; the run may also stop before or after that."""
+    loaders = ranks(numbered, before, config, epochs=1)
+    length = loaders[0].count_remaining(None)
+    assert length is not None
+    per_batch = before * config.micro_batch_size
+    seen = taken(loaders, -(-length // per_batch) + left_over)
+    states = [loader.state_dict() for loader in loaders]
+    others = ranks(numbered, after, config, epochs=3)
+    for loader, state in zip(others, redistribute(states, after), strict=True):
+        loader.load_state_dict(state)
+    remaining = others[0].count_remaining(states[0])
+    assert remaining is not None
+    batches = -(-remaining // (after * config.micro_batch_size))
+    seen += taken(others, batches)
+    assert Counter(seen) == dict.fromkeys(range(COUNT), 3)
+    assert all(next(loader).is_spare for loader in others)
+    # Once more: the state of a run that went on.
+    states = [loader.state_dict() for loader in others]
+    last = ranks(numbered, after, config, epochs=4)
+    for loader, state in zip(last, states, strict=True):
+        loader.load_state_dict(state)
+    remaining = last[0].count_remaining(states[0])
+    assert remaining is not None
+    again = taken(last, -(-remaining // (after * config.micro_batch_size)))
+    assert Counter(again) == dict.fromkeys(range(COUNT), 1)
 
 
 def test_a_number_of_epochs_is_refused_where_it_is_not_known(

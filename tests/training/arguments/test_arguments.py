@@ -401,7 +401,7 @@ def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> No
     place = {"world_size": 2, "num_workers": 2}
     torch.save(place, folder / "rank_00000.pt")  # earlier versions saved no batch size
     assert parsed(dense, *save, world_size=2).args.global_batch_size == 2
-    torch.save({**place, data_state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
+    torch.save({**place, "global_batch_size": 4}, folder / "rank_00000.pt")
     for ranks in (1, 2, 4):
         run = parsed(dense, *save, world_size=ranks)
         assert (run.args.global_batch_size, run.args.data_parallel_size) == (4, ranks)
@@ -427,7 +427,7 @@ def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(BadInput, match=message):
             parsed(dense, *save, *flags, world_size=ranks)
-    torch.save({**place, "balance": True, data_state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
+    torch.save({**place, "balance": True, "global_batch_size": 4}, folder / "rank_00000.pt")
     assert parsed(dense, *save, "--packing", world_size=4).args.num_workers == 2
 
 

@@ -1,0 +1,153 @@
+"""The record of a run in its checkpoints: its values by the table's rows, and their comparison.
+
+``run.json`` lies beside the position in the data. It is plain text, so that anybody can read what a
+checkpoint was trained with, and two of them can be compared without loading anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import atomic_write, parse_json
+from mcore_qwen3vl.training.checkpoints import data_state
+from mcore_qwen3vl.training.contract.rules import Finding, Steering, Values
+from mcore_qwen3vl.training.contract.table import ROWS, STYLES, Facts
+
+FILE = "run.json"
+_VERSION = 1
+OF_OPTIMIZER = (
+    *("optimizer", "hyperparameters", "learning rate", "schedule", "weight decay"),
+    "optimizer's state",
+)
+"""Rows about what ``--no-load-optim`` does not load."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The values that decide a run's result, by the rows of :data:`.table.ROWS`.
+
+    A row that an earlier version did not record is absent, or lacks values.
+    """
+
+    rows: Mapping[str, Values]
+
+    @classmethod
+    def of_facts(cls, facts: Facts) -> Record:
+        """Return what the facts say; with settings this reads a part of the data sets."""
+        values = {row.name: row.values(facts) for row in ROWS}
+        return cls({name: found for name, found in values.items() if found})
+
+    @classmethod
+    def of_checkpoint(cls, checkpoints: str | Path, iteration: int) -> Record | None:
+        """Return the record in a checkpoint, as far as its version kept one; None: nothing.
+
+        Raises:
+            BadInput: the file is damaged.
+        """
+        file = data_state.folder_of(checkpoints, iteration) / FILE
+        if not file.exists():
+            state = data_state.first_state_of(checkpoints, iteration)
+            return None if state is None else cls(_rows_of_state(state))
+        try:
+            content = parse_json(file.read_text(encoding="utf-8"))
+            return cls({str(name): dict(values) for name, values in content["rows"].items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadInput(f"{file} is damaged ({error}). Copy it again.") from None
+
+    def write(self, checkpoints: str | Path, iteration: int) -> None:
+        """Write ``run.json`` beside the position in the data; it appears whole or not at all."""
+        file = data_state.folder_of(checkpoints, iteration) / FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"version": _VERSION, "rows": self.rows}, indent=1)
+        with atomic_write(file, remedy=None) as partial:
+            partial.write_text(text + "\n", encoding="utf-8")
+
+    def value(self, row: str, name: str) -> Any:
+        """Return a recorded value, or None."""
+        return self.rows.get(row, {}).get(name)
+
+    def rates_and_schedule(self) -> dict[str, Any]:
+        """Return the arguments of which the optimizer and the schedule of its rates are built.
+
+        What the schedule counts in samples is left out: Megatron keeps that with its state.
+        """
+        rows = [self.rows.get(name, {}) for name in ("hyperparameters", "learning rate")]
+        schedule, decay = self.rows.get("schedule", {}), dict(self.rows.get("weight decay", {}))
+        if decay.get("weight_decay_incr_style") == "constant":  # Megatron derives both
+            decay = {name: v for name, v in decay.items() if not name.startswith(("start", "end"))}
+        styles = {name: schedule[name] for name in STYLES if name in schedule}
+        return {name: value for row in (*rows, decay, styles) for name, value in row.items()}
+
+    def completed_by(self, other: Record) -> Record:
+        """Return this record with the values of another one for what it lacks."""
+        names = {*self.rows, *other.rows}
+        return Record({n: {**other.rows.get(n, {}), **self.rows.get(n, {})} for n in names})
+
+    def lacks(self, now: Record) -> list[str]:
+        """Return the rows of `now` of which this record has not all values."""
+        return [
+            name
+            for name, values in now.rows.items()
+            if not values.keys() <= self.rows.get(name, {}).keys()
+        ]
+
+
+def compare(
+    before: Record, now: Record, *, steering: Steering = None, leave_out: Sequence[str] = ()
+) -> list[Finding]:
+    """Return what is to be said of a run that goes on: the rows that have changed, in order.
+
+    Args:
+        before: of the checkpoint.
+        now: of the command that goes on.
+        steering: whose rates and schedule hold, where a flag says so.
+        leave_out: names of rows that do not count.
+    """
+    return [
+        finding
+        for row in ROWS
+        if row.name not in leave_out and row.name in before.rows and row.name in now.rows
+        for finding in row.findings(before.rows[row.name], now.rows[row.name], steering)
+    ]
+
+
+def require_none_refused(findings: Sequence[Finding], directory: str) -> None:
+    """Raise BadInput, which says all of it, if a finding stops the run."""
+    refused = [finding.text for finding in findings if finding.refused]
+    if refused:
+        raise BadInput(
+            f"The run in {directory} cannot go on with this command. {' '.join(_ends(refused))} Or "
+            f"begin a new run from its weights: --load {directory} --finetune, and another --save."
+        )
+
+
+def _ends(sentences: Sequence[str]) -> Iterator[str]:
+    for sentence in sentences:
+        yield sentence[0].upper() + sentence[1:]
+
+
+def _rows_of_state(state: Mapping[str, Any]) -> dict[str, Values]:
+    """Return what earlier versions kept beside a rank's position in the data.
+
+    Sizes of folders counted other files, too, and are left out.
+    """
+    rows: dict[str, Values] = {}
+    if sources := state.get("sources"):
+        rows["data sets"] = {
+            "names": [name for name, _ in sources],
+            "content": [
+                {"sizes": [size] if Path(name).suffix else [], "digest": None}
+                for name, size in sources
+            ],
+        }
+    if batch := state.get("global_batch_size"):
+        rows["batch"] = {"global_batch_size": batch}
+    epochs, steps = state.get("num_epochs") or (None, None)
+    if epochs is not None:
+        rows["length of the run"] = {"num_epochs": epochs, "train_iters": steps}
+    return rows

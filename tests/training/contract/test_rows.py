@@ -1,0 +1,189 @@
+"""What each row of the contract says of a command that differs, through the command line's parser.
+
+Two commands are parsed, and their records compared as where a run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.contract.record import Record, compare
+from mcore_qwen3vl.training.contract.resuming import record_of
+from mcore_qwen3vl.training.contract.rules import Elsewhere, Finding, Steering
+from mcore_qwen3vl.training.contract.table import ROWS
+
+SAID, REFUSED = False, True
+WSD = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters"
+
+CASES = [
+    # The row, the model, the flags of the checkpoint, those of the command, and what comes of it.
+    ("data sets", "dense", "--data-path a.jsonl", "--data-path b.jsonl", REFUSED, "same size"),
+    ("data sets", "dense", "--data-path a.jsonl", "--data-path c.jsonl", REFUSED, "c.jsonl"),
+    ("data sets", "dense", "--data-path a.jsonl", "--data-path sorted.jsonl", REFUSED, "order"),
+    ("mixture", "dense", "--data-path half.yaml", "--data-path most.yaml", REFUSED, "0.5 0.5"),
+    ("mixture", "dense", "--data-path 1 a.jsonl 3 c.jsonl", "--data-path 3 a.jsonl 1 c.jsonl",
+     REFUSED, "0.25 0.75"),
+    ("mixture", "dense", "--data-path once.yaml", "--data-path twice.yaml", REFUSED, "epochs 1 2"),
+    ("mixture", "dense", "--data-path one.yaml", "--data-path two.yaml", REFUSED, "samples 1 2"),
+    ("reading of records", "dense", "", "--image-max-pixels 4096", SAID, "read so"),
+    ("reading of records", "dense", "", "--train-on last", SAID, "--train-on last"),
+    ("reading of records", "dense", "--packing", "--packing --overlong truncate", REFUSED, "pack"),
+    ("order", "dense", "", "--seed 7", REFUSED, "--seed 1234, and this command --seed 7"),
+    ("order", "dense", "", "--no-shuffle", REFUSED, "no --no-shuffle, and .* --no-shuffle"),
+    ("packs", "dense", "--packing", "", REFUSED, "--packing"),
+    ("packs", "dense", "--packing", "--packing --seq-length 64", REFUSED, "--seq-length 128"),
+    ("packs", "dense", "--packing", "--packing --packing-buffer 7", REFUSED, "buffer 128"),
+    ("packs", "dense", "--packing", "--packing --no-balance", REFUSED, "--balance"),
+    ("packs", "dense", "--packing", "--packing --context-parallel-size 2", REFUSED, "no room"),
+    ("row length", "dense", "", "--seq-length 64", SAID, "longer samples"),
+    ("length of the run", "dense", "", "--train-iters 9 --lr-decay-iters 3", SAID, "another step"),
+    ("length of the run", "dense", "--num-epochs 2 --lr-decay-style constant",
+     "--num-epochs 1 --lr-decay-style constant", REFUSED, "Give 2 or more"),
+    ("length of the run", "dense", "--num-epochs 1 --lr-decay-style constant",
+     "--num-epochs 2 --lr-decay-style constant", SAID, "--num-epochs 2 in place of"),
+    ("batch", "dense", "--lr-decay-style constant", "--lr-decay-style constant "
+     "--global-batch-size 4", REFUSED, "Leave it out .* --override"),
+    ("skipped steps", "dense", "", "--iterations-to-skip 2", SAID, "skip 2"),
+    ("optimizer", "dense", "", "--optimizer sgd", REFUSED, "--no-load-optim"),
+    ("hyperparameters", "dense", "", "--adam-beta2 0.9", REFUSED, "0.999, and .* 0.9. Add --over"),
+    ("hyperparameters", "dense", "--optimizer sgd", "--optimizer sgd --sgd-momentum 0.5", REFUSED,
+     "momentum 0.9"),
+    ("learning rate", "dense", "", "--lr 0.5", REFUSED, "--lr 1.0, and .* --lr 0.5. Add"),
+    ("learning rate", "dense", "", "--vision-lr-mult 0.1", REFUSED, "mult 1.0, and"),
+    ("learning rate", "dense", "", "--lr-warmup-iters 0 --lr-warmup-init 0.1", REFUSED, "init 0.1"),
+    ("schedule", "dense", "", "--lr-warmup-iters 1", REFUSED, "warm-up of 1 steps, 1 samples"),
+    ("schedule", "dense", "", "--train-iters 9", REFUSED, "3 steps, 3 samples, .* 9 steps"),
+    ("schedule", "dense", "", "--lr-decay-style cosine", REFUSED, "style cosine"),
+    ("schedule", "dense", f"{WSD} 1", f"{WSD} 2", REFUSED, "at the end of 1 steps"),
+    ("schedule", "dense", f"{WSD} 1", f"{WSD} 1 --lr-wsd-decay-style cosine", REFUSED, "linear"),
+    ("weight decay", "dense", "", "--weight-decay 0", REFUSED, "--weight-decay 0.0"),
+    ("gradient clipping", "dense", "", "--clip-grad 0.5", SAID, "from the next step"),
+    ("optimizer's state", "dense", "", "--use-distributed-optimizer", REFUSED, "stored otherwise"),
+    ("optimizer's state", "dense", "", "--bf16", REFUSED, "16-bit weights"),
+    ("what trains", "dense", "", "--freeze vision", SAID, "vision in place of no --fre"),
+    ("loss", "dense", "", "--loss simpo", REFUSED, "another run"),
+    ("settings of the loss", "dense", "--loss simpo", "--loss simpo --beta 3", SAID, "--beta 3"),
+    ("further token", "hybrid", "--mtp-num-layers 1", "", REFUSED, "add --mtp-num-layers 1"),
+    ("further token", "hybrid", "--mtp-num-layers 1",
+     "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3", SAID, "factor 0.3"),
+    ("routing of experts", "moe", "", "--moe-z-loss-coeff 0.5", SAID, "--moe-z-loss-coeff 0.5"),
+    ("dropout", "dense", "", "--hidden-dropout 0.5", SAID, "--hidden-dropout 0.5"),
+    ("precision", "dense", "--use-distributed-optimizer", "--use-distributed-optimizer --bf16",
+     SAID, "rounded otherwise"),
+    ("layout", "dense", "", "--tensor-model-parallel-size 2", SAID, "rounding"),
+]  # fmt: skip
+IN_CODE = {"layers' code"}
+"""Rows whose only other value needs Transformer Engine."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of data sets and mixtures."""
+    folder = tmp_path_factory.mktemp("sets")
+    asked = [f"Say {number}." for number in (3, 1, 2)]
+    sets = {
+        "a": asked,
+        "b": [text.replace("Say", "Add") for text in asked],
+        "sorted": sorted(asked),
+    }
+    sets["c"] = [*asked, "Say 4."]
+    for name, questions in sets.items():
+        turns = [
+            [{"role": "user", "content": q}, {"role": "assistant", "content": "No"}]
+            for q in questions
+        ]
+        lines = [json.dumps({"messages": messages}) for messages in turns]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    for name, key, values in (
+        ("half", "weight", (1, 1)), ("most", "weight", (9, 1)), ("once", "epochs", (1, 1)),
+        ("twice", "epochs", (1, 2)), ("one", "max_samples", (1, 1)), ("two", "max_samples", (1, 2)),
+    ):  # fmt: skip
+        pairs = [{"path": p, key: v} for p, v in zip(("a.jsonl", "c.jsonl"), values, strict=True)]
+        (folder / f"{name}.yaml").write_text(json.dumps({"datasets": pairs}))
+    return folder
+
+
+@cache
+def record(model: Path, data: Path, flags: str) -> Record:
+    """Return the record of a command, as a run makes it before it loads a checkpoint."""
+    words = [str(data / w) if w.endswith((".jsonl", ".yaml")) else w for w in flags.split()]
+    length = {"--num-epochs", "--train-iters"} & {*words}
+    base = [] if length else ["--train-iters", "3"]
+    base += [] if "--data-path" in words else ["--data-path", str(data / "a.jsonl")]
+    ranks = 2 if {"--tensor-model-parallel-size", "--context-parallel-size"} & {*words} else 1
+    argv = ["--cpu", "--hf-model", str(model), "--seq-length", "128", "--lr", "1", *base, *words]
+    parsed = validate(argv, ranks)
+    return record_of(parsed.args, parsed.settings)
+
+
+def findings(
+    model: Path, data: Path, before: str, now: str, steering: Steering = None
+) -> list[Finding]:
+    saved = record(model, data, before)
+    again = Record(json.loads(json.dumps(saved.rows)))  # as a checkpoint keeps it
+    return compare(again, record(model, data, now), steering=steering)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}: {case[3]}"[:60])
+def test_a_change_is_said_or_refused_as_the_table_says(
+    case: tuple[str, str, str, str, bool, str], folder: Path, request: pytest.FixtureRequest
+) -> None:
+    row, name, before, now, refused, words = case
+    model = request.getfixturevalue(name)
+    assert findings(model, folder, before, before) == []
+    (found,) = (f for f in findings(model, folder, before, now) if f.row == row)
+    assert found.refused is refused
+    assert re.search(words, found.text), found.text
+
+
+def test_every_row_has_a_case() -> None:
+    rows = {row.name for row in ROWS if not isinstance(row.rule, Elsewhere)}
+    assert rows == {case[0] for case in CASES} | IN_CODE
+
+
+def test_what_is_the_same_in_other_words_is_the_same(dense: Path, folder: Path) -> None:
+    for before, now in (
+        ("--data-path 1 a.jsonl 3 c.jsonl", "--data-path 0.25 a.jsonl 0.75 c.jsonl"),
+        ("--data-path half.yaml", "--data-path 2 a.jsonl 2 c.jsonl"),
+        ("--train-iters 3", "--train-iters 3 --lr-decay-iters 3"),
+        ("--packing", "--packing --balance"),
+        ("", "--weight-decay 0.01"),
+    ):
+        assert findings(dense, folder, before, now) == []
+
+
+@pytest.mark.parametrize("steering", ["command", "checkpoint"])
+def test_two_flags_say_whose_rates_hold(steering: Steering, dense: Path, folder: Path) -> None:
+    now = "--lr 0.5 --adam-beta1 0.5 --weight-decay 0 --lr-warmup-iters 1 --global-batch-size 2"
+    found = findings(dense, folder, "", now, steering)
+    assert not any(each.refused for each in found)
+    rows = ["batch", "hyperparameters", "learning rate", "schedule", "weight decay"]
+    assert [each.row for each in found] == rows
+    from_here = [each.row for each in found if "from the next step on" in each.text]
+    assert from_here == (rows if steering == "command" else ["batch"])
+
+
+def test_the_length_does_not_matter_where_the_rate_is_constant(dense: Path, folder: Path) -> None:
+    constant = "--lr-decay-style constant"
+    found = findings(dense, folder, constant, f"{constant} --train-iters 9")
+    assert [(each.row, each.refused) for each in found] == [("length of the run", False)]
+
+
+def test_padding_of_samples_in_packs_may_become_less(dense: Path, folder: Path) -> None:
+    before = "--packing --context-parallel-size 2"
+    assert not any(each.refused for each in findings(dense, folder, before, "--packing"))
+
+
+def test_a_record_is_read_as_it_was_written(dense: Path, folder: Path, tmp_path: Path) -> None:
+    ours = record(dense, folder, "")
+    ours.write(tmp_path, 3)
+    again = Record.of_checkpoint(tmp_path, 3)
+    assert again is not None
+    assert again.rows == ours.rows
+    assert Record.of_checkpoint(tmp_path, 4) is None
