@@ -103,7 +103,10 @@ def transformer_config(
             "layers that predict a further token (text_config.mtp_num_hidden_layers)."
         )
     # It is set afterwards: a pipeline layout would have to name the layer, which is the head's.
-    config = TransformerConfig(**fields | {"mtp_num_layers": None})
+    try:
+        config = TransformerConfig(**fields | {"mtp_num_layers": None})
+    except (AssertionError, ValueError) as error:
+        raise BadInput(f"Megatron refuses this model's settings: {error}") from error
     config.mtp_num_layers = further
     deepstack_layers = len(architecture.vision.deepstack_visual_indexes)
     several = config.pipeline_model_parallel_size > 1
@@ -145,11 +148,12 @@ def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
                 f"{name} needs Transformer Engine, which the torch spec does not use: use the te "
                 f"spec, or drop {name}."
             )
-    if overrides.get("moe_permute_fusion") and not HAVE_TE:
-        raise BadInput(
-            "moe_permute_fusion needs Triton kernels of Transformer Engine, which is not "
-            "installed: install mcore-qwen3vl[te], or drop moe_permute_fusion."
-        )
+    for name in ("moe_permute_fusion", "moe_router_fusion"):
+        if overrides.get(name) and not HAVE_TE:
+            raise BadInput(
+                f"{name} needs kernels of Transformer Engine, which is not installed: install "
+                f"mcore-qwen3vl[te], or drop {name}."
+            )
     fused = {"layernorm", "moe_act"} & set(overrides.get("recompute_modules") or ())
     if fused:
         raise BadInput(

@@ -18,7 +18,6 @@ from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import adapter_freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
-from mcore_qwen3vl.training.arguments.run import LOSSES
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
 from mcore_qwen3vl.training.lora import LoraRun
@@ -62,12 +61,11 @@ def model_provider(
         A function that builds one pipeline chunk, reads into it ``--load-hf``, `other` or the base
         of a LoRA run, and freezes what the flags say.
     """
-    training, data, load_hf = settings.training, settings.data, settings.model.load_hf
+    training, load_hf = settings.training, settings.model.load_hf
     loop, compute = settings.loop, settings.compute
     fields_of_all = {**fields_from_flags(args), **config_overrides}
     fields_of_all["mtp_num_layers"] = loop.mtp_num_layers
-    several = training.loss in LOSSES or settings.loss
-    if data.pad_to_longest or (several and not data.packing):
+    if settings.rows_differ:
         # Otherwise stages would transfer --seq-length tokens of --micro-batch-size rows, whatever
         # the batch's shape.
         fields_of_all["variable_seq_lengths"] = True

@@ -43,3 +43,17 @@ def test_router_losses_weigh_each_token_alike(moe: Path, uneven: Path, tmp_path,
     assert one[1] > 1.2 * without[1]
     several = first_step(tmp_path / "several", moe, uneven, layout, *LOSSES)
     assert several == pytest.approx(one, rel=1e-5)
+
+
+def test_padding_takes_no_capacity_and_no_layout_changes_what_is_dropped(
+    moe: Path, uneven: Path, tmp_path
+):
+    """Megatron makes room for padding too, and each rank drops among its own tokens."""
+    capacity = ("--moe-expert-capacity-factor", "0.8")
+    exact = first_step(tmp_path / "exact", moe, uneven, "single", *capacity, "--pad-to-longest")
+    padded = first_step(tmp_path / "padded", moe, uneven, "single", *capacity)
+    divided = first_step(tmp_path / "divided", moe, uneven, "cp2", *capacity)
+    assert padded == pytest.approx(exact, rel=1e-5)
+    assert divided == pytest.approx(exact, rel=1e-5)
+    without = first_step(tmp_path / "without", moe, uneven, "single")
+    assert abs(without[0] - exact[0]) > 1e-3

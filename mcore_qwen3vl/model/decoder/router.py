@@ -1,10 +1,14 @@
-"""The router of both layer specs: Megatron's, with losses that no layout changes."""
+"""The router of both layer specs: Megatron's, with losses and capacities that no layout changes."""
 
 from __future__ import annotations
+
+from copy import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_qwen3vl.memory_labels import label_module
@@ -19,8 +23,63 @@ class BalancedRouter(TopKRouter):
     where padding is the same on all ranks of a TP x CP group. It divides ``global_aux_loss`` by the
     tokens of all data-parallel ranks, and the gradients then by the number of these ranks again.
     Source: Fedus et al., "Switch Transformers", 2021; of ``global_aux_loss`` Qiu et al., "Demons in
-    the Detail", 2025. T is the number of tokens on this rank, and E of experts.
+    the Detail", 2025.
+
+    With a capacity factor an expert takes no more than a number of a micro-batch's tokens. Megatron
+    counts padding among them, and each rank of a TP x CP group drops for itself. T is the number of
+    tokens on this rank, and E of experts.
     """
+
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self._capacity_factor = config.moe_expert_capacity_factor
+        if self._capacity_factor is not None:
+            self.config = copy(config)
+            self.config.moe_expert_capacity_factor = None  # Megatron's router drops nothing itself
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose experts, and drop what exceeds their capacity.
+
+        Args:
+            logits: (s_local, B, E).
+            padding_mask: (s_local, B) bool, true for padding.
+
+        Returns:
+            Weights (T, E) of the experts, and whether an expert takes a token, (T, E) bool.
+        """
+        probs, routing_map = super().routing(logits, padding_mask)
+        if self._capacity_factor is None:
+            return probs, routing_map
+        taken = self._within_capacity(probs.detach(), routing_map, padding_mask)
+        return probs * taken, taken
+
+    def _within_capacity(
+        self, probs: Tensor, routing_map: Tensor, padding_mask: Tensor | None
+    ) -> Tensor:
+        """Return which choices (T, E) an expert has room for, without a host sync.
+
+        The room is for a share of the tokens of the TP x CP group that are no padding. Each expert
+        takes those with the largest weights, or the first.
+        """
+        assert self._capacity_factor is not None
+        chosen = routing_map
+        if padding_mask is not None:
+            chosen = chosen & ~padding_mask.reshape(-1, 1)
+        ranking = probs
+        if self.config.moe_token_drop_policy == "position":
+            ranking = torch.arange(len(probs), 0, -1, device=probs.device)[:, None].to(probs.dtype)
+        mine = ranking.where(chosen, -1.0)  # (T, E)
+        every, group = mine, self.tp_cp_group
+        if group.size() > 1:
+            every = mine.new_empty(group.size() * len(mine), mine.shape[1])
+            dist.all_gather_into_tensor(every, mine.contiguous(), group=group)
+        order = every.argsort(dim=0, descending=True, stable=True)
+        numbers = torch.arange(len(every), device=every.device)[:, None].expand_as(order)
+        places = torch.empty_like(order).scatter_(0, order, numbers)
+        tokens = (every >= 0).any(1).sum().double()
+        capacity = (tokens * self.topk / self.num_experts * self._capacity_factor).ceil()
+        first = group.rank() * len(mine)
+        return chosen & (places[first : first + len(mine)] < capacity)
 
     def _apply_aux_loss(
         self,

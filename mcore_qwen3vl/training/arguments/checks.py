@@ -36,6 +36,7 @@ from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine, help_words
+from mcore_qwen3vl.training.arguments.experts import check_experts
 from mcore_qwen3vl.training.arguments.run import (
     DISTILL,
     KTO,
@@ -98,8 +99,8 @@ def check(settings: Settings, architecture: Architecture) -> None:
         )
     _check_expert_overlap(parallel, compute)
     _check_mtp(settings, architecture.mtp_num_hidden_layers)
-    if architecture.is_moe and compute.moe_token_dispatcher_type == "flex":
-        _check_flex(parallel, compute)
+    if architecture.is_moe:
+        check_experts(settings)
     if compute.cuda_graph_impl != "none":  # Megatron turns its older flags into this one
         raise BadInput(
             f"--cuda-graph-impl {compute.cuda_graph_impl} (--enable-cuda-graph and "
@@ -220,16 +221,6 @@ def _check_mtp(settings: Settings, count: int) -> None:
     for name, is_set in others.items():
         if is_set:
             raise BadInput(f"--mtp-num-layers with {name}: leave one of them out.")
-
-
-def _check_flex(parallel: ParallelSettings, compute: ComputeSettings) -> None:
-    """Refuse what would end with an assertion of Megatron's or of DeepEP's kernels."""
-    flag = "--moe-token-dispatcher-type flex"
-    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    if parallel.expert_model_parallel_size * etp == 1:
-        raise BadInput(f"{flag}: nothing is exchanged: add --expert-model-parallel-size N.")
-    if not compute.bf16:
-        raise BadInput(f"{flag}: DeepEP's kernels add up experts' outputs in bf16: add --bf16.")
 
 
 def _refuse_flags_with_value(why: str, flags: Mapping[str, Any]) -> None:

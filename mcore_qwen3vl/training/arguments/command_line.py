@@ -179,7 +179,10 @@ class CommandLine:
             for flag, other in sorting.acts_with.items()
             if not any(self._gives(*words.split()) for words in other.split(" or "))
         }
-        reasons = {**sorting.no_effect, **alone}
+        dense = self.settings.model.hf_model and not self.architecture.is_moe
+        about_experts = [flag for flag in flags if dense and flag.startswith("--moe-")]
+        without = dict.fromkeys(about_experts, "the model has no experts")
+        reasons = {**sorting.no_effect, **alone, **without}
         known = {*_parser()._option_string_actions, *(sorting.known if sorting.complete else flags)}
         owner = Fields(COMMAND_LINE, known - reasons.keys(), reasons=reasons)
         return owner.unused(dict.fromkeys(flags, True))

@@ -240,6 +240,11 @@ class ComputeSettings:
     moe_token_dispatcher_type: str | None = None
     moe_flex_dispatcher_backend: str | None = None
     moe_permute_fusion: bool = False
+    moe_router_load_balancing_type: str | tuple[str, ...] | None = None
+    moe_router_padding_for_fp8: bool = False
+    moe_router_padding_for_quantization: bool = False
+    moe_expert_capacity_factor: float | None = None
+    moe_token_drop_policy: str = "probs"
     moe_aux_loss_coeff: float | tuple[float, ...] | None = None
     moe_z_loss_coeff: float | None = None
     padded_vocab_size: int | None = None
@@ -269,7 +274,7 @@ class LogSettings:
 NOT_READ_EARLY = frozenset(
     {
         *("rank", "world_size", "data_parallel_size", "virtual_pipeline_model_parallel_size"),
-        *("padded_vocab_size", "moe_aux_loss_coeff"),
+        *("padded_vocab_size", "moe_aux_loss_coeff", "moe_router_load_balancing_type"),
     }
 )
 """Fields that have their values only after Megatron's validation."""

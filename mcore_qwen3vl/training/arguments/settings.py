@@ -46,6 +46,12 @@ class Settings(run.RunSettings):
         return self.preference.reference_of(self.training.loss, self.lora)
 
     @property
+    def rows_differ(self) -> bool:
+        """Whether the rows of two micro-batches of training may differ in length."""
+        several = self.training.loss in run.LOSSES or self.loss
+        return bool(self.data.pad_to_longest or (several and not self.data.packing))
+
+    @property
     def labels(self) -> Labels | None:
         """The labels of the model's head; see :meth:`.Loss.labels`."""
         return self.loss.labels(self, self.lora) if self.loss else None

@@ -124,6 +124,9 @@ SIMPO = (
     *("--loss", "simpo", "--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"),
     *("--moe-aux-loss-coeff", "0.01", "0.02"),
 )
+BALANCE = ("--moe-router-load-balancing-type",)
+GATHER = ("--moe-token-dispatcher-type", "allgather")
+FIRST = ("--moe-expert-capacity-factor", "1", "--moe-token-drop-policy", "position")
 DEFER = "--defer-embedding-wgrad-compute"
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
 EXPERTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
@@ -148,6 +151,16 @@ EXPERTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
         # What DeepEP's kernels cannot do.
         ("moe", 2, (*FLEX, "--bf16"), "nothing is exchanged: add --expert-model-parallel-size"),
         ("moe", 2, (*FLEX, *EP2), "in bf16: add --bf16"),
+        # Routers and experts.
+        ("moe", 1, (*BALANCE, "sinkhorn"), f"{BALANCE[0]} sinkhorn sends tokens to other experts"),
+        ("moe", 1, (*BALANCE, "quantile_balancing"), "use aux_loss, seq_aux_loss"),
+        ("moe", 1, (*BALANCE, "seq_aux_loss", "--packing"), "takes a pack for one sequence"),
+        ("moe", 2, (*FIRST, *TP2, "--sequence-parallel"), "drop the ends of their parts"),
+        ("moe", 2, (*FIRST, "--context-parallel-size", "2"), "Use probs, the default"),
+        ("moe", 2, (*GATHER, *EP2, "--pad-to-longest"), "use alltoall.*, or give --seq-length N"),
+        ("moe", 2, (*GATHER, *EP2, *VALIDATION, "--packing"), r"alltoall, the default\."),
+        ("moe", 1, ("--moe-router-padding-for-fp8",), "padding-for-fp8 pads .* add --fp8-format"),
+        ("moe", 1, ("--moe-router-padding-for-quantization",), "or leave it out"),
         # Further tokens.
         ("dense", 2, MTP, "--mtp-num-layers 1: the model has no such layer .* Leave the flag out"),
         ("hybrid", 2, (*MTP[:1], "2"), "--mtp-num-layers 2: the model has 1 .* set it to 1"),
@@ -173,8 +186,45 @@ def test_flags_that_fit_the_model_and_its_layout(dense: Path, moe: Path) -> None
     virtual = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
     parallel = parsed(moe, *OVERLAP, "--bf16", *virtual, world_size=4).settings.parallel
     assert parallel.virtual_pipeline_model_parallel_size == 2
+    fixed = (*GATHER, *EP2, "--seq-length", "64")
+    assert parsed(moe, *fixed, world_size=2).args.moe_token_dispatcher_type == "allgather"
+    types = parsed(
+        moe, *BALANCE, "seq_aux_loss", "global_aux_loss", "--moe-aux-loss-coeff", "1", "2"
+    )
+    assert types.args.moe_aux_loss_coeff == [1, 2]
     flex = parsed(moe, *FLEX, *EP2, "--bf16", world_size=2)
     assert flex.args.moe_token_dispatcher_type == "flex"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--moe-router-force-load-balancing",),
+        ("--moe-router-force-biased", "1"),
+        ("--moe-pad-expert-input-to-capacity",),
+        ("--moe-router-quantile-balancing-ema", "0.5"),
+        ("--moe-apply-probs-on-input",),
+        ("--moe-mlp-glu-interleave-size", "8"),
+    ],
+)
+def test_what_would_route_or_compute_otherwise_is_refused(
+    flags: tuple[str, ...], moe: Path
+) -> None:
+    with pytest.raises(BadInput, match=f"^{flags[0]}: "):
+        CommandLine(["--hf-model", str(moe), *BASE, *flags]).check_names()
+
+
+def test_flags_about_experts_are_named_for_a_model_without(dense: Path, moe: Path) -> None:
+    def unused(model: Path, *flags: str) -> list[str]:
+        return [str(u) for u in CommandLine(["--hf-model", str(model), *BASE, *flags]).unused()]
+
+    (line,) = unused(dense, "--moe-z-loss-coeff", "1")
+    assert "--moe-z-loss-coeff" in line
+    assert "the model has no experts" in line
+    assert not unused(moe, "--moe-z-loss-coeff", "1")
+    (line,) = unused(moe, "--moe-token-drop-policy", "position")
+    assert "it acts with --moe-expert-capacity-factor" in line
+    assert not unused(moe, *FIRST)
 
 
 def test_a_further_token_is_trained_with_positions_of_three_axes(hybrid: Path) -> None:
