@@ -189,8 +189,12 @@ class CommandLine:
 
     def _gives(self, flag: str, value: str | None = None) -> bool:
         """Return whether the command line has this flag, with this value if there is one."""
-        found = False  # the last one counts
-        for word, following in zip(self.words, [*self.words[1:], ""], strict=True):
+        # What `run_defaults` in settings.py takes on GPUs. Of several the last one counts.
+        on_gpus = ["--spec", "te"]
+        on_gpus += [] if {"--fp16", "--fp32"} & set(self.words) else ["--bf16"]
+        words = [*([] if self.cpu else on_gpus), *self.words]
+        found = False
+        for word, following in zip(words, [*words[1:], ""], strict=True):
             name, equals, given = word.partition("=")
             if name == flag:
                 found = value in (None, given if equals else following)

@@ -6,7 +6,7 @@ constructor of an optimizer, minutes after the start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from mcore_qwen3vl.errors import BadInput
 
 _INTERVALS = (
-    *("adlr_autoresume_interval", "check_weight_hash_across_dp_replicas_interval"),
+    "check_weight_hash_across_dp_replicas_interval",
     *("gpu_sniff_test_interval", "log_interval", "log_memory_interval"),
     *("non_persistent_save_interval", "save_interval", "save_retain_interval", "save_hf_interval"),
     *("save_activations_interval", "save_dgrads_interval", "save_params_interval"),
@@ -81,7 +81,23 @@ _NEEDS_TE = (
 """Flags with which Megatron calls or looks for something of Transformer Engine, and fails."""
 _NEEDS_GPU = ("gpu_sniff_test_interval", "log_device_memory_used", "use_sharp")
 """Flags that on the CPU take minutes, or ask for what only a GPU has."""
-_NEEDS_OTHER = {"non_persistent_save_interval": "--non-persistent-ckpt-type global"}
+_NEEDS_OTHER = {
+    "non_persistent_save_interval": "--non-persistent-ckpt-type global",
+    "use_pytorch_profiler": "--tensorboard-dir DIR",  # beside which the profile is written
+}
+_NEEDS_MODULE = {
+    "enable_ft_package": "nvidia_resiliency_ext",
+    "run_workload_inspector_server": "workload_inspector",
+    **dict.fromkeys(
+        (
+            *("fault_injector_delay_start_iteration", "fault_injector_fault_delay"),
+            *("fault_injector_fault_probabilities", "fault_injector_fault_types"),
+            *("fault_injector_mtti_seconds", "fault_injector_num_ranks", "fault_injector_ranks"),
+            *("fault_injector_offset_seconds", "fault_injector_seed"),
+        ),
+        "nvidia_resiliency_ext",
+    ),
+}
 _FILES = ("nccl_communicator_config_path", "te_precision_config_file", "tp_comm_overlap_cfg")
 
 
@@ -96,12 +112,10 @@ def check_values(
         spec: the layer spec, ``te`` or ``torch``.
         cpu: whether the run is on the CPU.
     """
+    given_flags = {flags[name] for name in explicit}
     for name, given in explicit.items():
         flag = flags[name]
-        for value in given if isinstance(given, Sequence) and name in _RULES else [given]:
-            holds, allowed = _RULES.get(name, (lambda _: True, ""))
-            if value is not None and not holds(value):
-                raise BadInput(f"{flag} is {value}; it is {allowed}.")
+        _check_range(flag, name, given)
         if isinstance(given, str) and (why := _REFUSED.get((name, given))):
             raise BadInput(f"{flag} {given}: {why}.")
         if given and spec == "torch" and name in _NEEDS_TE:
@@ -109,10 +123,26 @@ def check_values(
             raise BadInput(f"{flag} needs Transformer Engine, which --spec torch lacks: {instead}.")
         if given and cpu and name in _NEEDS_GPU:
             raise BadInput(f"{flag} needs GPUs: leave it out with --cpu.")
-        other, _, value = _NEEDS_OTHER.get(name, "").partition(" ")
-        if other and other not in map(flags.get, explicit):
-            raise BadInput(f"{flag} is set without {other}: add {other} {value}.")
-        if name.startswith("fault_injector") and find_spec("nvidia_resiliency_ext") is None:
-            raise BadInput(f"{flag} needs the package nvidia-resiliency-ext: install it.")
-        if name in _FILES and not Path(given).is_file():
-            raise BadInput(f"{flag}: there is no file {given}.")
+        _check_needs(flag, name, given, given_flags)
+    if cpu and "profile" in explicit and "use_pytorch_profiler" not in explicit:
+        raise BadInput("--profile with --cpu: add --use-pytorch-profiler, the other needs GPUs.")
+
+
+def _check_range(flag: str, name: str, given: Any) -> None:
+    if name not in _RULES:
+        return
+    holds, allowed = _RULES[name]
+    for value in given if isinstance(given, Sequence) else [given]:
+        if value is not None and not holds(value):
+            raise BadInput(f"{flag} is {value}; it is {allowed}.")
+
+
+def _check_needs(flag: str, name: str, given: Any, given_flags: Collection[str]) -> None:
+    other = _NEEDS_OTHER.get(name)
+    if other and other.split()[0] not in given_flags:
+        raise BadInput(f"{flag} is set without {other.split()[0]}: add {other}.")
+    module = _NEEDS_MODULE.get(name)
+    if module and find_spec(module) is None:
+        raise BadInput(f"{flag} needs the Python module {module}: install it, or leave it out.")
+    if name in _FILES and not Path(given).is_file():
+        raise BadInput(f"{flag}: there is no file {given}.")
