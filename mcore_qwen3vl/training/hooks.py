@@ -1,7 +1,7 @@
-"""Hooks into ``megatron.training``, whose loop has no callbacks.
+"""Hooks into ``megatron.training``, whose loop has no callbacks: what the wrappers do.
 
-We wrap some of its module-level functions by name, and copy nothing. If the installed Megatron
-lacks one of them, the run refuses to start instead of training without the hook.
+We wrap some of its module-level functions by name, see :mod:`.step`, and copy nothing. If the
+installed Megatron lacks one of them, the run refuses to start instead of training without it.
 """
 
 from __future__ import annotations
@@ -21,60 +21,10 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.run import ComputeSettings
+from mcore_qwen3vl.training.step import HOOKS
 
 Wrapper = Callable[..., Any]
 """A function ``(original, *args, **kwargs) -> result`` that replaces ``original``."""
-
-_TRAINING, _SAVES = "megatron.training", "megatron.core.dist_checkpointing.strategies"
-_LOOP = f"{_TRAINING}.training"
-HOOKS = {
-    # Before the first step.
-    # Would compile a helper for GPT data sets, which we do not use, with a Makefile that
-    # megatron-core's wheel lacks; the first rank would exit because of that.
-    "compile_helpers": "megatron.core.datasets.utils",
-    # Builds the second model first, and adds the parts' own learning rates. Makes torch's Adam
-    # fused and resumable, saves the state in each rank's own part, and keeps the loss scale on the
-    # host.
-    "get_megatron_optimizer": _LOOP,
-    # First counts the steps of --num-epochs. Then lets parts with a rate of their own begin the
-    # warm-up lower too.
-    "get_optimizer_param_scheduler": _LOOP,
-    # First chooses a readable checkpoint.
-    "load_checkpoint": _LOOP,
-    # Shows us the arguments of the run that saved a checkpoint.
-    "check_checkpoint_args": f"{_TRAINING}.checkpointing",
-    # A step.
-    # Leaves out --iterations-to-skip. Megatron's own way needs batches that are dictionaries, and
-    # passes by the save, the export and the validation that are due after such a step.
-    "train_step": _LOOP,
-    # First computes the teacher's tokens, the reference, KTO's baseline, or all embeddings of the
-    # step.
-    "get_forward_backward_func": _LOOP,
-    # Copies only a bounded part of the gradients at a time.
-    "_allreduce_non_tensor_model_parallel_grads": "megatron.core.distributed.finalize_model_grads",
-    # Without host syncs: whether the step was taken, and the gradients' norm.
-    "logical_and_across_model_parallel_group": _LOOP,
-    "reduce_max_stat_across_model_parallel_group": _LOOP,
-    # Also writes --log-json, and stops at a non-finite gradient norm.
-    "training_log": _LOOP,
-    # Lets batches differ in length, and tells us the losses. Its time does not count in the speed
-    # that we log.
-    "evaluate": _LOOP,
-    # Also exports to Hugging Face.
-    "checkpoint_and_decide_exit": _LOOP,
-    # Without host syncs: whether any rank has received a signal.
-    "all_gather_item": f"{_TRAINING}.dist_signal_handler",
-    # First saves the position in the data.
-    "save_checkpoint_and_time": _LOOP,
-    # With LoRA, checkpoints hold only what trains.
-    "generate_state_dict": f"{_TRAINING}.checkpointing",
-    # Megatron's needs a process of its own, even for saves that this process waits for.
-    "get_write_results_queue": f"{_SAVES}.filesystem_async",
-}
-"""Every function that a run wraps, with the module that looks it up when it calls it.
-
-They are in the order in which a run calls them; docs/design.md says what each costs and saves.
-"""
 
 
 def wrap_all(wrappers: Mapping[str, Wrapper]) -> None:

@@ -300,7 +300,7 @@ class Run:
         )
 
     def _wrappers(self) -> dict[str, Any]:
-        """Return what wraps each function of :data:`.hooks.HOOKS`, in the order of a run."""
+        """Return what wraps each function of :data:`.step.HOOKS`, in the order of a run."""
         from mcore_qwen3vl.training import hooks
         from mcore_qwen3vl.training.lora import keep_trained
 

@@ -21,13 +21,13 @@ from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training import hooks
 from mcore_qwen3vl.training.folders import log_file
 from mcore_qwen3vl.training.hooks import (
-    HOOKS,
     AsyncHostCopy,
     NormCheck,
     Signals,
     Stats,
     success_of_all,
 )
+from mcore_qwen3vl.training.step import HOOKS
 from mcore_qwen3vl.verification.curves import LEARNING_RATE, Job, curve_of, train, worst_difference
 from tests.training.log import entries_of
 from tests.training.megatron_symbols import differences, read_table
@@ -44,14 +44,6 @@ def test_canary_every_wrapped_function_exists_and_is_called_there(name: str) -> 
     late = f"        from {HOOKS[name]} import {name}\n"  # looked up when it is called
     users = Path(import_module("megatron.training.initialize").__file__ or "").read_text()
     assert re.search(rf"(?<!def )\b{name}\(", source) or late in users
-
-
-def test_the_design_page_says_of_every_wrapped_function_what_it_costs_and_saves() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) & set(HOOKS) == set(HOOKS)
-    order = [name for line in page.splitlines() if line.startswith(" * ") for name in line.split()]
-    named = [name.strip(":,") for name in order if name.strip(":,") in HOOKS]
-    assert named == list(HOOKS)
 
 
 def test_canary_every_symbol_that_we_use_by_name_has_the_signature_we_were_tested_with() -> None:
