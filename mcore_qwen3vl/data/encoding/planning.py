@@ -49,6 +49,7 @@ _TOOL = Fields("a tool", ("type", "function", "name", "description", "parameters
 _CALL = Fields("a tool call", ("type", "function", "name", "arguments"), inert=("id",))
 # Templates take contents apart at these, so that what is on each side has a mark of its own.
 _BOUNDS = re.compile("(</?(?:think|tool_call|tool_response)>)")
+_MARK = re.compile("zQ([0-9]+)Qz")
 _COMPOSED = 4
 """Most characters that Unicode composes to one of a token, such as letter and accents, or more."""
 
@@ -168,6 +169,7 @@ class _Marks:
 
     @staticmethod
     def text_of_mark(number: int) -> str:
+        """Return a mark, which :data:`_MARK` finds."""
         return f"zQ{number}Qz"
 
 
@@ -298,8 +300,9 @@ class Renderer:
         tools = None if record.tools is None else marks.mark_tool(record.tools)
         marked = replace(record, messages=messages, tools=tools)
         rendered = self._apply_template(marked, len(messages), add_generation_prompt=record.prompt)
+        came_out = set(map(int, _MARK.findall(rendered)))  # in one pass, however many there are
         for number, text in enumerate(marks.texts):
-            if marks.text_of_mark(number) in rendered:
+            if number in came_out:
                 marks.rendered.add(text[0])
             else:
                 marks.left_out.append(text)
