@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters import torch_dist
@@ -232,6 +232,19 @@ def identity(*args: object, layout: str) -> Identity:
     first, *others = run_layout(of_rank, parsed.world_size, *args[:2], parsed, *args[2:])
     assert all(other == first for other in others)
     return first
+
+
+def test_an_adapter_with_embeddings_that_its_config_does_not_name_is_refused(
+    dense: Path, tmp_path: Path
+) -> None:
+    """The run would load them, and export an adapter without them."""
+    adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS["language"], dense)
+    file = adapter / "adapter_model.safetensors"
+    name = "model.language_model.embed_tokens.weight"
+    whole = {f"base_model.model.{name}": load_file(dense / "model.safetensors")[name]}
+    save_file(load_file(file) | whole, file, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=rf"holds {name}, which its config .*lora merge"):
+        asked(dense, tmp_path, "--lora-init", str(adapter))
 
 
 def test_one_sum_under_every_layout_and_format(moe: Path, tmp_path: Path) -> None:
