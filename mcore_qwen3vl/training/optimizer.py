@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,11 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    param_group_identifier_keys,
+)
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -518,17 +523,123 @@ def _place_of_box(
 
 
 def accept_other_chains(optimizer: Any) -> None:
-    """Let a chain of distributed optimizers load the state of a chain of another length."""
-    parts = getattr(optimizer, "chained_optimizers", [])
-    if not parts or not all(isinstance(part, DistributedOptimizer) for part in parts):
-        return
-    load = optimizer.load_state_dict
+    """Let a chain of optimizers load the state of a chain of another length."""
+    parts = chained_optimizers(optimizer)
+    if all(isinstance(part, FP32Optimizer | Float16OptimizerWithFloat16Params) for part in parts):
+        _Regrouped(optimizer).install()
+    elif all(isinstance(part, DistributedOptimizer) for part in parts) and len(parts):
+        load = optimizer.load_state_dict
 
-    @functools.wraps(load)
-    def load_regrouped(state_dict: dict[Any, Any]) -> None:
-        load(regroup(state_dict, len(parts)))
+        @functools.wraps(load)
+        def load_regrouped(state_dict: dict[Any, Any]) -> None:
+            load(regroup(state_dict, len(parts)))
 
-    optimizer.load_state_dict = load_regrouped
+        optimizer.load_state_dict = load_regrouped
+
+
+_MASTER = "fp32_from_fp16_params"  # lists of float32 weights, one for each group
+_MASTER_TO_LOAD = "fp32_from_fp16_params_to_load"  # the same as dicts by number
+
+
+class _Regrouped:
+    """The state of a chain without the distributed optimizer, loaded from a chain of any groups.
+
+    Which groups of parameters a rank has depends on the layout, and so do their numbers in
+    ``state``. The tensors' places in the checkpoint do not. mcore merges the lists of a request
+    with the checkpoint's, so a request here has none, and the groups are found by their rates.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._parts = optimizer, chained_optimizers(optimizer)
+        self._declare, self._load = optimizer.sharded_state_dict, optimizer.load_state_dict
+
+    def install(self) -> None:
+        """Replace the optimizer's methods by those below."""
+        self._optimizer.sharded_state_dict = self.declare
+        self._optimizer.load_state_dict = self.load
+
+    def declare(self, model: Any, is_loading: bool = False, **more: Any) -> dict[Any, Any]:
+        """Declare what is saved, as mcore does; of what is to be loaded, the tensors alone."""
+        state: dict[Any, Any] = self._declare(model, is_loading, **more)
+        if is_loading:
+            for one in (state, *_numbered(state)):
+                _groups_and_state(one).pop("param_groups", None)
+                if _MASTER in one:
+                    weights = [dict(enumerate(of_group)) for of_group in one.pop(_MASTER)]
+                    one[_MASTER_TO_LOAD] = dict(enumerate(weights))
+        return state
+
+    def load(self, state: dict[Any, Any] | list[Any]) -> None:
+        """Load the tensors of :meth:`declare` with the checkpoint's groups."""
+        every = [] if isinstance(state, list) else [state, *_numbered(state)]
+        saved = [one for one in every if "param_groups" in _groups_and_state(one)]
+        groups = [group for one in saved for group in _groups_and_state(one)["param_groups"]]
+        if not groups or any("params" in group for group in groups):
+            self._load(state)  # a legacy checkpoint has each rank's whole state
+            return
+        common = _groups_and_state(saved[0])["state"].get("common_step")
+        scaler = {key: saved[0][key] for key in ("grad_scaler",) if key in saved[0]}
+        own = every[:1] if len(self._parts) == 1 else [every[0][n] for n in range(len(self._parts))]
+        chain = {
+            number: _with_groups(part, one, groups, common, scaler)
+            for number, (part, one) in enumerate(zip(self._parts, own, strict=True))
+        }
+        self._load(chain[0] if len(chain) == 1 else chain)
+
+
+def _numbered(state: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    """Return the states of a chain's optimizers, in their order; a single one has no number."""
+    return [state[number] for number in sorted(key for key in state if isinstance(key, int))]
+
+
+def _groups_and_state(state: Mapping[Any, Any]) -> Any:
+    """Return what torch's optimizer has of one optimizer's state."""
+    return state.get("optimizer", state)
+
+
+def _with_groups(
+    part: Any,
+    own: Mapping[Any, Any],
+    saved: Sequence[Mapping[str, Any]],
+    step: Any,
+    scaler: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the state that the optimizer `part` loads, of its `own` tensors and `saved` groups."""
+    current = part.optimizer.state_dict()["param_groups"]
+    tensors = _groups_and_state(own)["state"]
+    numbers = [number for group in current for number in group["params"]]
+    state: dict[str, Any] = {
+        "state": {number: tensors[number] for number in numbers if tensors.get(number)},
+        "param_groups": [{**_saved_as(g, saved), "params": g["params"]} for g in current],
+    }
+    if step is not None:
+        state["state"]["common_step"] = step
+    if _MASTER_TO_LOAD not in own:
+        return state
+    weights = [list(of_group.values()) for of_group in _in_order(own[_MASTER_TO_LOAD])]
+    return {"optimizer": state, _MASTER: weights, **scaler}
+
+
+def _in_order(numbered: Mapping[int, Mapping[int, Any]]) -> list[dict[int, Any]]:
+    """Return a mapping's values by number, and theirs too."""
+    return [dict(sorted(numbered[number].items())) for number in sorted(numbered)]
+
+
+def _saved_as(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the saved group with the rates of `group`, whether or not it was one of experts.
+
+    Raises:
+        ValueError: there is none, in mcore's words.
+    """
+    rates = [key for key in param_group_identifier_keys if key != _EXPERTS]
+    found = [one for one in saved if all(one.get(key) == group.get(key) for key in rates)]
+    if not found:
+        raise ValueError(f"Could not find parameter group with {rates} of {dict(group)}")
+    same = [one for one in found if one.get(_EXPERTS) == group.get(_EXPERTS)]
+    return {**(same or found)[-1], _EXPERTS: group.get(_EXPERTS)}
+
+
+_EXPERTS = "is_expert_parallel"
 
 
 def regroup(state: dict[Any, Any], parts: int) -> dict[Any, Any]:

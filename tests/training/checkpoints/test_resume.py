@@ -33,6 +33,7 @@ from mcore_qwen3vl.verification.curves import (
 )
 from tests.converters.checkpoints import assert_same_tensors
 from tests.training.log import numbers_of
+from tests.turns import slow_except
 
 STEPS, HALF = 4, 2
 LAST, BEFORE = f"iter_{STEPS:07d}", f"iter_{HALF:07d}"
@@ -91,6 +92,45 @@ def test_another_layout_continues_closely(
     difference = worst_difference(curve_of(rest), curve_of(whole[HALF:]))
     assert difference.loss <= OTHER_LAYOUT
     assert difference.grad_norm <= OTHER_LAYOUT
+
+
+PARTS = ("--freeze", "vision", "--aligner-lr-mult", "0.5")
+"""Parts with a rate of their own, which only the first stage of a pipeline has."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "before", "after"),
+    slow_except(
+        [
+            ("moe", (), "single", "ep2xdp2"),
+            ("moe", (), "ep2xdp2", "single"),
+            ("moe", (), "ep2xdp2", "tp2+sp"),
+            ("moe", (), "tp2xetp2+sp", "ep2xdp2"),
+            ("moe", ("--lora-rank", "2"), "single", "ep2xdp2"),
+            ("moe", ("--lora-rank", "2"), "ep2xdp2", "single"),
+            ("moe", ("--bf16",), "single", "ep2xdp2"),
+            ("moe", ("--bf16",), "pp2", "ep2xdp2"),
+            ("moe", PARTS, "single", "ep2xdp2"),
+            ("moe", PARTS, "pp2xep2xdp2", "single"),
+            ("dense", PARTS, "single", "pp2"),
+            ("hybrid_moe", (), "ep2xdp2", "tp2+sp"),
+        ],
+        ("moe", (), "single", "ep2xdp2"),
+        ("moe", PARTS, "pp2xep2xdp2", "single"),
+    ),
+)
+def test_without_the_distributed_optimizer_experts_and_parts_continue_elsewhere(
+    checkpoint: Path, flags: tuple[str, ...], before: str, after: str, data: Path, tmp_path: Path
+) -> None:
+    """Megatron has an optimizer of their own for experts that EP divides, and groups for rates."""
+    whole, save = train_and_rewind(job(checkpoint, data, before, *flags), tmp_path)
+    other = job(checkpoint, data, after, *flags)
+    rest = train(other, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
+    assert [entry["iteration"] for entry in rest] == [3, 4]
+    difference = worst_difference(curve_of(rest), curve_of(whole[HALF:]))
+    limit = OTHER_LAYOUT if "--bf16" not in flags else 0.05
+    assert difference.loss <= limit
+    assert difference.grad_norm <= limit
 
 
 def test_under_a_split_of_its_own_a_run_saves_and_exports_what_it_holds(
