@@ -277,6 +277,9 @@ def check_parts(out: Path, specs: Sequence[str], gpus: int, patience: float) -> 
                 command += ["--timeout", f"{seconds * 3 * patience:g}"]
                 part = Part(title, command, seconds, read_verify_report)
                 yield not_applicable_part(title, missing) if missing else part
+    examples = str(ROOT / "benchmarks" / "python_examples.py")
+    command = [sys.executable, examples, str(out / "python-examples"), *python_command()]
+    yield Part("python examples", command, 120, find_json)
     kernels = [sys.executable, str(ROOT / "benchmarks" / "kernels.py")]
     yield Part("attention kernels, torch spec, bf16", kernels, 12, read_worst_kernel)
     yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 8, find_json)

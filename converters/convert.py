@@ -10,11 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from mcore_qwen3vl.converters.offline.engine import ConversionResult, convert, write
+from mcore_qwen3vl.converters.offline.engine import ConversionResult, plan_and_write, write
 from mcore_qwen3vl.converters.offline.to_hf import HFOptions, plan_hf_to_hf, plan_mcore_to_hf
 from mcore_qwen3vl.converters.offline.to_mcore import McoreOptions, plan_hf_to_mcore
 
 __all__ = [
+    "ConversionResult",
+    "HFOptions",
+    "McoreOptions",
     "hf_to_hf",
     "hf_to_mcore",
     "mcore_to_hf",
@@ -32,7 +35,7 @@ def hf_to_mcore(
 
     `plan_hf_to_mcore` and `write` describe the arguments and the errors.
     """
-    return convert(plan_hf_to_mcore, src, dst, dict(options))
+    return plan_and_write(plan_hf_to_mcore, src, dst, dict(options))
 
 
 def mcore_to_hf(
@@ -46,11 +49,11 @@ def mcore_to_hf(
 
     `plan_mcore_to_hf` and `write` describe the arguments and the errors.
     """
-    return convert(partial(plan_mcore_to_hf, hf_config=hf_config), src, dst, dict(options))
+    return plan_and_write(partial(plan_mcore_to_hf, hf_config=hf_config), src, dst, dict(options))
 
 
 def hf_to_hf(
     src: str | Path, dst: str | Path, *, vocab_size: int | None = None, **options: Unpack[HFOptions]
 ) -> ConversionResult:
     """Write a Hugging Face checkpoint of the same model; see `plan_hf_to_hf` and `write`."""
-    return convert(partial(plan_hf_to_hf, vocab_size=vocab_size), src, dst, dict(options))
+    return plan_and_write(partial(plan_hf_to_hf, vocab_size=vocab_size), src, dst, dict(options))

@@ -151,6 +151,8 @@ def read_adapter_for(
 def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, purpose: str) -> Any:
     """Call `on_rank` on torchrun's ranks if torchrun started us, otherwise on ranks started here.
 
+    In a program that has begun its process group already, the ranks are those of the group.
+
     The function must be picklable if it runs on GPUs; on the CPU the backend must be installed.
 
     Returns:
@@ -159,6 +161,8 @@ def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, pu
     Raises:
         BadInput: there is no GPU, or there are too few.
     """
+    if dist.is_initialized():
+        return on_rank()
     if not (on_cpu or torch.cuda.device_count()):
         raise BadInput(f"There is no GPU here: pass --cpu to {purpose} on the CPU.")
     if "RANK" in os.environ:

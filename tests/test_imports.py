@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import mcore_qwen3vl
+
 ROOT = Path(__file__).parents[1]
 
 ORDER = (
@@ -73,7 +75,6 @@ ORDER = (
     "scoring",
     "simulated_gpu",
     "rehearsal",
-    "standalone",
     "verification.measurement",
     "verification.report",
     "verification.figures",
@@ -82,6 +83,7 @@ ORDER = (
     "verification.parity",
     "verification.trace",
     "verification.curves",
+    "api",
     "demos",
     "launch",
     "cli",
@@ -208,6 +210,12 @@ def test_the_simulated_gpu_imports_nothing_else_of_ours(modules: dict[str, str])
 
 def test_no_module_imports_itself_in_a_circle(modules: dict[str, str]) -> None:
     assert cycles(modules) == []
+
+
+def test_no_module_imports_the_functions_of_the_package_itself(modules: dict[str, str]) -> None:
+    """They are for other programs: here a name is imported from its home."""
+    pairs = ((m, name) for m, source in modules.items() for _, name in imported(m, source))
+    assert [pair for pair in pairs if pair[1] in mcore_qwen3vl.__all__] == []
 
 
 @pytest.mark.parametrize(

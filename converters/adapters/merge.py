@@ -32,7 +32,7 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, Kind, identify
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, table
-from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult, convert
+from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult, plan_and_write
 from mcore_qwen3vl.converters.offline.to_hf import (
     HFOptions,
     LayoutChoice,
@@ -60,7 +60,7 @@ def merge(
 
     `plan_merge` and `engine.write` describe the arguments and the errors.
     """
-    return convert(partial(plan_merge, base), adapter, dst, dict(options))
+    return plan_and_write(partial(plan_merge, base), adapter, dst, dict(options))
 
 
 def plan_merge(

@@ -284,7 +284,7 @@ def _is_checkpoint(path: Path) -> bool:
     return identify(path).is_checkpoint
 
 
-def convert(
+def plan_and_write(
     plan: Callable[..., ConversionPlan], src: str | Path, dst: str | Path, options: dict[str, Any]
 ) -> ConversionResult:
     """Plan and write a conversion; `options` are those of `plan` and of `write`."""

@@ -13,6 +13,7 @@ from packaging.version import Version
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import require_processor
 from mcore_qwen3vl.converters.hf.config_file import dumps
+from mcore_qwen3vl.converters.identify import Kind, identify, resolve
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object_or_empty
@@ -65,6 +66,10 @@ _SIZE = ("shortest_edge", "longest_edge")
 def load_processor(checkpoint: str | Path) -> Any:
     """Load a checkpoint's HF processor (tokenizer, image and video processor, chat template).
 
+    Args:
+        checkpoint: a Hugging Face directory, a Megatron-Core one with its ``hf/`` folder, or a hub
+            id, of which no weights are fetched.
+
     Raises:
         BadInput: the directory lacks one of the processor's files; a setting would give pixels that
             are not finite, or is not supported; the tokenizer has a token for which the model's
@@ -78,7 +83,9 @@ def load_processor(checkpoint: str | Path) -> Any:
             f"Data and prompts need transformers {OLDEST_TRANSFORMERS} or newer; {installed} is "
             "installed, which is enough for model, conversion, checks and VERL. Upgrade it."
         )
-    require_processor(Path(checkpoint))
+    place = identify(resolve(checkpoint, weights=False))
+    checkpoint = place.config() if place.kind is Kind.MEGATRON else place.path
+    require_processor(checkpoint)
     try:
         processor = AutoProcessor.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=False
@@ -89,8 +96,8 @@ def load_processor(checkpoint: str | Path) -> Any:
             f"{checkpoint} holds no usable processor: {' '.join(str(error).split())} Copy the "
             "tokenizer, the processor configs and chat_template.jinja from the model's repository."
         ) from error
-    _require_embedding_rows(processor.tokenizer, Path(checkpoint))
-    for section, (where, _) in _read_sections(Path(checkpoint)).items():
+    _require_embedding_rows(processor.tokenizer, checkpoint)
+    for section, (where, _) in _read_sections(checkpoint).items():
         _check_settings(section, getattr(processor, section), f"{checkpoint}: {where}")
     videos = processor.video_processor
     if getattr(videos, "cap_pixels_per_frame", False) is None:

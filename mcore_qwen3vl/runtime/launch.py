@@ -130,6 +130,11 @@ def run_layout(
         RanksFailed: a rank raised anything else, died, or did not finish in time.
     """
     timeout = max(timeout, min(timeout * PATIENCE, _LONGEST_PATIENCE))
+    if device == "cpu" and dist.is_initialized():
+        raise BadInput(
+            "Ranks are forked, and this process is a rank itself, since it called load_model or "
+            "torch.distributed.init_process_group: start them in another process."
+        )
     if device == "cpu":
         cpu.install()
     else:
@@ -160,10 +165,11 @@ def run_layout(
 
 
 def initialize(layout: Layout, *, seed: int = 1234) -> None:
-    """Set up Megatron's process groups and random states for this rank.
+    """Set up Megatron's process groups and random states for this rank, unless that is done.
 
-    ``torch.distributed`` must be initialised with ``layout.world_size`` ranks; if it has another
-    number, this raises BadInput.
+    Raises:
+        BadInput: ``torch.distributed`` has another number of ranks than the layout, or the process
+            groups are those of other sizes.
     """
     # Imported here, because megatron must not be imported before the CPU backend is installed.
     from megatron.core import parallel_state, tensor_parallel
@@ -172,6 +178,9 @@ def initialize(layout: Layout, *, seed: int = 1234) -> None:
         raise BadInput(
             f"Layout {layout} needs {layout.world_size} ranks; {dist.get_world_size()} are running."
         )
+    if parallel_state.model_parallel_is_initialized():
+        _require_running_sizes(layout)
+        return
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -181,6 +190,26 @@ def initialize(layout: Layout, *, seed: int = 1234) -> None:
         expert_tensor_parallel_size=layout.etp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _require_running_sizes(layout: Layout) -> None:
+    """Raise BadInput if Megatron's process groups have other sizes than the layout."""
+    from megatron.core import parallel_state
+
+    running = Layout(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+        etp=parallel_state.get_expert_tensor_parallel_world_size(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        dp=parallel_state.get_data_parallel_world_size(),
+    )
+    wanted = Layout(layout.tp, layout.pp, 1, layout.ep, layout.etp, layout.cp, layout.dp)
+    if running != wanted:
+        raise BadInput(
+            f"Layout {layout} is not that of this process, {running}: a process has one layout, "
+            "that of its first model. Use it again, or another process."
+        )
 
 
 @dataclass

@@ -209,6 +209,10 @@ class Tally:
     positive_first: float | None = None
     """Share of the queries with a positive and negatives whose positive has the highest score."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it in JSON's types."""
+        return asdict(self)
+
 
 def values_in(entry: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return the values `key` in a line, by the names of its texts; one alone has no name."""

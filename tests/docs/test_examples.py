@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_record
@@ -62,7 +63,7 @@ def test_python_example(tmp_path, ranks):
 
 def python_example(layout: Layout) -> str:
     """Return the program of the page with `layout` for its own."""
-    (example,) = blocks(DOCS / "python.md", "python")
+    example, _ = blocks(DOCS / "python.md", "python")
     text = example.text.replace("layout = Layout()", f"layout = {layout!r}")
     assert f"layout = {layout!r}" in text
     return text
@@ -98,6 +99,18 @@ def test_python_example_under_a_layout(layout, alone, tmp_path):
     other = ["loss 0.000"] * 3 if layout.cp > 1 else alone
     assert _printed(layout, tmp_path) == [alone, other]
     assert (tmp_path / "tuned" / "model.safetensors").exists()
+
+
+def test_python_example_that_starts_its_ranks(tmp_path):
+    """Each of the two has a part of the parameters."""
+    _, example = blocks(DOCS / "python.md", "python")
+    write_tiny_checkpoint(tmp_path / "model")
+    printed = []
+    with contextlib.chdir(tmp_path):
+        exec(example.text, {"__name__": "__main__", "print": printed.append})
+    ((first, second),) = printed
+    whole = sum(t.numel() for t in load_file(tmp_path / "model" / "model.safetensors").values())
+    assert max(first, second) < whole < first + second
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])

@@ -11,6 +11,7 @@ import pytest
 import typer
 import yaml
 
+import mcore_qwen3vl
 from mcore_qwen3vl.cli import app
 from mcore_qwen3vl.data.records.parse import GROUP as HOOKS
 from mcore_qwen3vl.simulated_gpu.__main__ import make_parser
@@ -149,9 +150,21 @@ def test_the_api_reference_has_every_package():
     parts = [init.parent for init in ROOT.glob("converters/*/__init__.py")]
     parts += [file for file in ROOT.glob("converters/*.py") if file.stem != "__init__"]
     packages |= {f"mcore_qwen3vl.converters.{part.stem}" for part in parts}
-    packages |= {"mcore_qwen3vl.generation", "mcore_qwen3vl.standalone"}
+    packages |= {"mcore_qwen3vl.generation"}
     unshown = {"cli", "converters", "launch"}  # the parts of `converters` are shown
     assert packages - shown == {f"mcore_qwen3vl.{name}" for name in unshown}
+
+
+def test_the_api_reference_has_every_function_of_the_package():
+    """A function has a page of its own, with an example above its description."""
+    functions = [name for name in mcore_qwen3vl.__all__ if name[0].islower()]
+    assert len(functions) == 9
+    for name in functions:
+        page = ROOT / "docs" / "api" / f"{name}.md"
+        home = getattr(mcore_qwen3vl, name).__module__
+        example, _, reference = page.read_text().partition("\n::: ")
+        assert reference.splitlines()[0] == f"{home}.{name}"
+        assert "```python\n" in example or name == "reduce_gradients"
 
 
 def test_the_readme_names_every_page():

@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.events import FINALIZE, FORWARD_BACKWARD, LOG, Built, Phase, RunObserver
-from mcore_qwen3vl.verify.curves import run_rank
+from mcore_qwen3vl.verification.curves import run_rank
 from tests.training.one_step import step_job
 
 

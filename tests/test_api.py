@@ -11,17 +11,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from PIL import Image
 from torch import nn
 
-from mcore_qwen3vl.data import IGNORED, load_processor
-from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.standalone import (
-    init_distributed,
+from mcore_qwen3vl import (
+    Layout,
+    api,
     load_model,
+    load_processor,
     prepare_batch,
     reduce_gradients,
     save_model,
 )
+from mcore_qwen3vl.data import IGNORED
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.turns import slow
 
@@ -60,9 +61,8 @@ def hugging_face_loss(checkpoint, model=None):
 
 
 def _one_step(checkpoint, layout, out):
-    device = init_distributed(layout)
-    assert device.type == "cpu"
-    (model,) = load_model(checkpoint, layout)
+    model = load_model(checkpoint, layout)
+    assert next(model.parameters()).device.type == "cpu"
     batch = prepare_batch(model, load_processor(checkpoint), CONVERSATIONS)
     losses = model(
         batch.input_ids,
@@ -71,7 +71,7 @@ def _one_step(checkpoint, layout, out):
         labels=batch.labels.clamp(min=0),
         visual=batch.visual,
     )
-    save_model(model, out, like=checkpoint)
+    save_model(model, out)
     loss = (losses * batch.loss_weights).sum() / batch.loss_weights.sum()
     return float(loss), batch.labels, batch.input_ids.shape[1]
 
@@ -91,19 +91,18 @@ def test_loss_and_export_are_hugging_faces(dense, layout, tmp_path):
 
 
 def _refusals(checkpoint):
-    init_distributed()
-    (model,) = load_model(checkpoint)
+    model = load_model(checkpoint)
     processor = load_processor(checkpoint)
     for conversations, message in (
-        ([], "no conversation"),
-        ([CONVERSATIONS[0], CONVERSATIONS[0][:1]], "Conversation 1 cannot be used: no assistant"),
+        ([], "no record"),
+        ([CONVERSATIONS[0], CONVERSATIONS[0][:1]], "Record 1 cannot be used: no assistant"),
         ([[{"role": "user", "content": [{"type": "image", "image": "absent.png"}]},
-           CONVERSATIONS[0][1]]], "Conversation 0 cannot be used: image .*absent.png"),
+           CONVERSATIONS[0][1]]], "Record 0 cannot be used: image .*absent.png"),
     ):  # fmt: skip
         with pytest.raises(BadInput, match=message):
             prepare_batch(model, processor, conversations)
     with pytest.raises(BadInput, match="needs 2 ranks; 1 are running"):
-        init_distributed(Layout(tp=2))
+        load_model(checkpoint, Layout(tp=2))
 
 
 def test_what_cannot_be_used_is_named(dense):
@@ -116,9 +115,9 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3)
 
 
-def _backward(chunks, batch):
+def _backward(model, batch):
     """Run a pass like the documentation's, or by Megatron's schedule; return the token count."""
-    held = chunks[0].local_tokens(batch.input_ids.shape[1])
+    held = model.local_tokens(batch.input_ids.shape[1])
     weights = batch.loss_weights[:, held]
 
     def forward_step(_, model):
@@ -132,13 +131,13 @@ def _backward(chunks, batch):
         return losses, lambda losses: ((losses * weights).sum(), weights.sum().int(), {})
 
     if mpu.get_pipeline_model_parallel_world_size() == 1:
-        losses, loss = forward_step(None, chunks[0])
+        losses, loss = forward_step(None, model)
         loss(losses)[0].backward()
     else:
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=None,
-            model=chunks,
+            model=[model],
             num_microbatches=1,
             seq_length=batch.input_ids.shape[1],
             micro_batch_size=len(batch.input_ids),
@@ -148,16 +147,15 @@ def _backward(chunks, batch):
 
 
 def _three_steps(checkpoint, layout, out, reduce=reduce_gradients):
-    init_distributed(layout)
-    chunks = load_model(checkpoint, layout)
+    model = load_model(checkpoint, layout)
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    batch = prepare_batch(chunks[0], load_processor(checkpoint), CONVERSATIONS[rank::size])
-    optimizer = adamw([p for chunk in chunks for p in chunk.parameters()])
+    batch = prepare_batch(model, load_processor(checkpoint), CONVERSATIONS[rank::size])
+    optimizer = adamw(model.parameters())
     for _ in range(3):
-        reduce(chunks, _backward(chunks, batch))
+        reduce(model, _backward(model, batch))
         optimizer.step()
         optimizer.zero_grad()
-    save_model(chunks, out, like=checkpoint)
+    save_model(model, out)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +217,7 @@ def test_without_reduced_gradients_nothing_is_saved(trained, layout, tmp_path):
     out = tmp_path / "out"
 
     def run():
-        _three_steps(checkpoint, layout, out, reduce=lambda chunks, num_tokens: None)
+        _three_steps(checkpoint, layout, out, reduce=lambda model, num_tokens: None)
 
     with pytest.raises(BadInput, match=r"different values of \d+ tensors.* call reduce_gradients"):
         run_layout(run, layout.world_size)
@@ -232,12 +230,11 @@ def test_one_different_bit_is_found(trained, tmp_path):
     name = "model.language_model.layers.2.self_attn.q_norm.weight"
 
     def run():
-        init_distributed(layout)
-        (model,) = load_model(checkpoint, layout)
+        model = load_model(checkpoint, layout)
         weight = model.decoder.layers[2].self_attention.q_layernorm.weight.data
         if mpu.get_tensor_model_parallel_rank() == 1:
             weight[3] = torch.nextafter(weight[3], torch.tensor(2.0))
-        save_model(model, tmp_path / "out", like=checkpoint)
+        save_model(model, tmp_path / "out")
 
     with pytest.raises(BadInput, match=rf"different values of 1 tensors .*\({name}\)"):
         run_layout(run, layout.world_size)
@@ -247,8 +244,7 @@ def test_gradients_of_megatrons_ddp_are_left_to_megatron(trained):
     checkpoint, _, _ = trained("dense")
 
     def run():
-        init_distributed()
-        (model,) = load_model(checkpoint)
+        model = load_model(checkpoint)
         wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         reduce_gradients(wrapped, 1.0)
 
@@ -258,9 +254,12 @@ def test_gradients_of_megatrons_ddp_are_left_to_megatron(trained):
 
 def test_on_gpus_transfers_are_ordered_before_cuda_starts(monkeypatch):
     called = []
-    monkeypatch.setattr("mcore_qwen3vl.standalone.order_transfers", lambda: called.append("order"))
+    monkeypatch.setattr(api.cpu, "is_installed", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(api, "order_transfers", lambda: called.append("order"))
     monkeypatch.setattr("torch.cuda.set_device", lambda device: called.append("start"))
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("mcore_qwen3vl.standalone.initialize", lambda *_, **__: None)
-    init_distributed(device="cuda")
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(api, "initialize", lambda *_, **__: None)
+    monkeypatch.setattr(api.atexit, "register", lambda function: None)
+    api._start_rank(Layout(), api._choose_device(None), 1)
     assert called == ["order", "start"]
