@@ -3,8 +3,17 @@
 They are imported on first use, so ``import mcore_qwen3vl`` imports neither torch nor megatron.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import sys
+
+# Before other imports: Python is looking for the program of `python -m mcore_qwen3vl...`, and would
+# find their modules in the current folder.
+if sys.argv[:1] == ["-m"]:
+    from mcore_qwen3vl.safe_path import leave_out_current_folder
+
+    leave_out_current_folder()
+
+from importlib import import_module  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.api import (
