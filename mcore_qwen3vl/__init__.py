@@ -12,8 +12,8 @@ if sys.argv[:1] == ["-m"]:
 
     leave_out_current_folder()
 
-from importlib import import_module  # noqa: E402
-from typing import TYPE_CHECKING, Any  # noqa: E402
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.api import (
