@@ -116,8 +116,9 @@ def check_values(
     for name, given in explicit.items():
         flag = flags[name]
         _check_range(flag, name, given)
-        if isinstance(given, str) and (why := _REFUSED.get((name, given))):
-            raise BadInput(f"{flag} {given}: {why}.")
+        word = getattr(given, "name", given)  # Megatron's parser makes an enum of a signal's name
+        if isinstance(word, str) and (why := _REFUSED.get((name, word))):
+            raise BadInput(f"{flag} {word}: {why}.")
         if given and spec == "torch" and name in _NEEDS_TE:
             instead = "leave it out" if cpu else "use --spec te, or leave it out"
             raise BadInput(f"{flag} needs Transformer Engine, which --spec torch lacks: {instead}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def check(flags: dict[str, str], *, spec: str = "torch", cpu: bool = True, **giv
         ({"adam_beta1": 1.0}, "--adam-beta1 is 1.0; it is at least 0 and below 1"),
         ({"optimizer_offload_fraction": 1.5}, "it is from 0 to 1"),
         ({"video_fps": 0.0}, "--video-fps is 0.0; it is above 0"),
-        ({"exit_signal": "SIGKILL"}, "--exit-signal SIGKILL: no process can catch it"),
+        ({"exit_signal": signal.SIGKILL}, "--exit-signal SIGKILL: no process can catch it"),
+        ({"rerun_mode": "report_stats"}, "--rerun-mode report_stats: Megatron does not know"),
         ({"non_persistent_save_interval": 3}, "add --non-persistent-ckpt-type global"),
         ({"tp_comm_overlap_cfg": "gone"}, "--tp-comm-overlap-cfg: there is no file gone"),
         (
@@ -64,7 +66,7 @@ def test_a_value_that_a_flag_cannot_have_is_refused(
 
 def test_values_at_the_border_are_taken(flags: dict[str, str]) -> None:
     check(flags, log_interval=1, iterations_to_skip=[1], vision_lr_mult=0.0, adam_beta1=0.0)
-    check(flags, optimizer_offload_fraction=1.0, exit_signal="SIGTERM", use_sharp=False)
+    check(flags, optimizer_offload_fraction=1.0, exit_signal=signal.SIGTERM, use_sharp=False)
     check(flags, spec="te", cpu=False, batch_invariant_mode=True, use_sharp=True)
     check(flags, save_interval=None)
     check(flags, non_persistent_save_interval=3, non_persistent_ckpt_type="local")
