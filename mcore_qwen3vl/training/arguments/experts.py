@@ -26,6 +26,11 @@ def check_experts(settings: Settings) -> None:
             "--moe-token-dispatcher-type allgather takes rows of one length from all ranks, and "
             f"these differ in length: use alltoall, the default{fixed}."
         )
+    if compute.moe_routing_trace_path and settings.model.cpu:
+        raise BadInput(
+            "--moe-routing-trace-path with --cpu: Megatron's tracer asks the CUDA device in each "
+            "step. Leave it out."
+        )
     if not (compute.fp8 or compute.fp4):
         _refuse(
             "pads the tokens of each expert for FP8 or FP4: add --fp8-format, or leave it out",

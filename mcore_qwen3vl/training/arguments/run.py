@@ -245,6 +245,7 @@ class ComputeSettings:
     moe_router_padding_for_quantization: bool = False
     moe_expert_capacity_factor: float | None = None
     moe_token_drop_policy: str = "probs"
+    moe_routing_trace_path: Folder | None = None
     moe_aux_loss_coeff: float | tuple[float, ...] | None = None
     moe_z_loss_coeff: float | None = None
     padded_vocab_size: int | None = None

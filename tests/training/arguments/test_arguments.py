@@ -159,6 +159,7 @@ EXPERTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
         ("moe", 2, (*FIRST, "--context-parallel-size", "2"), "Use probs, the default"),
         ("moe", 2, (*GATHER, *EP2, "--pad-to-longest"), "use alltoall.*, or give --seq-length N"),
         ("moe", 2, (*GATHER, *EP2, *VALIDATION, "--packing"), r"alltoall, the default\."),
+        ("moe", 1, ("--cpu", "--moe-routing-trace-path", "x"), "trace-path with --cpu: Megatron's"),
         ("moe", 1, ("--moe-router-padding-for-fp8",), "padding-for-fp8 pads .* add --fp8-format"),
         ("moe", 1, ("--moe-router-padding-for-quantization",), "or leave it out"),
         # Further tokens.
