@@ -128,7 +128,7 @@ def test_without_the_distributed_optimizer_experts_and_parts_continue_elsewhere(
     rest = train(other, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
     assert [entry["iteration"] for entry in rest] == [3, 4]
     difference = worst_difference(curve_of(rest), curve_of(whole[HALF:]))
-    limit = OTHER_LAYOUT if "--bf16" not in flags else 0.05
+    limit = OTHER_LAYOUT if "--bf16" not in flags else 3e-3  # 1e-3 on two x86 cores
     assert difference.loss <= limit
     assert difference.grad_norm <= limit
 
