@@ -22,11 +22,12 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -68,6 +69,7 @@ def add_flags(
     *,
     leave_out: Collection[str] = (),
     undecided: Collection[str] = (),
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Add a flag for each field of a dataclass.
 
@@ -77,12 +79,13 @@ def add_flags(
         leave_out: names of fields that something else sets.
         undecided: names of switches that other flags decide where the command line says nothing;
             their default is None, whatever the field's is.
+        texts: the help of fields whose docstring is not their help.
     """
-    kinds, texts = get_type_hints(owner, include_extras=True), field_docs(owner)
+    kinds, helps = get_type_hints(owner, include_extras=True), {**field_docs(owner), **texts}
     for field in fields(owner):
         if field.name not in leave_out:
             default = None if field.name in undecided else field.default
-            text = texts.get(field.name, "")
+            text = helps.get(field.name, "")
             _add_flag(group, field.name, kinds[field.name], default, text)
 
 

@@ -53,7 +53,6 @@ ORDER = (
     "converters.describe",
     "runtime",
     "model",
-    "objectives",
     "data.records",
     "data.config",
     "data.processor",

@@ -28,7 +28,9 @@ from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.machine import require_extra
-from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K
+
+TEACHER_TOP_K = 64
+"""The usual number of a teacher's likeliest tokens that a student learns from."""
 
 _ROWS = 64
 """Rows of a record batch, by which a row is found."""
@@ -288,3 +290,11 @@ class Teacher:
         # A copy, since a tensor on the memory map could be written to.
         ids, log_probs = (torch.from_numpy(array.copy()) for array in values)
         return Top(ids.view(-1, self._k), log_probs.view(-1, self._k + 1))
+
+
+def check_top_k(flag: str, k: int, vocab_size: int) -> None:
+    """Raise BadInput unless `k`, which `flag` gives, is from 1 to `vocab_size`."""
+    if not 1 <= k <= vocab_size:
+        raise BadInput(
+            f"{flag} is {k}; it must be from 1 to the {vocab_size} tokens of the vocabulary."
+        )

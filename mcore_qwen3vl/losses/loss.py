@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
@@ -25,6 +26,13 @@ else:
     forward_step = Lazy("mcore_qwen3vl.training.forward_step")
 
 
+class FrozenModel(NamedTuple):
+    """The flag that names a second, frozen model, and its checkpoint of either kind."""
+
+    flag: str
+    path: str
+
+
 @dataclass(frozen=True)
 class Loss:
     """A loss, or a family of losses that share their settings, with what a command line says.
@@ -39,8 +47,11 @@ class Loss:
         group: the title of the flags in ``--help``.
         help: what `flag`'s help says about the names.
         unit: what the loss is a mean over, in the plural.
+        groups: whether a record may give several sequences, which stay in one micro-batch.
+        takes_mtp: whether multi-token prediction can be trained beside it.
         lm_head: whether the model has the head ``lm_head``.
         trains_score: whether it has the head ``score`` in its place.
+        made_up_records: options of :func:`.write_half_images`, for the data of a rehearsal.
         logged: the names in the log of what is minimised, one of which a run has.
     """
 
@@ -51,8 +62,11 @@ class Loss:
     group: ClassVar[str] = ""
     help: ClassVar[str] = ""
     unit: ClassVar[str] = "tokens"
+    groups: ClassVar[bool] = False
+    takes_mtp: ClassVar[bool] = False
     lm_head: ClassVar[bool] = True
     trains_score: ClassVar[bool] = False
+    made_up_records: ClassVar[Mapping[str, bool]] = MappingProxyType({})
     logged: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -70,6 +84,12 @@ class Loss:
         """Return the names that each flag is for, where it is not for all of them."""
         return {}
 
+    def check_alone(self, run: RunSettings) -> None:
+        """Raise BadInput for flags that contradict the choice of this loss.
+
+        It is called first; then the flags of other losses are refused.
+        """
+
     def complete(self, run: RunSettings, lora: LoraSettings, architecture: Architecture) -> Self:
         """Return this loss with the defaults that depend on the other settings.
 
@@ -79,6 +99,19 @@ class Loss:
 
     def labels(self, run: RunSettings, lora: LoraSettings) -> Labels | None:
         """Return the labels of the model's head; none: it has no head; None: it has lm_head."""
+        return None
+
+    def checkpoints(self) -> dict[str, str | None]:
+        """Return the checkpoints that flags of the loss name, by the flags."""
+        return {}
+
+    def frozen_model(self, run: RunSettings, lora: LoraSettings) -> FrozenModel | None:
+        """Return the frozen model that runs beside the one that trains, if there is one."""
+        return None
+
+    @property
+    def teacher_temperature(self) -> float | None:
+        """The temperature of a teacher whose likeliest tokens lie beside the data, if it has one"""
         return None
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
@@ -129,6 +162,11 @@ def refuse_router_losses(run: RunSettings, owner: str, unit: str) -> None:
                 f"loss is a mean over {unit}, so they would weigh hundreds of times too much. Set "
                 "it to 0."
             )
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `values` that flags give; the loss has its own defaults for the others."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def require(name: str, value: float, holds: bool, what: str) -> None:

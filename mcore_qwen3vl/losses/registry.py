@@ -1,7 +1,9 @@
 """Which losses there are.
 
 The command line, the data, the logs, rehearsals and checkpoints ask here. To delete a loss, delete
-its file and its line in :data:`LOSSES`.
+its file and its line in :data:`BUILT_IN`. To add one from another package, register a subclass of
+:class:`.Loss` as an entry point of the group ``mcore_qwen3vl.loss_families``. Every command line
+imports it, so it names torch lazily, as the losses here do.
 """
 
 from __future__ import annotations
@@ -10,17 +12,28 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from importlib.metadata import entry_points
 from itertools import groupby
 from typing import Any
 
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import add_flags, make_from_flags, stands_last
+from mcore_qwen3vl.functions import RULE
 from mcore_qwen3vl.losses.classify import Classify
+from mcore_qwen3vl.losses.distillation import DistillationLoss
 from mcore_qwen3vl.losses.embedding import Embedding
+from mcore_qwen3vl.losses.kto import KtoLoss
 from mcore_qwen3vl.losses.loss import Loss, refuse_without
+from mcore_qwen3vl.losses.preference import PreferenceLoss
 from mcore_qwen3vl.losses.reranker import Reranker
 from mcore_qwen3vl.losses.reward import Reward
+from mcore_qwen3vl.losses.tokens import TokenLoss, registered
 
-LOSSES: tuple[type[Loss], ...] = (
+BUILT_IN: tuple[type[Loss], ...] = (
+    PreferenceLoss,
+    KtoLoss,
+    DistillationLoss,
+    TokenLoss,
     Embedding,
     Reranker,
     Reward,
@@ -28,29 +41,75 @@ LOSSES: tuple[type[Loss], ...] = (
 )
 """In the order of ``--help``."""
 
-
-def kind_of(flags: Mapping[str, Any]) -> type[Loss] | None:
-    """Return the loss that parsed `flags` name, by their ``dest`` names."""
-    name = flags.get("task")
-    return next((loss for loss in LOSSES if name in loss.names), None)
+GROUP = "mcore_qwen3vl.loss_families"
+"""The entry points of other packages' subclasses of :class:`.Loss`."""
 
 
-def loss_of(flags: argparse.Namespace) -> Loss | None:
+@cache
+def all_losses() -> tuple[type[Loss], ...]:
+    """Return the losses of this package and of others; BadInput for one that cannot be used."""
+    found = list(BUILT_IN)
+    for entry in entry_points(group=GROUP):
+        loss = entry.load()
+        if not (isinstance(loss, type) and issubclass(loss, Loss)):
+            raise BadInput(
+                f"The entry point {entry.name} of {GROUP} is {entry.value}, which is no subclass "
+                "of mcore_qwen3vl.losses.loss.Loss. Correct or remove the package that has it."
+            )
+        if taken := {name for other in found for name in other.names} & set(loss.names):
+            raise BadInput(
+                f"The entry point {entry.name} of {GROUP} names a loss {', '.join(sorted(taken))}, "
+                "as another loss does. Rename it in its package."
+            )
+        found.append(loss)
+    return tuple(found)
+
+
+def kind_of(flags: Mapping[str, Any]) -> type[Loss]:
+    """Return the loss that `flags` name, by ``dest`` names; BadInput if there is no such loss."""
+    if task := flags.get("task"):
+        return _loss_named(task)
+    name = flags.get("loss") or TokenLoss.names[0]
+    known = {name: loss for loss in all_losses() if loss.flag == "--loss" for name in loss.names}
+    if name in known:
+        return known[name]
+    if ":" not in name and name not in (others := registered()):
+        names = ", ".join(dict.fromkeys([*TokenLoss.names, *known, *others]))
+        raise BadInput(
+            f"--loss {name} is not known. There are {names}; or name a function as {RULE}."
+        )
+    return TokenLoss
+
+
+def loss_of(flags: argparse.Namespace) -> Loss:
     """Make the loss that parsed flags describe."""
-    kind = kind_of(vars(flags))
-    return make_from_flags(kind, flags, name=flags.task) if kind else None
+    return make_from_flags(kind_of(vars(flags)), flags, name=flags.task or flags.loss)
+
+
+def help_of_loss() -> str:
+    """Return the help of ``--loss``."""
+    *others, tokens = (loss.help for loss in _in_order("--loss"))
+    return ", ".join([*others, tokens])
+
+
+def _in_order(flag: str) -> list[type[Loss]]:
+    """Return the losses that `flag` names, that of tokens last."""
+    losses = [loss for loss in all_losses() if loss.flag == flag]
+    return sorted(losses, key=lambda loss: loss is TokenLoss)
 
 
 def add_loss_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all losses, each once, and ``--task``."""
     seen = {"name"}
-    for title, group in groupby(LOSSES, key=lambda loss: loss.group):
+    with_flags = (loss for loss in all_losses() if loss.group)
+    for title, group in groupby(with_flags, key=lambda loss: loss.group):
         losses, arguments = list(group), parser.add_argument_group(title)
-        tasks = [loss for loss in losses if loss.flag == "--task"]
-        if tasks:
+        if any(loss.flag == "--task" for loss in losses) and "task" not in seen:
+            tasks = _in_order("--task")
             names = [name for loss in tasks for name in loss.names]
             text = ". ".join(loss.help for loss in tasks)
             arguments.add_argument("--task", choices=names, help=text)
+            seen.add("task")
         for last in (False, True):
             for loss in losses:
                 others = {name for name, is_last in stands_last(loss).items() if is_last != last}
@@ -58,12 +117,11 @@ def add_loss_flags(parser: argparse.ArgumentParser) -> None:
                 seen |= stands_last(loss).keys() - others
 
 
-def refuse_other_losses_flags(flags: argparse.Namespace, chosen: Loss | None) -> None:
+def refuse_other_losses_flags(flags: argparse.Namespace, chosen: Loss) -> None:
     """Raise BadInput if a flag is set that is for other losses than the `chosen` one."""
-    name = chosen.name if chosen else None
     wrong: dict[str, dict[str, Any]] = {}
     for field, owners in _owners_of_flags().items():
-        if name not in owners:
+        if chosen.name not in owners:
             flag = _loss_named(owners[0]).flag
             wrong.setdefault(f"{flag} {_join_names(owners)}", {})[field] = getattr(flags, field)
     for owner, values in wrong.items():
@@ -74,7 +132,7 @@ def refuse_other_losses_flags(flags: argparse.Namespace, chosen: Loss | None) ->
 def _owners_of_flags() -> dict[str, tuple[str, ...]]:
     """Return the names of the losses that each flag of a loss is for."""
     owners: dict[str, tuple[str, ...]] = {}
-    for loss in LOSSES:
+    for loss in all_losses():
         some = loss.owners()
         for field in fields(loss)[1:]:  # the first is the name
             owners[field.name] = (*owners.get(field.name, ()), *some.get(field.name, loss.names))
@@ -82,7 +140,7 @@ def _owners_of_flags() -> dict[str, tuple[str, ...]]:
 
 
 def _loss_named(name: str) -> type[Loss]:
-    return next(loss for loss in LOSSES if name in loss.names)
+    return next(loss for loss in all_losses() if name in loss.names)
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -91,5 +149,6 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def logged_names() -> tuple[str, ...]:
-    """Return the names in the log of what runs minimise, the one of a token's loss last."""
-    return tuple(name for loss in LOSSES for name in loss.logged)
+    """Return the names in the log of what runs minimise; a distillation logs tokens' loss too."""
+    losses = sorted(all_losses(), key=lambda loss: loss is TokenLoss)
+    return tuple(name for loss in losses for name in loss.logged)

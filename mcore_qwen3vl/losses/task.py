@@ -22,15 +22,19 @@ class TaskLoss(Loss):
     """A loss of ``--task``."""
 
     flag = "--task"
+    groups = True
     group = "qwen3-vl task"
 
-    def complete(self, run: RunSettings, lora: LoraSettings, architecture: Architecture) -> Self:
-        """Return the loss; BadInput for flags that do not fit it, or another loss beside it."""
+    def check_alone(self, run: RunSettings) -> None:
+        """Raise BadInput if ``--loss`` names another loss."""
         if run.training.loss != "cross_entropy":
             raise BadInput(
                 f"--loss {run.training.loss} with {self.chosen_by}, which has its own loss: drop "
                 "one of them."
             )
+
+    def complete(self, run: RunSettings, lora: LoraSettings, architecture: Architecture) -> Self:
+        """Return the loss; it raises BadInput if flags do not fit it."""
         self.check_model(run, lora)
         if self.trains_score and run.checkpoints.pretrained_checkpoint:
             raise BadInput(

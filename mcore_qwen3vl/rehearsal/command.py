@@ -21,7 +21,6 @@ from mcore_qwen3vl.converters.identify import identify, resolve
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.launch import catalogue
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K as K
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.training.arguments.command_line import (
     CommandLine,
@@ -29,7 +28,6 @@ from mcore_qwen3vl.training.arguments.command_line import (
     drop_unset_flags,
     without_flags,
 )
-from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.second_model import source_of
 
@@ -386,11 +384,10 @@ def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
         images=images,
         image_side=side,
         token_pixels=vision.patch_size * vision.spatial_merge_size,
-        pairs=command.value("--loss") in LOSSES,
-        labelled=command.value("--loss") == KTO,
+        **settings.loss.made_up_records,
     )
-    if settings.training.loss == DISTILL and not settings.distillation.teacher:
-        write_made_up_teacher(file, folder / "model", settings)
+    if (temperature := settings.loss.teacher_temperature) is not None:
+        write_made_up_teacher(file, folder / "model", settings, temperature)
     return command.plus("--hf-model", folder / "model", "--data-path", file).with_note(
         f"made-up data: samples of {tokens} tokens, with {images} image{'s' * (images > 1)} of "
         f"{side} x {side} tokens each"
@@ -402,7 +399,7 @@ def _config_file(model: Path) -> Path:
     return model / "config.json" if model.is_dir() else model
 
 
-def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
+def write_made_up_teacher(data: Path, model: Path, settings: Settings, temperature: float) -> None:
     """Write the file of a teacher for whom K tokens and all others together are equally likely."""
     # Imported here, because they take seconds.
     import numpy as np
@@ -410,6 +407,7 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
     from mcore_qwen3vl.data.config import DataConfig, parse_sources
     from mcore_qwen3vl.data.datasets import CrudeSamples
     from mcore_qwen3vl.data.processor import load_processor
+    from mcore_qwen3vl.data.scores import TEACHER_TOP_K as K
     from mcore_qwen3vl.data.scores import (
         encode_top,
         facts_file_of,
@@ -439,7 +437,7 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings) -> None:
     write_teacher(partial, teacher_file_of(data))
     facts = {
         "data": file_digest(data),
-        "temperature": settings.distillation.loss.temperature,
+        "temperature": temperature,
         "top_k": K,
         "checkpoint": {"path": "nobody"},
         "vocabulary": vocabulary_fingerprint(processor.tokenizer, architecture.vocab_size),

@@ -18,6 +18,7 @@ from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.readers import fingerprint
 from mcore_qwen3vl.data.scores import (
+    check_top_k,
     facts_file_of,
     file_digest,
     scores_file_of,
@@ -32,7 +33,6 @@ from mcore_qwen3vl.losses.embedding import require_last_token_pooling
 from mcore_qwen3vl.losses.reranker import ANSWERS
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.inputs import length_multiple
-from mcore_qwen3vl.objectives.settings import check_top_k
 from mcore_qwen3vl.scoring.records import OVERLONG, BlockResults, Output, Records, Tally
 from mcore_qwen3vl.unused.fields import Unused
 

@@ -42,7 +42,7 @@ from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, length_multiple
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
-from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ComputeSettings
+from mcore_qwen3vl.training.arguments.run import ComputeSettings
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.checkpoints.resume import step_to_load
@@ -54,7 +54,7 @@ label_module(__file__, "batch")
 
 def data_config(settings: Settings) -> DataConfig:
     """Derive from the flags how samples become batches, or raise BadInput for a bad length."""
-    parallel, data, loss = settings.parallel, settings.data, settings.training.loss
+    parallel, data, loss = settings.parallel, settings.data, settings.loss
     local, multiple = _token_multiple(settings.compute), _length_multiple(settings)
     if data.seq_length % multiple:
         quantized = f" (FP8 and FP4 need a multiple of {local} on each rank)"
@@ -63,8 +63,6 @@ def data_config(settings: Settings) -> DataConfig:
             f"{parallel.context_parallel_size} and TP {parallel.tensor_model_parallel_size} "
             f"require{quantized if local > 1 else ''}. Round it."
         )
-    pairs = loss in LOSSES
-    reads_teacher = loss == DISTILL and not settings.distillation.teacher
     per_step = data.micro_batch_size * parallel.data_parallel_size
     return replace(
         data,
@@ -72,12 +70,8 @@ def data_config(settings: Settings) -> DataConfig:
         length_multiple=(
             length_multiple(parallel.context_parallel_size) if data.packing else multiple
         ),
-        pairs=pairs,
-        labelled=loss == KTO,
-        references=pairs and settings.reference == "file",
-        teacher_temperature=settings.distillation.loss.temperature if reads_teacher else None,
         micro_batches=max(1, settings.loop.global_batch_size // per_step),
-        **(settings.loss.reads(settings, settings.lora) if settings.loss else {}),
+        **loss.reads(settings, settings.lora),
     )
 
 

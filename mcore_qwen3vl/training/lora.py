@@ -166,7 +166,7 @@ class LoraRun:
             architecture,
             settings.hf_config,
             base=settings.start,
-            scored_by=settings.scored_by,
+            scored_by=settings.loss.scored_by,
             seed=settings.loop.seed,
         )
 

@@ -25,7 +25,7 @@ def trained_of(settings: Settings, a: Architecture, model: Path) -> TrainedCount
     """Count the parameters that a LoRA run trains; None for a run without LoRA."""
     if not settings.lora.trains_adapter:
         return None
-    config = settings.lora.adapter_config(a, settings.scored_by)
+    config = settings.lora.adapter_config(a, settings.loss.scored_by)
     targets, saved = resolve_targets(config, model), apply_with_peft(config, model).saved
     return trained_parameters(targets, saved, tied=a.tie_word_embeddings)
 

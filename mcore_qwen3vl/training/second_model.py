@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.identify import identify, resolve
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.losses.loss import FrozenModel
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.run import OWN_SPLIT, ParallelSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
@@ -29,22 +30,9 @@ _READ_FROM_BATCHES = (
 )
 
 
-class Source(NamedTuple):
-    """The flag that names the second model, and its checkpoint of either kind."""
-
-    flag: str
-    path: str
-
-
-def source_of(settings: Settings) -> Source | None:
+def source_of(settings: Settings) -> FrozenModel | None:
     """Return the source of the second model; None if the run has no such model."""
-    if teacher := settings.distillation.teacher:
-        return Source("--teacher", teacher)
-    if settings.reference == "model":
-        # A rehearsal starts from no weights.
-        named = settings.preference.reference_model
-        return Source("--reference-model", named or settings.model.hf_model or "")
-    return None
+    return settings.loss.frozen_model(settings, settings.lora)
 
 
 def architecture_of(settings: Settings, trained: Architecture) -> Architecture | None:
@@ -85,7 +73,11 @@ class SecondModel:
     """
 
     def __init__(
-        self, settings: Settings, trained: Architecture, source: Source, architecture: Architecture
+        self,
+        settings: Settings,
+        trained: Architecture,
+        source: FrozenModel,
+        architecture: Architecture,
     ) -> None:
         self._source, self._architecture = source, architecture
         if architecture is not trained:
@@ -181,7 +173,7 @@ def _arguments_of_second(
 
 
 def _check_layout(
-    parallel: ParallelSettings, trained: Architecture, source: Source, second: Architecture
+    parallel: ParallelSettings, trained: Architecture, source: FrozenModel, second: Architecture
 ) -> None:
     """Refuse a second model that cannot be divided over the ranks as the one that trains is."""
     layout = Layout.from_flags(parallel, parallel.world_size, moe=second.is_moe)
@@ -196,7 +188,7 @@ def _check_layout(
 
 
 def _require_same_inputs(
-    settings: Settings, trained: Architecture, source: Source, second: Architecture
+    settings: Settings, trained: Architecture, source: FrozenModel, second: Architecture
 ) -> None:
     """Refuse a second model that needs other tokens, patches or positions in its batches."""
     from mcore_qwen3vl.data.processor import load_processor

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.losses.reward import reward_losses
 from mcore_qwen3vl.model.head import FLOOR
-from mcore_qwen3vl.objectives.losses import divergences, labelled_losses, pair_losses
-from mcore_qwen3vl.objectives.settings import Distillation, Kto, Preference
+from mcore_qwen3vl.losses.distillation import Distillation, divergences
+from mcore_qwen3vl.losses.kto import Kto, labelled_losses
+from mcore_qwen3vl.losses.preference import Preference, pair_losses
 
 trl = pytest.importorskip("trl")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.torch_dist import read_metadata
-from mcore_qwen3vl.objectives.settings import Distillation
+from mcore_qwen3vl.losses.distillation import Distillation
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa

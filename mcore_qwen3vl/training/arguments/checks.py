@@ -38,9 +38,6 @@ from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine, help_words
 from mcore_qwen3vl.training.arguments.experts import check_experts
 from mcore_qwen3vl.training.arguments.run import (
-    DISTILL,
-    KTO,
-    LOSSES,
     CheckpointSettings,
     ComputeSettings,
     LogSettings,
@@ -50,9 +47,6 @@ from mcore_qwen3vl.training.arguments.schedule import ITERS, SAMPLES
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.folders import check_export, check_overwriting, check_writable
 from mcore_qwen3vl.unused.fields import Unused
-
-NOT_OF_TOKENS = (*LOSSES, KTO, DISTILL)
-"""Losses of ``--loss`` that are no function of single tokens' cross entropies."""
 
 
 def check(settings: Settings, architecture: Architecture) -> None:
@@ -200,14 +194,10 @@ def _check_mtp(settings: Settings, count: int) -> None:
             "(text_config.mtp_num_hidden_layers). Leave the flag out"
             + (f", or set it to {count}." if count else ".")
         )
-    loss = settings.training.loss
-    other = f"--loss {loss}" if loss in NOT_OF_TOKENS else ""
-    if settings.loss:
-        other = settings.loss.chosen_by
-    if other:
+    if not settings.loss.takes_mtp:
         raise BadInput(
-            f"--mtp-num-layers with {other}: a further token is predicted beside a loss of single "
-            "tokens, such as cross_entropy. Leave one of them out."
+            f"--mtp-num-layers with {settings.loss.chosen_by}: a further token is predicted beside "
+            "a loss of single tokens, such as cross_entropy. Leave one of them out."
         )
     compute = settings.compute
     others = {
@@ -363,11 +353,7 @@ def _check_checkpoint_kinds(settings: Settings) -> None:
                 f"{saved_steps}."
             )
     hf = settings.model.load_hf
-    others = {
-        "--load-hf": hf,
-        "--teacher": settings.distillation.teacher,
-        "--reference-model": settings.preference.reference_model,
-    }
+    others = {"--load-hf": hf, **settings.loss.checkpoints()}
     for flag, path in others.items():
         if path and identify(path).kind is Kind.MISSING:
             raise BadInput(f"{path} does not exist: check the path of {flag}.")
@@ -386,7 +372,7 @@ def _check_checkpoint_kinds(settings: Settings) -> None:
                 f"{place.path} holds no checkpoint of Megatron's to begin from: check the path of "
                 f"{flag}."
             )
-        if (settings.loss is None or settings.loss.lm_head) and place.hf is not None:
+        if settings.loss.lm_head and place.hf is not None:
             read_form(place.hf).require_language_model(place.path)
     if not (places or checkpoints.save):
         return

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.losses.registry import refuse_other_losses_flags
+from mcore_qwen3vl.losses.loss import Loss
+from mcore_qwen3vl.losses.registry import kind_of, refuse_other_losses_flags
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, load_as_saved, refuse
-from mcore_qwen3vl.training.arguments.losses import defaults_of_sample_losses
 from mcore_qwen3vl.training.arguments.settings import (
     LOOP,
     Settings,
@@ -120,7 +120,7 @@ class ArgumentSetup:
         self._mtp_num_layers = explicit.pop("mtp_num_layers", None)
         parser.set_defaults(
             **fixed,
-            **{**recommended_arguments(architecture), **defaults_of_sample_losses(explicit)},
+            **{**recommended_arguments(architecture), **_defaults_with(kind_of(explicit))},
             **LOOP,
             moe_grouped_gemm=any(architecture.moe_layers),
             **run_defaults(architecture, explicit, cpu=command.cpu),
@@ -157,18 +157,15 @@ class ArgumentSetup:
         lora = settings.lora
         check(settings, architecture)
         lora.check(settings)
-        settings = replace(
-            settings,
-            preference=settings.preference.complete(settings, lora),
-            distillation=settings.distillation.complete(settings, architecture.vocab_size),
-        )
-        if settings.loss:
-            loss = settings.loss.complete(settings, lora, architecture)
-            settings = replace(settings, loss=loss)
-        refuse_other_losses_flags(args, settings.loss)
-        # Checkpoints keep the arguments, and a run that goes on compares this one.
-        args.reference_model = settings.preference.reference_model
-        args.teacher_top_k = settings.distillation.teacher_top_k
+        chosen = settings.loss
+        chosen.check_alone(settings)
+        refuse_other_losses_flags(args, chosen)
+        loss = chosen.complete(settings, lora, architecture)
+        settings = replace(settings, loss=loss)
+        # Checkpoints keep the arguments, and a run that goes on compares some of a loss's.
+        for name, value in vars(loss).items():
+            if value != getattr(chosen, name):
+                setattr(args, name, value)
         # Megatron's loop counts FLOPs, and cannot where there are gated delta nets too.
         args.trained_mtp_layers, args.mtp_num_layers = args.mtp_num_layers, None
         args.full_validation = False  # Megatron's own would ask each rank's stream for its length
@@ -176,6 +173,12 @@ class ArgumentSetup:
         if lora.trains_adapter:
             args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run
         return Parsed(settings, args, self.explicit, self.replaced)
+
+
+def _defaults_with(loss: type[Loss]) -> dict[str, Any]:
+    """Return the defaults of Megatron's arguments that depend on the loss."""
+    # A router's balancing loss is a mean over tokens, and cannot be added to one over records.
+    return {} if loss.unit == "tokens" else {"moe_aux_loss_coeff": 0.0}
 
 
 def _parse_explicit(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:

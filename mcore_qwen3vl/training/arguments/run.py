@@ -15,13 +15,6 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.flags import File, Flag, Folder, Name, make_from_flags
 from mcore_qwen3vl.training.arguments.schedule import ScheduleSettings
 
-LOSSES = ("dpo", "simpo", "orpo")
-"""Names of the losses over preference pairs for ``--loss``."""
-KTO = "kto"
-"""Name of the loss over labelled records."""
-DISTILL = "distill"
-"""Name of the loss of a student."""
-
 Patterns = tuple[Annotated[str, Flag("PATTERN")], ...]
 Paths = Annotated[tuple[str, ...] | None, Flag("PATH", nargs="*")]
 
@@ -67,9 +60,7 @@ class TrainingSettings:
     num_epochs: int | None = None
     """read the training data N times, each record once an epoch, in place of --train-iters"""
     loss: Name = "cross_entropy"
-    """dpo, simpo or orpo on preference pairs, kto on labelled records, distill from --teacher or
-    from the tokens that `mcore-qwen3vl score --top-k` wrote, a registered loss, module:function
-    or file.py:function (see mcore_qwen3vl.training.forward_step)"""
+    """what is minimised; :func:`mcore_qwen3vl.losses.registry.help_of_loss` makes the help"""
     keep_activations: bool = False
     """keep the outputs of the decoder's norms, SwiGLU and rotary embedding for the backward pass
     instead of recomputing them: more memory, a little less compute (always where activations are
@@ -307,12 +298,14 @@ class RunSettings:
         return self.checkpoints.pretrained_checkpoint or self.model.load_hf
 
     @classmethod
-    def from_flags(cls, flags: argparse.Namespace, **others: Any) -> Self:
-        """Take the values of parsed flags, or raise BadInput for one that no data config has."""
+    def from_flags(cls, flags: argparse.Namespace, *, balances: bool, **others: Any) -> Self:
+        """Take the values of parsed flags, or raise BadInput for one that no data config has.
+
+        Where no flag says it, `balances` says whether packs are balanced.
+        """
         balance = flags.balance
         if balance is None:
-            grouped = flags.loss in (*LOSSES, KTO) or flags.task
-            balance = bool(flags.packing and not grouped)
+            balance = bool(flags.packing and balances)
         data = make_from_flags(
             DataConfig, flags, media=make_from_flags(MediaLimits, flags), balance=balance
         )

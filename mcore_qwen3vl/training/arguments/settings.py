@@ -16,16 +16,11 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.flags import add_flags
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.losses.loss import Loss
-from mcore_qwen3vl.losses.registry import add_loss_flags, loss_of
+from mcore_qwen3vl.losses.registry import add_loss_flags, help_of_loss, loss_of
 from mcore_qwen3vl.losses.task import hf_config_with
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training.arguments import run
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.losses import (
-    DistillationSettings,
-    PreferenceSettings,
-    Reference,
-)
 from mcore_qwen3vl.training.arguments.schedule import ScheduleSettings
 
 
@@ -34,32 +29,19 @@ class Settings(run.RunSettings):
     """All settings of a run."""
 
     lora: LoraSettings
-    preference: PreferenceSettings
-    distillation: DistillationSettings
-    loss: Loss | None
+    loss: Loss
     kept_batch: bool = False
     """Whether the global batch is that of the run that is resumed, which no flag says."""
 
     @property
-    def reference(self) -> Reference | None:
-        """Where the reference's log-probabilities come from; None: the loss has no reference."""
-        return self.preference.reference_of(self.training.loss, self.lora)
-
-    @property
     def rows_differ(self) -> bool:
         """Whether the rows of two micro-batches of training may differ in length."""
-        several = self.training.loss in run.LOSSES or self.loss
-        return bool(self.data.pad_to_longest or (several and not self.data.packing))
+        return self.data.pad_to_longest or (self.loss.groups and not self.data.packing)
 
     @property
     def labels(self) -> Labels | None:
         """The labels of the model's head; see :meth:`.Loss.labels`."""
-        return self.loss.labels(self, self.lora) if self.loss else None
-
-    @property
-    def scored_by(self) -> str | None:
-        """The flag that chose a loss which trains the head ``score``; None: another loss."""
-        return self.loss.scored_by if self.loss else None
+        return self.loss.labels(self, self.lora)
 
     @property
     def hf_config(self) -> HFConfig:
@@ -68,7 +50,10 @@ class Settings(run.RunSettings):
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, **others: Any) -> Self:
-        return super().from_flags(flags, loss=loss_of(flags), **others)
+        loss = loss_of(flags)
+        # A pack's rows are balanced by their tokens, and a loss of records counts these.
+        balances = loss.unit == "tokens"
+        return super().from_flags(flags, balances=balances, loss=loss, **others)
 
 
 _SET_ELSEWHERE = (
@@ -82,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's `parser`; has the signature of an ``extra_args_provider``."""
     add_flags(parser.add_argument_group("qwen3-vl model"), run.ModelSettings)
     training = parser.add_argument_group("qwen3-vl training")
-    add_flags(training, run.TrainingSettings)
+    add_flags(training, run.TrainingSettings, texts={"loss": help_of_loss()})
     training.add_argument(
         "--no-chunked-head",
         action="store_const",
@@ -91,8 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="hold all logits, and use Megatron's cross entropy (--cross-entropy-loss-fusion)",
     )
     add_flags(parser.add_argument_group("qwen3-vl lora"), LoraSettings)
-    add_flags(parser.add_argument_group("qwen3-vl preference"), PreferenceSettings)
-    add_flags(parser.add_argument_group("qwen3-vl distillation"), DistillationSettings)
     add_loss_flags(parser)
     data = parser.add_argument_group("qwen3-vl data")
     add_flags(data, run.DataSources)

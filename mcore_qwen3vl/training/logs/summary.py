@@ -21,8 +21,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.losses import DistillationSettings
-from mcore_qwen3vl.training.arguments.run import DISTILL, KTO, LOSSES, ParallelSettings
+from mcore_qwen3vl.training.arguments.run import ParallelSettings
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings, statement_of_defaults
 from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.parameter_counts import trained_of
@@ -31,15 +30,6 @@ from mcore_qwen3vl.training.second_model import architecture_of, source_of
 if TYPE_CHECKING:
     from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
     from mcore_qwen3vl.training.lora import LoraRun
-
-
-_LOSS_NAMES = {"simpo": "SimPO", "orpo": "ORPO"}
-_REFERENCES = {
-    "adapter": "the model with its adapter switched off",
-    "file": "NAME.scores.jsonl beside each NAME.jsonl of the data",
-    "model": "a frozen model in memory",
-    None: "none: the loss has no reference",
-}
 
 
 def show_summary(screen: Console, rows: Sequence[tuple[str, str]]) -> None:
@@ -64,16 +54,13 @@ def summary(
     other: OtherMaker | None = None,
 ) -> list[tuple[str, str]]:
     """Say what a run will do, in rows of a name and a description in words."""
-    model, loss = settings.model, settings.training.loss
+    model = settings.model
     source, second = source_of(settings), architecture_of(settings, a)
     rows = [
         ("model", _model_text(model.folder, a)),
         ("weights", _weights_text(settings, lora, other)),
         *([("trains", _adapter_text(settings.lora, a, lora))] if lora else []),
-        *(_preference_rows(settings) if loss in LOSSES else []),
-        *(_kto_rows(settings) if loss == KTO else []),
-        *(_distillation_rows(settings.distillation) if loss == DISTILL else []),
-        *(settings.loss.summary(settings, settings.lora) if settings.loss else []),
+        *settings.loss.summary(settings, settings.lora),
         *([("frozen", _model_text(source.path, second))] if source and second else []),
         ("layout", _layout_text(settings, a)),
         ("precision", _precision_text(settings)),
@@ -113,39 +100,6 @@ def _adapter_text(flags: LoraSettings, a: Architecture, lora: LoraRun) -> str:
         f"{len(lora.targets)} matrices ({where}){saved_modules}: {_count_text(count)} parameters, "
         f"{count / parameters.total(a):.2%} of the model's"
     )
-
-
-def _preference_rows(settings: Settings) -> list[tuple[str, str]]:
-    loss = settings.preference.pair_settings(settings.training.loss)
-    extra = f", gamma {loss.gamma:g}" if loss.gamma else ""
-    extra += f", label smoothing {loss.label_smoothing:g}" if loss.label_smoothing else ""
-    extra += f", chosen answer's own loss x {loss.rpo_alpha:g}" if loss.rpo_alpha else ""
-    return [
-        ("loss", f"{_LOSS_NAMES.get(loss.kind, f'DPO ({loss.kind})')}, beta {loss.beta:g}{extra}"),
-        ("reference", _REFERENCES[settings.reference]),
-    ]
-
-
-def _kto_rows(settings: Settings) -> list[tuple[str, str]]:
-    loss = settings.preference.kto
-    weights = f"desirable x {loss.desirable_weight:g}, undesirable x {loss.undesirable_weight:g}"
-    return [
-        ("loss", f"KTO, beta {loss.beta:g}, {weights}"),
-        ("reference", _REFERENCES[settings.reference]),
-    ]
-
-
-def _distillation_rows(distillation: DistillationSettings) -> list[tuple[str, str]]:
-    loss = distillation.loss
-    beta = f", beta {loss.beta:g}" if loss.divergence == "jsd" else ""
-    teacher = "NAME.topk.arrow beside each NAME.jsonl of the data"
-    if distillation.teacher:
-        teacher = f"a frozen model in memory, its {distillation.teacher_top_k} likeliest tokens"
-    mixed = f", cross entropy x {loss.alpha:g}" if loss.alpha else ""
-    return [
-        ("loss", f"distillation, {loss.divergence}{beta}, temperature {loss.temperature:g}{mixed}"),
-        ("teacher", teacher),
-    ]
 
 
 def _weights_text(settings: Settings, lora: LoraRun | None, other: OtherMaker | None) -> str:
@@ -284,7 +238,7 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
         of_adapter = "; an adapter has no processor" if trains_adapter else ""
         writes.append(f"the processor beside them has {', '.join(budgets)}{of_adapter}")
     # A config alone is a shape.
-    if (save or model.save_hf) and not settings.loss and model.folder.is_dir():
+    if (save or model.save_hf) and settings.loss.flag != "--task" and model.folder.is_dir():
         from mcore_qwen3vl.generation import unlisted_turn_end  # imports megatron
 
         if end := unlisted_turn_end(model.folder):

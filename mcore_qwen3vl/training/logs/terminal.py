@@ -197,16 +197,9 @@ class _UsefulRecords(logging.Filter):
         return not any(known in text for known in _OF_NO_USE)
 
 
-_LOSSES = (
-    *("dpo loss", "simpo loss", "orpo loss", "kto loss", "distill loss"),
-    *logged_names(),
-    "lm loss",  # the last, because a distillation has it beside its own
-)
-
-
 def loss_name(numbers: Collection[str]) -> str | None:
     """Return which of the log's names is that of the loss that the run minimises, if any is."""
-    return next((name for name in _LOSSES if name in numbers), None)
+    return next((name for name in logged_names() if name in numbers), None)
 
 
 class RunProgress:

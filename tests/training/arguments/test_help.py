@@ -18,13 +18,10 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import field_docs
 from mcore_qwen3vl.losses.embedding import Contrastive, Embedding
 from mcore_qwen3vl.losses.reranker import ANSWERS, Reranker
-from mcore_qwen3vl.objectives.settings import (
-    DEFAULTS,
-    TEACHER_TOP_K,
-    Distillation,
-    Kto,
-    Preference,
-)
+from mcore_qwen3vl.data.scores import TEACHER_TOP_K
+from mcore_qwen3vl.losses.distillation import Distillation, DistillationLoss
+from mcore_qwen3vl.losses.kto import Kto, KtoLoss
+from mcore_qwen3vl.losses.preference import DEFAULTS, Preference, PreferenceLoss
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.training.arguments.command_line import (
     COMMON,
@@ -33,10 +30,6 @@ from mcore_qwen3vl.training.arguments.command_line import (
     print_help,
 )
 from mcore_qwen3vl.training.arguments.lora import RANK, LoraSettings
-from mcore_qwen3vl.training.arguments.losses import (
-    DistillationSettings,
-    PreferenceSettings,
-)
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.arguments.run import NOT_READ_EARLY
 from mcore_qwen3vl.training.arguments.settings import add_arguments, add_early_arguments
@@ -131,16 +124,16 @@ def test_the_script_says_it_without_a_traceback() -> None:
 def test_texts_name_the_defaults_in_use() -> None:
     """A docstring cannot compute, so a default that another class has is written out in it."""
     stated = {
-        (PreferenceSettings, "beta"): f"default {Preference.beta}, with simpo "
+        (PreferenceLoss, "beta"): f"default {Preference.beta}, with simpo "
         f"{DEFAULTS['simpo']['beta']}",
-        (PreferenceSettings, "dpo_loss"): f"default {Preference.kind}",
-        (PreferenceSettings, "simpo_gamma"): f"default {DEFAULTS['simpo']['gamma']}",
-        (PreferenceSettings, "desirable_weight"): f"default {Kto.desirable_weight:g}",
-        (DistillationSettings, "distill_divergence"): f"default {Distillation.divergence}",
-        (DistillationSettings, "distill_beta"): f"default {Distillation.beta}",
-        (DistillationSettings, "distill_temperature"): f"default {Distillation.temperature:g}",
-        (DistillationSettings, "distill_alpha"): f"default {Distillation.alpha:g}",
-        (DistillationSettings, "teacher_top_k"): f"default {TEACHER_TOP_K}",
+        (PreferenceLoss, "dpo_loss"): f"default {Preference.kind}",
+        (PreferenceLoss, "simpo_gamma"): f"default {DEFAULTS['simpo']['gamma']}",
+        (KtoLoss, "desirable_weight"): f"default {Kto.desirable_weight:g}",
+        (DistillationLoss, "distill_divergence"): f"default {Distillation.divergence}",
+        (DistillationLoss, "distill_beta"): f"default {Distillation.beta}",
+        (DistillationLoss, "distill_temperature"): f"default {Distillation.temperature:g}",
+        (DistillationLoss, "distill_alpha"): f"default {Distillation.alpha:g}",
+        (DistillationLoss, "teacher_top_k"): f"default {TEACHER_TOP_K}",
         (Embedding, "embedding_loss"): f"{Contrastive.kind} (the default)",
         (Embedding, "temperature"): f"default {Contrastive.temperature}",
         (Reranker, "answers"): f"default: {' '.join(ANSWERS)}",

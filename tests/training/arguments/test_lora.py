@@ -24,7 +24,7 @@ def parse(*flags: str) -> Settings:
 
 def config(*flags: str, architecture: Architecture = DENSE) -> AdapterConfig:
     settings = parse(*flags)
-    return settings.lora.adapter_config(architecture, settings.scored_by)
+    return settings.lora.adapter_config(architecture, settings.loss.scored_by)
 
 
 def test_one_flag_is_enough() -> None:

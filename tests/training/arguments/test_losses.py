@@ -8,8 +8,11 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.embedding import Contrastive, Embedding
-from mcore_qwen3vl.objectives.settings import Distillation, Kto, Preference
-from mcore_qwen3vl.training.arguments.losses import PreferenceSettings
+from mcore_qwen3vl.losses.distillation import Distillation, DistillationLoss
+from mcore_qwen3vl.losses.kto import Kto, KtoLoss
+from mcore_qwen3vl.losses.answers import AnswerLoss
+from mcore_qwen3vl.losses.loss import FrozenModel, Loss
+from mcore_qwen3vl.losses.preference import Preference, PreferenceLoss
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.data_provider import data_config
@@ -28,19 +31,28 @@ def parsed(checkpoint: Path, *flags: str) -> Settings:
     return validate([*common, "--train-iters", "1", *flags], 1).settings
 
 
+def loss_of[Kind: Loss](checkpoint: Path, kind: type[Kind], *flags: str) -> Kind:
+    loss = parsed(checkpoint, *flags).loss
+    assert isinstance(loss, kind)
+    return loss
+
+
 def test_values_and_defaults(dense: Path) -> None:
-    found = parsed(dense, "--loss", "dpo", "--dpo-beta", "0.4", "--rpo-alpha", "2", *RANK_4)
-    assert found.preference.pair_settings("dpo") == Preference(beta=0.4, rpo_alpha=2.0)
-    of_simpo, of_orpo = (PreferenceSettings().pair_settings(loss) for loss in ("simpo", "orpo"))
+    flags = ("--loss", "dpo", "--dpo-beta", "0.4", "--rpo-alpha", "2", *RANK_4)
+    assert loss_of(dense, PreferenceLoss, *flags).pair_settings == Preference(
+        beta=0.4, rpo_alpha=2.0
+    )
+    of_simpo, of_orpo = (PreferenceLoss(loss).pair_settings for loss in ("simpo", "orpo"))
     assert of_simpo == Preference("simpo", 2.0, gamma=1.0)
     assert of_orpo == Preference("orpo", 0.1, rpo_alpha=1.0)
 
 
 def test_values_and_defaults_of_kto(dense: Path) -> None:
     found = parsed(dense, *KTO, "--beta", "0.4", "--desirable-weight", "1.5")
-    assert found.preference.kto == Kto(0.4, 1.5, 1.0)
-    assert found.reference == "adapter"
-    assert parsed(dense, *KTO).preference.kto == Kto()
+    assert isinstance(found.loss, KtoLoss)
+    assert found.loss.settings == Kto(0.4, 1.5, 1.0)
+    assert found.loss.reference_of(found.lora) == "adapter"
+    assert loss_of(dense, KtoLoss, *KTO).settings == Kto()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +72,9 @@ def test_values_and_defaults_of_kto(dense: Path) -> None:
 def test_where_the_reference_comes_from(
     flags: tuple[str, ...], reference: str | None, dense: Path
 ) -> None:
-    assert parsed(dense, "--loss", "dpo", *flags).reference == reference
+    found = parsed(dense, "--loss", "dpo", *flags)
+    assert isinstance(found.loss, PreferenceLoss)
+    assert found.loss.reference_of(found.lora) == reference
 
 
 @pytest.mark.parametrize(
@@ -79,7 +93,8 @@ def test_the_reference_model_is_what_training_starts_from(
     flags: tuple[str, ...], model: str, dense: Path
 ) -> None:
     found = parsed(dense, *flags)
-    assert (found.reference, found.preference.reference_model) == ("model", model)
+    assert isinstance(found.loss, AnswerLoss)
+    assert found.loss.frozen_model(found, found.lora) == FrozenModel("--reference-model", model)
 
 
 def test_the_routers_losses_are_off(moe: Path) -> None:
@@ -90,15 +105,19 @@ def test_the_routers_losses_are_off(moe: Path) -> None:
 
 def test_values_and_defaults_of_a_distillation(dense: Path) -> None:
     found = parsed(dense, *DISTILL, *JSD, "--distill-beta", "0.1", "--distill-temperature", "2")
-    assert found.distillation.loss == Distillation("jsd", 0.1, 2.0)
+    assert isinstance(found.loss, DistillationLoss)
+    assert found.loss.settings == Distillation("jsd", 0.1, 2.0)
     assert data_config(found).teacher_temperature == 2
-    assert parsed(dense, *DISTILL).distillation.loss == Distillation("forward", 0.5, 1.0, 0.0)
+    assert loss_of(dense, DistillationLoss, *DISTILL).settings == Distillation(
+        "forward", 0.5, 1.0, 0.0
+    )
     assert data_config(parsed(dense)).teacher_temperature is None
 
 
 def test_a_live_teacher_needs_no_file_and_sees_what_is_cut_off(dense: Path) -> None:
     found = parsed(dense, *DISTILL, "--teacher", "X", "--overlong", "truncate")
-    assert found.distillation.teacher_top_k == 64
+    assert isinstance(found.loss, DistillationLoss)
+    assert found.loss.teacher_top_k == 64
     assert data_config(found).teacher_temperature is None
 
 
@@ -107,9 +126,7 @@ def test_values_and_defaults_of_an_embedding(moe: Path) -> None:
     assert isinstance(found.loss, Embedding)
     assert found.loss.contrastive == Contrastive(0.2, (8, 16))
     assert found.compute.moe_aux_loss_coeff == 0
-    plain = parsed(moe, *TASK).loss
-    assert isinstance(plain, Embedding)
-    assert plain.contrastive == Contrastive(0.05)
+    assert loss_of(moe, Embedding, *TASK).contrastive == Contrastive(0.05)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.objectives.settings import Kto, Preference
+from mcore_qwen3vl.losses.kto import Kto
+from mcore_qwen3vl.losses.preference import Preference
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verification.curves import (
     CLIP,

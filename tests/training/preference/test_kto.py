@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.objectives.settings import Kto
+from mcore_qwen3vl.losses.kto import Kto
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.training.one_step import check_step, random_adapter, step_job
 from tests.training.preference.pairs import plain_kto_step, write_labelled

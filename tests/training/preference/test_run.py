@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.objectives.settings import Preference
+from mcore_qwen3vl.losses.preference import Preference
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verification.curves import (
     DISTRIBUTED,

@@ -106,7 +106,7 @@ def test_an_adapter_trains_with_its_head_and_scores(
 def test_flags_alone_make_an_adapter_with_a_head(dense: Path) -> None:
     job = step_job(dense, Path("x.jsonl"), "single", *TASK, "--lora-rank", "4")
     settings = validate(job.argv, 1).settings
-    config = settings.lora.adapter_config(Architecture.from_hf(dense), settings.scored_by)
+    config = settings.lora.adapter_config(Architecture.from_hf(dense), settings.loss.scored_by)
     assert config.modules_to_save == ("score",)
     assert config.to_dict()["task_type"] == "SEQ_CLS"
 

@@ -1,1 +1,0 @@
-"""Losses of pairs, teachers, embeddings and scores, as pure functions, and their settings."""
