@@ -40,8 +40,8 @@ numerics: $(ENVIRONMENT) ## what computes, under other instruction sets and thre
 
 test-trl: $(ENVIRONMENT) ## losses against TRL's and sentence-transformers', which are installed for it
 	$(UV) run --quiet --with 'trl>=1.16,<1.17' --with 'sentence-transformers>=5.7,<5.8' \
-	  python -m pytest tests/objectives/test_trl.py tests/objectives/test_contrastive.py \
-	  tests/training/tasks/test_sentence_transformers.py $(ARGS)
+	  python -m pytest tests/losses/test_trl.py tests/losses/test_contrastive.py \
+	  tests/losses/test_sentence_transformers.py $(ARGS)
 
 test-clusters: $(ENVIRONMENT) ## SkyPilot checks its file, Kubeflow's schema the other
 	$(UV) run --quiet --with 'skypilot>=0.14,<0.15' python -m pytest tests/launch/test_clusters.py $(ARGS)

@@ -39,7 +39,7 @@ COMPUTING = [
     "tests/converters/offline/test_exports.py",
     "tests/data/encoding",
     "tests/generation",
-    "tests/objectives",
+    "tests/losses",
     "tests/scoring",
     "tests/training",
     "tests/verification",

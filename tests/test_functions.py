@@ -11,7 +11,7 @@ from mcore_qwen3vl.data.config import parse_sources
 from mcore_qwen3vl.data.records.parse import find_hook
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.functions import find_function
-from mcore_qwen3vl.training.forward_step import find_loss
+from mcore_qwen3vl.losses.tokens import find_loss
 
 FINDERS = (find_function, find_hook, find_loss)
 

@@ -20,12 +20,12 @@ from mcore_qwen3vl.data.records import parse
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.flags import add_flags, make_from_flags
+from mcore_qwen3vl.losses.tokens import cross_entropy, find_loss
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments import run
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.forward_step import cross_entropy, find_loss
 from mcore_qwen3vl.training.model import fields_from_flags
 from tests.converters.checkpoints import load
 from tests.converters.forms import rewritten

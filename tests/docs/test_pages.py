@@ -14,9 +14,10 @@ import yaml
 import mcore_qwen3vl
 from mcore_qwen3vl.cli import app
 from mcore_qwen3vl.data.records.parse import GROUP as HOOKS
+from mcore_qwen3vl.losses.registry import GROUP as FAMILIES
+from mcore_qwen3vl.losses.tokens import GROUP as LOSSES
 from mcore_qwen3vl.simulated_gpu.__main__ import make_parser
 from mcore_qwen3vl.training.arguments.settings import add_arguments
-from mcore_qwen3vl.training.forward_step import GROUP as LOSSES
 from tests.docs.markdown import PAGES, README, ROOT, anchors, blocks, commands, links, prose
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -116,7 +117,7 @@ def test_files_targets_and_modules_exist(page):
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert module in ("pytest", "verl.trainer.main_ppo") or find_spec(module), module
     for module in re.findall(r"`(mcore_qwen3vl(?:\.\w+)+)`", prose(page)):
-        assert module in (LOSSES, HOOKS) or _importable(module), module
+        assert module in (LOSSES, FAMILIES, HOOKS) or _importable(module), module
 
 
 def test_the_design_page_says_where_to_look():

@@ -17,8 +17,8 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.holders import HOLDERS
 from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training import memory
+from tests.losses.retrieval import write_retrieval
 from tests.rehearsal.conftest import KNOWN_HOST_SYNCS, Command
-from tests.training.tasks.retrieval import write_retrieval
 
 FLAGS = (
     *("--packing", "--seq-length", 512, "--micro-batch-size", 1, "--global-batch-size", 16),

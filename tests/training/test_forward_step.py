@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.batch import Batch, Counts
-from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.attention import TorchAttention
 from mcore_qwen3vl.model.qwen3vl import build_chunks
@@ -20,72 +19,6 @@ from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training import forward_step
 from mcore_qwen3vl.training.forward_step import StepRecords, forward
 from mcore_qwen3vl.verification.parity.case import MicroBatch, build_batch
-
-LOSSES = torch.tensor([[2.0, 3.0, 5.0], [7.0, float("inf"), 11.0]])
-WEIGHTS = torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, 0.0]])
-
-
-@pytest.mark.parametrize(
-    ("loss", "total", "normaliser"),
-    [
-        (forward_step.cross_entropy, 2 + 5 + 7, 3),  # trained tokens count alike
-        (forward_step.weighted_cross_entropy, 2 + 0.5 * 5 + 2 * 7, 3.5),
-        (forward_step.scaled_cross_entropy, 2 + 0.5 * 5 + 2 * 7, 3),  # the number of tokens
-    ],
-)
-def test_what_a_loss_sums_and_what_divides_it(loss: Any, total: float, normaliser: float) -> None:
-    assert [value.item() for value in loss(LOSSES, WEIGHTS)] == [total, normaliser]
-
-
-def test_infinite_losses_at_padding_leave_no_gradient() -> None:
-    given = LOSSES.clone().requires_grad_()
-    forward_step.weighted_cross_entropy(given, WEIGHTS)[0].backward()
-    assert torch.equal(given.grad, WEIGHTS)
-
-
-def test_a_module_function_is_found() -> None:
-    path = "mcore_qwen3vl.training.forward_step:cross_entropy"
-    assert forward_step.find_loss(path) is forward_step.cross_entropy
-
-
-@pytest.mark.parametrize(
-    ("found", "told"),
-    [
-        (torch.ones([]), "a tensor of shape ()"),
-        ((torch.ones(2), torch.ones([])), "a tensor of shape (2,), a tensor of shape ()"),
-        ((torch.ones([]), 3), "a value of type int"),
-        (None, "a value of type NoneType"),
-    ],
-)
-def test_what_is_no_pair_of_scalars_is_refused(found: Any, told: str) -> None:
-    def mine(losses: Any, weights: Any) -> Any:
-        return found
-
-    batch: Any = SimpleNamespace(loss_weights=torch.ones(1, 4))
-    with pytest.raises(BadInput, match=r"mine returned .*a pair of scalar tensors") as refused:
-        forward_step.token_objective(mine)(batch, torch.arange(4), torch.ones(1, 4))
-    assert told in str(refused.value)
-
-
-def test_an_entry_point_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import EntryPoint
-
-    entry = EntryPoint(
-        "mine", "mcore_qwen3vl.training.forward_step:weighted_cross_entropy", forward_step.GROUP
-    )
-    monkeypatch.setattr(forward_step, "entry_points", lambda group: [entry])
-    assert forward_step.find_loss("mine") is forward_step.weighted_cross_entropy
-
-
-@pytest.mark.parametrize("name", ["focal", "no.such.module:loss", "math:no_such_loss"])
-def test_an_unknown_loss_is_refused(name: str) -> None:
-    with pytest.raises(BadInput, match=name):
-        forward_step.find_loss(name)
-
-
-def test_the_losses_that_exist_are_listed() -> None:
-    with pytest.raises(BadInput, match=r"There are cross_entropy, .*dpo, .*kto"):
-        forward_step.find_loss("dop")
 
 
 @pytest.mark.parametrize(

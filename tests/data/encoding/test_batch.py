@@ -23,7 +23,7 @@ from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH, PixelScale
 from tests.data.encoding.test_planning import RECORDS, planned
-from tests.training.preference.pairs import write_labelled
+from tests.losses.pairs import write_labelled
 
 SCALE = PixelScale(torch.zeros(1), torch.ones(1))
 NAMES = ["many_images", "video_and_image", "text", "multi_turn", "image", "video"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.losses.embedding import Contrastive, contrastive_losses
-from tests.training.tasks.retrieval import formula
+from tests.losses.retrieval import formula
 
 TOLERANCE = 2e-5
 WIDTH = 24

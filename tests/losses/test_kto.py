@@ -8,8 +8,8 @@ import pytest
 
 from mcore_qwen3vl.losses.kto import Kto
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from tests.losses.pairs import plain_kto_step, write_labelled
 from tests.training.one_step import check_step, random_adapter, step_job
-from tests.training.preference.pairs import plain_kto_step, write_labelled
 from tests.turns import slow_except
 
 WEIGHTS = ("--beta", "0.3", "--desirable-weight", "0.7", "--undesirable-weight", "1.6")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.losses.embedding import Contrastive, Embedding
-from mcore_qwen3vl.losses.distillation import Distillation, DistillationLoss
-from mcore_qwen3vl.losses.kto import Kto, KtoLoss
 from mcore_qwen3vl.losses.answers import AnswerLoss
+from mcore_qwen3vl.losses.distillation import Distillation, DistillationLoss
+from mcore_qwen3vl.losses.embedding import Contrastive, Embedding
+from mcore_qwen3vl.losses.kto import Kto, KtoLoss
 from mcore_qwen3vl.losses.loss import FrozenModel, Loss
 from mcore_qwen3vl.losses.preference import Preference, PreferenceLoss
 from mcore_qwen3vl.training.arguments.parser import validate

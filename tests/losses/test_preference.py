@@ -20,9 +20,9 @@ from mcore_qwen3vl.verification.curves import (
     train_and_rewind,
     worst_difference,
 )
+from tests.losses.pairs import as_tar, plain_curve, plain_step, write_pairs
 from tests.training.log import entries_of
 from tests.training.one_step import check_step, random_adapter, step_job
-from tests.training.preference.pairs import as_tar, plain_curve, plain_step, write_pairs
 from tests.turns import slow
 
 BETA = 0.3

@@ -11,8 +11,8 @@ import pytest
 
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.converters.forms import saved_as
-from tests.training.tasks.retrieval import write_retrieval, write_scored
-from tests.training.tasks.whole_batch import class_of
+from tests.losses.retrieval import write_retrieval, write_scored
+from tests.losses.whole_batch import class_of
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +47,10 @@ def headed(
         return target
 
     return make
+
+
+@pytest.fixture
+def checkpoint(kind: str, request: pytest.FixtureRequest) -> Path:
+    """Return the checkpoint of the fixture that a test's parameter `kind` names."""
+    path: Path = request.getfixturevalue(kind)
+    return path

@@ -18,9 +18,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.verification.curves import Job, train
-from tests.training.one_step import TOLERANCE, Plain, check_step, step_job
-from tests.training.preference.pairs import sides_of, write_pairs
-from tests.training.tasks.whole_batch import (
+from tests.losses.pairs import sides_of, write_pairs
+from tests.losses.whole_batch import (
     LAYOUTS,
     PACKED,
     class_of,
@@ -33,6 +32,7 @@ from tests.training.tasks.whole_batch import (
     trained_adapter,
     trained_twice,
 )
+from tests.training.one_step import TOLERANCE, Plain, check_step, step_job
 from tests.turns import slow, slow_except
 
 TASK = ("--task", "reward")

@@ -25,9 +25,8 @@ from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.verification.curves import Job, train
-from tests.training.one_step import TOLERANCE, Plain, check_step, step_job
-from tests.training.tasks.retrieval import image_and_text
-from tests.training.tasks.whole_batch import (
+from tests.losses.retrieval import image_and_text
+from tests.losses.whole_batch import (
     LAYOUTS,
     PACKED,
     class_of,
@@ -40,6 +39,7 @@ from tests.training.tasks.whole_batch import (
     trained_adapter,
     trained_twice,
 )
+from tests.training.one_step import TOLERANCE, Plain, check_step, step_job
 from tests.turns import slow, slow_except
 
 TASK = ("--task", "classify")

@@ -16,9 +16,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verification.curves import Job, train
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
+from tests.losses.retrieval import texts_of, write_retrieval
+from tests.losses.whole_batch import LAYOUTS, PACKED, first_records, inputs_of, scored
 from tests.training.one_step import TOLERANCE, Plain, check_step, plain_model, step_job
-from tests.training.tasks.retrieval import texts_of, write_retrieval
-from tests.training.tasks.whole_batch import LAYOUTS, PACKED, first_records, inputs_of, scored
 from tests.turns import slow, slow_except
 
 ANSWERS = ("y", "n")  # the tiny tokenizer has no longer words

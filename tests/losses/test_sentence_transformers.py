@@ -15,9 +15,9 @@ import pytest
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verification.curves import train, with_image_paths
 from tests.docs.markdown import ROOT, blocks
+from tests.losses.retrieval import texts_of
+from tests.losses.whole_batch import PACKED
 from tests.training.one_step import TOLERANCE, step_job
-from tests.training.tasks.retrieval import texts_of
-from tests.training.tasks.whole_batch import PACKED
 
 pytest.importorskip("sentence_transformers")
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.losses.embedding import Contrastive
-from mcore_qwen3vl.losses.pairs import numbers_of_rewards
-from mcore_qwen3vl.model.head import FLOOR
 from mcore_qwen3vl.losses.distillation import Distillation, divergences
+from mcore_qwen3vl.losses.embedding import Contrastive
 from mcore_qwen3vl.losses.kto import Kto, labelled_losses
+from mcore_qwen3vl.losses.pairs import numbers_of_rewards
 from mcore_qwen3vl.losses.preference import Preference, pair_losses
+from mcore_qwen3vl.model.head import FLOOR
 
 POLICY = torch.tensor([[-11.0, -17.5], [-30.25, -21.0], [-4.0, -4.5]], dtype=torch.float64)
 REFERENCE = torch.tensor([[-12.5, -16.0], [-28.0, -23.0], [-4.25, -4.0]], dtype=torch.float64)

@@ -12,8 +12,8 @@ from torch import Tensor
 from mcore_qwen3vl.losses.embedding import Contrastive
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verification.curves import Job
+from tests.losses.whole_batch import first_records, inputs_of
 from tests.training.one_step import Plain, plain_model
-from tests.training.tasks.whole_batch import first_records, inputs_of
 
 
 def write_retrieval(folder: Path, samples: int) -> Path:

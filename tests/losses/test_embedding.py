@@ -24,9 +24,9 @@ from mcore_qwen3vl.losses.embedding import Contrastive
 from mcore_qwen3vl.scoring.score import Request, _ScoringJob, score
 from mcore_qwen3vl.verification.curves import Job, train
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
+from tests.losses.retrieval import embedding, plain_step, texts_of
+from tests.losses.whole_batch import LAYOUTS, PACKED, scored, trained_twice
 from tests.training.one_step import TOLERANCE, check_step, step_job
-from tests.training.tasks.retrieval import embedding, plain_step, texts_of
-from tests.training.tasks.whole_batch import LAYOUTS, PACKED, scored, trained_twice
 from tests.turns import slow, slow_except
 
 
