@@ -1,9 +1,9 @@
 """Which losses there are.
 
-The command line, the data, the logs, rehearsals and checkpoints ask here. To delete a loss, delete
-its file and its line in :data:`BUILT_IN`. To add one from another package, register a subclass of
-:class:`.Loss` as an entry point of the group ``mcore_qwen3vl.loss_families``. Every command line
-imports it, so it names torch lazily, as the losses here do.
+The command line, the contract of a resume, the logs and rehearsals ask here. To delete a loss,
+delete its file and its line in :data:`BUILT_IN`. To add one from another package, register a class
+below :class:`.Loss` as an entry point of the group ``mcore_qwen3vl.loss_families``. Each command
+line imports it, so it names torch lazily, as the losses here do.
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ def add_loss_flags(parser: argparse.ArgumentParser) -> None:
                 others = {name for name, is_last in stands_last(loss).items() if is_last != last}
                 add_flags(arguments, loss, leave_out=seen | others)
                 seen |= stands_last(loss).keys() - others
+
+
+def flags_of_losses() -> tuple[str, ...]:
+    """Return the ``dest`` names of the flags of all losses."""
+    return tuple(_owners_of_flags())
 
 
 def refuse_other_losses_flags(flags: argparse.Namespace, chosen: Loss) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import textwrap
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,7 +20,8 @@ from mcore_qwen3vl.converters.mapping import forms, table
 from mcore_qwen3vl.data.records import parse
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
-from mcore_qwen3vl.flags import add_flags, make_from_flags
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import add_flags, field_docs, make_from_flags
 from mcore_qwen3vl.losses.tokens import cross_entropy, find_loss
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.published_configs import PUBLISHED
@@ -83,18 +85,23 @@ def test_loss_example(tmp_path, monkeypatch):
     assert 0 < total < cross_entropy(losses, torch.tensor([[1.0, 1.0, 0.0]]))[0]
 
 
-def test_objective_example():
+def test_whole_loss_example(tmp_path, monkeypatch):
     """Each sample counts once, and the parts of two CP ranks add up to the whole."""
-    names = {}
-    exec(extension("my_objective.py"), names)
+    (tmp_path / "my_objective.py").write_text(extension("my_objective.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = import_module("my_objective").PerSample
+    assert field_docs(loss)["sample_power"].startswith("per_sample: a sample of n tokens")
+    per_sample = loss("per_sample").complete(None, None, None).objective(None, None)
+    with pytest.raises(BadInput, match="sample_power is -1: it must be 0 or above"):
+        loss("per_sample", -1.0).complete(None, None, None)
     weights = torch.tensor([[1.0, 0.0, 1.0, 1.0, 1.0, 0.0]])
     sequences = torch.tensor([[0, 0, 1, 1, 1, 2]])  # the third is padding alone
     batch = SimpleNamespace(loss_weights=weights, sequences=lambda: sequences)
     losses = torch.tensor([[3.0, torch.inf, 1.0, 2.0, 6.0, torch.inf]])
-    whole = names["per_sample"](batch, torch.arange(6), losses)
+    whole = per_sample(batch, torch.arange(6), losses)
     assert (float(whole.total), float(whole.normaliser)) == (3 + 3, 2)
     own = [torch.tensor([0, 1, 5]), torch.tensor([2, 3, 4])]
-    parts = [names["per_sample"](batch, local, losses[:, local]) for local in own]
+    parts = [per_sample(batch, local, losses[:, local]) for local in own]
     assert sum(float(part.total) for part in parts) == 6
     assert sum(float(part.normaliser) for part in parts) == 2
 

@@ -17,6 +17,7 @@ from typing import Any
 from mcore_qwen3vl.data.config import Source, parse_sources
 from mcore_qwen3vl.data.content import content_of
 from mcore_qwen3vl.flags import flag_of
+from mcore_qwen3vl.losses.registry import flags_of_losses
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.contract.rules import (
     Allowed,
@@ -502,12 +503,6 @@ _ADAPTER = (
     *("lora_rank", "lora_target", "lora_config", "lora_init", "lora_alpha", "lora_rslora"),
     "lora_modules_to_save",
 )
-_LOSS_SETTINGS = (
-    *("beta", "dpo_loss", "dpo_label_smoothing", "rpo_alpha", "simpo_gamma", "desirable_weight"),
-    *("undesirable_weight", "reference", "reference_model", "distill_divergence", "distill_beta"),
-    *("distill_temperature", "distill_alpha", "teacher", "teacher_top_k", "embedding_loss"),
-    *("temperature", "matryoshka_dims", "reranker_loss", "answers", "problem_type", "num_labels"),
-)
 _ROUTING = (
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
     *("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased"),
@@ -629,7 +624,7 @@ ROWS: tuple[Row, ...] = (
         ("loss", "task"),
         Refused("another loss is another run"),
     ),
-    Row("settings of the loss", _LOSS_SETTINGS, Allowed(FROM_HERE)),
+    Row("settings of the loss", flags_of_losses(), Allowed(FROM_HERE)),
     Row(
         "further token",
         ("mtp_num_layers", "mtp_loss_scaling_factor"),
