@@ -54,6 +54,7 @@ ORDER = (
     "runtime",
     "model",
     "data.records",
+    "data.task_inputs",
     "data.config",
     "data.processor",
     "data.readers",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
 
@@ -151,6 +152,8 @@ class DataConfig:
     labels: Labels | None = None
     """With the task ``classify``: the labels that records may have; None: their labels are not
     used."""
+    inputs: type[TaskInputs] | None = None
+    """What a batch holds for the loss, of what its records give."""
     references: bool = False
     """With `pairs`: whether to read the reference's log-probabilities from a file beside the
     data."""

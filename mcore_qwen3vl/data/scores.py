@@ -25,6 +25,7 @@ from mcore_qwen3vl.data.config import Source
 from mcore_qwen3vl.data.readers import ensure_index, line_of
 from mcore_qwen3vl.data.records.parse import SIDES
 from mcore_qwen3vl.data.records.reading import BadSample
+from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.machine import require_extra
@@ -211,7 +212,7 @@ def _teacher_rows(lines: Path) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Top:
+class Top(TaskInputs):
     """The likeliest tokens of a teacher at n positions, as tensors.
 
     A live teacher's have (B, s) instead of n: this rank's positions in every row.

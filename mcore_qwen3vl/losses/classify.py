@@ -7,13 +7,15 @@ be right, it is the mean of their binary cross entropies. Source: HF's
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.data.config import parse_sources
+from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import SINGLE, Labels, ProblemType
 from mcore_qwen3vl.lazy import Lazy
@@ -22,18 +24,31 @@ from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.run import RunSettings
 
 if TYPE_CHECKING:
+    import torch
     import torch.nn.functional as F
     from torch import Tensor
 
-    from mcore_qwen3vl.data.encoding import batch as task_inputs
+    from mcore_qwen3vl.data.encoding.batch import Batch
     from mcore_qwen3vl.losses import last_token
     from mcore_qwen3vl.training import forward_step
     from mcore_qwen3vl.training.forward_step import Objective, Reduced, RunBatch
 else:
-    F = Lazy("torch.nn.functional")
-    task_inputs = Lazy("mcore_qwen3vl.data.encoding.batch")
+    torch, F = map(Lazy, ("torch", "torch.nn.functional"))
     last_token = Lazy("mcore_qwen3vl.losses.last_token")
     forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+
+
+@dataclass(frozen=True)
+class RightLabels(TaskInputs):
+    """Which labels are right."""
+
+    right: Tensor  # (records, labels) float32: 1 for labels that are right, else 0
+
+    @classmethod
+    def of_records(
+        cls, records: Sequence[Any], assemble: Callable[..., Any], config: Any
+    ) -> Self | None:
+        return cls(torch.tensor([record.target for record in records], dtype=torch.float32))
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ class Classify(TaskLoss):
         return replace(labels, problem_type=self.problem_type or labels.problem_type or SINGLE)
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        return {**super().reads(run, lora), "labels": self.labels(run, lora)}
+        return {**super().reads(run, lora), "labels": self.labels(run, lora), "inputs": RightLabels}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         labels = self.labels(run, lora)
@@ -84,10 +99,10 @@ class Classify(TaskLoss):
 
 
 def classification_objective(
-    labels: Labels, batch: task_inputs.Batch, local: Tensor, logits: Tensor
+    labels: Labels, batch: Batch, local: Tensor, logits: Tensor
 ) -> Reduced:
     """Compute the mean loss over the records of the global batch."""
-    inputs = batch.inputs_of(task_inputs.RightLabels)
+    inputs = batch.inputs_of(RightLabels)
     losses, right = classification_losses(logits, inputs.right, exclusive=labels.are_exclusive)
     numbers = {"classification loss": losses, "accuracy": right}
     return forward_step.reduce_units(losses.sum(), batch, numbers)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.flags import Flag
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from megatron.core import parallel_state
     from torch import Tensor
 
-    from mcore_qwen3vl.data.encoding import batch as task_inputs
     from mcore_qwen3vl.data.encoding.batch import Batch
     from mcore_qwen3vl.losses import last_token, passes
     from mcore_qwen3vl.model import inputs as model_inputs
@@ -61,13 +61,34 @@ if TYPE_CHECKING:
 else:
     torch, dist, F = map(Lazy, ("torch", "torch.distributed", "torch.nn.functional"))
     parallel_state = Lazy("megatron.core.parallel_state")
-    task_inputs = Lazy("mcore_qwen3vl.data.encoding.batch")
     last_token = Lazy("mcore_qwen3vl.losses.last_token")
     passes = Lazy("mcore_qwen3vl.losses.passes")
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
     forward_step = Lazy("mcore_qwen3vl.training.forward_step")
 
 Kind = Literal["infonce", "cosine", "cosent"]
+
+
+@dataclass(frozen=True)
+class Scores(TaskInputs):
+    """How similar two texts are; a query with documents needs nothing."""
+
+    scores: Tensor  # (records,) float32 similarities
+
+    @classmethod
+    def of_records(
+        cls, records: Sequence[Any], assemble: Callable[..., Any], config: Any
+    ) -> Self | None:
+        targets = [record.target for record in records]
+        return None if None in targets else cls(torch.tensor(targets, dtype=torch.float32))
+
+
+@dataclass(frozen=True)
+class Contrast(TaskInputs):
+    """A batch's part of the global batch's loss, which a first pass has found."""
+
+    losses: Tensor  # (queries,) float32
+    gradients: Tensor  # (samples, H) float32: of the sum of all losses, by the embeddings
 
 
 @dataclass(frozen=True)
@@ -126,7 +147,8 @@ class Embedding(TaskLoss):
         return NO_LABELS
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        return {**super().reads(run, lora), "similarities": self.contrastive.takes_scores}
+        similarities = self.contrastive.takes_scores
+        return {**super().reads(run, lora), "similarities": similarities, "inputs": Scores}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         loss = self.contrastive
@@ -186,7 +208,7 @@ def embedding_objective(contrastive: Contrastive) -> Objective:
 
     def objective(batch: Batch, local: Tensor, embeddings: Tensor) -> Reduced:
         contrast = batch.task
-        if not isinstance(contrast, task_inputs.Contrast):  # no first pass has found it
+        if not isinstance(contrast, Contrast):  # no first pass has found it
             (contrast,) = contrasts(contrastive, [batch], [embeddings.detach()])
         # The gradient of this is that of the global batch's loss.
         total = (embeddings * contrast.gradients).sum()
@@ -210,7 +232,7 @@ def run_with_contrasts(
 
 def contrasts(
     contrastive: Contrastive, batches: Sequence[Batch], embeddings: Sequence[Tensor]
-) -> list[task_inputs.Contrast]:
+) -> list[Contrast]:
     """Differentiate the loss of all DP ranks' micro-batches with respect to their embeddings.
 
     All data-parallel ranks call this, each with its own micro-batches, and all compute the same
@@ -235,7 +257,7 @@ def contrasts(
     scores = None
     if contrastive.takes_scores:
         of_batches = zip(batches, groups_of_batches, strict=True)
-        own = [batch.inputs_of(task_inputs.Scores).scores[: len(of)] for batch, of in of_batches]
+        own = [batch.inputs_of(Scores).scores[: len(of)] for batch, of in of_batches]
         scores = _gather_rows(torch.cat(own)[:, None], queries)[:, 0]
     texts = [size for of_rank in groups for rows in of_rank for size in rows]
     with torch.enable_grad():
@@ -246,11 +268,9 @@ def contrasts(
     of_own = gradients.split(sizes)[rank].split([sum(rows) for rows in groups_of_batches])
     return [
         # A spare batch takes part in no loss.
-        task_inputs.Contrast(
-            torch.zeros(len(batch.groups), device=rows.device), torch.zeros_like(rows)
-        )
+        Contrast(torch.zeros(len(batch.groups), device=rows.device), torch.zeros_like(rows))
         if batch.is_spare
-        else task_inputs.Contrast(losses, gradient)
+        else Contrast(losses, gradient)
         for batch, rows, losses, gradient in zip(batches, embeddings, mine, of_own, strict=True)
     ]
 

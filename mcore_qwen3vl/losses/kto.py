@@ -13,12 +13,13 @@ the batch with each prompt followed by another's answer, and at least 0. It has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.answers import AnswerLoss, Reference, answer_log_probs, answers_step
@@ -27,23 +28,83 @@ from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.run import RunSettings
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
     from torch import Tensor
 
-    from mcore_qwen3vl.data.encoding import batch as task_inputs
+    from mcore_qwen3vl.data.encoding import batch as encoding_batch
     from mcore_qwen3vl.data.encoding.batch import Batch
+    from mcore_qwen3vl.data.encoding.planning import Plan
     from mcore_qwen3vl.losses import passes
     from mcore_qwen3vl.losses.passes import Within
+    from mcore_qwen3vl.model import inputs as model_inputs
     from mcore_qwen3vl.training import forward_step
     from mcore_qwen3vl.training.forward_step import Objective, Reduced
 else:
+    np, encoding_batch = map(Lazy, ("numpy", "mcore_qwen3vl.data.encoding.batch"))
+    model_inputs = Lazy("mcore_qwen3vl.model.inputs")
     torch, dist = map(Lazy, ("torch", "torch.distributed"))
     parallel_state = Lazy("megatron.core.parallel_state")
-    task_inputs = Lazy("mcore_qwen3vl.data.encoding.batch")
     passes = Lazy("mcore_qwen3vl.losses.passes")
     forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+
+
+@dataclass(frozen=True)
+class Labelled(TaskInputs):
+    """What labelled records give, of which :class:`LabelledReferences` are computed.
+
+    The records of a micro-batch exchange their answers for the baseline: each prompt is also
+    followed by the answer of the record before it, the first one's by the last. TRL does the same
+    in the batches of a device.
+    """
+
+    desirable: Tensor  # (samples,) bool: the labels
+    mismatched: Batch
+    """The same prompts with the answers of others. Its `cu_seqlens` stays on the host, and its
+    `visual` has shapes in place of the tensors with a patch axis, which are those of the batch; see
+    :func:`with_exchanged_answers`."""
+
+    @classmethod
+    def of_records(cls, records: Sequence[Any], assemble: Callable[..., Any], config: Any) -> Self:
+        """Return the labels, and the batch in which each prompt has its neighbour's answer."""
+        plans = [record.plans[0] for record in records]
+        pairs = zip(plans, [plans[-1], *plans[:-1]], strict=True)
+        exchanged = [_with_answer_of(plan, other, config.seq_length) for plan, other in pairs]
+        other = assemble(exchanged, [record.name for record in records])
+        visual = other.visual and encoding_batch.without_pixels(other.visual)
+        return cls(
+            torch.tensor([record.label for record in records]), replace(other, visual=visual)
+        )
+
+
+def _with_answer_of(plan: Plan, other: Plan, most: int) -> Plan:
+    """Return the prompt of `plan` with the answer of `other`, cut to at most `most` tokens."""
+    end, start = (int(np.flatnonzero(each.loss_weights > 0)[0]) for each in (plan, other))
+    return replace(
+        plan,
+        input_ids=np.concatenate([plan.input_ids[:end], other.input_ids[start:]])[:most],
+        loss_weights=np.concatenate([plan.loss_weights[:end], other.loss_weights[start:]])[:most],
+    )
+
+
+def with_exchanged_answers(batch: Batch) -> Batch:
+    """Return the prompts with the answers of others, and the pixels, which are the same."""
+    other = batch.inputs_of(Labelled).mismatched
+    if batch.visual is None or other.visual is None:
+        return other
+    patches = {name: getattr(batch.visual, name) for name in model_inputs.PER_PATCH}
+    return replace(other, visual=replace(other.visual, **patches))
+
+
+@dataclass(frozen=True)
+class LabelledReferences(TaskInputs):
+    """What the loss needs."""
+
+    desirable: Tensor  # (samples,) bool: the labels
+    log_probs: Tensor  # (samples,) float32, of the reference
+    baseline: Tensor  # scalar float32, of the global batch
 
 
 @dataclass(frozen=True)
@@ -92,7 +153,7 @@ class KtoLoss(AnswerLoss):
             )
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        return {"labelled": True}
+        return {"labelled": True, "inputs": Labelled}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         loss = self.settings
@@ -133,7 +194,7 @@ def kto_objective(kto: Kto) -> Objective:
     """Return the objective of KTO: a mean over the records of the global batch."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
-        inputs = batch.inputs_of(task_inputs.LabelledReferences)
+        inputs = batch.inputs_of(LabelledReferences)
         log_probs, _ = answer_log_probs(batch, local, losses)
         wanted, baseline, before = inputs.desirable, inputs.baseline, inputs.log_probs
         of_answers, rewards = labelled_losses(log_probs, before, wanted, baseline, kto)
@@ -185,7 +246,7 @@ def run_with_baseline(within: Within, schedule: Callable[..., Any], **arguments:
     first micro-batch is trained.
     """
     of_chunks = passes.read_batches(arguments)
-    exchanged = [[batch.with_exchanged_answers() for batch in batches] for batches in of_chunks]
+    exchanged = [[with_exchanged_answers(batch) for batch in batches] for batches in of_chunks]
     policy, of_reference, reference = (
         passes.forward_pass(schedule, arguments, batches, first=answers_step(), within=model)
         for batches, model in (
@@ -196,9 +257,9 @@ def run_with_baseline(within: Within, schedule: Callable[..., Any], **arguments:
     )
     if reference:  # the last stage
         baseline = _mean_change(policy, of_reference)
-        labels = [batch.inputs_of(task_inputs.Labelled).desirable for batch in of_chunks[-1]]
+        labels = [batch.inputs_of(Labelled).desirable for batch in of_chunks[-1]]
         of_chunks[-1] = [
-            replace(batch, task=task_inputs.LabelledReferences(desirable, log_probs, baseline))
+            replace(batch, task=LabelledReferences(desirable, log_probs, baseline))
             for batch, desirable, log_probs in zip(of_chunks[-1], labels, reference, strict=True)
         ]
     return schedule(**{**arguments, "data_iterator": passes.replay(of_chunks)})

@@ -25,12 +25,13 @@ added. Pang et al., "Iterative Reasoning Preference Optimization", 2024.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
+from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.answers import AnswerLoss, answer_log_probs, answers_step
@@ -44,14 +45,12 @@ if TYPE_CHECKING:
     import torch.nn.functional as F
     from torch import Tensor
 
-    from mcore_qwen3vl.data.encoding import batch as task_inputs
     from mcore_qwen3vl.data.encoding.batch import Batch
     from mcore_qwen3vl.losses import passes
     from mcore_qwen3vl.training import forward_step
     from mcore_qwen3vl.training.forward_step import Objective, Reduced
 else:
     torch, F = map(Lazy, ("torch", "torch.nn.functional"))
-    task_inputs = Lazy("mcore_qwen3vl.data.encoding.batch")
     passes = Lazy("mcore_qwen3vl.losses.passes")
     forward_step = Lazy("mcore_qwen3vl.training.forward_step")
 
@@ -66,6 +65,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """The settings of a kind that differ from those of :class:`Preference`."""
 
 _LABELS = {"simpo": "SimPO", "orpo": "ORPO"}
+
+
+@dataclass(frozen=True)
+class PairReferences(TaskInputs):
+    """The reference's log-probabilities, for a loss with a reference."""
+
+    log_probs: Tensor
+    """float32: (pairs, 2) from a file, (2 * pairs,) from a model."""
+
+    @classmethod
+    def of_records(
+        cls, records: Sequence[Any], assemble: Callable[..., Any], config: Any
+    ) -> Self | None:
+        return cls(torch.tensor([record.reference for record in records]))
 
 
 @dataclass(frozen=True)
@@ -128,7 +141,9 @@ class PreferenceLoss(AnswerLoss):
         _ = self.pair_settings
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        return {"pairs": True, "references": self.reference_of(lora) == "file"}
+        if self.reference_of(lora) != "file":
+            return {"pairs": True}
+        return {"pairs": True, "references": True, "inputs": PairReferences}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         loss = self.pair_settings
@@ -150,7 +165,7 @@ class PreferenceLoss(AnswerLoss):
             passes.run_two_passes,
             first=answers_step(),
             within=frozen or passes.without_adapter,
-            inputs=lambda batches, log_probs: map(task_inputs.PairReferences, log_probs),
+            inputs=lambda batches, log_probs: map(PairReferences, log_probs),
         )
 
 
@@ -210,7 +225,7 @@ def preference_objective(preference: Preference) -> Objective:
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
         reference = None
         if preference.has_reference:
-            reference = batch.inputs_of(task_inputs.PairReferences).log_probs.view(-1, 2)
+            reference = batch.inputs_of(PairReferences).log_probs.view(-1, 2)
         log_probs, lengths = (x.view(-1, 2) for x in answer_log_probs(batch, local, losses))
         pairs, rewards = pair_losses(log_probs, reference, lengths, preference)
         detached = log_probs.detach()

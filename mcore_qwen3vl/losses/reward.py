@@ -7,9 +7,11 @@ margin is that of Touvron et al., "Llama 2", 2023, as in TRL's ``RewardTrainer``
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
+from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.pairs import numbers_of_rewards
@@ -18,18 +20,31 @@ from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.run import RunSettings
 
 if TYPE_CHECKING:
+    import torch
     import torch.nn.functional as F
     from torch import Tensor
 
-    from mcore_qwen3vl.data.encoding import batch as task_inputs
+    from mcore_qwen3vl.data.encoding.batch import Batch
     from mcore_qwen3vl.losses import last_token
     from mcore_qwen3vl.training import forward_step
     from mcore_qwen3vl.training.forward_step import Objective, Reduced, RunBatch
 else:
-    F = Lazy("torch.nn.functional")
-    task_inputs = Lazy("mcore_qwen3vl.data.encoding.batch")
+    torch, F = map(Lazy, ("torch", "torch.nn.functional"))
     last_token = Lazy("mcore_qwen3vl.losses.last_token")
     forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+
+
+@dataclass(frozen=True)
+class Margins(TaskInputs):
+    """By how much the chosen answers are better."""
+
+    margins: Tensor  # (pairs,) float32
+
+    @classmethod
+    def of_records(
+        cls, records: Sequence[Any], assemble: Callable[..., Any], config: Any
+    ) -> Self | None:
+        return cls(torch.tensor([record.target for record in records], dtype=torch.float32))
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,9 @@ class Reward(TaskLoss):
     def labels(self, run: RunSettings, lora: LoraSettings) -> Labels:
         return ONE_SCORE
 
+    def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
+        return {**super().reads(run, lora), "inputs": Margins}
+
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         return [
             ("loss", "Bradley-Terry over pairs"),
@@ -62,10 +80,10 @@ class Reward(TaskLoss):
         return last_token.SCORES
 
 
-def reward_objective(batch: task_inputs.Batch, local: Tensor, values: Tensor) -> Reduced:
+def reward_objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
     """Compute the mean loss over the pairs of the global batch."""
     rewards = values.view(-1, 2)
-    losses = reward_losses(rewards, batch.inputs_of(task_inputs.Margins).margins)
+    losses = reward_losses(rewards, batch.inputs_of(Margins).margins)
     numbers = {"reward loss": losses, **numbers_of_rewards(rewards)}
     return forward_step.reduce_units(losses.sum(), batch, numbers)
 

@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.planning import Pixels, Plan
-from mcore_qwen3vl.data.scores import Top
+from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import (
     PER_PATCH,
@@ -51,70 +51,6 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)))
-
-
-@dataclass(frozen=True)
-class PairReferences:
-    """What preference losses with a reference need; other losses of pairs need nothing."""
-
-    log_probs: Tensor
-    """float32, of the reference: (pairs, 2) from a file, (2 * pairs,) from a model."""
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """What labelled records give: :class:`LabelledReferences` are computed from it."""
-
-    desirable: Tensor  # (samples,) bool: the labels
-    mismatched: Batch
-    """The same prompts with the answers of others. Its `cu_seqlens` stays on the host, and its
-    `visual` has shapes in place of the tensors with a patch axis, which are those of the batch; see
-    :meth:`Batch.with_exchanged_answers`."""
-
-
-@dataclass(frozen=True)
-class LabelledReferences:
-    """What KTO's loss needs."""
-
-    desirable: Tensor  # (samples,) bool: the labels
-    log_probs: Tensor  # (samples,) float32, of the reference
-    baseline: Tensor  # scalar float32, of the global batch
-
-
-@dataclass(frozen=True)
-class Margins:
-    """What the loss of reward models needs."""
-
-    margins: Tensor  # (pairs,) float32
-
-
-@dataclass(frozen=True)
-class RightLabels:
-    """What the loss of classifiers needs."""
-
-    right: Tensor  # (records, labels) float32: 1 for labels that are right, else 0
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What losses of embeddings of two texts need; those of a query with documents need nothing."""
-
-    scores: Tensor  # (records,) float32 similarities
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """A batch's part of the global batch's loss of embeddings, which a first pass has found."""
-
-    losses: Tensor  # (queries,) float32
-    gradients: Tensor  # (samples, H) float32: of the sum of all losses, by the embeddings
-
-
-TaskInputs = (
-    PairReferences | Labelled | LabelledReferences | Margins | RightLabels | Scores | Contrast | Top
-)
-"""What one task's loss needs besides the tokens; each field is a tensor or a batch. Distillation
-needs a :class:`~mcore_qwen3vl.data.scores.Top`, and a reranker nothing."""
 
 
 @dataclass
@@ -194,14 +130,6 @@ class Batch:
             return torch.arange(rows)[:, None].expand(rows, length).contiguous()
         lengths = self.cu_seqlens.diff().long()
         return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
-
-    def with_exchanged_answers(self) -> Batch:
-        """Return the prompts with the answers of others, and the pixels, which are the same."""
-        other = self.inputs_of(Labelled).mismatched
-        if self.visual is None or other.visual is None:
-            return other
-        patches = {name: getattr(self.visual, name) for name in PER_PATCH}
-        return replace(other, visual=replace(other.visual, **patches))
 
     def _moved(self, function: Callable[[Tensor], Tensor], visual: VisualInputs | None) -> Self:
         bounds = None if self.cu_seqlens is None else function(self.cu_seqlens)

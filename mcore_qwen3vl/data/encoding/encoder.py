@@ -24,7 +24,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from megatron.energon import (
     Cooker,
@@ -53,13 +52,6 @@ from mcore_qwen3vl.data.encoding.batch import (
     Batch,
     Batcher,
     Counts,
-    Labelled,
-    Margins,
-    PairReferences,
-    RightLabels,
-    Scores,
-    TaskInputs,
-    without_pixels,
 )
 from mcore_qwen3vl.data.encoding.planning import (
     Pixels,
@@ -105,6 +97,7 @@ from mcore_qwen3vl.data.records.tasks import (
 )
 from mcore_qwen3vl.data.records.video import load_frames
 from mcore_qwen3vl.data.scores import References, Top, join_tops, teachers_of
+from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.model.inputs import PixelScale
@@ -522,9 +515,10 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         self, assemble: Callable[..., Batch], records: list[Record]
     ) -> TaskInputs | None:
         """Return what the records give the task's loss besides tokens."""
-        if not self._teachers:
-            return None
-        return join_tops([record.teacher for record in records if record.teacher])
+        if self._teachers:
+            return join_tops([record.teacher for record in records if record.teacher])
+        kind = self.config.inputs
+        return kind.of_records(records, assemble, self.config) if kind else None
 
 
 def _media_of(plan: Plan) -> list[Any]:
@@ -538,12 +532,6 @@ _NEEDED: dict[Task | None, tuple[str, ...]] = {
     "classify": ("",),
 }
 """By task, the sequences that a record needs."""
-_TARGETS: dict[Task | None, type[Scores | Margins | RightLabels]] = {
-    "embedding": Scores,
-    "reward": Margins,
-    "classify": RightLabels,
-}
-"""By task, what a batch holds of the records' targets."""
 
 
 class GroupTaskEncoder(Qwen3VLTaskEncoder):
@@ -564,24 +552,11 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
         batch = super()._assemble(assemble, records)
         return replace(batch, groups=tuple(len(record.plans) for record in records))
 
-    def _task_inputs(
-        self, assemble: Callable[..., Batch], records: list[Record]
-    ) -> TaskInputs | None:
-        if self._references:
-            return PairReferences(torch.tensor([record.reference for record in records]))
-        kind = _TARGETS.get(self.config.task)
-        targets = [record.target for record in records]
-        if kind is None or None in targets:
-            return None
-        return kind(torch.tensor(targets, dtype=torch.float32))
-
 
 class LabelledTaskEncoder(GroupTaskEncoder):
     """Energon's hooks for labelled records, each of which is one sequence.
 
-    The records of a micro-batch exchange their answers for KTO's baseline: each prompt is also
-    followed by the answer of the record before it, the first one's by the last. TRL does the same
-    in the batches of a device.
+    The records of a micro-batch exchange their answers: :meth:`.kto.Labelled.of_records`.
     """
 
     def _plan_fields(self, sample: RawSample) -> dict[str, Any]:
@@ -600,27 +575,6 @@ class LabelledTaskEncoder(GroupTaskEncoder):
         more = self.config.length_multiple - 1
         length = self.config.padded(len(sample.plans[0].input_ids) + more)
         return min(length, self.config.seq_length)
-
-    def _task_inputs(self, assemble: Callable[..., Batch], records: list[Record]) -> Labelled:
-        """Return the labels, and the batch in which each prompt has its neighbour's answer."""
-        plans = [record.plans[0] for record in records]
-        pairs = zip(plans, [plans[-1], *plans[:-1]], strict=True)
-        exchanged = [_with_answer_of(plan, other, self.config.seq_length) for plan, other in pairs]
-        other = assemble(exchanged, [record.name for record in records])
-        visual = other.visual and without_pixels(other.visual)
-        return Labelled(
-            torch.tensor([record.label for record in records]), replace(other, visual=visual)
-        )
-
-
-def _with_answer_of(plan: Plan, other: Plan, most: int) -> Plan:
-    """Return the prompt of `plan` with the answer of `other`, cut to at most `most` tokens."""
-    end, start = (int(np.flatnonzero(each.loss_weights > 0)[0]) for each in (plan, other))
-    return replace(
-        plan,
-        input_ids=np.concatenate([plan.input_ids[:end], other.input_ids[start:]])[:most],
-        loss_weights=np.concatenate([plan.loss_weights[:end], other.loss_weights[start:]])[:most],
-    )
 
 
 def _require_sequences_of_task(plans: Mapping[str, Plan], config: DataConfig) -> None:

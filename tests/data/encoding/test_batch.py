@@ -15,12 +15,15 @@ from transformers import AutoConfig, Qwen3VLModel
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig, Source
-from mcore_qwen3vl.data.encoding.batch import Batcher, Margins, Scores
+from mcore_qwen3vl.data.encoding.batch import Batcher
 from mcore_qwen3vl.data.encoding.encoder import PixelLoader, best_fit
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.losses.embedding import Scores
+from mcore_qwen3vl.losses.kto import Labelled, with_exchanged_answers
+from mcore_qwen3vl.losses.reward import Margins
 from mcore_qwen3vl.model.inputs import PER_PATCH, PixelScale
 from tests.data.encoding.test_planning import RECORDS, planned
 from tests.losses.pairs import write_labelled
@@ -236,7 +239,7 @@ def loader(checkpoint: Path, data: Path, **settings: Any) -> Loader:
         [Source(data)],
         Architecture.from_hf(checkpoint),
         load_processor(checkpoint),
-        DataConfig(labelled=True, **settings),
+        DataConfig(labelled=True, inputs=Labelled, **settings),
         num_workers=0,
     )
 
@@ -276,7 +279,7 @@ def test_each_prompt_gets_the_answer_of_the_record_before(
         assert batch.task.desirable.tolist() == [
             labels[int(n.rsplit(":")[-1]) - 1] for n in batch.names
         ]
-        own, other = parts_of(batch), batch.with_exchanged_answers()
+        own, other = parts_of(batch), with_exchanged_answers(batch)
         answers = [answer for _, answer in own]
         expected = zip([prompt for prompt, _ in own], answers[-1:] + answers[:-1], strict=True)
         assert parts_of(other) == list(expected)
@@ -297,9 +300,9 @@ def test_an_exchanged_answer_that_does_not_fit_a_row_is_cut(dense: Path, tmp_pat
     settings = {"micro_batch_size": 2, "shuffle": False}
     whole = next(loader(dense, data, seq_length=512, **settings))
     length = max(whole.lengths)
-    assert max(whole.with_exchanged_answers().lengths) > length
+    assert max(with_exchanged_answers(whole).lengths) > length
     batch = next(loader(dense, data, seq_length=length, **settings))
-    assert max(batch.with_exchanged_answers().lengths) == length
+    assert max(with_exchanged_answers(batch).lengths) == length
 
 
 def test_other_records_are_bad(dense: Path, tmp_path: Path) -> None:
