@@ -10,9 +10,10 @@
 #
 # EP_OVERLAP=1 hides the exchange, which no recomputed decoder layer allows. CP 8 in place of TP 4 and
 # DP 8, and four virtual stages, make room for their activations: 250 TFLOP/s a GPU in place of 198,
-# and 18 % of the busiest ranks' time in exchanges and waiting in place of 31 % (modelled); 66.4 GB
-# reserved. Beside the vision tower the first rank has seven layers only, so that the tower need not be
-# recomputed. DeepStack's features travel to the second stage, which holds the first layers.
+# and 18 % of the busiest ranks' time in exchanges and waiting in place of 31 %, if a launch takes the host
+# 8 us (modelled, docs/measurements/layouts.md; rehearse assumes 35 us, with which the host may be the
+# limit); 66.4 GB reserved. Beside the vision tower the first rank has seven layers only, so that the
+# tower need not be recomputed. DeepStack's features travel to the second stage, which holds the first layers.
 NODES=${NODES:-${SLURM_NNODES:-32}}
 MOE_MODEL=1
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -9,8 +9,10 @@
 # gradients 22.8, optimizer 5.8, logits and loss 0.0, the rest 16.6).
 #
 # EP_OVERLAP=1 hides the exchange, which no recomputed decoder layer allows. TP 2 and CP 2 make room for
-# their activations: 261 TFLOP/s a GPU in place of 225 (modelled), 47.9 GB reserved. CP 2 alone would
-# reach 283, but runs out of memory where experts get unequal numbers of tokens.
+# their activations, 47.9 GB reserved, and leave each kernel a part of the tokens: 261 TFLOP/s a GPU in place
+# of 225 if a launch takes the host 8 us (modelled, docs/measurements/layouts.md). rehearse assumes 35 us,
+# with which the host may be the limit. CP 2 alone runs out of memory where experts get unequal numbers of
+# tokens.
 NODES=${NODES:-${SLURM_NNODES:-8}}
 MOE_MODEL=1
 HERE=$(dirname "${BASH_SOURCE[0]}")
