@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.forward_step import ForwardStep
 from mcore_qwen3vl.verification.curves import (
     Job,
     encode_conversation,
@@ -51,37 +49,6 @@ def job(dense: Path, colours: Callable[[str, int], Path]) -> Job:
     return Job(
         dense, colours("train.jsonl", RECORDS), steps=5, batch=BATCH, seq_length=128, flags=flags
     )
-
-
-@pytest.fixture
-def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, list[Any]]]:
-    """Return a function that gives the records of each pass since the last call, and forgets them.
-
-    Each rank notes the names of the micro-batches that its model computes.
-    """
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    step = ForwardStep.__call__
-
-    def noted(self: ForwardStep, batches: Iterator[Any], *given: Any, **more: Any) -> Any:
-        batch = next(batches)
-        kind = "train" if torch.is_grad_enabled() else "valid"
-        with (notes / os.environ["RANK"]).open("a") as file:
-            print(json.dumps([kind, [int(n.rsplit(":", 1)[1]) for n in batch.names]]), file=file)
-        return step(self, iter([batch]), *given, **more)
-
-    monkeypatch.setattr(ForwardStep, "__call__", noted)
-
-    def read() -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {"train": [], "valid": []}
-        files = sorted(notes.iterdir())
-        for file in files:
-            for kind, names in map(json.loads, file.read_text().splitlines()):
-                found[kind].append((file.name, names))
-            file.unlink()
-        return found
-
-    return read
 
 
 def by_step(found: list[Any], per_step: int) -> list[list[int]]:

@@ -89,11 +89,15 @@ class Record:
         return Record({n: {**other.rows.get(n, {}), **self.rows.get(n, {})} for n in names})
 
     def lacks(self, now: Record) -> list[str]:
-        """Return the rows of `now` of which this record has not all values."""
+        """Return the rows of `now` of which this record has not all values, or only sizes."""
+        only_sizes = any(
+            held["digest"] is None for held in self.value("data sets", "content") or ()
+        )
         return [
             name
             for name, values in now.rows.items()
             if not values.keys() <= self.rows.get(name, {}).keys()
+            or (name == "data sets" and only_sizes)
         ]
 
 

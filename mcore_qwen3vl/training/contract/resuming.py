@@ -109,8 +109,9 @@ class Contract:
             found = [_as_refused(each) for each in found]
         self._saved = self._saved.completed_by(of_arguments)
         if unknown := self._saved.lacks(self.record):
-            text = "the checkpoint is of an earlier version, and does not say all of: "
-            found.append(Finding("", f"{text}{', '.join(unknown)}; that is not compared"))
+            text = "the checkpoint is of an earlier version, and does not say all of "
+            text += f"{', '.join(unknown)}: what it does not say is not compared"
+            found.append(Finding("", text))
         return found
 
     def _compare(self, saved: Record) -> list[Finding]:
