@@ -38,7 +38,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
-    param_group_identifier_keys,
 )
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
@@ -546,7 +545,7 @@ class _Regrouped:
 
     Which groups of parameters a rank has depends on the layout, and so do their numbers in
     ``state``. The tensors' places in the checkpoint do not. mcore merges the lists of a request
-    with the checkpoint's, so a request here has none, and the groups are found by their rates.
+    with the checkpoint's, so a request here has none, and the groups are this optimizer's own.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -570,7 +569,7 @@ class _Regrouped:
         return state
 
     def load(self, state: dict[Any, Any] | list[Any]) -> None:
-        """Load the tensors of :meth:`declare` with the checkpoint's groups."""
+        """Load the tensors of :meth:`declare` with the step of the checkpoint's groups."""
         every = [] if isinstance(state, list) else [state, *_numbered(state)]
         saved = [one for one in every if "param_groups" in _groups_and_state(one)]
         groups = [group for one in saved for group in _groups_and_state(one)["param_groups"]]
@@ -610,7 +609,7 @@ def _with_groups(
     numbers = [number for group in current for number in group["params"]]
     state: dict[str, Any] = {
         "state": {number: tensors[number] for number in numbers if tensors.get(number)},
-        "param_groups": [{**_saved_as(g, saved), "params": g["params"]} for g in current],
+        "param_groups": _own_groups(part, saved),
     }
     if step is not None:
         state["state"]["common_step"] = step
@@ -623,23 +622,6 @@ def _with_groups(
 def _in_order(numbered: Mapping[int, Mapping[int, Any]]) -> list[dict[int, Any]]:
     """Return a mapping's values by number, and theirs too."""
     return [dict(sorted(numbered[number].items())) for number in sorted(numbered)]
-
-
-def _saved_as(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the saved group with the rates of `group`, whether or not it was one of experts.
-
-    Raises:
-        ValueError: there is none, in mcore's words.
-    """
-    rates = [key for key in param_group_identifier_keys if key != _EXPERTS]
-    found = [one for one in saved if all(one.get(key) == group.get(key) for key in rates)]
-    if not found:
-        raise ValueError(f"Could not find parameter group with {rates} of {dict(group)}")
-    same = [one for one in found if one.get(_EXPERTS) == group.get(_EXPERTS)]
-    return {**(same or found)[-1], _EXPERTS: group.get(_EXPERTS)}
-
-
-_EXPERTS = "is_expert_parallel"
 
 
 def regroup(state: dict[Any, Any], parts: int) -> dict[Any, Any]:
@@ -684,8 +666,12 @@ def _load_with_own_groups(part: Any, load: Any, state: dict[str, Any]) -> None:
     """Replace ``load_state_dict`` of a `part` of the optimizer, which `load` is."""
     inner = state.get("optimizer", state)
     if saved := inner.get("param_groups"):
-        steps = [group["step"] for group in saved if "step" in group]
-        step = {"step": max(steps)} if steps else {}
-        own = part.optimizer.state_dict()["param_groups"]
-        inner["param_groups"] = [{**group, **step} for group in own]
+        inner["param_groups"] = _own_groups(part, saved)
     load(state)
+
+
+def _own_groups(part: Any, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parameter groups of a `part` of the optimizer, with the step of the saved ones."""
+    steps = [group["step"] for group in saved if "step" in group]
+    step = {"step": max(steps)} if steps else {}
+    return [{**group, **step} for group in part.optimizer.state_dict()["param_groups"]]

@@ -67,6 +67,16 @@ def test_the_commands_rates_hold_from_the_next_step(
     assert "--adam-beta1 0.5 from the next step on, in place of --adam-beta1 0.9" in said
 
 
+def test_a_part_may_have_a_rate_of_its_own_from_the_next_step(
+    stopped: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """The optimizer then has other groups of parameters than the checkpoint's."""
+    rest, _ = go_on(stopped, tmp_path, "--vision-lr-mult", "0.5", "--override-opt-param-scheduler")
+    assert rest[0]["lm loss"] == stopped[2][HALF]["lm loss"]
+    assert rest[1]["lm loss"] != stopped[2][HALF + 1]["lm loss"]
+    assert rest[1]["lm loss"] == pytest.approx(stopped[2][HALF + 1]["lm loss"], rel=0.01)
+
+
 def test_a_new_optimizer_goes_on_in_the_schedule(
     stopped: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
