@@ -282,7 +282,7 @@ def test_an_object_of_a_checkpoint_that_names_code(places: dict[str, Path]) -> N
         except pickle.UnpicklingError as error:
             raise CheckpointException("torch's words", {0: (error, StackSummary())}) from error
 
-    run = explain_load_errors(CheckpointSettings(load="run"), batch=None)
+    run = explain_load_errors(CheckpointSettings(load="run"))
     with pytest.raises(BadInput, match="asks for") as refusal, run:
         load()
     assert "weights_only" not in str(refusal.value)

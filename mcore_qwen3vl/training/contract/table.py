@@ -505,10 +505,8 @@ _ADAPTER = (
 )
 _ROUTING = (
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-    *("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased"),
-    *("moe_router_quantile_balancing_ema", "moe_expert_capacity_factor", "moe_token_drop_policy"),
-    *("moe_pad_expert_input_to_capacity", "moe_expert_rank_capacity_factor"),
-    "moe_apply_probs_on_input",
+    *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+    "moe_expert_rank_capacity_factor",
 )
 
 ROWS: tuple[Row, ...] = (
