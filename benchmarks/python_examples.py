@@ -51,7 +51,8 @@ def main(folder: Path, *python: str) -> None:
     write_files(folder)
     printed = {}
     for page in PAGES:
-        command = [*(python or (sys.executable,)), "-c", program_of(page)]
+        (folder / "program.py").write_text(program_of(page), encoding="utf-8")
+        command = [*(python or (sys.executable,)), "program.py"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"docs/{page}.md:\n{done.stderr}")

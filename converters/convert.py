@@ -1,7 +1,8 @@
 """Convert checkpoints between Hugging Face and Megatron-Core, without a GPU and in little memory.
 
 The `plan_*` functions check all that can be checked without moving data and report what would be
-done; `write` then carries out that plan. Both are in `offline`; a program imports them from here.
+done; `write` then carries out that plan. Both are in `offline`; the commands and other programs
+import them from here.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from mcore_qwen3vl.converters.offline.engine import ConversionResult, plan_and_write, write
+from mcore_qwen3vl.converters.offline.engine import (
+    ConversionPlan,
+    ConversionResult,
+    plan_and_write,
+    write,
+)
 from mcore_qwen3vl.converters.offline.to_hf import HFOptions, plan_hf_to_hf, plan_mcore_to_hf
 from mcore_qwen3vl.converters.offline.to_mcore import McoreOptions, plan_hf_to_mcore
 
 __all__ = [
+    "ConversionPlan",
     "ConversionResult",
     "HFOptions",
     "McoreOptions",

@@ -15,7 +15,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.unused.fields import Unused, as_json
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult
+    from mcore_qwen3vl.converters.convert import ConversionPlan, ConversionResult
 
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)
 lora = typer.Typer(help="LoRA adapters, as PEFT stores them.", no_args_is_help=True)
@@ -40,7 +40,7 @@ FromRoles = Annotated[
 ]
 
 
-def convert(
+def carry_out(
     plan: "Callable[[], ConversionPlan]",
     dst: Annotated[Path, typer.Argument(help="Checkpoint directory to write.")],
     *,
@@ -54,7 +54,7 @@ def convert(
 
     After Ctrl-C, the next run continues with what is done.
     """
-    from mcore_qwen3vl.converters.offline.engine import write
+    from mcore_qwen3vl.converters.convert import write
     from mcore_qwen3vl.unused.folder import unused_of
 
     unused: list[Unused] = []
@@ -122,7 +122,7 @@ def _show_summary(summary: "ConversionResult") -> None:
 
 
 @app.command("hf-to-mcore")
-@options.then(convert)
+@options.then(carry_out)
 @options.layout_flags(dict, without=("cp", "dp", "sp"))
 def hf_to_mcore(
     src: HFSource,
@@ -153,7 +153,7 @@ def hf_to_mcore(
     ] = None,
 ) -> "ConversionPlan":
     """Hugging Face to Megatron-Core ([bold]torch_dist[/], loads under any parallel layout)."""
-    from mcore_qwen3vl.converters.offline.to_mcore import plan_hf_to_mcore
+    from mcore_qwen3vl.converters.convert import plan_hf_to_mcore
 
     tp = layout.get("tp", 1)
     if format != "torch" and (layout.keys() - {"tp"} or spec):
@@ -174,7 +174,7 @@ def hf_to_mcore(
 
 
 @app.command("mcore-to-hf")
-@options.then(convert)
+@options.then(carry_out)
 def mcore_to_hf(
     src: Annotated[Path, typer.Argument(help="Megatron-Core checkpoint directory.")],
     hf_config: Annotated[
@@ -192,7 +192,7 @@ def mcore_to_hf(
     ] = "source",
 ) -> "ConversionPlan":
     """Megatron-Core to Hugging Face (safetensors)."""
-    from mcore_qwen3vl.converters.offline.to_hf import plan_mcore_to_hf
+    from mcore_qwen3vl.converters.convert import plan_mcore_to_hf
 
     return plan_mcore_to_hf(
         src,
@@ -204,7 +204,7 @@ def mcore_to_hf(
 
 
 @app.command("hf-to-hf")
-@options.then(convert)
+@options.then(carry_out)
 def hf_to_hf(
     src: HFSource,
     expert_layout: Annotated[
@@ -226,7 +226,7 @@ def hf_to_hf(
     ] = None,
 ) -> "ConversionPlan":
     """Hugging Face to Hugging Face: the other layout of fused experts, another dtype, more rows."""
-    from mcore_qwen3vl.converters.offline.to_hf import plan_hf_to_hf
+    from mcore_qwen3vl.converters.convert import plan_hf_to_hf
 
     return plan_hf_to_hf(
         src,
@@ -238,7 +238,7 @@ def hf_to_hf(
 
 
 @lora.command("merge")
-@options.then(convert)
+@options.then(carry_out)
 def lora_merge(
     base: Annotated[Path, options.source("BASE", "Hugging Face checkpoint directory, or hub id.")],
     adapter: Annotated[Path, options.source("ADAPTER", "PEFT adapter directory, or hub id.")],

@@ -33,7 +33,13 @@ def printed_by(page, layout, folder, ranks):
 
     def on_rank():
         lines = []
-        exec(program, {"print": lambda *words: lines.append(" ".join(map(str, words)))})
+        exec(
+            program,
+            {
+                "__name__": "__main__",
+                "print": lambda *words: lines.append(" ".join(map(str, words))),
+            },
+        )
         return lines
 
     with contextlib.chdir(folder):
