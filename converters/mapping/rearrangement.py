@@ -20,7 +20,7 @@ Fetch = Callable[[int, Box], Tensor]
 """``fetch(source, box)`` returns a box of HF tensor number `source`."""
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows ``start:stop`` of HF tensor number `source`."""
 
     source: int
@@ -40,7 +40,7 @@ class Rearrangement:
             rows after the swap.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[RowBlock, ...]
     padding: int = 0
     transposed: bool = False
 
@@ -87,7 +87,7 @@ class Rearrangement:
         """
         row = 0
         # The padding is a block of its own here: only its number of rows counts.
-        for _, start, stop in (*self.blocks, Block(0, 0, self.padding)):
+        for _, start, stop in (*self.blocks, RowBlock(0, 0, self.padding)):
             last = row + stop - start
             while row < last:
                 chunk = min(max_rows, last - row)
@@ -113,13 +113,13 @@ class Rearrangement:
             for first in range(start, stop, max_rows):
                 yield fetch((slice(first, min(first + max_rows, stop)), *columns))
 
-    def spans(self, start: int, stop: int) -> Iterator[Block]:
+    def spans(self, start: int, stop: int) -> Iterator[RowBlock]:
         """Yield the parts of `blocks` that fill mcore rows ``start:stop``, in order, no padding."""
         for source, first, last, row in self.placed():
             # In rows of the HF tensor, of which `first` is mcore's `row`.
             low, high = max(first, first + start - row), min(last, first + stop - row)
             if low < high:
-                yield Block(source, low, high)
+                yield RowBlock(source, low, high)
 
     def placed(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield each block as (source, start, stop), with the first of its rows in mcore."""
@@ -140,22 +140,22 @@ class Rearrangement:
 
 def identity(rows: int) -> Rearrangement:
     """Return the rearrangement of a tensor that is the same on both sides."""
-    return Rearrangement((Block(0, 0, rows),))
+    return Rearrangement((RowBlock(0, 0, rows),))
 
 
 def transpose(rows: int) -> Rearrangement:
     """Return the transpose: mcore (rows, columns) from HF (columns, rows), published experts."""
-    return Rearrangement((Block(0, 0, rows),), transposed=True)
+    return Rearrangement((RowBlock(0, 0, rows),), transposed=True)
 
 
 def concatenate(*rows: int) -> Rearrangement:
     """Concatenate HF tensors of these row counts, as mcore's gated linear does: gate, then up."""
-    return Rearrangement(tuple(Block(source, 0, n) for source, n in enumerate(rows)))
+    return Rearrangement(tuple(RowBlock(source, 0, n) for source, n in enumerate(rows)))
 
 
 def pad_rows(rows: int, padded: int) -> Rearrangement:
     """Append zero rows up to `padded`, for an embedding whose vocabulary TP must divide."""
-    return Rearrangement((Block(0, 0, rows),), padding=padded - rows)
+    return Rearrangement((RowBlock(0, 0, rows),), padding=padded - rows)
 
 
 def qkv(heads: int, kv_heads: int, head_dim: int, *, gated: bool = False) -> Rearrangement:
@@ -167,15 +167,15 @@ def qkv(heads: int, kv_heads: int, head_dim: int, *, gated: bool = False) -> Rea
     query heads after these.
     """
     share, d = heads // kv_heads, head_dim
-    blocks: list[Block] = []
+    blocks: list[RowBlock] = []
     for g in range(kv_heads):
         queries = range(g * share, (g + 1) * share)
         if gated:
-            blocks += [Block(0, 2 * h * d, (2 * h + 1) * d) for h in queries]
-            blocks += [Block(0, (2 * h + 1) * d, (2 * h + 2) * d) for h in queries]
+            blocks += [RowBlock(0, 2 * h * d, (2 * h + 1) * d) for h in queries]
+            blocks += [RowBlock(0, (2 * h + 1) * d, (2 * h + 2) * d) for h in queries]
         else:
-            blocks.append(Block(0, queries.start * d, queries.stop * d))
-        blocks += [Block(1, g * d, (g + 1) * d), Block(2, g * d, (g + 1) * d)]
+            blocks.append(RowBlock(0, queries.start * d, queries.stop * d))
+        blocks += [RowBlock(1, g * d, (g + 1) * d), RowBlock(2, g * d, (g + 1) * d)]
     return Rearrangement(tuple(blocks))
 
 
@@ -183,7 +183,7 @@ def by_head(heads: int, *rows: int) -> Rearrangement:
     """Interleave tensors by head: `rows` rows of each for the first head, then for the second."""
     return Rearrangement(
         tuple(
-            Block(source, head * count, (head + 1) * count)
+            RowBlock(source, head * count, (head + 1) * count)
             for head in range(heads)
             for source, count in enumerate(rows)
         )
@@ -195,5 +195,5 @@ def fused_qkv(heads: int, head_dim: int) -> Rearrangement:
     rows = heads * head_dim
     blocks = qkv(heads, heads, head_dim).blocks
     return Rearrangement(
-        tuple(Block(0, part * rows + start, part * rows + stop) for part, start, stop in blocks)
+        tuple(RowBlock(0, part * rows + start, part * rows + stop) for part, start, stop in blocks)
     )
