@@ -282,7 +282,7 @@ def _read_blanks(file: Path, written: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordPlace:
     """The place of a record in its file."""
 
     file: Path
@@ -302,16 +302,16 @@ class Place:
         return f"{self.file}[{self.number if self.key is None else self.key}]"
 
 
-def place_of(source: SourceInfo) -> Place:
+def place_of(source: SourceInfo) -> RecordPlace:
     """Return the place from which energon read a sample."""
     indexed = Path(str(source.dataset_path))
     dataset = origin(indexed)
     if dataset.suffix == ".jsonl":
-        return Place(dataset, line_of(indexed, int(source.index)))
+        return RecordPlace(dataset, line_of(indexed, int(source.index)))
     file = dataset if source.shard_name == dataset.name else dataset / source.shard_name
     name = source.file_names[0] if file.suffix == ".tar" and source.file_names else ""
     match = split_name_re.match(name)
-    return Place(file, int(source.index) + 1, match and match[1])
+    return RecordPlace(file, int(source.index) + 1, match and match[1])
 
 
 def number_of(sample: Any) -> int:

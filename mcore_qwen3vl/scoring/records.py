@@ -27,7 +27,7 @@ from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
 from mcore_qwen3vl.data.encoding.encoder import Preparation, best_fit
 from mcore_qwen3vl.data.encoding.planning import Plan, spare_plan
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.readers import Place, place_of
+from mcore_qwen3vl.data.readers import RecordPlace, place_of
 from mcore_qwen3vl.data.records.parse import SIDES
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.tasks import POSITIVE
@@ -59,7 +59,7 @@ class BlockResults:
     """By the record's number, hashes of the tokens of its sequences, by their sides, in order."""
     unused: dict[Unused, None] = field(default_factory=dict)
     """What is not used of the records, in order."""
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, RecordPlace] = field(default_factory=dict)
     """The records' places in their files, by the record's number."""
 
     def __or__(self, other: BlockResults) -> BlockResults:
