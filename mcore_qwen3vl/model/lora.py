@@ -30,10 +30,10 @@ from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.freeze import Freezing, global_name
 from mcore_qwen3vl.model.lora_modules import (
     AdapterModule,
+    FactorShard,
     GroupedSite,
     Kind,
     Pair,
-    Place,
     Site,
     adapt_router,
     kind_of,
@@ -226,14 +226,16 @@ def _build_pair(
     """
     parts = [part for part in parts_of_weight if part.name == name]
     out, into = shape[-2:]
-    a, b = Place((target.r, into), None), Place((out, target.r), None)
+    a, b = FactorShard((target.r, into), None), FactorShard((out, target.r), None)
     boxes = [part.rows_and_columns for part in parts]
     if kind.partition_dim == 0:
         grain = gcd(kind.head_rows, *(len(part.local) for part in parts))
-        b = Place(b.shape, 0, _join_rows([rows for rows, _ in boxes]), grain)
+        b = FactorShard(b.shape, 0, _join_rows([rows for rows, _ in boxes]), grain)
     elif kind.partition_dim == 1:
         (_, columns), *_ = boxes
-        a = Place(a.shape, 1, (range(columns.start, columns.stop),), columns.stop - columns.start)
+        a = FactorShard(
+            a.shape, 1, (range(columns.start, columns.stop),), columns.stop - columns.start
+        )
     expert = (parts[0].expert, shape[0]) if kind.expert else None
     pair = Pair(name, a, b, scaling=target.scaling, like=weight, expert=expert)
     kind.mark_factors(pair, weight)
@@ -277,10 +279,10 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     rows, columns = head.output_size_per_partition, head.columns
     weight = chunk.shared_embedding_or_output_weight()
     hidden = chunk.architecture.hidden_size
-    a, b = Place((target.r, hidden), None), Place((vocabulary, target.r), None)
+    a, b = FactorShard((target.r, hidden), None), FactorShard((vocabulary, target.r), None)
     if kind.partition_dim == 0:
         run = range(columns.first, columns.first + columns.count)
-        b = Place(b.shape, 0, (run,) if run else (), gcd(rows, vocabulary))
+        b = FactorShard(b.shape, 0, (run,) if run else (), gcd(rows, vocabulary))
     pair = Pair(LM_HEAD, a, b, scaling=target.scaling, like=weight)
     kind.mark_factors(pair, weight)
     places = torch.arange(rows, device="cpu")

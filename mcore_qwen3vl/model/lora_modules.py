@@ -59,7 +59,7 @@ Box = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
-class Place:
+class FactorShard:
     """The part of a whole factor that a rank holds."""
 
     shape: tuple[int, int]  # of the whole factor, (r, in) or (out, r); for an expert, of its own
@@ -109,8 +109,8 @@ class Pair(nn.Module):
     def __init__(
         self,
         name: str,
-        a: Place,
-        b: Place,
+        a: FactorShard,
+        b: FactorShard,
         *,
         scaling: float,
         like: Tensor,
@@ -119,7 +119,7 @@ class Pair(nn.Module):
         super().__init__()
         self.name, self.scaling, self.expert = name, scaling, expert
         self.is_active = True  # see `without_factors`
-        self.places: dict[FactorName, Place] = {"lora_A": a, "lora_B": b}
+        self.places: dict[FactorName, FactorShard] = {"lora_A": a, "lora_B": b}
         for factor, place in self.places.items():
             value = torch.zeros(place.local_shape, dtype=like.dtype, device=like.device)
             self.register_parameter(factor, nn.Parameter(value))
@@ -235,7 +235,7 @@ def without_factors(adapters: Sequence[AdapterModule]) -> Iterator[None]:
 
 
 def _grid_pieces(
-    place: Place,
+    place: FactorShard,
     expert: tuple[int, int] | None,
     key: str,
     tensor: Tensor,

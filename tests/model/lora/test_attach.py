@@ -21,7 +21,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import lora
 from mcore_qwen3vl.model.lora import adapter_freezing, attach, whole_patterns
-from mcore_qwen3vl.model.lora_modules import Kind, Pair, Place, Site
+from mcore_qwen3vl.model.lora_modules import FactorShard, Kind, Pair, Site
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import tiny_config
@@ -219,7 +219,13 @@ def test_tp_ranks_drop_the_same_values_of_an_input_that_they_share() -> None:
 def site(rows: list[int], *shapes: tuple[int, int]) -> Site:
     """Return a site of 7 inputs and of B factors of these shapes (out, r), which lie at `rows`."""
     pairs = [
-        Pair(str(i), Place((r, 7), None), Place((out, r), None), scaling=3.0, like=torch.ones(1))
+        Pair(
+            str(i),
+            FactorShard((r, 7), None),
+            FactorShard((out, r), None),
+            scaling=3.0,
+            like=torch.ones(1),
+        )
         for i, (out, r) in enumerate(shapes)
     ]
     for parameter in (p for pair in pairs for p in pair.parameters()):
