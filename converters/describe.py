@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.adapters.adapter import Adapter, AdapterFile, Role
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.identify import Kind, Place, identify
+from mcore_qwen3vl.converters.identify import CheckpointPlace, Kind, identify
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.dialects import dialect_of
 from mcore_qwen3vl.converters.mapping.forms import Form
@@ -128,7 +128,7 @@ def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> In
     return (_inspect_huggingface if place.kind is Kind.HUGGINGFACE else _inspect_config)(place.path)
 
 
-def _inspect_megatron(place: Place, hf_config: Path | None) -> Inspection:
+def _inspect_megatron(place: CheckpointPlace, hf_config: Path | None) -> Inspection:
     """Inspect a Megatron checkpoint; without a config, the error says whose checkpoint it is."""
     try:
         folder = hf_config or place.config()

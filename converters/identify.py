@@ -91,7 +91,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointPlace:
     """What a path is, by the first of `RULES` that fits it.
 
     It has no `Rule`: ranks on GPUs are started with a pickled place, and a lambda has no pickle.
@@ -220,7 +220,7 @@ class Place:
                 )
 
 
-def identify(source: str | Path) -> Place:
+def identify(source: str | Path) -> CheckpointPlace:
     """Return what a path or hub id is; nothing is fetched."""
     path = Path(source)
     rules = RULES if str(path) == str(source) else RULES[1:]  # ./a/b is no hub id
@@ -243,7 +243,7 @@ def identify(source: str | Path) -> Place:
     there = (place for place in places if (place / CONFIG).is_file())
     hf = path if path.is_file() else next(there, None)
     refusal = rule.refusal.format(path=path, folder=folder)
-    return Place(path, rule.form, rule.kind, refusal, folder, hf, iteration, format, flaw)
+    return CheckpointPlace(path, rule.form, rule.kind, refusal, folder, hf, iteration, format, flaw)
 
 
 def read_tracker(path: Path) -> str | int | None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.identify import Kind, Place, identify, resolve
+from mcore_qwen3vl.converters.identify import CheckpointPlace, Kind, identify, resolve
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import Row, table
 from mcore_qwen3vl.converters.megatron_checkpoint import format_of, open_megatron
@@ -39,7 +39,7 @@ from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput
 
 
-def load_weights(models: Models, place: Place, *, spare_value_head: bool = False) -> None:
+def load_weights(models: Models, place: CheckpointPlace, *, spare_value_head: bool = False) -> None:
     """Fill the model chunks of this rank from a checkpoint of either kind, or from a hub id's.
 
     See :func:`load_checkpoint` and :func:`load_hf`, which this calls.

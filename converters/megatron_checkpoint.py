@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.identify import DEFAULT_FORMAT, FORMATS, Place, identify
+from mcore_qwen3vl.converters.identify import DEFAULT_FORMAT, FORMATS, CheckpointPlace, identify
 from mcore_qwen3vl.converters.mapping.dialects import (
     HYBRID,
     HYBRID_NORM,
@@ -464,12 +464,12 @@ def format_named(name: str) -> Format:
     return formats()[name]
 
 
-def format_of(place: Place) -> Format:
+def format_of(place: CheckpointPlace) -> Format:
     """Return the format of a Megatron checkpoint, or the default one for anything else."""
     return formats()[place.format or DEFAULT_FORMAT]
 
 
-def open_megatron(place: Place, architecture: Architecture) -> MegatronCheckpoint:
+def open_megatron(place: CheckpointPlace, architecture: Architecture) -> MegatronCheckpoint:
     """Open a checkpoint or iteration, whatever its format and whoever wrote it.
 
     Raises:

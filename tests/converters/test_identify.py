@@ -18,8 +18,8 @@ from mcore_qwen3vl.converters.identify import (
     RELEASE,
     RULES,
     TRACKER,
+    CheckpointPlace,
     Kind,
-    Place,
     folder_name,
     identify,
     read_tracker,
@@ -225,7 +225,7 @@ def test_of_several_forms_the_first_rule_counts(
     assert identify(root).form == forms[0]
 
 
-def refused(tmp_path: Path, files: Files, require: Callable[[Place], object]) -> str:
+def refused(tmp_path: Path, files: Files, require: Callable[[CheckpointPlace], object]) -> str:
     with pytest.raises(BadInput) as error:
         require(identify(made(files, tmp_path)))
     assert "\n" not in str(error.value)
@@ -236,7 +236,11 @@ def refused(tmp_path: Path, files: Files, require: Callable[[Place], object]) ->
 def test_what_is_no_whole_checkpoint_names_the_remedy(tmp_path: Path, rule: object) -> None:
     example = next(e for e in EXAMPLES.values() if e.form == getattr(rule, "form", None))
     path = made(example.files, tmp_path) / example.path
-    for require in (Place.require_whole, Place.require_megatron, Place.require_huggingface):
+    for require in (
+        CheckpointPlace.require_whole,
+        CheckpointPlace.require_megatron,
+        CheckpointPlace.require_huggingface,
+    ):
         with pytest.raises(BadInput, match=f"{identify(path).folder}") as error:
             require(identify(path))
         assert str(path) in str(error.value)
@@ -244,11 +248,13 @@ def test_what_is_no_whole_checkpoint_names_the_remedy(tmp_path: Path, rule: obje
 
 
 def test_a_flaw_of_the_tracker_is_told_when_the_weights_are_wanted(tmp_path: Path) -> None:
-    said = refused(tmp_path / "a", {**RUN, TRACKER: "soon"}, Place.weights)
+    said = refused(tmp_path / "a", {**RUN, TRACKER: "soon"}, CheckpointPlace.weights)
     assert "says 'soon'; a number or 'release' is expected" in said
-    said = refused(tmp_path / "b", {**WEIGHTS, TRACKER: "soon"}, Place.require_huggingface)
+    said = refused(
+        tmp_path / "b", {**WEIGHTS, TRACKER: "soon"}, CheckpointPlace.require_huggingface
+    )
     assert "says 'soon'" in said
-    said = refused(tmp_path / "c", {**RUN, TRACKER: "7"}, Place.weights)
+    said = refused(tmp_path / "c", {**RUN, TRACKER: "7"}, CheckpointPlace.weights)
     assert "names iter_0000007, but" in said
     assert "does not exist. Name another iteration's folder" in said
 
@@ -269,9 +275,9 @@ def test_an_empty_tracker_names_the_newest_iteration_whose_save_ended(tmp_path: 
 
 def test_something_else_names_a_checkpoint_in_it(tmp_path: Path) -> None:
     exports = {**below("iter_0000002", WEIGHTS), **below("iter_0000010", WEIGHTS)}
-    said = refused(tmp_path / "a", exports, Place.require_whole)
+    said = refused(tmp_path / "a", exports, CheckpointPlace.require_whole)
     assert said.endswith(f"Name a checkpoint in it, such as {tmp_path}/a/iter_0000010.")
-    said = refused(tmp_path / "b", {"letters/a.txt": ""}, Place.require_megatron)
+    said = refused(tmp_path / "b", {"letters/a.txt": ""}, CheckpointPlace.require_megatron)
     assert "is neither a Hugging Face checkpoint, nor a Megatron-Core one" in said
     for path in ("a/iter_0000002/config.json", "absent"):
         with pytest.raises(BadInput, match="is not a directory"):
