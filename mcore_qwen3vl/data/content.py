@@ -50,31 +50,6 @@ def content_of(path: Path, *, trust: bool = False) -> Content:
     return Content(sizes, _digest(files, sizes))
 
 
-def begins_with(path: Path, before: Content, *, trust: bool = False) -> bool:
-    """Return whether a data set holds what it held before, and more records after that.
-
-    Its first files are those of before, of which the last may have grown by whole lines.
-    """
-    files = _files_of(path, trust)
-    old = files[: len(before.sizes)]
-    sizes = [file.stat().st_size for file in old]
-    if len(old) < len(before.sizes) or sizes[:-1] != list(before.sizes[:-1]):
-        return False
-    grown = sizes[-1] - before.sizes[-1]
-    if grown < 0 or (grown and not _has_line_end_at(old[-1], before.sizes[-1])):
-        return False
-    return _digest(old, before.sizes) == before.digest
-
-
-def _has_line_end_at(file: Path, size: int) -> bool:
-    """Return whether a JSONL file's first `size` bytes are whole lines."""
-    if file.suffix != ".jsonl" or not size:
-        return False
-    with file.open("rb") as stream:
-        stream.seek(size - 1)
-        return b"\n" in stream.read(2)  # either side of the place
-
-
 def _files_of(path: Path, trust: bool) -> list[Path]:
     """Return the files that training reads of a data set, in the order of reading."""
     if path.suffix in (".yaml", ".yml"):

@@ -74,13 +74,21 @@ class Record:
     def rates_and_schedule(self) -> dict[str, Any]:
         """Return the arguments of which the optimizer and the schedule of its rates are built.
 
-        What the schedule counts in samples is left out: Megatron keeps that with its state.
+        What the schedule counts in samples is left out, because Megatron keeps that with its state,
+        but for the decay of WSD, without which it makes no schedule.
         """
         rows = [self.rows.get(name, {}) for name in ("hyperparameters", "learning rate")]
         schedule, decay = self.rows.get("schedule", {}), dict(self.rows.get("weight decay", {}))
         if decay.get("weight_decay_incr_style") == "constant":  # Megatron derives both
             decay = {name: v for name, v in decay.items() if not name.startswith(("start", "end"))}
         styles = {name: schedule[name] for name in STYLES if name in schedule}
+        if wsd := schedule.get("wsd"):
+            batch = schedule.get("batch")
+            styles |= (
+                {"lr_wsd_decay_iters": round(wsd / batch)}
+                if batch
+                else {"lr_wsd_decay_samples": wsd}
+            )
         return {name: value for row in (*rows, decay, styles) for name, value in row.items()}
 
     def completed_by(self, other: Record) -> Record:

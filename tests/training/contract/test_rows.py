@@ -187,3 +187,13 @@ def test_a_record_is_read_as_it_was_written(dense: Path, folder: Path, tmp_path:
     assert again is not None
     assert again.rows == ours.rows
     assert Record.of_checkpoint(tmp_path, 4) is None
+
+
+def test_the_checkpoints_rates_are_those_that_megatron_builds_from(
+    dense: Path, folder: Path
+) -> None:
+    rates = record(dense, folder, f"{WSD} 1 --adam-beta1 0.5").rates_and_schedule()
+    assert rates["lr_decay_style"] == "WSD"
+    assert (rates["lr_wsd_decay_style"], rates["lr_wsd_decay_iters"]) == ("linear", 1)
+    assert (rates["lr"], rates["adam_beta1"], rates["weight_decay"]) == (1, 0.5, 0.01)
+    assert "start_weight_decay" not in rates
