@@ -85,7 +85,7 @@ class ScheduleSettings:
     def _check_weight_decay(self) -> None:
         start, end = self.start_weight_decay, self.end_weight_decay
         if self.weight_decay_incr_style == "constant":
-            if start is not None or end is not None:
+            if start != end:  # Megatron's validation sets both to --weight-decay
                 raise BadInput(
                     "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style "
                     "linear or cosine; a constant one is --weight-decay X."

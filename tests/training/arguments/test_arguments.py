@@ -21,6 +21,7 @@ from mcore_qwen3vl.megatron_config import (
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.checks import (
+    check_deep_ep,
     check_early,
     check_surroundings,
     unused_data_flags,
@@ -103,7 +104,7 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
         (("--enable-cuda-graph",), "a CUDA graph needs the same number of image tokens"),
         (("--external-cuda-graph",), "a CUDA graph needs the same number of image tokens"),
         (("--no-such-flag", "3"), r"unrecognized arguments: --no-such-flag 3\. .*--help"),
-        (("--global-batch-size", "0"), "Megatron refuses these flags: .*global_batch_size"),
+        (("--global-batch-size", "0"), "--global-batch-size is 0; it is at least 1"),
         (("--tensor-model-parallel-size", "2"), "The world size is 1, which TP 2 x PP 1 x CP 1"),
         (("--tensor-model-parallel-size", "3"), "heads cannot be divided over TP 3: use TP 2"),
     ],
@@ -170,7 +171,7 @@ EXPERTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
         ("hybrid", 2, (*MTP, "--task", "embedding"), "--mtp-num-layers with --task embedding"),
         ("hybrid", 2, (*MTP, "--lora-rank", "4", "--load-hf", "x"), "--mtp-num-layers with LoRA"),
         ("hybrid_moe", 2, (*MTP, *OVERLAP, "--bf16"), f"with {OVERLAP[0]}, whose schedule"),
-        ("hybrid", 2, (*MTP, DEFER), f"--mtp-num-layers with {DEFER}, which"),
+        ("hybrid", 2, (*MTP, DEFER), f"{DEFER} needs Transformer Engine"),
     ],
 )
 def test_flags_that_do_not_fit_the_model_or_its_layout(
@@ -381,7 +382,7 @@ def test_a_deepep_without_what_megatron_needs(
         "--moe-flex-dispatcher-backend", backend, world_size=2,
     )  # fmt: skip
     with nullcontext() if message is None else pytest.raises(BadInput, match=message):
-        check_surroundings(run.settings)
+        check_deep_ep(run.settings.compute.moe_flex_dispatcher_backend)
 
 
 def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_what_a_config_of_megatrons_refuses_is_no_traceback(
 ) -> None:
     """Its configs are made of the flags when the run has begun."""
     job = Job(dense, data, steps=1, flags=("--overlap-p2p-communication-warmup-flush",))
-    with pytest.raises(BadInput, match="Megatron refuses these flags: Pipeline parallel commun"):
+    with pytest.raises(BadInput, match="Megatron refuses this model's settings: Pipeline par"):
         train(job, tmp_path)
 
 
