@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,7 @@ def find_function(name: str) -> Callable[..., Any]:
     """
     module, _, attribute = name.rpartition(":")
     try:
-        found = getattr(_load(module), attribute)
+        found = attrgetter(attribute)(_load(module))
     except Exception as error:  # importing runs the user's code, which may raise anything
         reason = " ".join(str(error).split())
         raise BadInput(

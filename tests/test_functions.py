@@ -34,6 +34,13 @@ def test_a_file_by_its_path(find: object, own_file: Path) -> None:
 
 
 @pytest.mark.parametrize("find", FINDERS)
+def test_a_function_of_a_class(find: object, own_file: Path) -> None:
+    """As an entry point may name it."""
+    own_file.write_text("class Own:\n    def double(value):\n        return 2 * value\n")
+    assert find(f"{own_file}:Own.double")(4) == 8  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("find", FINDERS)
 def test_no_module_is_found_in_the_current_folder(
     find: object, own_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

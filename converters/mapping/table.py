@@ -42,9 +42,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 """Prefix of the keys of all decoder layers."""
 MTP = "mtp."
+"""Prefix, on both sides, of the layers that predict a further token."""
 PUBLISHED_IN_FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")
 """Ends of names of the tensors that Qwen3.5's checkpoints have in float32, beside bfloat16."""
-"""Prefix, on both sides, of the layers that predict a further token."""
 
 EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The matrices of an expert in the tensors of fused ones."""

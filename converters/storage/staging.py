@@ -190,16 +190,19 @@ def staging(
 def discard_remains(target: Path) -> bool:
     """Delete what a killed run has left of its work on `target`; return whether there was any.
 
-    What that run had moved away is put back. No other process may be writing `target`.
-
-    Raises:
-        OSError: the system refuses.
+    What that run had moved away is put back. No other process may be writing `target`. If the
+    system refuses, the log says so.
     """
     folder = _work_folder(Path(os.path.abspath(target)))
     if not folder.exists():
         return False
-    _put_right(folder, target)
-    shutil.rmtree(folder)
+    try:
+        _put_right(folder, target)
+        shutil.rmtree(folder)
+    except OSError as error:
+        log.warning(
+            "%s, which an interrupted command has left, cannot be deleted: %s", folder, error
+        )
     return True
 
 
@@ -226,7 +229,7 @@ def _work_folder(target: Path) -> Path:
 def targets_of_remains(folder: Path) -> list[Path]:
     """Return the targets in `folder`, of names that are not cut, on which killed runs left work."""
     left = folder.glob(f".*{_SUFFIX}")
-    return [folder / f.name.removeprefix(".").removesuffix(_SUFFIX) for f in left]
+    return [folder / f.name.removeprefix(".").removesuffix(_SUFFIX) for f in left if f.is_dir()]
 
 
 def check_target(target: Path, *, force: bool, replaceable: Callable[[Path], bool]) -> None:

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -347,9 +347,10 @@ def data_files(path: Path) -> list[Path]:
     )
 
 
-_SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)(.*)")
+_SHARD = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})(?!\d)(.*)")
 """A shard's name, as the Hub has it: ``train-00000-of-00004.parquet``."""
-_MOST_SHARDS = 100_000  # of a data set; a larger number in a name is not one of shards
+_SHOWN = 10
+"""Names of missing shards, and of stray files, that are shown; the others are counted."""
 _LIKE_DATA = (
     *(*_SUFFIXES, ".json", ".jsonl", ".csv", ".tsv", ".tfrecord", ".lance", ".incomplete"),
     *(".zip", ".gz", ".tgz", ".zst", ".bz2", ".xz", ".7z"),
@@ -368,32 +369,42 @@ def unread_files(path: Path, split: str) -> list[Unused]:
     folder = files[0].parent if (path / _DICT).exists() else path
     stray = [
         file
-        for file in sorted(folder.rglob("*"))
+        for file in folder.rglob("*")
         if file.suffix.lower() in _LIKE_DATA and file not in read and file.name not in _ABOUT
         if not any(part.startswith(".") for part in file.relative_to(path).parts)
         if not (file.suffix == ".parquet" and _split_in_path(file.relative_to(path)))
     ]
-    missing = _missing_shards(files)
+
+    def named(some: Sequence[Path], count: int, why: str) -> list[Unused]:
+        names = [str(file.relative_to(path)) for file in some]
+        more = [f"{count - len(names):,} more"] if count > len(names) else []
+        return [Unused(where, name, why) for name in names + more]
+
     return [
-        *(Unused(where, str(Path(name).relative_to(path)), "it is missing") for name in missing),
-        *(Unused(where, str(file.relative_to(path)), "no part of it is read") for file in stray),
+        *named(*_missing_shards(files), "it is missing"),
+        *named(sorted(stray)[:_SHOWN], len(stray), "no part of it is read"),
     ]
 
 
-def _missing_shards(files: Iterable[Path]) -> list[str]:
-    """Return the paths of shards that are not there, by the numbers in the names of the others."""
+def _missing_shards(files: Iterable[Path]) -> tuple[list[Path], int]:
+    """Return some shards that are not there, by the numbers in the others' names, and how many."""
     found: dict[tuple[str, int, int, str], set[int]] = {}
     for file in files:
         if match := _SHARD.fullmatch(file.name):
             before, number, total, after = match.groups()
             family = str(file.parent / before), len(number), int(total), f"-of-{total}{after}"
             found.setdefault(family, set()).add(int(number))
-    return [
-        f"{before}{number:0{digits}}{after}"
-        for (before, digits, total, after), numbers in found.items()
-        for number in range(min(total, _MOST_SHARDS))
-        if number not in numbers
-    ]
+    missing: list[Path] = []
+    count = 0
+    for (before, digits, total, after), numbers in found.items():
+        begin = int(total in numbers and 0 not in numbers)  # some count from 1
+        expected = range(begin, begin + total)
+        count += total - sum(number in expected for number in numbers)
+        # A name may state a total of millions: the names of all are not made.
+        lacking = (number for number in expected if number not in numbers)
+        shown = islice(lacking, _SHOWN - len(missing))
+        missing += [Path(f"{before}{number:0{digits}}{after}") for number in shown]
+    return missing, count
 
 
 def data_cache() -> Path:

@@ -443,14 +443,23 @@ def _is_same_turn(role: str | None, following: str | None) -> bool:
 
 
 def _add_call(turn: dict[str, Any], message: Mapping[str, Any], index: int) -> None:
-    """Add a message that calls tools to the turn of the assistant before it."""
+    """Add a message that calls tools to the turn of the assistant before it.
+
+    A null, as a table has it, is no reasoning. Of other keys, such as a number of each message, the
+    turn keeps what it has.
+    """
     turn["tool_calls"] = [*(turn.get("tool_calls") or []), *message["tool_calls"]]
-    for key, value in message.items():
-        if key not in ("role", "content", "tool_calls") and turn.setdefault(key, value) != value:
-            raise BadSample(
-                f"message {index}: {key} is also given in the message before it, and both are one "
-                "turn of the assistant: keep one of them."
-            )
+    key = "reasoning_content"
+    before = turn.get(key)
+    if before is None:
+        turn.pop(key, None)
+    elif message.get(key) not in (None, before):
+        raise BadSample(
+            f"message {index}: {key} is also given in the message before it, and both are one turn "
+            "of the assistant: keep one of them."
+        )
+    for name, value in message.items():
+        turn.setdefault(name, value)
 
 
 def _ground_messages(
@@ -600,9 +609,9 @@ def _parse_tool(value: Any, where: str) -> Any:
     if not isinstance(tool, Mapping):
         raise BadSample(f"{where} is {type(tool).__name__}; an object is needed.")
     tool = dict(tool)
-    if tool.get("function") is not None:
+    if tool.get("function") not in (None, ""):
         tool["function"] = _parse_tool(tool["function"], f"the function of {where}")
-    if tool.get("parameters") is not None:
+    if tool.get("parameters") not in (None, ""):  # tables have empty texts for what is missing
         tool["parameters"] = parse_nested(tool["parameters"], f"parameters of {where}")
     return tool
 

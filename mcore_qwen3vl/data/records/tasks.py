@@ -81,10 +81,10 @@ def parse_pair(
         raise BadSample("a preference record has no weight: every pair counts the same.")
     shared = _shared_messages(record)
     for side in SIDES:
-        if not shared and isinstance(record[side], str):
+        if not shared and isinstance(rows_of(record[side], side), str | Mapping):
             raise BadSample(
-                f"{side} is text, with neither messages nor a prompt before it: give them, or a "
-                "list of messages."
+                f"{side} is one answer, with neither messages nor a prompt before it: give them, "
+                "or a list of messages."
             )
     sides = [[*shared, *_messages_under(record[side], side, "assistant")] for side in SIDES]
     if not _is_missing(record.get(_PROMPT)):

@@ -177,3 +177,21 @@ def test_without_remains_nothing_is_done(tmp_path: Path) -> None:
     assert not targets_of_remains(tmp_path)
     assert not discard_remains(tmp_path / "nothing")
     assert os.listdir(tmp_path) == []
+
+
+def test_remains_that_cannot_be_deleted_are_named(
+    target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run, whose other ranks wait, goes on."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("Device or resource busy")
+
+    begin_anew(target)
+    assert stopped(target, partial(kill_at, target.parent, CALLS // 2)) is None
+    (target.parent / ".a_file.incomplete").touch()
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert targets_of_remains(target.parent) == [target]
+    assert discard_remains(target)
+    assert f".{target.name}.incomplete, which an interrupted command has left" in caplog.text
+    assert "Device or resource busy" in caplog.text

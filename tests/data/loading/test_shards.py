@@ -101,3 +101,25 @@ def test_a_sample_of_a_tar_is_named_by_its_key(processor: Any, tmp_path: Path) -
     assert sorted(flaw.sample for flaw in report.bad) == [
         f"{tmp_path}/tars/{name}.tar[part{name}/{key}]" for name in ("0", "1") for key in ("a", "b")
     ]
+
+
+def test_shards_that_count_from_one(tmp_path: Path) -> None:
+    for number in (1, 3):
+        write_parquet(tmp_path / shard(number))
+    assert named(tmp_path) == [f"{shard(2)} (it is missing)"]
+    write_parquet(tmp_path / shard(2))
+    assert named(tmp_path) == []
+
+
+def test_of_many_some_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    """Few shards of a large data set are often taken on purpose."""
+    write_parquet(tmp_path / shard(2, 99_999_999))
+    for number in range(12):
+        (tmp_path / f"{number:02}.json").write_text("{}")
+    some = [*range(2), *range(3, 11)]
+    assert named(tmp_path) == [
+        *(f"{shard(number, 99_999_999)} (it is missing)" for number in some),
+        "99,999,988 more (it is missing)",
+        *(f"{number:02}.json (no part of it is read)" for number in range(10)),
+        "2 more (no part of it is read)",
+    ]

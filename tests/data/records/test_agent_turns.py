@@ -88,6 +88,15 @@ def test_tools_as_text_are_those_as_objects(given: Any) -> None:
     assert parsed(talk(Q, A, **given)).tools == TOOLS
 
 
+@pytest.mark.parametrize("empty", ["", None])
+def test_a_tool_without_parameters(empty: Any) -> None:
+    """A table has empty texts, or nulls, for what a tool lacks."""
+    tool = {"type": "function", "function": {"name": "now", "parameters": empty}}
+    assert parsed(talk(Q, A, tools=json.dumps([tool]))).tools == [tool]
+    flat = {"name": "now", "function": empty}
+    assert parsed(talk(Q, A, tools=[flat])).tools == [flat]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -150,6 +159,16 @@ def test_the_parts_of_a_turn_agree() -> None:
     assert message["reasoning_content"] == "So."
     with pytest.raises(BadSample, match="message 3: reasoning_content is also given in the mess"):
         parsed(talk(Q, reasoned, {**CALLING, "reasoning_content": "So."}))
+
+
+@pytest.mark.parametrize("before", [A, CALLING])
+def test_messages_of_one_turn_may_differ_in_what_no_template_reads(before: Any) -> None:
+    """A number of each message, the time of it, and the nulls of a table."""
+    numbered = talk(Q, {**before, "id": "1", "time": 1}, {**CALLING, "id": "2", "time": 2})
+    assert len(parsed(numbered).messages) == 2
+    for first, second in (("Hm.", None), (None, "Hm."), ("Hm.", "Hm.")):
+        turns = {**before, "reasoning_content": first}, {**CALLING, "reasoning_content": second}
+        assert parsed(talk(Q, *turns)).messages[1]["reasoning_content"] == "Hm."
 
 
 @pytest.mark.parametrize(

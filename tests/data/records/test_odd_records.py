@@ -150,6 +150,7 @@ def test_a_pair_with_a_prompt(record: Any) -> None:
     ("record", "message"),
     [
         ({"chosen": "Yes", "rejected": "No"}, "neither messages nor a prompt before it"),
+        ({"chosen": YES, "rejected": NO}, "neither messages nor a prompt before it"),
         (
             {"prompt": "Hi", "messages": [Q], "chosen": "Yes", "rejected": "No"},
             "both messages and prompt are given",

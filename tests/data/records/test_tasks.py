@@ -318,7 +318,7 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
     pair_of: [
         ({"chosen": [ASKED, SAID]}, "rejected is missing"),
         ({"messages": [ASKED], "chosen": "a", "rejected": "a"}, "are the same"),
-        ({"chosen": "a", "rejected": "b"}, "chosen is text, with neither messages nor a prompt"),
+        ({"chosen": "a", "rejected": "b"}, "chosen is one answer, with neither messages nor a"),
         ({"messages": [ASKED], "chosen": 3, "rejected": "b"}, "chosen must be text, a message"),
         ({"messages": [ASKED], "chosen": "a", "rejected": ""}, "rejected: message 2, .* is empty"),
         ({"messages": [ASKED], "chosen": "a", "rejected": "b", "weight": 2}, "has no weight"),
