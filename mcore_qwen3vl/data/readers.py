@@ -208,7 +208,7 @@ def _doubled_part(path: Path) -> str | None:
     if found is None:
         return None
     key, part, number, times = found
-    shards = list(json.loads((path / ".nv-meta" / ".info.json").read_text())["shard_counts"])
+    shards = list(json.loads((path / ".nv-meta" / ".info.json").read_text("utf-8"))["shard_counts"])
     return (
         f"{origin(path) / shards[number]}: the sample {key} has {times} files {key}.{part}, of "
         "which only the last would be read. Give each sample a name of its own."

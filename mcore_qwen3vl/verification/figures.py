@@ -50,7 +50,7 @@ def commit() -> str:
         ["git", "describe", "--always", "--dirty=, with changes", "--exclude=*"],
         cwd=folder,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     return shown.stdout.strip() or "not a checkout"

@@ -128,7 +128,9 @@ def test_the_design_page_says_where_to_look():
     for path, names in rows:
         source = (ROOT / "mcore_qwen3vl" / path).read_text()
         for name in re.findall(r"\w+", names):
-            assert re.search(rf"^(?:def |class ){name}\b|^{name}(?:: .+)? = ", source, re.MULTILINE), name
+            assert re.search(
+                rf"^(?:def |class ){name}\b|^{name}(?:: .+)? = ", source, re.MULTILINE
+            ), name
 
 
 def _importable(name: str) -> bool:

@@ -15,7 +15,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from mcore_qwen3vl.converters import place
+from mcore_qwen3vl.converters import identify
 from mcore_qwen3vl.errors import BadInput
 from tests.command import exit_code, without_version
 from tests.converters.checkpoints import load
@@ -68,19 +68,19 @@ def test_commands_take_a_hub_id(cache: Path, tiny: Tiny, tmp_path: Path) -> None
 
 def test_revisions(cache: Path, tiny: Tiny) -> None:
     other = fill_cache(cache, tiny("dense"), OTHER, "v2")
-    assert place.resolve(REPO) == place.resolve(f"{REPO}@{COMMIT}") != other
-    assert place.resolve(f"{REPO}@v2") == place.resolve(f"{REPO}@{OTHER}") == other
+    assert identify.resolve(REPO) == identify.resolve(f"{REPO}@{COMMIT}") != other
+    assert identify.resolve(f"{REPO}@v2") == identify.resolve(f"{REPO}@{OTHER}") == other
 
 
 def test_a_local_path_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / REPO).mkdir(parents=True)
-    assert place.resolve(REPO) == Path(REPO)
+    assert identify.resolve(REPO) == Path(REPO)
 
 
 @pytest.mark.parametrize("name", ["/absent/model", "./absent/model", "absent", "a/b/c", "../a"])
 def test_other_paths_are_left_alone(cache: Path, name: str) -> None:
-    assert place.resolve(name) == Path(name)
+    assert identify.resolve(name) == Path(name)
 
 
 def test_offline_and_not_in_the_cache(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,14 +109,14 @@ def test_cached_without_its_weights(cache: Path) -> None:
     for link in (cache / "models--Owner--Qwen3-VL-Tiny" / "snapshots" / COMMIT).glob("*.safet*"):
         link.unlink()
     with pytest.raises(BadInput, match="without its safetensors weights"):
-        place.resolve(REPO)
-    assert (place.resolve(REPO, weights=False) / "config.json").is_file()
+        identify.resolve(REPO)
+    assert (identify.resolve(REPO, weights=False) / "config.json").is_file()
 
 
 def test_a_shard_missing_from_the_cache_is_named(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shard = sorted(place.resolve(REPO).glob("model-*.safetensors"))[1]
+    shard = sorted(identify.resolve(REPO).glob("model-*.safetensors"))[1]
     shard.resolve().unlink()  # this removes the blob, so the link dangles
     assert exit_code("convert", "hf-to-mcore", REPO, tmp_path / "mcore") == 2
     assert f"in {shard.name}, which does not exist" in capsys.readouterr().err
@@ -129,7 +129,7 @@ def test_the_environment_is_obeyed(cache: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-c", work], env=environment, check=True, capture_output=True, text=True
     )
-    assert found.stdout.strip() == str(place.resolve(REPO))
+    assert found.stdout.strip() == str(identify.resolve(REPO))
 
 
 @pytest.mark.parametrize(("weights", "fetched"), [(True, 1), (False, 0)])
@@ -144,7 +144,7 @@ def test_only_what_is_needed_is_fetched(
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert place.resolve("Qwen/Qwen3-VL-2B-Instruct@main", weights=weights) == tmp_path
+    assert identify.resolve("Qwen/Qwen3-VL-2B-Instruct@main", weights=weights) == tmp_path
     assert (asked["repo"], asked["revision"]) == ("Qwen/Qwen3-VL-2B-Instruct", "main")
     wanted = ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"]
     wanted += ["model.safetensors.index.json", "model-00001-of-00002.safetensors"]
@@ -177,4 +177,4 @@ def test_what_goes_wrong_is_said(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(BadInput, match=message):
-        place.resolve(f"{REPO}@v9")
+        identify.resolve(f"{REPO}@v9")

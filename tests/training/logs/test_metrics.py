@@ -131,15 +131,16 @@ def test_a_mean_over_steps_of_which_one_has_no_loss_is_none() -> None:
 
 
 def test_a_step_whose_records_are_all_unusable_has_no_loss(dense: Path, tmp_path: Path) -> None:
-    """A third of the steps is such a one; the validation has no other records."""
+    """A third of the steps is such a one, and so is the validation's only batch."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     turns = [[{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]]
     records = [{"messages": messages} for messages in (*turns * 2, turns[0][:1])]
-    train_on, bad = tmp_path / "train.jsonl", tmp_path / "bad.jsonl"
+    train_on, valid = tmp_path / "train.jsonl", tmp_path / "valid.jsonl"
     train_on.write_text("\n".join(map(json.dumps, records)))
-    bad.write_text(json.dumps(records[-1]))
-    flags = ("--no-shuffle", "--max-bad-fraction", "1", "--valid-data-path", str(bad))
+    valid.write_text("\n".join(map(json.dumps, records[::-1])))
+    flags = ("--no-shuffle", "--max-bad-fraction", "1", "--valid-data-path", str(valid))
+    flags = (*flags, "--eval-iters", "1")
     job = Job(dense, train_on, steps=3, batch=1, flags=(*flags, "--early-stop-patience", "1"))
     events, save = tmp_path / "events", tmp_path / "save"
     train(job, tmp_path, "--tensorboard-dir", str(events), "--save", str(save))

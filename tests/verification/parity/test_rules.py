@@ -183,7 +183,7 @@ def test_recompute_that_drops_deepstack(matrix: Matrix, monkeypatch: Any) -> Non
 def test_features_that_do_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
     """Errors show if features do not reach DeepStack layers on later pipeline stages."""
 
-    def forgetting(self: Any, seq_len: int, plan: Any) -> Any:
+    def forgetting(self: Any, seq_len: int, batch: int, plan: Any) -> Any:
         received = layer.unpack_features(
             self.decoder.input_tensor, seq_len, self._deepstack_in, len(plan.destination)
         )
