@@ -49,6 +49,13 @@ class Contract:
         return record_of(self._args, self._settings)
 
     @property
+    def in_effect(self) -> Record:
+        """This run's record, with the checkpoint's schedule where that holds; on the first rank."""
+        holds = self.steering == "checkpoint" and not self._args.no_load_optim
+        schedule = self._saved.rows.get("schedule") if self._saved and holds else None
+        return Record({**self.record.rows, "schedule": schedule}) if schedule else self.record
+
+    @property
     def steering(self) -> Steering:
         """Whose rates and schedule hold, where a flag says so."""
         if self._args.use_checkpoint_opt_param_scheduler:
@@ -80,7 +87,7 @@ class Contract:
         """Write the record into ``--save``; the first rank does."""
         if dist.get_rank() == 0:
             assert self._settings.checkpoints.save is not None
-            self.record.write(self._settings.checkpoints.save, iteration)
+            self.in_effect.write(self._settings.checkpoints.save, iteration)
 
     def saved_value(self, row: str, name: str) -> Any:
         """Return a value of the checkpoint; the first rank knows it, and all call this."""

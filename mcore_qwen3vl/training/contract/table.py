@@ -242,9 +242,10 @@ def _reading(facts: Facts) -> Values:
     if facts.settings is None:
         return values
     return values | {
+        # Without the flags' values, which are compared by their own names.
         "mixture": [
             plain({"reading": asdict(source.reading), "limits": asdict(source.limits)})
-            for source in sources_of(facts.settings)
+            for source in parse_sources(facts.settings.loop.training_data)
         ],
         "text": [_digest_of(facts.settings.model.folder / name) for name in _TEXT_FILES],
     }

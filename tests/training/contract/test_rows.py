@@ -9,12 +9,14 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.contract.record import Record, compare
-from mcore_qwen3vl.training.contract.resuming import record_of
+from mcore_qwen3vl.training.contract.resuming import Contract, record_of
 from mcore_qwen3vl.training.contract.rules import Elsewhere, Finding, Steering
 from mcore_qwen3vl.training.contract.table import ROWS
 
@@ -197,3 +199,29 @@ def test_the_checkpoints_rates_are_those_that_megatron_builds_from(
     assert (rates["lr_wsd_decay_style"], rates["lr_wsd_decay_iters"]) == ("linear", 1)
     assert (rates["lr"], rates["adam_beta1"], rates["weight_decay"]) == (1, 0.5, 0.01)
     assert "start_weight_decay" not in rates
+
+
+def test_flags_about_all_data_sets_are_not_said_of_a_mixture_file(
+    dense: Path, folder: Path
+) -> None:
+    (found,) = findings(dense, folder, "", "--train-on last")
+    assert "mixture" not in found.text
+
+
+@pytest.mark.parametrize("no_load_optim", [False, True])
+def test_a_checkpoint_records_the_schedule_that_holds(
+    no_load_optim: bool, dense: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Otherwise the next run compares with lengths that no rate was computed from."""
+    before, now = (record(dense, folder, f"--train-iters {n}") for n in (3, 9))
+    before.write(tmp_path, 3)
+    args: Any = SimpleNamespace(
+        use_checkpoint_opt_param_scheduler=True, no_load_optim=no_load_optim
+    )
+    settings: Any = SimpleNamespace(checkpoints=SimpleNamespace(load=str(tmp_path)))
+    contract = Contract(args, settings, print)
+    contract.record = now
+    contract._compare_recorded(3)
+    kept = now if no_load_optim else before
+    assert contract.in_effect.rows["schedule"] == kept.rows["schedule"]
+    assert contract.in_effect.rows["length of the run"] == now.rows["length of the run"]
