@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.decoder.router import BalancedRouter
 from mcore_qwen3vl.verification.curves import Job, train
 from tests.turns import slow_except
 
@@ -57,3 +59,14 @@ def test_padding_takes_no_capacity_and_no_layout_changes_what_is_dropped(
     assert divided == pytest.approx(exact, rel=1e-5)
     without = first_step(tmp_path / "without", moe, uneven, "single")
     assert abs(without[0] - exact[0]) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_counts_of_a_step_have_all_digits_in_a_model_of_16_bits(dtype: torch.dtype) -> None:
+    """The largest value in float16 is 65,504, and bfloat16 has 8 digits, in base 2."""
+    router = BalancedRouter.__new__(BalancedRouter)
+    torch.nn.Module.__init__(router)
+    router.register_buffer("global_tokens_per_expert", torch.zeros(3))
+    router.to(dtype)._maintain_float32_expert_bias()
+    router.global_tokens_per_expert += torch.tensor([70_001, 257, 0])
+    assert router.global_tokens_per_expert.tolist() == [70_001, 257, 0]

@@ -37,6 +37,12 @@ class BalancedRouter(TopKRouter):
             self.config = copy(config)
             self.config.moe_expert_capacity_factor = None  # Megatron's router drops nothing itself
 
+    def _maintain_float32_expert_bias(self) -> None:
+        """Keep the counts of a step in float32 too: in 16 bits they lose digits, or overflow."""
+        super()._maintain_float32_expert_bias()
+        if self.global_tokens_per_expert is not None:
+            self.global_tokens_per_expert.data = self.global_tokens_per_expert.data.float()
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts, and drop what exceeds their capacity.
 
