@@ -342,7 +342,7 @@ def test_a_teachers_tokens_are_checked_too_and_others_stop_a_run(
 ) -> None:
     file = write_half_images(tmp_path / "data", 4, tokens=200, image_side=4, token_pixels=8)
     flags = ["--hf-model", str(dense), "--loss", "distill", "--seq-length", "512"]
-    write_made_up_teacher(file, dense, CommandLine(flags).settings)
+    write_made_up_teacher(file, dense, CommandLine(flags).settings, 1.0)
 
     def checked(temperature: float, media: MediaLimits) -> list[str]:
         config = DataConfig(512, packing=True, teacher_temperature=temperature, media=media)

@@ -133,7 +133,9 @@ class BalancedRouter(TopKRouter):
         rank's mean. Source: Zoph et al., "ST-MoE", 2022.
         """
         coeff = self.config.moe_z_loss_coeff
-        if self.calculate_per_token_loss or padding_mask is None or not coeff:
+        if not coeff:
+            return logits  # Megatron would divide 0 by 0 for its log
+        if self.calculate_per_token_loss or padding_mask is None:
             return super().apply_z_loss(logits, padding_mask)
         if not (self.training and torch.is_grad_enabled()):
             return logits

@@ -72,8 +72,8 @@ class Contract:
             BadInput: a difference is not allowed.
         """
         if not self._goes_on(iteration):
-            if dist.get_rank() == 0 and self._settings.checkpoints.save:
-                _ = self.record  # of the data as they are when the run begins
+            if self._settings.checkpoints.save:
+                self._conclude(self._record_beginning)
             return
         assert iteration is not None
         self._conclude(lambda: self._compare_recorded(iteration))
@@ -99,6 +99,11 @@ class Contract:
         settings = self._settings
         measures = settings.loop.skip_train and not settings.model.save_hf
         return iteration is not None and not (settings.checkpoints.finetune or measures)
+
+    def _record_beginning(self) -> list[Finding]:
+        """Record the data as they are when the run begins."""
+        _ = self.record
+        return []
 
     def _compare_recorded(self, iteration: int) -> list[Finding]:
         self._saved = Record.of_checkpoint(self._load, iteration) or Record({})
@@ -135,6 +140,8 @@ class Contract:
                 answer = [[finding.text for finding in findings]]
             except BadInput as flaw:
                 answer = [flaw]
+            except OSError as flaw:  # the other ranks wait for an answer
+                answer = [BadInput(f"The data of this run cannot be read: {flaw}.")]
         dist.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], BadInput):
             raise answer[0]

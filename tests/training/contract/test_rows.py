@@ -11,10 +11,13 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.contract import resuming
 from mcore_qwen3vl.training.contract.record import Record, compare
 from mcore_qwen3vl.training.contract.resuming import Contract, record_of
 from mcore_qwen3vl.training.contract.rules import Elsewhere, Finding, Steering
@@ -225,3 +228,22 @@ def test_a_checkpoint_records_the_schedule_that_holds(
     kept = now if no_load_optim else before
     assert contract.in_effect.rows["schedule"] == kept.rows["schedule"]
     assert contract.in_effect.rows["length of the run"] == now.rows["length of the run"]
+
+
+@pytest.mark.parametrize("flaw", [BadInput("names code"), OSError("stale file handle")])
+def test_data_that_the_first_rank_cannot_read_end_all_ranks(
+    flaw: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for its answer, also where a run begins."""
+    answers: list[Any] = []
+    monkeypatch.setattr(resuming.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(
+        resuming.dist, "broadcast_object_list", lambda found, src: answers.extend(found)
+    )
+    monkeypatch.setattr(resuming, "record_of", Mock(side_effect=flaw))
+    settings: Any = SimpleNamespace(
+        checkpoints=SimpleNamespace(load=None, save="run"), loop=SimpleNamespace(skip_train=False)
+    )
+    with pytest.raises(BadInput, match=str(flaw)):
+        Contract(SimpleNamespace(), settings, print).check(None)  # type: ignore[arg-type]
+    assert [type(answer) for answer in answers] == [BadInput]
