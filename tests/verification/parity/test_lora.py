@@ -93,7 +93,7 @@ def test_an_adapter_that_does_not_fit_is_refused(matrix: Matrix, tmp_path: Path)
 
 def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: Any) -> None:
     """Set one mark of all factors of one kind of linear to a wrong value."""
-    original = lora_modules.Kind.mark
+    original = lora_modules.Kind.mark_factors
 
     def wrong(self: lora_modules.Kind, pair: Pair, weight: Any) -> None:
         original(self, pair, weight)
@@ -102,7 +102,7 @@ def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: A
                 if hasattr(factor, mark):
                     setattr(factor, mark, value)
 
-    monkeypatch.setattr(lora_modules.Kind, "mark", wrong)
+    monkeypatch.setattr(lora_modules.Kind, "mark_factors", wrong)
 
 
 SP, AVERAGE = "sequence_parallel", "average_gradients_across_tp_domain"
