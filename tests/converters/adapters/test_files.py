@@ -353,6 +353,12 @@ def attempt_in(folder: Path, base: Path) -> Callable[[], str | None]:
             if tensor.dtype != after[key].dtype or not torch.equal(tensor, after[key]):
                 return f"another tensor {key}"
         said, written = (json.loads((f / CONFIG).read_text()) for f in (folder, back))
+        # PEFT saves embeddings that modules_to_save does not name; what is written names them.
+        saved = said.get("modules_to_save") or []
+        if any(embedding in key for key in before for embedding in ("embed_tokens", "lm_head")):
+            if written["modules_to_save"][: len(saved)] != saved:
+                return "other modules to save"
+            written["modules_to_save"] = said.get("modules_to_save")
         pair = (json.dumps(one, sort_keys=True) for one in (said, {k: written[k] for k in said}))
         return None if len({*pair}) == 1 else "another config"
 
