@@ -323,7 +323,106 @@ def _require_turns(record: Mapping[str, Any], key: str) -> list[Any]:
     turns = rows_of(parse_nested(record[key], key), key)
     if not isinstance(turns, list) or not turns:
         raise BadSample(f"{key} must be a list of at least one message.")
-    return turns
+    return [_with_parts(turn) for turn in turns] if key == "messages" else turns
+
+
+def _with_parts(message: Any) -> Any:
+    """Return `message` with its content as a list, if that is a list of parts as JSON text."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    # The text of a call is JSON of its own.
+    if not isinstance(content, str) or _ROLES["messages"].get(str(message.get("role"))) == _CALL:
+        return message
+    parts = PARTS.parse(content, "content")
+    return message if parts is content else {**message, "content": parts}
+
+
+@dataclass(frozen=True)
+class NestedForm:
+    """A list that may stand where text may stand too, and so may be JSON text there.
+
+    Text that is an answer may be JSON of any kind. So only what has this form is taken for a list.
+    """
+
+    name: str
+    is_met_by: Callable[[Any], bool]
+    begins: re.Pattern[str] | None
+    """The beginning of text that is meant as such a list, although it is no JSON."""
+    literally: str
+    """How text of this form is written that is meant as text."""
+
+    def parse(self, value: Any, key: str) -> Any:
+        """Return what the value of `key` stands for: the list, if it is that as JSON text.
+
+        Raises:
+            BadSample: the text begins as such a list does, and is no JSON.
+        """
+        if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+            return value
+        try:
+            parsed = parse_json(value)
+        except ValueError as error:
+            if self.begins is None or not self.begins.match(value):
+                return value
+            raise BadSample(
+                f"{key} is text that begins as a list of {self.name} does, but is not JSON: "
+                f"{error}. Write the list, or JSON. Text that is meant as text is written as "
+                f"{self.literally}."
+            ) from error
+        return parsed if self.is_met_by(parsed) else value
+
+
+def _is_of_messages(value: Any) -> bool:
+    """Return whether a value is a list of messages, one message, or a struct of lists of them."""
+    if not isinstance(value, Mapping):
+        return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+    roles = value.get("role")
+    if isinstance(roles, list) and isinstance(value.get("content"), list):
+        return all(_is_message({**value, "role": role}) for role in roles)
+    return _is_message(value)
+
+
+def _is_message(value: Any) -> bool:
+    said = {"role": ("content", "tool_calls", "function_call"), "from": ("value",)}
+    return isinstance(value, Mapping) and any(
+        isinstance(role := value.get(speaker), str)
+        and role in _ROLES[key]
+        and any(name in value for name in said[speaker])
+        for key, speaker in (("messages", "role"), ("conversations", "from"))
+    )
+
+
+def _is_of_parts(value: Any) -> bool:
+    """Return whether a value is a list of parts of a content, with no other keys than theirs.
+
+    An answer may list the blocks of a page, which have the same types and other keys.
+    """
+    return isinstance(value, list) and bool(value) and all(map(_is_part, value))
+
+
+def _is_part(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    if value.get("type") == "text":
+        return value.keys() == {"type", "text"} and isinstance(value["text"], str)
+    kind = _media_kind_of(value)
+    if kind is None:
+        return False
+    return value.keys() <= {"type", _reference_key(kind, value), *OPTION_NAMES[kind]}
+
+
+MESSAGES = NestedForm(
+    "messages",
+    _is_of_messages,
+    re.compile(r"""\s*\[\s*\{\s*(['"])(role|from)\1\s*:\s*(['"])\w+\3\s*,"""),
+    "the content of a message",
+)
+PARTS = NestedForm(
+    "parts",
+    _is_of_parts,
+    # As Python writes it. Broken JSON with these keys may be an answer that lists blocks.
+    re.compile(r"\s*\[\s*\{\s*'type'\s*:\s*'(text|image|video)'\s*,\s*'(text|image|video)"),
+    'a part, {"type": "text", "text": …}',
+)
 
 
 def parse_nested(value: Any, key: str) -> Any:

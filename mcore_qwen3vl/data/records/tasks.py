@@ -20,10 +20,12 @@ from typing import Any
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import (
     FORMATS,
+    MESSAGES,
     PAIRED_ELSEWHERE,
     RETRIEVED,
     SIDES,
     Conversation,
+    NestedForm,
     is_preference,
     parse_nested,
     parse_record,
@@ -80,13 +82,14 @@ def parse_pair(
     if record.get("weight") is not None:
         raise BadSample("a preference record has no weight: every pair counts the same.")
     shared = _shared_messages(record)
-    for side in SIDES:
-        if not shared and isinstance(rows_of(record[side], side), str | Mapping):
+    answers = {side: _rows_under(record[side], side) for side in SIDES}
+    for side, answer in answers.items():
+        if not shared and isinstance(answer, str | Mapping):
             raise BadSample(
                 f"{side} is one answer, with neither messages nor a prompt before it: give them, "
                 "or a list of messages."
             )
-    sides = [[*shared, *_messages_under(record[side], side, "assistant")] for side in SIDES]
+    sides = [[*shared, *_as_messages(answers[side], side, "assistant")] for side in SIDES]
     if not _is_missing(record.get(_PROMPT)):
         sides = [
             _with_prompt_once(messages, len(shared), side)
@@ -178,7 +181,15 @@ def _prompt_and_answer(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]
 
 def _messages_under(value: Any, name: str, role: str) -> list[Any]:
     """Return the messages that the value of key `name` stands for; a text is one of `role`."""
-    value = rows_of(value, name)
+    return _as_messages(_rows_under(value, name), name, role)
+
+
+def _rows_under(value: Any, name: str) -> Any:
+    """Return the value of key `name`, as a list if it is JSON text of messages or a struct."""
+    return rows_of(MESSAGES.parse(value, name), name)
+
+
+def _as_messages(value: Any, name: str, role: str) -> list[Any]:
     if isinstance(value, list) and value:
         return value
     if not isinstance(value, str | Mapping):
@@ -219,6 +230,27 @@ _SCORE = ("score", "label")
 _INPUT = ("text", "image", "video")
 _TEXT_FIELDS = Fields("a query or document", _INPUT)
 
+
+def _is_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+
+
+def _is_input(value: Any) -> bool:
+    """Return whether a value is an object with a text, image or video, or messages."""
+    of_input = isinstance(value, Mapping) and bool(value) and value.keys() <= set(_INPUT)
+    return of_input or MESSAGES.is_met_by(value)
+
+
+_INPUTS = NestedForm("messages", _is_input, MESSAGES.begins, 'an object, {"text": …}')
+"""What a query or a document may be beside text."""
+_TEXTS = NestedForm("texts", _is_of_texts, MESSAGES.begins, _INPUTS.literally)
+_LABELS = NestedForm(
+    "labels",
+    lambda value: isinstance(value, list) and all(isinstance(each, int | str) for each in value),
+    None,
+    "a list of it",
+)
+
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
@@ -242,6 +274,7 @@ def parse_retrieval(
         if isinstance(text, str) and not text.strip() and not any(media.values()):
             raise BadSample(f"{name} is empty.")
         try:
+            text = _INPUTS.parse(text, "it")
             messages = reading.add_system_prompt(messages_of(text))
             read = read_messages({**media, "messages": messages}, folder, prompt=True)
             plain = isinstance(text, Mapping) and "role" not in text
@@ -276,7 +309,7 @@ def _texts_with_media(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dic
         documents = _documents_under(present[0], record[present[0]]) if present else []
         if kind == POSITIVE and len(documents) > 1:
             raise BadSample(f"{present[0]} holds {len(documents)} documents; one is needed.")
-        lists = {name: record.get(f"{kind}_{name}") or [] for name in _MEDIA}
+        lists = {name: _nested_list(record, f"{kind}_{name}") for name in _MEDIA}
         for name, entries in lists.items():
             if entries and len(entries) != len(documents):
                 raise BadSample(
@@ -288,14 +321,24 @@ def _texts_with_media(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dic
             yield name, document, {key: entries[place] for key, entries in lists.items() if entries}
 
 
+def _nested_list(record: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the list under `key`, which is empty if there is none."""
+    value = parse_nested(record.get(key) or [], key)
+    if not isinstance(value, list):
+        raise BadSample(f"{key} is {type(value).__name__}; a list is needed.")
+    return value
+
+
 def _documents_under(key: str, value: Any) -> list[Any]:
     """Return the documents under `key`; a key in the plural, or ms-swift's, holds a list.
 
     A list of texts is one of documents under the other keys too, where a list of messages is not.
     """
     if key in (POSITIVE, NEGATIVE):
-        texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
-        return value if texts else [value]
+        value = _TEXTS.parse(value, key)
+        return value if _is_of_texts(value) else [value]
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_nested(value, key)
     if not isinstance(value, list):
         raise BadSample(f"{key} is {type(value).__name__}; a list of documents is needed.")
     return value
@@ -303,6 +346,7 @@ def _documents_under(key: str, value: Any) -> list[Any]:
 
 def messages_of(text: Any) -> list[Any]:
     """Return the messages that a text of any kind stands for."""
+    text = rows_of(text, "it")
     if isinstance(text, str):
         return [{"role": "user", "content": text}]
     if isinstance(text, list) and text:
@@ -382,9 +426,9 @@ def is_classification(record: Mapping[str, Any]) -> bool:
     """Return whether a record can only be a classifier's: it has a label, and no answer."""
     if isinstance(record.get(_LABEL, True), bool):
         return False
-    messages = record.get("messages")
-    if isinstance(messages, list):
-        return not _is_answered(messages)
+    if record.get("messages") is not None:
+        messages = _rows_under(record["messages"], "messages")
+        return isinstance(messages, list) and not _is_answered(messages)
     of_another = any(record.get(key) is not None for form in FORMATS for key in form.keys)
     return not of_another and any(record.get(key) is not None for key in _INPUT)
 
@@ -416,7 +460,7 @@ def labels_in(record: Mapping[str, Any]) -> list[int | str]:
 
     A table that lacks some labels has the others as floats, such as 1.0.
     """
-    label = record.get(_LABEL)
+    label = _LABELS.parse(record.get(_LABEL), _LABEL)
     given = label if isinstance(label, list) else [] if label is None else [label]
     labels = [
         int(each) if isinstance(each, float) and each.is_integer() else each for each in given
