@@ -72,7 +72,8 @@ class Reading:
     """System prompt for conversations that have none."""
     train_on: str | None = None
     """Assistant turns to train on: ``all``, which None means too, ``last``, or a regular expression
-    that must match in the turn's text, its reasoning or one of its tool calls."""
+    that must match in the turn's text, or, in a turn without text, in its tool calls, or else in
+    its reasoning."""
 
     def __post_init__(self) -> None:
         try:

@@ -99,8 +99,8 @@ class DataSources:
     own"""
     train_on: Annotated[str | None, Flag("TURNS")] = None
     """turns of the assistant to train on: all, last, or a regular expression that must match in the
-    turn's text, its reasoning or a tool call; for data sets that choose none of their own;
-    default: all"""
+    turn's text, or in the tool calls or the reasoning of a turn without text; for data sets that
+    choose none of their own; default: all"""
 
 
 @dataclass(frozen=True)
