@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-muon test-te test-verl test-grpo test-vllm test-versions test-megatron lint docs parity parity-2b bench-convert gpu-check release clean
+.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-muon test-te test-verl test-grpo test-vllm test-versions test-megatron lint docs parity parity-2b search bench-convert gpu-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -108,6 +108,9 @@ parity: $(ENVIRONMENT) ## the layout x batch matrix against Hugging Face, writte
 # By its formula up to 24 GB of memory and 34 GB of temporary files (CP 2), beside a model of 9 GB.
 parity-2b: $(ENVIRONMENT) ## a whole 2B with random weights against Hugging Face, in four layouts
 	$(RUN)python benchmarks/parity.py 2b $(ARGS)
+
+search: $(ENVIRONMENT) ## runs at random, judged by oracles (ARGS="--minutes 30 --seed 7")
+	$(RUN)python -W ignore -m mcore_qwen3vl.verification.search $(ARGS)
 
 bench-convert: $(ENVIRONMENT) ## conversion against a plain copy of the same bytes
 	$(RUN)python benchmarks/convert.py $(ARGS)

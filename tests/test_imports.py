@@ -83,6 +83,7 @@ ORDER = (
     "verification.parity",
     "verification.trace",
     "verification.curves",
+    "verification.search",
     "api",
     "demos",
     "launch",

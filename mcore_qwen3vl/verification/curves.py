@@ -118,8 +118,8 @@ def import_for_ranks() -> None:
     PIL.Image.init()
 
 
-def run_rank(argv: Sequence[str], output: Path, observer: RunObserver | None = None) -> None:
-    """Run one rank of a training run, and append its output to a file.
+def run_rank(argv: Sequence[str], output: Path, observer: RunObserver | None = None) -> int:
+    """Run one rank of a training run, append its output to a file, and return its exit code.
 
     `observer` hears of the run's events.
     """
@@ -136,10 +136,11 @@ def run_rank(argv: Sequence[str], output: Path, observer: RunObserver | None = N
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(stream)
         try:
-            main(CommandLine(argv), observer)
+            return main(CommandLine(argv), observer)
         except SystemExit as leaving:  # Megatron exits so when a signal or a limit stops it
             if leaving.code:
                 raise
+            return 0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from mcore_qwen3vl.losses.registry import GROUP as FAMILIES
 from mcore_qwen3vl.losses.tokens import GROUP as LOSSES
 from mcore_qwen3vl.simulated_gpu.__main__ import make_parser
 from mcore_qwen3vl.training.arguments.settings import add_arguments
+from mcore_qwen3vl.verification.search import search
 from tests.docs.markdown import PAGES, README, ROOT, anchors, blocks, commands, links, prose
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -100,7 +101,10 @@ def test_commands_and_their_flags_exist(page, training_flags):
 @each_page
 def test_flags_in_prose_exist(page, training_flags):
     known = {flag for one in every_command(typer.main.get_command(app)) for flag in flags_of(one)}
-    known |= training_flags.union(*FOREIGN.values(), make_parser()._option_string_actions)
+    others = (make_parser(), search.make_parser())
+    known |= training_flags.union(
+        *FOREIGN.values(), *(one._option_string_actions for one in others)
+    )
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose(page)))
     assert named <= known, sorted(named - known)
 

@@ -1,0 +1,167 @@
+"""The axes of the search: each is a function that draws one side of a case at random.
+
+An axis takes the case as far as it has been drawn. It reads its choices from this package's own
+tables, so that a new loss, flag or family of models is drawn without being named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from random import Random
+from typing import Any, get_args
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.losses.registry import all_losses
+from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName, tiny_config
+from mcore_qwen3vl.verification.search import records
+from mcore_qwen3vl.verification.search.case import OTHER, Case, Flag, How, Stop
+from mcore_qwen3vl.verification.search.flags import drawable
+
+Axis = Callable[[Random, Case], Case]
+
+MOST_RANKS = 4
+
+
+def model(rng: Random, case: Case) -> Case:
+    """A tiny model of any family."""
+    family = rng.choice(get_args(FamilyName))
+    words: tuple[str, ...] = () if family == get_args(FamilyName)[0] else ("--family", family)
+    words += ("--moe",) * (rng.random() < 0.4)
+    words += ("--tie",) * (rng.random() < 0.2)
+    return replace(case, model=words)
+
+
+def loss(rng: Random, case: Case) -> Case:
+    """A loss of the registry, and records for it; half of the cases train on answers alone."""
+    kinds = [(loss, name) for loss in all_losses() for name in loss.names]
+    default = next(one for one in kinds if one[1] == "cross_entropy")
+    kind, name = default if rng.random() < 0.5 else rng.choice(kinds)
+    flags = case.flags if name == default[1] else (*case.flags, (kind.flag, name))
+    makers, bad = records.makers_of(kind, name), False
+    if kind is default[0]:
+        bad = rng.random() < 0.15
+        flags += (("--max-bad-fraction", "1"),) * bad
+    if name == "distill":
+        flags += (("--teacher", OTHER),)
+    if name in ("dpo", "kto"):
+        flags += (("--reference", "model"),)
+    if name == "classify":
+        flags += (("--num-labels", "3"),)
+    lines = records.lines(rng, makers, rng.choice((3, 4, 5, 7, 8)), bad)
+    return replace(case, flags=flags, records=lines)
+
+
+def batches(rng: Random, case: Case) -> Case:
+    """Rows, packs, micro-batches and workers."""
+    flags: list[Flag] = []
+    if rng.random() < 0.35:
+        flags += [("--packing",)]
+        flags += [("--no-balance",)] * (rng.random() < 0.3)
+    else:
+        flags += [("--micro-batch-size", rng.choice("123"))] * (rng.random() < 0.4)
+        flags += [("--pad-to-longest",)] * (rng.random() < 0.4)
+    flags += [("--no-shuffle",)] * (rng.random() < 0.2)
+    flags += [("--num-workers", rng.choice("12"))] * (rng.random() < 0.15)
+    flags += [("--seq-length", rng.choice(("64", "128", "512")))] * (rng.random() < 0.3)
+    return replace(case, flags=(*case.flags, *flags))
+
+
+def length(rng: Random, case: Case) -> Case:
+    """The steps of the run, or its epochs, and its global batch."""
+    micro = int(case.value("--micro-batch-size"))
+    batch = micro * rng.choice((2, 2, 4))
+    if rng.random() < 0.3:
+        return replace(case, batch=batch, flags=(*case.flags, ("--num-epochs", rng.choice("12"))))
+    return replace(case, batch=batch, steps=rng.choice((1, 2, 2, 3, 4)))
+
+
+def trained(rng: Random, case: Case) -> Case:
+    """What trains: all, a part, or an adapter."""
+    flags = rng.choice(
+        (
+            *[()] * 5, (("--lora-rank", "2"),), (("--lora-rank", "4"), ("--lora-alpha", "8")),
+            (("--freeze", "vision"),), (("--trainable", "aligner"),),
+            (("--vision-lr-mult", "0.1"),),
+        )
+    )  # fmt: skip
+    return replace(case, flags=(*case.flags, *flags))
+
+
+def further_flags(rng: Random, case: Case) -> Case:
+    """Up to two of all flags that reach a run, with values at and beyond their borders."""
+    named = {name for name, *_ in case.flags}
+    free = [flag for flag in drawable() if flag.name not in named]
+    some = rng.sample(free, rng.choice((0, 0, 1, 1, 2)))
+    return replace(case, flags=(*case.flags, *(flag.draw(rng) for flag in some)))
+
+
+def layout(rng: Random, case: Case) -> Case:
+    """A layout of up to four ranks that the model fits, with a batch that its ranks divide."""
+    if rng.random() < 0.25:
+        return case
+    two = [one for one in layouts(case.model) if Layout.parse(one).world_size == 2]
+    drawn = rng.choice(two if rng.random() < 0.7 else layouts(case.model))
+    rows = int(case.value("--micro-batch-size")) * Layout.parse(drawn).dp
+    return replace(case, layout=drawn, batch=-(-case.batch // rows) * rows)
+
+
+def stop(rng: Random, case: Case) -> Case:
+    """An early end, after which the run goes on, in every second case under another layout."""
+    if case.has("--num-epochs") or rng.random() < 0.6:
+        return case
+    case = replace(case, steps=max(case.steps, 3))
+    hows: tuple[How, ...] = ("saved", "saved", "killed", "SIGTERM")
+    how = rng.choice(hows)
+    other = None
+    if rng.random() < 0.5:
+        rows = case.batch // int(case.value("--micro-batch-size"))
+        fitting = [one for one in layouts(case.model) if rows % Layout.parse(one).dp == 0]
+        other = rng.choice(fitting)
+    return replace(case, stop=Stop(how, rng.randint(1, case.steps - 2), other))
+
+
+def after(rng: Random, case: Case) -> Case:
+    """A validation and an export at the end."""
+    return replace(case, validates=rng.random() < 0.3)
+
+
+AXES: tuple[Axis, ...] = (
+    model, loss, batches, length, trained, further_flags, layout, stop, after,
+)  # fmt: skip
+"""In the order in which they are drawn."""
+
+
+def draw(rng: Random, axes: tuple[Axis, ...] = AXES) -> Case:
+    """Draw a case."""
+    case = Case()
+    for axis in axes:
+        case = axis(rng, case)
+    return case
+
+
+@cache
+def layouts(model: tuple[str, ...]) -> tuple[str, ...]:
+    """Return all layouts of two to four ranks that a tiny model fits, and one rank alone."""
+    family: Any = model[model.index("--family") + 1] if "--family" in model else "qwen3-vl"
+    architecture = Architecture.from_hf(tiny_config(family=family, moe="--moe" in model))
+    return tuple(str(one) for one in _fitting(architecture))
+
+
+def _fitting(architecture: Architecture) -> Iterator[Layout]:
+    two = (1, 2)
+    for tp, pp, vpp, cp, dp, ep, etp, sp in product(two, two, two, two, two, two, two, (0, 1)):
+        if not architecture.is_moe and (ep > 1 or etp > 1):
+            continue
+        one = Layout(tp=tp, pp=pp, vpp=vpp, cp=cp, dp=dp, ep=ep, etp=etp, sp=bool(sp))
+        if one.world_size > MOST_RANKS:
+            continue
+        try:
+            one.validate(architecture)
+        except BadInput:
+            continue
+        yield one

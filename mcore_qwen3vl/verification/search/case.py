@@ -1,0 +1,216 @@
+"""A case of the search: a run of training in full, as data that can be drawn, changed and pasted.
+
+Everything that a run depends on is in its case, so two equal cases are one run, and what a case
+says in a shell (:func:`paste`) is what was run.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+from mcore_qwen3vl.layout import Layout
+
+Flag = tuple[str, ...]
+"""A flag of the command line with its values."""
+
+OTHER = "{other}"
+"""What stands in a flag for the path of a second model, of the same kind with other weights."""
+
+How = Literal["saved", "killed", "SIGTERM"]
+"""How a run ends early: it saves and leaves (``--exit-interval``), all of its ranks are killed one
+step after a checkpoint, or they get SIGTERM."""
+
+BASE: tuple[Flag, ...] = (
+    ("--seq-length", "256"), ("--lr", "1e-3"), ("--lr-decay-style", "constant"),
+    ("--num-workers", "0"), ("--log-interval", "1"), ("--micro-batch-size", "1"),
+)  # fmt: skip
+"""What every run has, unless its case has the same flag."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """An early end of a run, after some steps, and how it goes on.
+
+    Attributes:
+        how: how it ends.
+        after: the steps of which a checkpoint is certain.
+        layout: the layout under which it goes on; None: the same one.
+        flags: flags with which it goes on, in place of those of the same name.
+    """
+
+    how: How
+    after: int
+    layout: str | None = None
+    flags: tuple[Flag, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of training.
+
+    Attributes:
+        model: options of ``mcore-qwen3vl tiny``, which writes the model; or the path of a model.
+        records: the lines of the data, JSON each; pictures in them are named as :func:`picture`
+            reads it.
+        flags: flags besides :data:`BASE`, without paths.
+        layout: as :meth:`.Layout.parse` reads it.
+        batch: the global batch.
+        steps: ``--train-iters``.
+        stop: an early end, after which the run goes on.
+        validates: whether the records are validation data too, for one validation at the end.
+    """
+
+    model: tuple[str, ...] = ()
+    records: tuple[str, ...] = ()
+    flags: tuple[Flag, ...] = ()
+    layout: str = "single"
+    batch: int = 2
+    steps: int = 2
+    stop: Stop | None = None
+    validates: bool = False
+
+    def has(self, flag: str) -> bool:
+        """Return whether the case gives this flag."""
+        return any(name == flag for name, *_ in self.flags)
+
+    def value(self, flag: str, otherwise: str = "") -> str:
+        """Return the first value of a flag of the case or of :data:`BASE`."""
+        given = {name: values for name, *values in (*BASE, *self.flags)}
+        return (given.get(flag) or [otherwise])[0]
+
+    @property
+    def is_moe(self) -> bool:
+        return "--moe" in self.model
+
+    @property
+    def parsed(self) -> list[dict[str, Any]]:
+        """The records."""
+        return [json.loads(line) for line in self.records]
+
+    def to_json(self) -> str:
+        """Return the case as text, which :meth:`of_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote."""
+        held = json.loads(text)
+        stop = held.pop("stop")
+        if stop is not None:
+            stop = Stop(**{**stop, "flags": tuple(map(tuple, stop["flags"]))})
+        lists = {key: tuple(held[key]) for key in ("model", "records")}
+        return cls(**{**held, **lists, "flags": tuple(map(tuple, held["flags"])), "stop": stop})
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One command of a case: a run from its beginning or a checkpoint to its end or a stop."""
+
+    flags: tuple[Flag, ...]
+    layout: Layout
+    kill_after: int | None = None
+    terminate_after: int | None = None
+
+    def words(self, case: Case, folder: str, model: str, other: str) -> list[str]:
+        """Return the command line of the run, which lies in `folder`, without ``--processes``.
+
+        The model of the same kind with `other` weights takes the place of :data:`OTHER`.
+        """
+        words = ["--cpu", "--hf-model", model, "--load-hf", model]
+        words += ["--data-path", f"{folder}/train.jsonl", "--log-json", f"{folder}/log.jsonl"]
+        words += [word.replace(OTHER, other) for flag in self.flags for word in flag]
+        words += self.layout.flags(moe=case.is_moe)
+        named = {name for name, *_ in self.flags}
+        if named & {"--save-interval", "--exit-interval"} or case.stop:
+            words += ["--save", f"{folder}/save"]
+        if case.validates:
+            words += ["--valid-data-path", f"{folder}/train.jsonl", "--save-hf", f"{folder}/hf"]
+        return words
+
+
+def segments(case: Case) -> list[Segment]:
+    """Return the commands of a case, one or two."""
+    flags: dict[str, Flag] = {flag[0]: flag for flag in (*BASE, *case.flags)}
+    flags["--global-batch-size"] = ("--global-batch-size", str(case.batch))
+    if "--num-epochs" not in flags:
+        flags["--train-iters"] = ("--train-iters", str(case.steps))
+    if case.validates:
+        flags["--eval-interval"] = ("--eval-interval", "1000")
+    layout, stop = Layout.parse(case.layout), case.stop
+    if stop is None:
+        return [Segment(tuple(flags.values()), layout)]
+    early: dict[How, Flag] = {
+        "saved": ("--exit-interval", str(stop.after)),
+        "killed": ("--save-interval", str(stop.after)),
+        "SIGTERM": ("--exit-signal-handler",),
+    }
+    first = Segment(
+        (*flags.values(), early[stop.how]),
+        layout,
+        kill_after=stop.after + 1 if stop.how == "killed" else None,
+        terminate_after=stop.after if stop.how == "SIGTERM" else None,
+    )
+    later = flags | {flag[0]: flag for flag in stop.flags}
+    return [first, Segment(tuple(later.values()), Layout.parse(stop.layout or case.layout))]
+
+
+_PICTURE = re.compile(r"(\d+)x(\d+)-(\d+)\.png")
+
+
+def pictures(case: Case) -> list[str]:
+    """Return the names of the pictures that the records refer to."""
+    found = (match[0] for line in case.records for match in _PICTURE.finditer(line))
+    return list(dict.fromkeys(found))
+
+
+def picture(name: str) -> bytes:
+    """Return the PNG of a name such as ``24x16-3.png``: width, height, number of its colours.
+
+    It has sixteen colours in blocks, so that its bytes are few and no two places are alike.
+    """
+    from PIL import Image
+
+    match = _PICTURE.fullmatch(name)
+    assert match is not None, name
+    width, height, number = map(int, match.groups())
+    colours = random.Random(number)
+    image = Image.new("RGB", (4, 4))
+    image.putdata([tuple(colours.randrange(256) for _ in range(3)) for _ in range(16)])
+    written = io.BytesIO()
+    image.resize((width, height), Image.Resampling.NEAREST).save(written, "PNG", optimize=True)
+    return written.getvalue()
+
+
+def paste(case: Case) -> str:
+    """Return the case as commands for a shell, which make its model and data and run it."""
+    return "\n".join(_lines(case))
+
+
+def _lines(case: Case) -> Iterator[str]:
+    model = "model" if not case.model or case.model[0].startswith("--") else case.model[0]
+    yield "mkdir case && cd case"
+    if model == "model":
+        yield shlex.join(["mcore-qwen3vl", "tiny", "model", *case.model])
+    for name in pictures(case):
+        yield f"base64 -d > {name} <<< {base64.b64encode(picture(name)).decode()}"
+    yield "cat > train.jsonl <<'END'"
+    yield from case.records
+    yield "END"
+    if any(OTHER in flag for flag in case.flags):
+        yield shlex.join(["mcore-qwen3vl", "tiny", "other", *case.model, "--seed", "1"])
+    for segment in segments(case):
+        words = segment.words(case, ".", model, "other")
+        ranks = str(segment.layout.world_size)
+        yield shlex.join(["mcore-qwen3vl", "train", "--processes", ranks, *words])
+        if segment.kill_after:
+            yield f"# kill -9 all ranks in step {segment.kill_after}, before the next checkpoint"
+        if segment.terminate_after:
+            yield f"# send SIGTERM after step {segment.terminate_after}"

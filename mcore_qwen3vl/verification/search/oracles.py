@@ -1,0 +1,420 @@
+"""The oracles of the search: each says what is wrong with a case, or None; :data:`ORACLES`.
+
+An oracle takes a case, its outcome, and the bench, with which it may run other cases. It shares no
+code with what it judges. Where two runs differ by design, the sentence in :data:`BY_DESIGN` says
+so beside the oracle that must know it, and the page of the documentation that tells users.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
+from mcore_qwen3vl.verification.search import plain
+from mcore_qwen3vl.verification.search.case import Case
+from mcore_qwen3vl.verification.search.flags import computes_the_same
+from mcore_qwen3vl.verification.search.running import Bench, Outcome
+
+Oracle = Callable[[Case, Outcome, Bench], str | None]
+
+LIMITS = {"loss": 2e-5, "grad norm": 3e-4, "rate": 1e-9}
+"""Largest relative differences in float32 between two layouts, or to the plain loop, in few steps;
+the norm of a step carries what rounding did to the weights of the steps before."""
+HALF = {"loss": 2e-2, "grad norm": 2e-1, "rate": 1e-9}
+"""The same in bf16 and fp16."""
+
+
+@dataclass(frozen=True)
+class ByDesign:
+    """A difference that is no fault.
+
+    Attributes:
+        text: why two runs differ.
+        page: the page of docs/ that says so, and words on it.
+    """
+
+    text: str
+    page: tuple[str, str]
+
+
+PACKS_OF_RANKS = ByDesign(
+    "a buffer of packs is one for each data-parallel rank, so their number decides the packs",
+    ("data.md", "samples per rank"),
+)
+PARTS_OF_WORKERS = ByDesign(
+    "with --no-balance, and packed pairs or tasks, each data worker packs its own part of the data",
+    ("data.md", "each data worker packs its own part of each"),
+)
+ROUTER_LOSSES = ByDesign(
+    "a router's balancing loss and its capacity are those of a micro-batch",
+    ("training.md", "the tokens of a micro-batch"),
+)
+GLOBAL_ROUTER_LOSS = ByDesign(
+    "global_aux_loss balances the micro-batches of the step so far, whose number DP decides",
+    ("training.md", "with one micro-batch per rank, the global batch"),
+)
+BY_DESIGN = (PACKS_OF_RANKS, PARTS_OF_WORKERS, ROUTER_LOSSES, GLOBAL_ROUTER_LOSS)
+
+_RANDOM = ("--hidden-dropout", "--attention-dropout", "--lora-dropout", "--moe-input-jitter-eps")
+"""Flags under which each layout draws random numbers of its own."""
+
+
+def crashed(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """No traceback, no hang, no process or file that is left; exit codes as documented."""
+    for number, ran in enumerate(outcome.ran, 1):
+        if ran.crash:
+            return f"command {number} ended in a traceback: {_last_line(ran.crash)}"
+        if "Traceback (most recent call last)" in ran.printed:
+            return f"command {number} printed a traceback: {_last_line(ran.printed)}"
+        if ran.left:
+            return f"command {number} left {', '.join(ran.left)}"
+        how = case.stop.how if case.stop and number == 1 else None
+        expected = {0, 128 + signal.SIGTERM} if how == "SIGTERM" else {0}
+        if not ran.refusal and how != "killed" and ran.exit_code not in expected:
+            return f"command {number} ended with exit code {ran.exit_code}"
+    return None
+
+
+def each_record_once(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """No record comes again before all others have come, also across a stop."""
+    if not outcome.finished or case.has("--iterations-to-skip"):
+        return None
+    usable = {
+        f"train.jsonl:{line}" for line, record in enumerate(case.parsed, 1) if "bad" not in record
+    }
+    sizes = _sequences(case)
+    came: Counter[str] = Counter()
+    epochs = int(case.value("--num-epochs", "0"))
+    for step in sorted(outcome.samples):
+        came += outcome.names(step)
+        if unknown := came.keys() - usable:
+            return f"step {step} trained on {', '.join(sorted(unknown))}, which cannot be used"
+        if epochs or case.has("--packing"):
+            continue
+        counts = [came[name] / sizes[name] for name in usable - _left_out(outcome, usable)]
+        if counts and max(counts) - min(counts) > 1:
+            return f"after step {step} the records came so often: {dict(sorted(came.items()))}"
+    if epochs:
+        left = usable - _left_out(outcome, usable)
+        if wrong := {name: came[name] for name in left if came[name] != epochs * sizes[name]}:
+            return f"in {epochs} epochs, records came so often: {dict(sorted(wrong.items()))}"
+    return None
+
+
+def _sequences(case: Case) -> dict[str, int]:
+    """Return how many sequences each record gives."""
+    task, found = case.value("--task"), {}
+    for line, record in enumerate(case.parsed, 1):
+        count = 2 if "chosen" in record else 1
+        if "query" in record:
+            count = 1 + len(record.get("negatives", ())) + (task == "embedding")
+        found[f"train.jsonl:{line}"] = count
+    return found
+
+
+def _left_out(outcome: Outcome, usable: set[str]) -> set[str]:
+    """Return the records that never came, if the run says that some are too long for a row."""
+    if not any(entry.get("over-long samples") for entry in outcome.log.values()):
+        return set()
+    return usable - {sample.name for some in outcome.samples.values() for sample in some}
+
+
+def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """A run that was stopped and went on is the run that was not."""
+    stop = case.stop
+    if stop is None or not outcome.finished or stop.flags or _is_random(case, stop.layout):
+        return None
+    whole = bench.run(replace(case, stop=None))
+    if not whole.finished:
+        return f"only without a stop it ends so: {_end_of(whole)}"
+    same = stop.layout in (None, case.layout)
+    if not same and _packs_differ(case, case.layout, stop.layout or ""):
+        return None
+    return _differences(outcome, whole, None if same else _limits(case), "the run without a stop")
+
+
+def single_rank(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """All layouts compute the same."""
+    if Layout.parse(case.layout).world_size == 1 or not outcome.finished:
+        return None
+    if _is_random(case, "single") or _packs_differ(case, case.layout, "single"):
+        return None
+    if _router_differs(case):
+        return None
+    alone = bench.run(replace(case, layout="single", stop=None))
+    if not alone.finished:
+        return None if alone.refusal else f"only on one rank it ends so: {_end_of(alone)}"
+    if case.stop and case.stop.layout and _packs_differ(case, case.layout, case.stop.layout):
+        return None
+    return _differences(outcome, alone, _limits(case), "one rank")
+
+
+def _packs_differ(case: Case, one: str, other: str) -> bool:
+    """Return whether two layouts pack other samples together, by design."""
+    if not case.has("--packing"):  # rows are padded to a multiple, but hold the same samples
+        return False
+    a, b = Layout.parse(one), Layout.parse(other)
+    return a.dp != b.dp or a.cp != b.cp
+
+
+def _router_differs(case: Case) -> bool:
+    return case.is_moe and case.value("--moe-router-load-balancing-type") == "global_aux_loss"
+
+
+def _is_random(case: Case, other: str | None) -> bool:
+    """Return whether a flag draws random numbers, and the case has another layout than `other`."""
+    drawn = any(float(case.value(flag, "0")) > 0 for flag in _RANDOM)
+    return drawn and other is not None and other != case.layout
+
+
+def _limits(case: Case) -> Mapping[str, float]:
+    return HALF if case.has("--bf16") or case.has("--fp16") else LIMITS
+
+
+def _differences(
+    one: Outcome, other: Outcome, limits: Mapping[str, float] | None, name: str
+) -> str | None:
+    """Compare the samples and the log of each step; without limits each bit."""
+    mine, theirs = one.log, other.log
+    if mine.keys() != theirs.keys():
+        return f"it has the steps {sorted(mine)}, and {name} {sorted(theirs)}"
+    for step in sorted(mine):
+        if one.names(step) != other.names(step):
+            return (
+                f"step {step} trained on {dict(one.names(step))}, "
+                f"and {name} on {dict(other.names(step))}"
+            )
+        for key in sorted(mine[step].keys() & theirs[step].keys()):
+            kind = _kind(key)
+            if kind is None:
+                continue
+            a, b = mine[step][key], theirs[step][key]
+            if not _agree(a, b, None if limits is None else limits[kind]):
+                return f"step {step}: {key} is {a}, and {b} in {name}"
+    a, b = _validations(one), _validations(other)
+    for key in a.keys() & b.keys():
+        if not _agree(a[key], b[key], None if limits is None else limits["loss"]):
+            return f"{key} is {a[key]}, and {b[key]} in {name}"
+    return None
+
+
+def _validations(outcome: Outcome) -> dict[str, float]:
+    """Return the numbers of the last validation."""
+    entries = [entry for one in outcome.ran for entry in one.validations]
+    return {k: v for k, v in (entries[-1] if entries else {}).items() if k.startswith("valid")}
+
+
+_SPEED = ("iteration", "per second", "seconds", "time", "tflop", "mfu", "memory", "throughput",
+          "tokens", "padding", "work", "samples", "imbalance")  # fmt: skip
+
+
+def _kind(key: str) -> str | None:
+    """Return which limit is a logged number's; None for one of speed or of the layout."""
+    if key == "learning rate":
+        return "rate"
+    if "grad norm" in key:
+        return "grad norm"
+    return "loss" if key.endswith("loss") else None
+
+
+def _agree(a: Any, b: Any, limit: float | None) -> bool:
+    if a is None or b is None or limit is None:
+        return bool(a == b)
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return False
+    return abs(a - b) <= limit * max(abs(a), abs(b), 1e-3)
+
+
+def _end_of(outcome: Outcome) -> str:
+    return outcome.refusal or _last_line(outcome.ran[-1].crash)
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed)\b", line)]
+    return (named or lines or [""])[-1][:300]
+
+
+# The plain loop.
+
+_TOKEN_LOSSES = ("cross_entropy", "weighted_cross_entropy", "scaled_cross_entropy")
+_KNOWN = {
+    "--lr", "--adam-beta1", "--adam-beta2", "--adam-eps", "--weight-decay", "--clip-grad",
+    "--loss", "--packing", "--no-balance", "--no-shuffle", "--seed", "--micro-batch-size",
+    "--pad-to-longest", "--num-workers", "--seq-length", "--num-epochs", "--freeze",
+    "--max-bad-fraction", "--moe-aux-loss-coeff", "--fp32", "--use-distributed-optimizer",
+    "--packing-buffer", "--vision-lr-mult", "--lr-decay-style", "--log-interval",
+}  # fmt: skip
+"""Flags that the plain loop knows, or that decide only which samples come when."""
+
+
+def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """A loop of transformers and AdamW over the same records gives the same loss and norm."""
+    if not outcome.finished or not outcome.log or (recipe := _recipe(case)) is None:
+        return None
+    records = case.parsed
+    steps = [
+        [records[int(sample.name.rsplit(":")[-1]) - 1] for sample in outcome.samples.get(step, ())]
+        for step in sorted(outcome.log)
+    ]
+    if not all(steps):
+        return None  # a step without a record that can be used
+    try:
+        (theirs,) = run_layout(
+            plain.train, 1, outcome.model, steps, outcome.folder, recipe, timeout=bench.timeout
+        )
+    except RanksFailed as error:
+        if "NotPlain" in str(error):
+            return None
+        raise
+    for step, other in zip(sorted(outcome.log), theirs, strict=True):
+        mine = outcome.log[step]
+        for key, name, kind in (
+            ("loss", "lm loss", "loss"), ("grad norm", "grad norm", "grad norm"),
+            ("learning rate", "learning rate", "rate"),
+        ):  # fmt: skip
+            if not _agree(mine[name], other[key], LIMITS[kind]):
+                return f"step {step}: {name} is {mine[name]}, and {other[key]} in the plain loop"
+    return None
+
+
+def _recipe(case: Case) -> plain.Recipe | None:
+    """Return what the plain loop would do; None if it does not know a flag."""
+    for name, *_ in case.flags:
+        if name not in _KNOWN and not computes_the_same(name):
+            return None
+    if case.is_moe and float(case.value("--moe-aux-loss-coeff", "1")) != 0:
+        return None
+    loss = case.value("--loss", "cross_entropy")
+    if case.has("--task") or loss not in _TOKEN_LOSSES:
+        return None
+    if case.value("--lr-decay-style") != "constant" or _cuts(case):
+        return None
+    frozen = {
+        "": (), "vision": ("model.visual.blocks", "model.visual.patch_embed", "model.visual.pos"),
+    }.get(case.value("--freeze"))  # fmt: skip
+    if frozen is None or case.has("--vision-lr-mult"):
+        return None
+    return plain.Recipe(
+        loss=loss,
+        lr=float(case.value("--lr")),
+        betas=(
+            float(case.value("--adam-beta1", "0.9")),
+            float(case.value("--adam-beta2", "0.999")),
+        ),
+        eps=float(case.value("--adam-eps", "1e-8")),
+        weight_decay=float(case.value("--weight-decay", "0.01")),
+        clip=float(case.value("--clip-grad", "1.0")),
+        frozen=frozen,
+    )
+
+
+def _cuts(case: Case) -> bool:
+    return case.value("--overlong") == "truncate"
+
+
+def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """The tokens and the trained ones are those of the processor's chat template."""
+    if case.has("--task") or _cuts(case) or not outcome.samples:
+        return None
+    if case.value("--loss", "cross_entropy") not in _TOKEN_LOSSES:
+        return None
+    records = case.parsed
+    processor = _processor(str(outcome.model))
+    weighs = case.value("--loss", "cross_entropy") != "cross_entropy"
+    for sample in {s.name: s for some in outcome.samples.values() for s in some}.values():
+        record = records[int(sample.name.rsplit(":")[-1]) - 1]
+        try:
+            expected = plain.encode(processor, record, outcome.folder)
+        except plain.NotPlain:
+            continue
+        ids = tuple(expected.inputs["input_ids"][0].tolist())
+        if sample.tokens != ids:
+            return f"{sample.name} has the tokens {sample.tokens}, and {ids} by the template"
+        # The first token of a sequence has no loss, whatever its weight.
+        mine = [weight if weighs else float(weight > 0) for weight in sample.weights[1:]]
+        theirs = expected.weights.tolist()[1:]
+        theirs = [weight if weighs else float(weight > 0) for weight in theirs]
+        if mine != theirs:
+            return f"{sample.name} has the weights {mine}, and {theirs} by the template"
+    return None
+
+
+@cache
+def _processor(folder: str) -> Any:
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(folder)
+
+
+def export(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """The export, loaded by transformers with its defaults, gives the logged validation."""
+    if (
+        not (case.validates and outcome.finished)
+        or case.has("--task")
+        or case.has("--mtp-num-layers")
+    ):
+        return None
+    if case.value("--loss", "cross_entropy") != "cross_entropy" or case.has("--lora-rank"):
+        return None
+    if case.has("--eval-iters") or _limits(case) is HALF or _cuts(case):
+        return None
+    logged = _validations(outcome).get("validation lm loss")
+    folders = sorted((outcome.folder / "hf").glob("iter_*"))
+    if logged is None or not folders:
+        return f"it logged the validation {logged} and exported {len(folders)} models"
+    if any(entry.get("over-long samples") for entry in outcome.log.values()):
+        return None  # the validation leaves them out too, and does not name them
+    records = [record for record in case.parsed if "bad" not in record]
+    try:
+        (found,) = run_layout(
+            plain.mean_loss, 1, folders[-1], records, outcome.folder, timeout=bench.timeout
+        )
+    except RanksFailed as error:
+        if "NotPlain" in str(error):
+            return None
+        raise
+    if not _agree(logged, found, LIMITS["loss"]):
+        return f"the log has the validation {logged}, and transformers {found} of the export"
+    return None
+
+
+ORACLES: tuple[Oracle, ...] = (
+    crashed, each_record_once, never_stopped, single_rank, tokens, plain_loop, export,
+)  # fmt: skip
+"""Those that need no other run come first."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an oracle found wrong."""
+
+    oracle: str
+    text: str
+
+    @property
+    def kind(self) -> str:
+        """What stays the same in a smaller case: the oracle, and the error of a traceback."""
+        if self.oracle != crashed.__name__:
+            return self.oracle
+        return re.sub(r"[0-9][0-9.e+-]*|/[\w./-]+", "#", self.text)
+
+
+def judge(
+    case: Case, bench: Bench, oracles: tuple[Oracle, ...] = ORACLES
+) -> tuple[Outcome, Verdict | None]:
+    """Run a case, and return the first oracle's verdict that finds it wrong."""
+    outcome = bench.run(case)
+    for oracle in oracles:
+        text = oracle(case, outcome, bench)
+        if text is not None:
+            return outcome, Verdict(oracle.__name__, text)
+    return outcome, None

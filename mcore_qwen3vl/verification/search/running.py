@@ -1,0 +1,358 @@
+"""Runs a case on forked ranks of this process, and notes what it did.
+
+A :class:`Bench` is a process that has torch, megatron and this package imported; each rank of each
+run is a fork of it, so a run costs its own work alone. What a run computed is read from what it
+shows its users, the log and the export, and from the batches that an observer of the run sees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
+from mcore_qwen3vl.training.arguments.checks import check_early
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.events import RunObserver
+from mcore_qwen3vl.training.logs.terminal import loss_name
+from mcore_qwen3vl.verification.curves import import_for_ranks, run_rank
+from mcore_qwen3vl.verification.search.case import (
+    OTHER,
+    Case,
+    Segment,
+    picture,
+    pictures,
+    segments,
+)
+
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_ORPHANS_SECONDS = 6.0  # a data worker looks for its parent every five seconds
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sequence that a run trained on, as it was in a batch, without padding."""
+
+    name: str
+    tokens: tuple[int, ...]
+    weights: tuple[float, ...]
+    """Of each token: the weight of its loss, 0 if it is not trained."""
+
+
+@dataclass
+class Ran:
+    """What one command did."""
+
+    exit_code: int
+    refusal: str = ""
+    """What a refusal said."""
+    crash: str = ""
+    """The traceback of an error that is none of ours, or how a rank died or hung."""
+    printed: str = ""
+    log: list[dict[str, Any]] = field(default_factory=list)
+    """The entries of ``--log-json`` of steps."""
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
+    """By the step, over all data-parallel ranks."""
+    left: list[str] = field(default_factory=list)
+    """Processes and files that were left over."""
+    seconds: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """What the commands of a case did.
+
+    Attributes:
+        ran: each command.
+        folder: where the run lies: ``log.jsonl``, ``save``, ``hf``.
+    """
+
+    ran: list[Ran]
+    folder: Path
+    model: Path
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last command trained to its end."""
+        return not any(one.refusal or one.crash for one in self.ran)
+
+    @property
+    def refusal(self) -> str:
+        return next((one.refusal for one in self.ran if one.refusal), "")
+
+    @property
+    def went_on_at(self) -> int:
+        """The first step of the last command."""
+        return int(self.ran[-1].log[0]["iteration"]) if self.ran[-1].log else 1
+
+    @property
+    def log(self) -> dict[int, dict[str, Any]]:
+        """The entries of all steps; a step that was made twice has those of the second time."""
+        return {int(entry["iteration"]): entry for one in self.ran for entry in one.log}
+
+    @property
+    def samples(self) -> dict[int, list[Sample]]:
+        """The samples of all steps; a step that was made twice has those of the second time."""
+        return {step: some for one in self.ran for step, some in sorted(one.samples.items())}
+
+    def names(self, step: int) -> Counter[str]:
+        return Counter(sample.name for sample in self.samples.get(step, ()))
+
+
+class Bench:
+    """Runs cases, each once."""
+
+    def __init__(self, folder: Path, *, timeout: float = 120.0) -> None:
+        """
+        Args:
+            folder: where models and runs lie; the run of a case is removed with the next
+                :meth:`clear`.
+            timeout: seconds after which a run hangs.
+        """
+        self.folder, self.timeout = folder, timeout
+        self.runs = 0
+        self._outcomes: dict[Case, Outcome] = {}
+        self._models: dict[tuple[str, ...], Path] = {}
+        import_for_ranks()
+        self._adopt(True)
+
+    def moved_to(self, folder: Path) -> Bench:
+        """Make this the bench of a fork of its process, with a folder of its own."""
+        self.folder = folder
+        self._adopt(True)  # a fork does not inherit it
+        return self
+
+    def close(self) -> None:
+        """Remove all runs, and let this process be as it was."""
+        self.clear()
+        self._adopt(False)
+
+    @staticmethod
+    def _adopt(adopts: bool) -> None:
+        """Have processes that a rank leaves become children of this one, or of the system's."""
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts))
+
+    def clear(self) -> None:
+        """Forget all runs, and remove their folders."""
+        self._outcomes.clear()
+        shutil.rmtree(self.folder / "runs", ignore_errors=True)
+
+    def model(self, words: tuple[str, ...]) -> Path:
+        """Return the checkpoint that ``mcore-qwen3vl tiny`` writes with these words."""
+        if words and not words[0].startswith("--"):
+            return Path(words[0])
+        if words not in self._models:
+            from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+            path = self.folder / "models" / ("-".join(word.strip("-") for word in words) or "dense")
+            values = dict(pairwise(words))
+            family: Any = values.get("--family", "qwen3-vl")
+            write_tiny_checkpoint(
+                path,
+                family=family,
+                moe="--moe" in words,
+                tie="--tie" in words,
+                seed=int(values.get("--seed", "0")),
+            )
+            self._models[words] = path
+        return self._models[words]
+
+    def run(self, case: Case) -> Outcome:
+        """Run a case, or return what it did before."""
+        if case not in self._outcomes:
+            self._outcomes[case] = self._run(case)
+        return self._outcomes[case]
+
+    def _run(self, case: Case) -> Outcome:
+        folder = self.folder / "runs" / f"{len(self._outcomes):04d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for name in pictures(case):
+            (folder / name).write_bytes(picture(name))
+        (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in case.records), "utf-8")
+        outcome = Outcome([], folder, self.model(case.model))
+        other = ""
+        if any(OTHER in flag for flag in case.flags):
+            other = str(self.model((*case.model, "--seed", "1")))
+        for segment in segments(case):
+            words = segment.words(case, str(folder), str(outcome.model), other)
+            ran = self._run_segment(segment, words, folder / f"command{len(outcome.ran)}")
+            outcome.ran.append(ran)
+            if ran.refusal or ran.crash:
+                break
+        return outcome
+
+    def _run_segment(self, segment: Segment, words: Sequence[str], notes: Path) -> Ran:
+        """Run one command, and read what it wrote."""
+        self.runs += 1
+        notes.mkdir()
+        temporary, log = notes / "temporary", notes.parent / "log.jsonl"
+        temporary.mkdir()
+        begun, before = time.monotonic(), _lines_of(log)
+        ran = Ran(0)
+        with _own_temporary_folder(temporary):
+            try:
+                size = segment.layout.world_size
+                command = CommandLine(words)  # as `mcore-qwen3vl train` does before it starts ranks
+                check_early(command)
+                command.layout(size)
+                codes = run_layout(_rank, size, list(words), notes, segment, timeout=self.timeout)
+                ran.exit_code, modules = codes[0]
+                _import(modules)
+            except (BadInput, CheckFailed) as error:
+                ran.exit_code, ran.refusal = error.exit_code, str(error)
+            except RanksFailed as error:
+                ran.exit_code = 1
+                if segment.kill_after is None or "SIGKILL" not in str(error):
+                    ran.crash = "\n".join(map(str, error.args))
+        ran.seconds = time.monotonic() - begun
+        ran.left = _left_over(temporary)
+        printed = notes / "output.txt"
+        ran.printed = printed.read_text("utf-8", errors="replace") if printed.exists() else ""
+        entries = _lines_of(log)[len(before) :]
+        ran.log = [entry for entry in entries if loss_name(entry)]
+        ran.validations = [entry for entry in entries if not loss_name(entry)]
+        ran.samples = _samples(notes)
+        return ran
+
+
+def _lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+class _own_temporary_folder:
+    """Has all processes that start inside the context make their temporary files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+
+    def __enter__(self) -> None:
+        self._before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = tempfile.tempdir = self._folder
+
+    def __exit__(self, *_: object) -> None:
+        tempfile.tempdir = None
+        del os.environ["TMPDIR"]
+        if self._before is not None:
+            os.environ["TMPDIR"] = self._before
+
+
+def _left_over(temporary: Path) -> list[str]:
+    """Return what a run has left: files in its temporary folder, and processes, which are ended."""
+    deadline = time.monotonic() + _ORPHANS_SECONDS
+    this = psutil.Process()
+    while True:
+        processes = [one for one in this.children(recursive=True) if _is_running(one)]
+        files = sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*"))
+        if not (processes or files) or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    left = [f"file {name}" for name in files]
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            left.append(f"process {' '.join(one.cmdline())[:200]}")
+            one.kill()
+    for _ in this.children():  # the dead that nobody waits for
+        with suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+    return left
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class _Notes(RunObserver):
+    """Notes each batch of each step in a file of this rank, and ends the run where it is to end."""
+
+    def __init__(self, folder: Path, segment: Segment) -> None:
+        self._file = (folder / f"rank{os.environ['RANK']}.jsonl").open("w", buffering=1)
+        self._segment = segment
+        self._batches: list[Any] = []
+
+    def batch(self, batch: Any) -> None:
+        self._batches.append(_samples_of(batch))
+
+    def step(self, iteration: int) -> None:
+        from megatron.core import parallel_state as ps
+
+        first = not (
+            ps.get_tensor_model_parallel_rank()
+            or ps.get_pipeline_model_parallel_rank()
+            or ps.get_context_parallel_rank()
+        )
+        if first:
+            print(json.dumps([iteration, self._batches]), file=self._file)
+        self._batches = []
+        if iteration == self._segment.kill_after:
+            dist.barrier()  # all ranks have noted the step
+            os.kill(os.getpid(), signal.SIGKILL)
+        if iteration == self._segment.terminate_after:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _samples_of(batch: Any) -> list[Any]:
+    """Return name, tokens and weights of each sample of a batch, as plain data."""
+    if batch.is_spare:
+        return []
+    rows, starts = list(range(len(batch.names))), [0] * len(batch.names)
+    if batch.cu_seqlens is not None:
+        rows, starts = [0] * len(batch.names), batch.cu_seqlens.tolist()
+    found = []
+    for name, row, start, length in zip(batch.names, rows, starts, batch.lengths, strict=False):
+        part = slice(start, start + length)
+        # A label stands at the token before it.
+        weights = [0.0, *batch.loss_weights[row, part].tolist()][:length]
+        found.append([name, batch.input_ids[row, part].tolist(), weights])
+    return found
+
+
+def _samples(notes: Path) -> dict[int, list[Sample]]:
+    found: dict[int, list[Sample]] = {}
+    for file in sorted(notes.glob("rank*.jsonl")):
+        for step, batches in map(json.loads, file.read_text().splitlines()):
+            found.setdefault(step, []).extend(
+                Sample(name.rsplit("/", 1)[-1], tuple(tokens), tuple(weights))
+                for batch in batches
+                for name, tokens, weights in batch
+            )
+    return found
+
+
+def _rank(words: list[str], notes: Path, segment: Segment) -> tuple[int, list[str]]:
+    """Run one rank; return the exit code, and the modules that it had to import."""
+    known = set(sys.modules)
+    code = run_rank(words, notes / "output.txt", _Notes(notes, segment))
+    return code, sorted(sys.modules.keys() - known)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import in the bench what a run imported, so that later forks have it."""
+    for name in modules:
+        if name not in sys.modules:
+            with suppress(Exception):  # some are made while a program runs
+                importlib.import_module(name)
+    torch.set_num_threads(1)

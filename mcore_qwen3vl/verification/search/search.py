@@ -1,0 +1,232 @@
+"""Draws cases, judges them, and reports each thing that is wrong with the smallest case that shows
+it.
+
+``python -m mcore_qwen3vl.verification.search --minutes 30 --seed 7``
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from mcore_qwen3vl.console import quiet_libraries
+from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
+from mcore_qwen3vl.verification.search.axes import AXES, Axis, draw
+from mcore_qwen3vl.verification.search.case import Case, paste
+from mcore_qwen3vl.verification.search.oracles import ORACLES, Oracle, Verdict, judge
+from mcore_qwen3vl.verification.search.running import Bench
+from mcore_qwen3vl.verification.search.shrinking import shrink
+
+SHRINKING_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong, with the smallest case that was found for it.
+
+    Attributes:
+        number: which case of the search it was.
+    """
+
+    number: int
+    verdict: Verdict
+    case: Case
+
+    def covers(self, case: Case, verdict: Verdict) -> bool:
+        """Return whether another case that fails is most likely the same finding."""
+        if verdict.kind != self.verdict.kind or not set(self.case.model) <= set(case.model):
+            return False
+        names = {name for name, *_ in case.flags}
+        split = self.case.layout != "single"
+        return (
+            {name for name, *_ in self.case.flags} <= names
+            and (not split or case.layout != "single")
+            and (self.case.stop is None or case.stop is not None)
+        )
+
+    def report(self) -> str:
+        """Return what is wrong, and the commands of the case."""
+        return f"# {self.verdict.oracle}: {self.verdict.text}\n{paste(self.case)}\n"
+
+
+@dataclass
+class Search:
+    """A search in one process.
+
+    Attributes:
+        seed: cases are those of this seed, whatever was found.
+        first, every: of all cases this process takes those from `first`, `every` apart.
+        only: leave out what is drawn but for this.
+    """
+
+    bench: Bench
+    seed: int
+    axes: tuple[Axis, ...] = AXES
+    oracles: tuple[Oracle, ...] = ORACLES
+    first: int = 0
+    every: int = 1
+    findings: list[Finding] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+
+    def case(self, number: int) -> Case:
+        """Return the case of a number."""
+        return draw(Random(f"{self.seed}:{number}"), self.axes)
+
+    def run(
+        self,
+        until: float,
+        most: int | None = None,
+        heard: Callable[[Finding], None] = lambda finding: None,
+        stop_at_first: bool = False,
+    ) -> None:
+        """Judge cases until a moment of the monotonic clock, or until so many."""
+        number = self.first
+        while time.monotonic() < until and (most is None or number < most):
+            case = self.case(number)
+            outcome, verdict = judge(case, self.bench, self.oracles)
+            self.counts["refused" if outcome.refusal else "ran"] += 1
+            if outcome.refusal:
+                self.refusals[outcome.refusal.splitlines()[0][:100]] += 1
+            if verdict is not None:
+                if any(one.covers(case, verdict) for one in self.findings):
+                    self.counts["found again"] += 1
+                else:
+                    self._note(number, case, verdict, heard)
+                    if stop_at_first:
+                        return
+            self.bench.clear()
+            number += self.every
+
+    def _note(
+        self, number: int, case: Case, verdict: Verdict, heard: Callable[[Finding], None]
+    ) -> None:
+        """Shrink a case that fails, and note it."""
+        seen = {case: verdict}
+
+        def still_fails(smaller: Case) -> bool:
+            self.counts["shrinking"] += 1
+            _, other = judge(smaller, self.bench, self.oracles)
+            self.bench.clear()
+            if other is None or other.kind != verdict.kind:
+                return False
+            seen[smaller] = other
+            return True
+
+        smallest = shrink(case, still_fails, SHRINKING_SECONDS)
+        finding = Finding(number, seen[smallest], smallest)
+        self.findings.append(finding)
+        heard(finding)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the search's own command line."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="make search")
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long to search")
+    parser.add_argument("--seed", type=int, default=0, help="which cases to draw")
+    parser.add_argument("--cases", type=int, help="end after so many cases")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--findings", type=Path, help="folder for a file of each finding")
+    parser.add_argument("--case", type=Path, help="judge the case of such a file alone")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search as a command line says; return 0, or 1 if something is wrong."""
+    given = make_parser().parse_args(argv)
+    quiet_libraries()
+    with scratch_folder("mcore-qwen3vl-search-") as folder:
+        if given.case:
+            return _judge_again(given.case, Bench(folder))
+        begun = time.monotonic()
+        bench = Bench(folder)
+        counts, findings = _run_workers(
+            bench, folder, begun + 60 * given.minutes, given.seed, given.cases, given.workers,
+            given.findings,
+        )  # fmt: skip
+    seconds = time.monotonic() - begun
+    cases = counts["ran"] + counts["refused"]
+    print(
+        f"{cases} cases in {seconds / 60:.1f} minutes ({60 * cases / seconds:.0f} a minute), "
+        f"{counts['refused']} of them refused; {findings} findings, "
+        f"{counts['found again']} cases found one again"
+    )
+    return CheckFailed.exit_code if findings else 0
+
+
+def _judge_again(file: Path, bench: Bench) -> int:
+    """Judge the case that a file of ``--findings`` holds."""
+    lines = [line for line in file.read_text("utf-8").splitlines() if line.startswith("# case: ")]
+    if not lines:
+        raise BadInput(f"{file} has no line that begins with '# case: '.")
+    _, verdict = judge(Case.of_json(lines[0].removeprefix("# case: ")), bench)
+    print("nothing is wrong" if verdict is None else f"{verdict.oracle}: {verdict.text}")
+    return 0 if verdict is None else CheckFailed.exit_code
+
+
+def _run_workers(
+    bench: Bench, folder: Path, until: float, seed: int, most: int | None, workers: int,
+    kept: Path | None,
+) -> tuple[Counter[str], int]:  # fmt: skip
+    """Search in forks of this process, which share the cases; return counts and findings."""
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    processes = [
+        context.Process(
+            target=_work,
+            args=(bench, folder / str(worker), until, seed, most, worker, workers, results),
+        )
+        for worker in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    counts: Counter[str] = Counter()
+    findings: list[Finding] = []
+    running = workers
+    while running:
+        told = results.get()
+        if isinstance(told, Finding):
+            if not any(one.covers(told.case, told.verdict) for one in findings):
+                findings.append(told)
+                _show(told, kept, len(findings), seed)
+        else:
+            counts += told
+            running -= 1
+    for process in processes:
+        process.join()
+    return counts, len(findings)
+
+
+def _show(finding: Finding, kept: Path | None, number: int, seed: int) -> None:
+    print(f"\n# finding {number}, case {finding.number} of seed {seed}")
+    print(finding.report(), flush=True)
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        file = kept / f"{seed}-{finding.number}.sh"
+        file.write_text(f"{finding.report()}# case: {finding.case.to_json()}\n", "utf-8")
+
+
+def _work(
+    bench: Bench, folder: Path, until: float, seed: int, most: int | None, worker: int,
+    workers: int, results: Any,
+) -> None:  # fmt: skip
+    """Search in this process, and put what is found and the counts into `results`."""
+    # Forks of this process are ranks, which a daemon may not have.
+    multiprocessing.current_process().daemon = False
+    search = Search(bench.moved_to(folder), seed, first=worker, every=workers)
+    try:
+        search.run(until, most, heard=results.put)
+    except Exception:
+        traceback.print_exc()
+        search.counts["broken"] += 1
+    results.put(search.counts)

@@ -1,0 +1,129 @@
+"""The search finds a planted fault, and shrinks it to the least that still shows it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.training.forward_step import ForwardStep
+from mcore_qwen3vl.verification.search import axes, oracles, plain, records
+from mcore_qwen3vl.verification.search.axes import draw, layouts
+from mcore_qwen3vl.verification.search.case import Case, Stop, paste, picture, segments
+from mcore_qwen3vl.verification.search.running import Bench
+from mcore_qwen3vl.verification.search.search import Finding, Search
+from mcore_qwen3vl.verification.search.shrinking import shrink
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+def dense(rng: Random, case: Case) -> Case:
+    return replace(case, records=records.lines(rng, (records.one_image,), 4, False))
+
+
+def on_two_ranks(rng: Random, case: Case) -> Case:
+    return replace(case, layout=rng.choice(("dp2", "tp2", "tp2+sp")))
+
+
+def test_a_planted_fault_is_found_and_shrunk(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    normalise = ForwardStep.normalise
+
+    def off_by_a_rank(self: ForwardStep, model: list[Any]) -> None:
+        """Divide the gradients once more than a single rank does."""
+        from megatron.core import parallel_state
+
+        normalise(self, model)
+        if parallel_state.get_data_parallel_world_size() > 1:
+            for chunk in model:
+                chunk.scale_gradients(0.5)
+
+    monkeypatch.setattr(ForwardStep, "normalise", off_by_a_rank)
+    search = Search(bench, 0, (dense, on_two_ranks, axes.after), (oracles.single_rank,))
+    search.run(time.monotonic() + 240, most=8, stop_at_first=True)
+    (found,) = search.findings
+    assert found.verdict.oracle == "single_rank"
+    assert "grad norm" in found.verdict.text
+    assert found.case.layout == "dp2"
+    assert (len(found.case.records), found.case.steps, found.case.flags) == (1, 1, ())
+    assert not found.case.validates
+    assert "--processes 2" in paste(found.case)
+
+
+@pytest.mark.slow
+def test_without_a_fault_nothing_is_found(bench: Bench) -> None:
+    search = Search(bench, 0, (axes.model, dense, on_two_ranks, axes.stop, axes.after))
+    search.run(time.monotonic() + 400, most=6)
+    assert [finding.report() for finding in search.findings] == []
+    assert search.counts["ran"] == 6
+
+
+def test_a_draw_depends_on_its_seed_alone_and_each_axis_varies() -> None:
+    drawn = [draw(Random(f"5:{number}")) for number in range(60)]
+    assert drawn == [draw(Random(f"5:{number}")) for number in range(60)]
+    for side in ("model", "records", "flags", "layout", "batch", "steps", "stop", "validates"):
+        assert len({getattr(case, side) for case in drawn}) > 1, side
+    for case in drawn:
+        assert case.layout in layouts(case.model)
+        assert Case.of_json(case.to_json()) == case
+
+
+def test_shrinking_keeps_what_fails_and_drops_the_rest() -> None:
+    lines = tuple(json.dumps({"text": f"page {number}"}) for number in range(6))
+    stop = Stop("killed", 2, "pp2", (("--lr", "1"),))
+    case = Case(
+        ("--moe",), lines, (("--packing",), ("--seed", "3")), "tp2xep2+sp", 4, 4, stop, True
+    )
+
+    def fails(one: Case) -> bool:
+        return one.has("--seed") and "tp2" in one.layout and lines[4] in one.records
+
+    smallest = shrink(case, fails, 10.0)
+    assert smallest == Case((), (lines[4],), (("--seed", "3"),), "tp2", 1, 1)
+
+
+def test_a_case_pastes_its_pictures_and_both_commands() -> None:
+    line = json.dumps({"caption": "it", "image": "24x16-7.png"})
+    case = Case(records=(line,), steps=3, stop=Stop("saved", 1, "dp2"))
+    text = paste(case)
+    assert text.count("mcore-qwen3vl train --processes") == 2
+    assert "base64 -d > 24x16-7.png" in text
+    assert line in text
+    assert [segment.layout.dp for segment in segments(case)] == [1, 2]
+    assert picture("24x16-7.png") != picture("24x16-8.png")
+
+
+def test_a_finding_covers_cases_with_more_but_not_with_less() -> None:
+    crash = oracles.Verdict("crashed", "command 1 ended in a traceback: ValueError: 17")
+    finding = Finding(0, crash, Case(flags=(("--packing",),)))
+    more = Case(("--moe",), flags=(("--packing",), ("--seed", "1")), layout="dp2")
+    assert finding.covers(more, replace(crash, text=crash.text.replace("17", "23")))
+    assert not finding.covers(Case(), crash)
+    assert not finding.covers(more, oracles.Verdict("crashed", "ended in a traceback: OSError"))
+
+
+def test_the_plain_loop_shares_no_code_with_us() -> None:
+    tree = ast.parse(Path(plain.__file__).read_text("utf-8"))
+    names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    assert not [name for name in names if name.startswith(("mcore_qwen3vl", "megatron"))]
+
+
+@pytest.mark.parametrize("difference", oracles.BY_DESIGN, ids=lambda one: one.page[1])
+def test_differences_by_design_are_documented(difference: oracles.ByDesign) -> None:
+    page, words = difference.page
+    text = " ".join((DOCS / page).read_text("utf-8").split())
+    assert words in text
