@@ -81,6 +81,36 @@ def test_a_draw_depends_on_its_seed_alone_and_each_axis_varies() -> None:
         assert Case.of_json(case.to_json()) == case
 
 
+REMEDIES = (
+    ("--lora-alpha is set: add --lora-rank 16 or drop it.", "--lora-rank", "16"),
+    ("--min-lr 1 is above --lr. Give --min-lr 0.5.", "--min-lr", "0.5"),
+    ("Megatron says no. Add --sequence-parallel.", "--sequence-parallel", None),
+)
+
+
+@pytest.mark.parametrize(("refusal", "name", "value"), REMEDIES)
+def test_a_remedy_is_read_from_a_refusal(refusal: str, name: str, value: str | None) -> None:
+    (other,) = oracles.remedied(Case(flags=(("--min-lr", "1"),)), refusal)
+    assert other.has(name)
+    assert value is None or other.value(name) == value
+
+
+def test_other_remedies_change_the_batch_leave_a_flag_out_or_are_for_the_user() -> None:
+    case = Case(batch=3, flags=(("--spec", "te"),))
+    (batch,) = oracles.remedied(case, "3 is not a multiple of 2. Give --global-batch-size 4.")
+    assert batch.batch == 4
+    (without,) = oracles.remedied(case, "--spec te needs CUDA: leave it out.")
+    assert without.flags == ()
+    assert not list(oracles.remedied(case, "There is nothing to begin from: give --load DIR."))
+
+
+def test_the_plain_schedule_rises_and_falls() -> None:
+    recipe = plain.Recipe(lr=1.0, style="linear", warmup=2, steps=6, min_lr=0.2)
+    assert [recipe.rate(done) for done in range(8)] == pytest.approx(
+        [0, 0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2]
+    )
+
+
 def test_shrinking_keeps_what_fails_and_drops_the_rest() -> None:
     lines = tuple(json.dumps({"text": f"page {number}"}) for number in range(6))
     stop = Stop("killed", 2, "pp2", (("--lr", "1"),))

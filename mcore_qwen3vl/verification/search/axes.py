@@ -92,6 +92,22 @@ def trained(rng: Random, case: Case) -> Case:
     return replace(case, flags=(*case.flags, *flags))
 
 
+def recipe(rng: Random, case: Case) -> Case:
+    """Values of the optimizer and of the schedule, each in a third of the cases."""
+    choices: tuple[tuple[Flag, ...], ...] = (
+        (("--lr-decay-style", rng.choice(("linear", "cosine"))),),
+        (("--weight-decay", rng.choice(("0", "0.3"))),),
+        (("--adam-beta1", "0.7"), ("--adam-beta2", "0.9")),
+        (("--clip-grad", rng.choice(("0", "0.1"))),),
+        (("--use-distributed-optimizer",),),
+        (("--lr-warmup-iters", "1"),) * (case.steps > 2 and not case.has("--num-epochs")),
+        (("--moe-aux-loss-coeff", "0"),) * case.is_moe,
+        (("--seed", "7"),),
+    )
+    some = [flag for flags in choices if rng.random() < 0.2 for flag in flags]
+    return replace(case, flags=(*case.flags, *some))
+
+
 def further_flags(rng: Random, case: Case) -> Case:
     """Up to two of all flags that reach a run, with values at and beyond their borders."""
     named = {name for name, *_ in case.flags}
@@ -131,7 +147,7 @@ def after(rng: Random, case: Case) -> Case:
 
 
 AXES: tuple[Axis, ...] = (
-    model, loss, batches, length, trained, further_flags, layout, stop, after,
+    model, loss, batches, length, trained, recipe, further_flags, layout, stop, after,
 )  # fmt: skip
 """In the order in which they are drawn."""
 

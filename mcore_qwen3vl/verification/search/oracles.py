@@ -11,7 +11,7 @@ import math
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -138,7 +138,14 @@ def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     same = stop.layout in (None, case.layout)
     if not same and _packs_differ(case, case.layout, stop.layout or ""):
         return None
-    return _differences(outcome, whole, None if same else _limits(case), "the run without a stop")
+    close = _differences(outcome, whole, _limits(case), "the run without a stop")
+    if close or not same:
+        return close
+    text = _differences(outcome, whole, None, "the run without a stop")
+    # Some products round otherwise by where in memory their operands lie.
+    if text and _differences(bench.again(replace(case, stop=None)), whole, None, ""):
+        return None
+    return text
 
 
 def single_rank(case: Case, outcome: Outcome, bench: Bench) -> str | None:
@@ -246,12 +253,16 @@ def _last_line(text: str) -> str:
 # The plain loop.
 
 _TOKEN_LOSSES = ("cross_entropy", "weighted_cross_entropy", "scaled_cross_entropy")
+_LOGGED = {"dpo": "dpo loss", "simpo": "simpo loss"}
+_BETAS = {"dpo": (0.1, 0.0), "simpo": (2.0, 1.0)}
+"""The documented defaults of beta and gamma."""
 _KNOWN = {
     "--lr", "--adam-beta1", "--adam-beta2", "--adam-eps", "--weight-decay", "--clip-grad",
     "--loss", "--packing", "--no-balance", "--no-shuffle", "--seed", "--micro-batch-size",
-    "--pad-to-longest", "--num-workers", "--seq-length", "--num-epochs", "--freeze",
+    "--pad-to-longest", "--num-workers", "--seq-length", "--num-epochs", "--freeze", "--trainable",
     "--max-bad-fraction", "--moe-aux-loss-coeff", "--fp32", "--use-distributed-optimizer",
-    "--packing-buffer", "--vision-lr-mult", "--lr-decay-style", "--log-interval",
+    "--packing-buffer", "--vision-lr-mult", "--aligner-lr-mult", "--lr-decay-style", "--min-lr",
+    "--lr-warmup-iters", "--log-interval", "--reference", "--beta", "--simpo-gamma",
 }  # fmt: skip
 """Flags that the plain loop knows, or that decide only which samples come when."""
 
@@ -260,11 +271,12 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A loop of transformers and AdamW over the same records gives the same loss and norm."""
     if not outcome.finished or not outcome.log or (recipe := _recipe(case)) is None:
         return None
-    records = case.parsed
-    steps = [
-        [records[int(sample.name.rsplit(":")[-1]) - 1] for sample in outcome.samples.get(step, ())]
-        for step in sorted(outcome.log)
-    ]
+    records, pairs = case.parsed, recipe.loss in _LOGGED
+    steps = []
+    for step in sorted(outcome.log):
+        names = [sample.name for sample in outcome.samples.get(step, ())]
+        names = names[::2] if pairs else names  # both sides of a pair have its name
+        steps.append([records[int(name.rsplit(":")[-1]) - 1] for name in names])
     if not all(steps):
         return None  # a step without a record that can be used
     try:
@@ -277,8 +289,9 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         raise
     for step, other in zip(sorted(outcome.log), theirs, strict=True):
         mine = outcome.log[step]
+        loss = _LOGGED.get(recipe.loss, "lm loss")
         for key, name, kind in (
-            ("loss", "lm loss", "loss"), ("grad norm", "grad norm", "grad norm"),
+            ("loss", loss, "loss"), ("grad norm", "grad norm", "grad norm"),
             ("learning rate", "learning rate", "rate"),
         ):  # fmt: skip
             if not _agree(mine[name], other[key], LIMITS[kind]):
@@ -291,29 +304,33 @@ def _recipe(case: Case) -> plain.Recipe | None:
     for name, *_ in case.flags:
         if name not in _KNOWN and not computes_the_same(name):
             return None
-    if case.is_moe and float(case.value("--moe-aux-loss-coeff", "1")) != 0:
+    loss, style = case.value("--loss", "cross_entropy"), case.value("--lr-decay-style")
+    if case.is_moe and loss not in _LOGGED and float(case.value("--moe-aux-loss-coeff", "1")):
         return None
-    loss = case.value("--loss", "cross_entropy")
-    if case.has("--task") or loss not in _TOKEN_LOSSES:
+    if case.has("--task") or loss not in (*_TOKEN_LOSSES, *_LOGGED) or _cuts(case):
         return None
-    if case.value("--lr-decay-style") != "constant" or _cuts(case):
+    if style not in ("constant", "linear", "cosine") or case.has("--num-epochs"):
         return None
-    frozen = {
-        "": (), "vision": ("model.visual.blocks", "model.visual.patch_embed", "model.visual.pos"),
-    }.get(case.value("--freeze"))  # fmt: skip
-    if frozen is None or case.has("--vision-lr-mult"):
-        return None
+    parts, value = ("vision", "aligner", "language"), case.value
+    trained = tuple(part for part in parts if part != value("--freeze"))
+    if case.has("--trainable"):
+        trained = (value("--trainable"),)
+    beta, gamma = _BETAS.get(loss, (0.0, 0.0))
     return plain.Recipe(
         loss=loss,
-        lr=float(case.value("--lr")),
-        betas=(
-            float(case.value("--adam-beta1", "0.9")),
-            float(case.value("--adam-beta2", "0.999")),
-        ),
-        eps=float(case.value("--adam-eps", "1e-8")),
-        weight_decay=float(case.value("--weight-decay", "0.01")),
-        clip=float(case.value("--clip-grad", "1.0")),
-        frozen=frozen,
+        lr=float(value("--lr")),
+        betas=(float(value("--adam-beta1", "0.9")), float(value("--adam-beta2", "0.999"))),
+        eps=float(value("--adam-eps", "1e-8")),
+        weight_decay=float(value("--weight-decay", "0.01")),
+        clip=float(value("--clip-grad", "1.0")),
+        style=style,
+        warmup=int(value("--lr-warmup-iters", "0")),
+        steps=case.steps,
+        min_lr=float(value("--min-lr", "0")),
+        trained=trained,
+        multiples={part: float(value(f"--{part}-lr-mult", "1")) for part in parts[:2]},
+        beta=float(value("--beta", str(beta))),
+        gamma=float(value("--simpo-gamma", str(gamma))),
     )
 
 
@@ -387,8 +404,69 @@ def export(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     return None
 
 
+def unused(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """What a run says that it does not use changes nothing in it."""
+    if not outcome.finished or case.stop:
+        return None
+    said = re.findall(r"^not used of the command line: (--[\w-]+)", outcome.ran[0].printed, re.M)
+    for name in dict.fromkeys(said):
+        if not case.has(name):
+            continue
+        without = bench.run(
+            replace(case, flags=tuple(flag for flag in case.flags if flag[0] != name))
+        )
+        if without.finished and (text := _differences(outcome, without, None, f"no {name}")):
+            return f"{name} is said to be not used, and {text}"
+    return None
+
+
+_REMEDY = re.compile(
+    r"\b(?:[Gg]ive|[Aa]dd|[Uu]se|[Pp]ass|[Ss]et) (--[\w-]+)(?: ([^\s,;:()]*[^\s,;:().]))?"
+)
+_LEAVE_OUT = re.compile(r"(--[\w-]+)(?: [^\s,;:()]+)?:? (?:.*: )?leave (?:it|them) out")
+
+
+def remedy(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """What a refusal tells to give or to leave out, given or left out, ends that refusal."""
+    if not outcome.refusal or case.stop:
+        return None
+    for other in remedied(case, outcome.refusal):
+        again = bench.run(other)
+        if _without_numbers(again.refusal) == _without_numbers(outcome.refusal):
+            return f"its remedy does not help: {outcome.refusal}"
+    return None
+
+
+def remedied(case: Case, refusal: str) -> Iterator[Case]:
+    """Yield the case with each remedy that a refusal names by a flag."""
+    for name, value in _REMEDY.findall(refusal):
+        words = (name, value) if value and re.fullmatch(r"[a-z0-9.+-]+", value) else (name,)
+        if value.isupper() or value.startswith("--"):
+            continue  # a value that only the user knows
+        if name in ("--global-batch-size", "--train-iters"):
+            if not value.isdigit():
+                continue
+            count = int(value)
+            yield (
+                replace(case, batch=count)
+                if name == "--global-batch-size"
+                else replace(case, steps=count)
+            )
+            continue
+        kept = tuple(flag for flag in case.flags if flag[0] != name)
+        yield replace(case, flags=(*kept, words))
+    for name in _LEAVE_OUT.findall(refusal):
+        if case.has(name):
+            yield replace(case, flags=tuple(flag for flag in case.flags if flag[0] != name))
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"[0-9][0-9.e+-]*", "#", text)
+
+
 ORACLES: tuple[Oracle, ...] = (
-    crashed, each_record_once, never_stopped, single_rank, tokens, plain_loop, export,
+    crashed, each_record_once, never_stopped, single_rank, tokens, plain_loop, export, unused,
+    remedy,
 )  # fmt: skip
 """Those that need no other run come first."""
 

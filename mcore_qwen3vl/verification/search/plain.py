@@ -5,6 +5,7 @@ Nothing here is this package's: what it computes is what a run is compared with.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,7 +125,16 @@ def _encode_document(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a loop does with its samples."""
+    """What a loop does with its samples.
+
+    Attributes:
+        loss: a loss of tokens, or of pairs.
+        style, warmup, steps, min_lr: the schedule: its decay, the steps in which the rate rises
+            from 0, and the step at which it has fallen to `min_lr`.
+        trained: whether a parameter trains, by the part it is in.
+        multiples: multiples of the rate, by part.
+        beta, gamma: of a loss of pairs.
+    """
 
     loss: str = "cross_entropy"
     lr: float = 1e-3
@@ -132,9 +142,33 @@ class Recipe:
     eps: float = 1e-8
     weight_decay: float = 0.01
     clip: float = 1.0
-    frozen: tuple[str, ...] = ()
+    style: str = "constant"
+    warmup: int = 0
+    steps: int = 1
+    min_lr: float = 0.0
+    trained: tuple[str, ...] = ("vision", "aligner", "language")
     multiples: Mapping[str, float] = field(default_factory=dict)
-    """Multiples of the rate, by the beginning of a parameter's name."""
+    beta: float = 0.1
+    gamma: float = 0.0
+
+    def rate(self, done: int) -> float:
+        """Return the rate after so many steps."""
+        if done < self.warmup:
+            return self.lr * done / self.warmup
+        if self.style == "constant" or done == self.warmup:
+            return self.lr
+        if done > self.steps:
+            return self.min_lr
+        share = (done - self.warmup) / (self.steps - self.warmup)
+        fall = (1 + math.cos(math.pi * share)) / 2 if self.style == "cosine" else 1 - share
+        return self.min_lr + fall * (self.lr - self.min_lr)
+
+
+def part_of(name: str) -> str:
+    """Return the part of the model that a parameter of transformers' model is in."""
+    if not name.startswith("model.visual."):
+        return "language"
+    return "aligner" if "merger" in name else "vision"
 
 
 def train(
@@ -143,9 +177,9 @@ def train(
     folder: Path,
     recipe: Recipe,
 ) -> list[dict[str, float]]:
-    """Train on the records of each step; return loss, norm and rate of each.
+    """Train on the records of each step; return the loss, the norm and the rate of each.
 
-    The loss of a step is a sum over its tokens, divided by a sum over its tokens.
+    The loss of a step is a sum over its tokens or pairs, divided once.
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -153,53 +187,98 @@ def train(
     processor = AutoProcessor.from_pretrained(model_folder)
     model = AutoModelForImageTextToText.from_pretrained(model_folder, dtype=torch.float32)
     model.train()
-    named = {
-        name: one
-        for name, one in model.named_parameters()
-        if not name.startswith(recipe.frozen or ("\0",))
-    }
-    optimizer = torch.optim.AdamW(
-        _groups(named, recipe), lr=recipe.lr, betas=recipe.betas, eps=recipe.eps
-    )
+    reference = copy.deepcopy(model).eval() if recipe.loss == "dpo" else None
+    named = {n: one for n, one in model.named_parameters() if part_of(n) in recipe.trained}
+    groups = _groups(named, recipe)
+    optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
     found = []
-    for records in steps:
-        samples = [encode(processor, record, folder) for record in records]
-        whole = sum(_divisor(sample, recipe.loss) for sample in samples)
+    for done, records in enumerate(steps):
+        samples = [encode_all(processor, record, folder) for record in records]
+        whole = sum(_divisor(some, recipe.loss) for some in samples)
         optimizer.zero_grad()
         total = 0.0
-        for sample in samples:
-            loss = _sum_of(model, sample, recipe.loss) / whole
+        for some in samples:
+            loss = _sum_of(model, reference, some, recipe) / whole
             loss.backward()
             total += loss.item()
         grads = [one for one in named.values() if one.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(grads, recipe.clip or math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.rate(done) * group["multiple"]
         optimizer.step()
-        found.append({"loss": total, "grad norm": float(norm), "learning rate": recipe.lr})
+        # Megatron logs the rate of the step that follows, as Hugging Face's trainer does.
+        rate = recipe.rate(done + 1)
+        found.append({"loss": total, "grad norm": float(norm), "learning rate": rate})
     return found
 
 
+def encode_all(processor: Any, record: Mapping[str, Any], folder: Path) -> list[Encoded]:
+    """Encode a record: a pair of answers is two sequences, the chosen one first."""
+    if "chosen" not in record:
+        return [encode(processor, record, folder)]
+    asked = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
+    return [
+        encode(
+            processor,
+            {
+                "messages": [*asked, {"role": "assistant", "content": record[side]}],
+                "images": record.get("images", []),
+            },
+            folder,
+        )
+        for side in ("chosen", "rejected")
+    ]
+
+
 def _groups(named: Mapping[str, Tensor], recipe: Recipe) -> list[dict[str, Any]]:
-    """Return a group for each parameter: no decay of vectors, and rates of its part."""
+    """Return a group for each parameter: no decay of vectors, and a multiple of the rate."""
     groups = []
     for name, one in named.items():
-        rate = next((m for start, m in recipe.multiples.items() if name.startswith(start)), 1.0)
         decay = 0.0 if one.ndim <= 1 or name.endswith("bias") else recipe.weight_decay
-        groups.append({"params": [one], "lr": recipe.lr * rate, "weight_decay": decay})
+        multiple = recipe.multiples.get(part_of(name), 1.0)
+        groups.append({"params": [one], "multiple": multiple, "weight_decay": decay})
     return groups
 
 
-def _divisor(sample: Encoded, loss: str) -> float:
+def _divisor(some: Sequence[Encoded], loss: str) -> float:
+    if len(some) == 2:
+        return 1.0
     if loss == "weighted_cross_entropy":
-        return float(sample.weights.sum())
-    return float((sample.weights > 0).sum())
+        return float(some[0].weights[1:].sum())
+    return float((some[0].weights[1:] > 0).sum())
 
 
-def _sum_of(model: Any, sample: Encoded, loss: str) -> Tensor:
-    """Return the sum of the losses of a sample's tokens."""
+def _sum_of(model: Any, reference: Any, some: Sequence[Encoded], recipe: Recipe) -> Tensor:
+    """Return the sum of the losses of a record's tokens, or the loss of a pair."""
+    if len(some) == 2:
+        return _loss_of_pair(model, reference, some, recipe)
+    (sample,) = some
+    losses, weights = _losses(model, sample), sample.weights[1:]
+    return (losses * ((weights > 0) if recipe.loss == "cross_entropy" else weights)).sum()
+
+
+def _losses(model: Any, sample: Encoded) -> Tensor:
+    """Return the loss of each token but the first."""
     logits = model(**sample.inputs).logits[0, :-1].float()
-    losses = F.cross_entropy(logits, sample.inputs["input_ids"][0, 1:], reduction="none")
-    weights = sample.weights[1:]
-    return (losses * ((weights > 0) if loss == "cross_entropy" else weights)).sum()
+    return F.cross_entropy(logits, sample.inputs["input_ids"][0, 1:], reduction="none")
+
+
+def _loss_of_pair(model: Any, reference: Any, pair: Sequence[Encoded], recipe: Recipe) -> Tensor:
+    """Return TRL's loss of a pair: sigmoid of DPO, or SimPO's."""
+    scores = []
+    for sample in pair:
+        trained = sample.weights[1:] > 0
+        score = -(_losses(model, sample) * trained).sum()
+        if recipe.loss == "dpo":
+            with torch.no_grad():
+                before = (_losses(reference, sample) * trained).sum()
+            score = score + before
+        elif recipe.loss == "simpo":
+            score = score / trained.sum()
+        else:
+            raise NotPlain(recipe.loss)
+        scores.append(score)
+    return -F.logsigmoid(recipe.beta * (scores[0] - scores[1]) - recipe.gamma)
 
 
 def mean_loss(model_folder: Path, records: Sequence[Mapping[str, Any]], folder: Path) -> float:
@@ -209,7 +288,7 @@ def mean_loss(model_folder: Path, records: Sequence[Mapping[str, Any]], folder: 
     torch.set_num_threads(1)
     processor = AutoProcessor.from_pretrained(model_folder)
     model = AutoModelForImageTextToText.from_pretrained(model_folder).eval()
-    samples = [encode(processor, record, folder) for record in records]
+    samples = [[encode(processor, record, folder)] for record in records]
     with torch.no_grad():
-        total = sum(float(_sum_of(model, sample, "cross_entropy")) for sample in samples)
+        total = sum(float(_sum_of(model, None, sample, Recipe())) for sample in samples)
     return total / sum(_divisor(sample, "cross_entropy") for sample in samples)

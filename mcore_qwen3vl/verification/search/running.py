@@ -183,8 +183,12 @@ class Bench:
             self._outcomes[case] = self._run(case)
         return self._outcomes[case]
 
+    def again(self, case: Case) -> Outcome:
+        """Run a case once more."""
+        return self._run(case)
+
     def _run(self, case: Case) -> Outcome:
-        folder = self.folder / "runs" / f"{len(self._outcomes):04d}"
+        folder = self.folder / "runs" / f"{self.runs:06d}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for name in pictures(case):
