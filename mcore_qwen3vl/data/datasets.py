@@ -37,6 +37,7 @@ from mcore_qwen3vl.data.readers import (
     index_of,
     is_table,
     origin,
+    tars_of_splits,
     unread_files,
 )
 from mcore_qwen3vl.data.records.parse import preprocess_record
@@ -192,11 +193,8 @@ def _index_leaves(path: Path) -> None:
 
 def _split_or_train(path: Path, split: str) -> str:
     """Return `split`, or `train` if a folder of tars has no such part, as after our indexing."""
-    parts = path / ".nv-meta" / "split.yaml"
-    if not parts.exists():
-        return split
-    shards = yaml.safe_load(parts.read_text(encoding="utf-8"))["split_parts"]
-    return split if shards.get(split) else "train"
+    listed = tars_of_splits(path)
+    return split if listed is None or listed.get(split) else "train"
 
 
 class Part(Dataset[Any]):

@@ -36,6 +36,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import yaml
+from braceexpand import braceexpand
 from filelock import FileLock, Timeout
 from megatron.energon import WorkerConfig
 from megatron.energon.epathlib import EPath
@@ -47,6 +49,7 @@ from megatron.energon.flavors import (
 )
 from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexWriter
 from megatron.energon.flavors.webdataset.config import split_name_re
+from megatron.energon.flavors.webdataset.metadata import get_info_shard_files
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from megatron.energon.flavors.webdataset.sharder import Sharder
 from megatron.energon.flavors.webdataset.structs import DatasetSubset, ShardInfo
@@ -78,13 +81,17 @@ def ensure_index(path: Path) -> Path:
         BadInput: `path` does not exist, is not a data set or is empty, or the cache cannot be
             written.
     """
-    if not _needs_index(path) or _has_index(path):
+    if not _needs_index(path):
+        return path
+    if _has_index(path):
+        _require_single_files(path, path)
         return path
     stand_in = cache_of(path) / path.absolute().name  # in another folder once the data change
     try:
         if not _has_index(stand_in):
             _make_stand_in(path.absolute(), stand_in)
             _index_once(stand_in)
+        _require_single_files(path, stand_in)
     except OSError as error:
         raise BadInput(
             f"The index of {path} cannot be written in {data_cache()} ({error}). Make that "
@@ -100,8 +107,10 @@ def index_beside(path: Path) -> None:
         BadInput: `path` does not exist, is not a data set or is empty.
         OSError: the folder cannot be written.
     """
-    if _needs_index(path) and not _has_index(path):
-        _index_once(path)
+    if _needs_index(path):
+        if not _has_index(path):
+            _index_once(path)
+        _require_single_files(path, path)
 
 
 def _needs_index(path: Path) -> bool:
@@ -172,7 +181,7 @@ def _index_jsonl(path: Path) -> None:
 
 def _index_tars(path: Path) -> None:
     """Make energon's index of a folder of tars; raise BadInput for what it cannot index."""
-    tars = sorted(str(tar.relative_to(path)) for tar in path.rglob("*.tar"))
+    tars = sorted(str(tar.relative_to(path)) for tar in files_below(path, (".tar",)))
     if not tars:
         raise BadInput(
             f"{origin(path)} holds neither .tar nor .parquet files, nor a Hugging Face dataset "
@@ -194,12 +203,48 @@ def _index_tars(path: Path) -> None:
     write_at_once(path / ".nv-meta" / "dataset.yaml", _CRUDE)
 
 
+def _require_single_files(path: Path, indexed: Path) -> None:
+    """Raise BadInput for a sample of tars with two files of one suffix, in an index of any origin.
+
+    Energon's own preparation and earlier versions of ours do not look for them. An index without
+    is remembered in the cache, since all of it is read.
+    """
+    if not indexed.is_dir() or not _lists_files(indexed):
+        return
+    stat = (indexed / ".nv-meta" / "index.sqlite").stat()
+    seen = cache_of(path) / f"single-files-{stat.st_size}-{stat.st_mtime_ns}"
+    if seen.exists():
+        return
+    if flaw := _doubled_part(indexed):
+        advice = f" Then remove {indexed / '.nv-meta'}, the index, or make it anew."
+        raise BadInput(flaw + advice * (indexed == path))
+    with suppress(OSError):  # it is looked for again
+        seen.parent.mkdir(parents=True, exist_ok=True)
+        seen.touch()
+
+
+def _lists_files(indexed: Path) -> bool:
+    """Return whether an index of tars lists the files of samples: energon's older ones do not."""
+    file = indexed / ".nv-meta" / "index.sqlite"
+    if not file.is_file():
+        return False
+    with closing(_open_index(indexed)) as index:
+        tables = index.execute("SELECT name FROM sqlite_master").fetchall()
+    return {("samples",), ("sample_parts",)} <= set(tables)
+
+
+def _open_index(indexed: Path) -> sqlite3.Connection:
+    # The folder may be read-only.
+    file = indexed / ".nv-meta" / "index.sqlite"
+    return sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
+
+
 def _doubled_part(path: Path) -> str | None:
     """Return a sentence on a sample of indexed tars that has two files of one suffix.
 
     Energon takes neighbours of one name for one sample, and of two files of a suffix the last.
     """
-    with closing(sqlite3.connect(path / ".nv-meta" / "index.sqlite")) as index:
+    with closing(_open_index(path)) as index:
         found = index.execute(
             "SELECT s.sample_key, p.part_name, p.tar_file_id, count(*) AS times"
             " FROM sample_parts p JOIN samples s USING (tar_file_id, sample_index)"
@@ -208,7 +253,7 @@ def _doubled_part(path: Path) -> str | None:
     if found is None:
         return None
     key, part, number, times = found
-    shards = list(json.loads((path / ".nv-meta" / ".info.json").read_text("utf-8"))["shard_counts"])
+    shards = get_info_shard_files(EPath(path))
     return (
         f"{origin(path) / shards[number]}: the sample {key} has {times} files {key}.{part}, of "
         "which only the last would be read. Give each sample a name of its own."
@@ -340,11 +385,16 @@ def data_files(path: Path) -> list[Path]:
     """Return the files of a data set, without the indexes, scores and logs beside them."""
     if not path.is_dir():
         return [path]
-    return sorted(
-        file
-        for file in path.rglob("*")
-        if (file.suffix in _SUFFIXES or file.name in _NAMES) and file.is_file()
-    )
+    return sorted(file for file in files_below(path, (*_SUFFIXES, *_NAMES)) if file.is_file())
+
+
+def files_below(path: Path, ends: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the files of a folder, at any depth, whose names end so.
+
+    There may be a million others, such as images: no `Path` is made of these.
+    """
+    for folder, _, names in os.walk(path):
+        yield from (Path(folder, name) for name in names if name.endswith(ends))
 
 
 _SHARD = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})(?!\d)(.*)")
@@ -355,6 +405,8 @@ _LIKE_DATA = (
     *(*_SUFFIXES, ".json", ".jsonl", ".csv", ".tsv", ".tfrecord", ".lance", ".incomplete"),
     *(".zip", ".gz", ".tgz", ".zst", ".bz2", ".xz", ".7z"),
 )
+_MOST_LOOKED_AT = 20_000
+"""Files of a folder among which those are looked for that nothing reads."""
 _ABOUT = (*_NAMES, "dataset_info.json", "dataset_infos.json")  # files about the data
 
 
@@ -362,18 +414,30 @@ def unread_files(path: Path, split: str) -> list[Unused]:
     """Return the files of a folder that seem to be data and are not read, and missing shards."""
     if not path.is_dir():
         return []
-    files = table_files(path, split) if is_table(path) else sorted(path.rglob("*.tar"))
+    listed = None if is_table(path) else tars_of_splits(path)
+    if listed is not None:
+        files = [path / name for names in listed.values() for name in names]
+    else:
+        files = table_files(path, split) if is_table(path) else sorted(files_below(path, (".tar",)))
     if not files:
         return []
     read, where = set(files), f"the data set {path}"
     folder = files[0].parent if (path / _DICT).exists() else path
+    absent = [file for file in sorted(read) if file.suffix == ".tar" and not file.exists()]
+    looked_at = list(islice(_visible_files(folder), _MOST_LOOKED_AT + 1))
     stray = [
         file
-        for file in folder.rglob("*")
+        for file in looked_at[:_MOST_LOOKED_AT]
         if file.suffix.lower() in _LIKE_DATA and file not in read and file.name not in _ABOUT
-        if not any(part.startswith(".") for part in file.relative_to(path).parts)
         if not (file.suffix == ".parquet" and _split_in_path(file.relative_to(path)))
     ]
+    unknown = []
+    if len(looked_at) > _MOST_LOOKED_AT:
+        why = f"it holds more than {_MOST_LOOKED_AT:,}, of which the first were looked at"
+        unknown.append(Unused(where, "other files that nothing reads", why))
+    if listed is not None and not _lists_files(path):
+        why = "the index does not list the files of samples, so they were not looked for"
+        unknown.append(Unused(where, "samples of one key that lie next to each other", why))
 
     def named(some: Sequence[Path], count: int, why: str) -> list[Unused]:
         names = [str(file.relative_to(path)) for file in some]
@@ -381,9 +445,41 @@ def unread_files(path: Path, split: str) -> list[Unused]:
         return [Unused(where, name, why) for name in names + more]
 
     return [
+        *named(absent[:_SHOWN], len(absent), "it is missing, and the index lists it"),
         *named(*_missing_shards(files), "it is missing"),
         *named(sorted(stray)[:_SHOWN], len(stray), "no part of it is read"),
+        *unknown,
     ]
+
+
+def tars_of_splits(path: Path) -> dict[str, list[str]] | None:
+    """Return the names of the tars of each split that an index beside tars lists; None if none.
+
+    The key ``exclude`` has what it names to be left out.
+    """
+    for name in ("split.yaml", "split.json"):
+        if (file := path / ".nv-meta" / name).is_file() and _has_index(path):
+            said = yaml.safe_load(file.read_text(encoding="utf-8"))
+            splits = {**said["split_parts"], "exclude": said.get("exclude") or []}
+            return {
+                split: [one for name in names or () for one in braceexpand(name)]
+                for split, names in splits.items()
+            }
+    return None
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and of the folders in it, none of them hidden, level by level."""
+    folders = [folder]
+    for place in folders:
+        with suppress(PermissionError), os.scandir(place) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry))
+                else:
+                    yield Path(entry)
 
 
 def _missing_shards(files: Iterable[Path]) -> tuple[list[Path], int]:
@@ -435,7 +531,7 @@ def _make_stand_in(path: Path, made: Path) -> None:
         _link_once(made, path)
         return
     made.mkdir(exist_ok=True)
-    for tar in path.rglob("*.tar"):
+    for tar in files_below(path, (".tar",)):
         _link_once(made / tar.relative_to(path), tar)
 
 
@@ -703,7 +799,7 @@ def is_table(path: Path) -> bool:
     """Return whether `path` is a Parquet file or a Hugging Face dataset on disk."""
     if path.is_dir():
         marked = any((path / name).exists() for name in (_DICT, _STATE))
-        return marked or next(path.rglob("*.parquet"), None) is not None
+        return marked or next(files_below(path, (".parquet",)), None) is not None
     return path.suffix == ".parquet"
 
 
@@ -829,7 +925,7 @@ def table_files(path: Path, split: str) -> list[Path]:
         return table_files(path / chosen[0], split)
     if (path / _STATE).exists():
         return [path / entry["filename"] for entry in _read_list(path / _STATE, "_data_files")]
-    files = sorted(path.rglob("*.parquet"))
+    files = sorted(files_below(path, (".parquet",)))
     named = {file: _split_in_path(file.relative_to(path)) for file in files}
     if not any(named.values()):
         return files

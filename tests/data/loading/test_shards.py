@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
+from megatron.energon.flavors import BaseWebdatasetFactory
 
-from mcore_qwen3vl.data import DataConfig
+from mcore_qwen3vl.data import DataConfig, readers
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.readers import unread_files
 from mcore_qwen3vl.errors import BadInput
@@ -91,6 +92,85 @@ def test_a_key_twice_in_a_row(processor: Any, tmp_path: Path) -> None:
             check_data(tmp_path / "tars", processor, DataConfig(seq_length=64))
     write_tar(tmp_path / "tars" / "1.tar", [("a/0.json", record[0]), ("a/1.json", record[2])])
     assert len(check_data(tmp_path / "tars", processor, DataConfig(seq_length=512)).tokens) == 3
+
+
+def prepare(folder: Path, tars: list[str], **splits: Any) -> None:
+    """Index tars as energon's own preparation does, with these splits in place of its own."""
+    BaseWebdatasetFactory.prepare_dataset(folder, tars, split_parts_ratio=[("train", 1.0)])
+    (folder / ".nv-meta" / "dataset.yaml").write_text(readers._CRUDE)
+    if splits:
+        (folder / ".nv-meta" / "split.yaml").write_text(json.dumps(splits))
+
+
+RECORDS = [json.dumps(question(i, image=False)).encode() for i in range(4)]
+TWICE = [("a/0.json", RECORDS[0]), ("a/0.json", RECORDS[1]), ("a/1.json", RECORDS[2])]
+
+
+def test_a_key_twice_in_an_index_of_others(processor: Any, tmp_path: Path) -> None:
+    """Energon's own preparation, and an earlier version of this package, take both for one."""
+    folder, earlier = tmp_path / "tars", tmp_path / "earlier"
+    for place in (folder, earlier):
+        write_tar(place / "0.tar", TWICE)
+    prepare(folder, ["0.tar"])
+    stand_in = readers.cache_of(earlier) / earlier.name
+    readers._make_stand_in(earlier, stand_in)
+    prepare(stand_in, ["0.tar"])
+    for place in (folder, earlier):
+        said = rf"{place}/0\.tar: the sample a/0 has 2 files a/0\.json, of which only the last"
+        for _ in range(2):
+            with pytest.raises(BadInput, match=said) as raised:
+                check_data(place, processor, DataConfig(seq_length=64))
+            assert (f"remove {place}/.nv-meta" in str(raised.value)) == (place == folder)
+    with pytest.raises(BadInput, match="the sample a/0 has 2 files"):
+        readers.index_beside(folder)  # as of a metadataset
+
+
+def test_an_index_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tar(tmp_path / "tars" / "0.tar", TWICE[1:])
+    prepare(tmp_path / "tars", ["0.tar"])
+    readers.ensure_index(tmp_path / "tars")
+    monkeypatch.setattr(readers, "_doubled_part", lambda path: pytest.fail("again"))
+    readers.ensure_index(tmp_path / "tars")
+    assert named(tmp_path / "tars") == []
+    (tmp_path / "tars" / ".nv-meta" / "index.sqlite").unlink()
+    readers.ensure_index(tmp_path / "tars")
+    assert named(tmp_path / "tars") == [
+        "samples of one key that lie next to each other (the index does not list the files of "
+        "samples, so they were not looked for)"
+    ]
+
+
+@pytest.mark.parametrize("split_file", ["split.yaml", "split.json"])
+def test_tars_that_an_index_does_not_list(split_file: str, processor: Any, tmp_path: Path) -> None:
+    for number in range(4):
+        write_tar(tmp_path / f"{number}.tar", [(f"{number}.json", RECORDS[number])])
+    write_tar(tmp_path / "more" / "4.tar", [("4.json", RECORDS[0])])
+    splits = {"split_parts": {"train": ["{0..1}.tar"], "val": ["2.tar"]}, "exclude": ["1.tar"]}
+    prepare(tmp_path, ["0.tar", "1.tar", "2.tar"], **splits)
+    (tmp_path / ".nv-meta" / "split.yaml").rename(tmp_path / ".nv-meta" / split_file)
+    stray = [f"{name} (no part of it is read)" for name in ("3.tar", "more/4.tar")]
+    assert named(tmp_path) == named(tmp_path, "val") == stray
+    for split in ("train", "val", "test"):
+        config = DataConfig(seq_length=512)
+        assert check_data(tmp_path, processor, config, split=split).samples == 1
+    (tmp_path / "2.tar").unlink()
+    assert named(tmp_path) == ["2.tar (it is missing, and the index lists it)", *stray]
+
+
+def test_few_files_of_a_large_folder_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_MOST_LOOKED_AT", 3)
+    write_tar(tmp_path / "0.tar", [("0.json", b"{}")])
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("more.csv", "a/0.jpg"):
+        (tmp_path / name).write_text("")
+    stray = ["more.csv (no part of it is read)"]
+    assert named(tmp_path) == stray
+    for name in ("a/b/rest.csv", "a/b/1.jpg"):
+        (tmp_path / name).write_text("")
+    others = "other files that nothing reads (it holds more than 3, of which the first were looked"
+    assert named(tmp_path) == [*stray, f"{others} at)"]
 
 
 def test_a_sample_of_a_tar_is_named_by_its_key(processor: Any, tmp_path: Path) -> None:
