@@ -59,7 +59,7 @@ def check(
     ] = 512,
     split: Split = "train",
     decode: Annotated[bool, typer.Option(help="Decode every image and video.")] = True,
-    limit: Annotated[int | None, typer.Option(help="Stop after this many samples.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many samples.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Write histograms to this PNG (extra: plots).")
     ] = None,

@@ -7,7 +7,8 @@ Imports nothing heavy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -47,6 +48,13 @@ class MediaLimits:
     """number of frames to sample from a second; default: the checkpoint's processor's"""
     video_max_frames: int | None = None
     """most frames to sample from a clip; default: the checkpoint's processor's"""
+
+    def __post_init__(self) -> None:
+        for budget in fields(self):
+            value = getattr(self, budget.name)
+            if value is not None and not 0 < value < inf:
+                flag = "--" + budget.name.replace("_", "-")
+                raise BadInput(f"{flag} is {value}; it must be above 0.")
 
     def apply(self, processor: Any) -> None:
         """Set these budgets on an HF ``Qwen3VLProcessor``, in place.
@@ -165,6 +173,13 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.seq_length < 1 or self.micro_batch_size < 1 or self.length_multiple < 1:
             raise BadInput("seq_length, micro_batch_size and length_multiple must be positive.")
+        if self.packing_buffer < 1:
+            raise BadInput(f"--packing-buffer is {self.packing_buffer}; it must be at least 1.")
+        if not self.max_sample_seconds >= 0:
+            raise BadInput(
+                f"--max-sample-seconds is {self.max_sample_seconds}; it must be at least 0, which "
+                "is no limit."
+            )
         if self.seq_length % self.length_multiple:
             raise BadInput(
                 f"seq_length {self.seq_length} is not a multiple of {self.length_multiple}, which "

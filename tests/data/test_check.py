@@ -533,3 +533,35 @@ def test_a_record_that_is_not_there_or_not_usable(processor: Any, write_jsonl: W
         read_sample(path, 1, processor, DataConfig(4096))
     with pytest.raises(CheckFailed, match=r"data.jsonl:2 cannot be .*: no valid JSON"):
         read_sample(path, 2, processor, DataConfig(4096))
+
+
+BUDGETS = [f"--{name.replace('_', '-')} {n}" for name in vars(MediaLimits()) for n in (0, -1)]
+OF_CHECK = ("--packing-buffer 0", "--limit 0", "--limit -1", "--max-sample-seconds -1")
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        *(("check", flags) for flags in (*BUDGETS, *OF_CHECK, "--video-fps nan")),
+        *(("show", flags) for flags in BUDGETS),
+    ],
+)
+def test_a_limit_that_is_none(
+    command: str,
+    flags: str,
+    dense: Path,
+    write_jsonl: WriteJsonl,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A negative budget was taken for none, and a buffer of 0 did not end."""
+    words = [write_jsonl([question(0, image=False)]), *(["1"] if command == "show" else [])]
+    assert exit_code("data", command, *words, "--hf-model", dense, *flags.split()) == 2
+    assert flags.split()[0] in capsys.readouterr().err
+
+
+def test_a_length_that_no_sample_has(
+    dense: Path, write_jsonl: WriteJsonl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl([question(i, image=False) for i in range(3)])
+    assert exit_code("data", "check", path, "--hf-model", dense, "--seq-length", "3") == 1
+    assert "all 3 are longer than 3 tokens; raise --seq-length" in capsys.readouterr().err
