@@ -11,13 +11,16 @@ images, are not read.
 from __future__ import annotations
 
 import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+from megatron.energon.eyaml import load_yaml
 from megatron.energon.metadataset import traverse_metadataset
 
 from mcore_qwen3vl.data.datasets import refuse_code
@@ -47,7 +50,36 @@ def content_of(path: Path, *, trust: bool = False) -> Content:
     """Return what a data set holds; BadInput if it names code without `trust`."""
     files = _files_of(path, trust)
     sizes = tuple(file.stat().st_size for file in files)
-    return Content(sizes, _digest(files, sizes))
+    return Content(sizes, _digest(files, sizes, _blend_of(path)))
+
+
+def digest_of_beginning(path: Path, sizes: Sequence[int]) -> str | None:
+    """Return the digest that a data set had when its files had these sizes, if it has grown since.
+
+    It has if records were appended to its last file, whose records are lines, or files come after
+    the others. None: it has not, or that cannot be told.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        return None
+    files = _files_of(path, trust=False)
+    now = [file.stat().st_size for file in files]
+    count = len(sizes)
+    if not sizes or now == list(sizes) or now[: count - 1] != list(sizes[:-1]) or count > len(now):
+        return None
+    longer = now[count - 1] - sizes[-1]
+    if longer < 0 or (longer and not _ends_with_a_line(files[count - 1], sizes[-1])):
+        return None
+    return _digest(files[:count], sizes)
+
+
+def _ends_with_a_line(file: Path, size: int) -> bool:
+    """Return whether a file's records are lines, of which one ends after `size` bytes."""
+    if file.suffix not in (".jsonl", ".json"):
+        return False
+    with file.open("rb") as stream:
+        is_array = file.suffix == ".json" and stream.read(BLOCK).lstrip()[:1] != b"{"
+        stream.seek(max(size - 1, 0))
+        return not is_array and b"\n" in stream.read(2)
 
 
 def _files_of(path: Path, trust: bool) -> list[Path]:
@@ -55,14 +87,28 @@ def _files_of(path: Path, trust: bool) -> list[Path]:
     if path.suffix in (".yaml", ".yml"):
         with refuse_code(unless=trust):
             leaves = list(traverse_metadataset(path.absolute(), split_part="train"))
-        return [path, *(file for leaf in leaves for file in _files_of(Path(str(leaf.path)), trust))]
+        return [file for leaf in leaves for file in _files_of(Path(str(leaf.path)), trust)]
     return table_files(path, "train") if is_table(path) else data_files(path)
 
 
-def _digest(files: Sequence[Path], sizes: Sequence[int]) -> str:
+def _blend_of(path: Path) -> str:
+    """Return what a metadataset says of its data sets, but for their paths; of others nothing."""
+    if path.suffix not in (".yaml", ".yml"):
+        return ""
+
+    def without_paths(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_paths(v) for key, v in value.items() if key != "path"}
+        return list(map(without_paths, value)) if isinstance(value, list) else value
+
+    said = without_paths(load_yaml(path.read_bytes()))
+    return json.dumps(said, sort_keys=True, default=str)
+
+
+def _digest(files: Sequence[Path], sizes: Sequence[int], blend: str = "") -> str:
     """Return the digest of the first bytes of each file, of which `sizes` says how many."""
     total, found = sum(sizes), hashlib.blake2b(digest_size=16)
-    found.update(repr(list(sizes)).encode())
+    found.update((repr(list(sizes)) + blend).encode())
     if total <= BLOCK * BLOCKS:
         for file, size in zip(files, sizes, strict=True):
             with file.open("rb") as stream:

@@ -164,6 +164,11 @@ def are_numbered(datasets: Sequence[LoadedDataset]) -> bool:
     return not any(isinstance(dataset.dataset, BaseWebdatasetFactory) for dataset in datasets)
 
 
+def is_of_tars(path: Path) -> bool:
+    """Return whether a path names a folder of tars, whose records have no number."""
+    return path.is_dir() and next(path.rglob("*.tar"), None) is not None
+
+
 def _index_leaves(path: Path) -> None:
     """Index a metadataset's data sets beside them, where energon opens all splits."""
     for split in yaml.safe_load(path.read_text(encoding="utf-8")).get("splits", {}):
@@ -350,12 +355,73 @@ _TURNS = 10_000  # draws of a blend by weights that are made at a time
 _LANES = 4  # parts of a table that are read in turn
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much of a data set an order was drawn from.
+
+    Attributes:
+        records: number of its records.
+        runs: number of the runs of rows that are best read together; 0: any row alone.
+    """
+
+    records: int
+    runs: int = 0
+
+
+@dataclass(frozen=True)
+class _Epochs:
+    """Epochs of one length; the last of an order go on without end.
+
+    Attributes:
+        start: position of the first of them.
+        number: of the first of them.
+        draws: of each data set in one of them.
+        before: draws of each data set before them.
+    """
+
+    start: int
+    number: int
+    draws: np.ndarray
+    before: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return int(self.draws.sum())
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the number of the epoch of a position, and the place in it."""
+        beyond, place = divmod(position - self.start, self.length)
+        return self.number + beyond, place
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Passes over one data set, each of which holds every record of `extent` once.
+
+    Attributes:
+        start: the first draw.
+        number: of the first pass.
+    """
+
+    start: int
+    number: int
+    extent: Extent
+
+    def locate(self, draw: int) -> tuple[int, int]:
+        """Return the number of the pass of a draw, and the place in it."""
+        beyond, place = divmod(draw - self.start, self.extent.records)
+        return self.number + beyond, place
+
+
 class Order:
     """The records of several data sets by their position.
 
     Every epoch has a new permutation. A permutation holds each record once, so that no record comes
     twice before all have come once. Data sets that have weights are drawn by them, and each has its
     own epochs.
+
+    Data sets may have grown since a run began: records were appended. An epoch that had begun then
+    goes on with the records that it was drawn from, and those that follow have all.
     """
 
     def __init__(
@@ -373,41 +439,147 @@ class Order:
             seed: None: read each data set in its own order, and spread all of them evenly.
         """
         self._parts, self._seed, self._weights = parts, seed, weights
-        often = repeats or [1.0] * len(parts)
-        self._draws = np.array(
-            [max(1, round(len(part) * n)) for part, n in zip(parts, often, strict=True)]
-        )
+        self._repeats = repeats or [1.0] * len(parts)
         self._chunk = -1
         self._before = [np.zeros(len(parts), np.int64)]
         """Of a blend by weights: the draws of each data set before each chunk, as far as known."""
         self._turns = self._nth = np.zeros(0, np.int32)
         self._permutations: dict[int, tuple[int, Sequence[int]]] = {}
+        self.extents = [Extent(len(part), len(part.runs or ())) for part in parts]
+        """How much each data set holds now."""
+        self._restart([(0, self.extents)])
 
     @property
-    def epoch_length(self) -> int | None:
-        """The number of positions in an epoch; None if the data sets have weights."""
-        return None if self._weights else int(self._draws.sum())
+    def history(self) -> list[Any]:
+        """From which positions on the data sets had which extents, as plain data."""
+        return [
+            [start, [[extent.records, extent.runs] for extent in extents]]
+            for start, extents in self._history
+        ]
+
+    def restore(self, history: Sequence[Any]) -> bool:
+        """Go on with another run's `history`; return whether the data sets have grown since.
+
+        Raises:
+            BadInput: a data set holds less than it did.
+        """
+        self._restart([(start, [Extent(*each) for each in held]) for start, held in history])
+        _, before = self._history[-1]
+        for part, was, now in zip(self._parts, before, self.extents, strict=True):
+            if now.records < was.records:
+                raise BadInput(
+                    f"{part.path} has {now.records:,} records and had {was.records:,} when the "
+                    "state of the data was saved. Give the data of the checkpoint."
+                )
+        return before != self.extents
+
+    def grow(self, position: int) -> int:
+        """Take up what was appended, once the records before `position` have been read.
+
+        Returns:
+            The first position that has another record than before.
+        """
+        start = position
+        if self._weights is None:
+            epoch, place = self._epochs_at(position).locate(position)
+            start = self.start_of_epoch(epoch + bool(place))
+        kept = [(at, extents) for at, extents in self._history if at < start]
+        self._restart([*kept, (start, self.extents)])
+        return start
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether all data sets have the same epochs: they have no weights."""
+        return self._weights is None
+
+    def epoch_of(self, position: int) -> int:
+        """Return the number of a position's epoch, from 0; 0 if the data sets have weights."""
+        return self._epochs_at(position).locate(position)[0] if self.has_epochs else 0
+
+    def start_of_epoch(self, number: int) -> int:
+        """Return the first position of an epoch of data sets without weights."""
+        epochs = next(each for each in reversed(self._epochs) if each.number <= number)
+        return epochs.start + (number - epochs.number) * epochs.length
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return the number of the data set, and that of the record among its records, from 0."""
         part, draw = 0, position
         if len(self._parts) > 1:
-            chunk, place = divmod(position, self.epoch_length or _TURNS)
+            if self._weights is None:
+                epochs = self._epochs_at(position)
+                chunk, place = epochs.locate(position)
+            else:
+                chunk, place = divmod(position, _TURNS)
             if chunk != self._chunk:
                 self._enter_chunk(chunk)
             part = int(self._turns[place])
-            before = self._before[chunk] if self._weights else chunk * self._draws
-            draw = int(before[part] + self._nth[place])
-        epoch, index = divmod(draw, len(self._parts[part]))
-        return part, int(self._permutation(part, epoch)[index])
+            draw = int(self._draws_before(chunk)[part] + self._nth[place])
+        passes = self._passes_at(part, draw)
+        number, index = passes.locate(draw)
+        return part, int(self._permutation(part, number, passes.extent)[index])
+
+    def _restart(self, history: Sequence[tuple[int, Sequence[Extent]]]) -> None:
+        """Compute the epochs, and the passes over each data set, of a history of extents."""
+        self._history = [(start, list(extents)) for start, extents in history]
+        self._chunk, self._permutations = -1, {}
+        self._epochs: list[_Epochs] = []
+        self._passes: list[list[_Passes]] = [[] for _ in self._parts]
+        for start, extents in self._history:
+            number = self.epoch_of(start) if self._epochs else 0
+            before = self._count_draws(start)
+            pairs = zip(extents, self._repeats, strict=True)
+            draws = np.array([max(1, round(extent.records * often)) for extent, often in pairs])
+            self._epochs.append(_Epochs(start, number, draws, before))
+            for part, (extent, drawn) in enumerate(zip(extents, before.tolist(), strict=True)):
+                self._begin_passes(part, drawn, extent)
+
+    def _begin_passes(self, part: int, drawn: int, extent: Extent) -> None:
+        """Let passes over a data set have another extent once a pass that has begun is over."""
+        if not self._passes[part]:
+            self._passes[part] = [_Passes(0, 0, extent)]
+            return
+        current = self._passes_at(part, drawn)
+        number, place = current.locate(drawn)
+        number += bool(place)
+        start = current.start + (number - current.number) * current.extent.records
+        kept = [passes for passes in self._passes[part] if passes.start < start]
+        self._passes[part] = [*kept, _Passes(start, number, extent)]
+
+    def _epochs_at(self, position: int) -> _Epochs:
+        found = (each for each in reversed(self._epochs) if each.start <= position)
+        return next(found, self._epochs[0])  # that of ABSENT, which is before all
+
+    def _passes_at(self, part: int, draw: int) -> _Passes:
+        return next(each for each in reversed(self._passes[part]) if each.start <= draw)
+
+    def _count_draws(self, position: int) -> np.ndarray:
+        """Return how often each data set was drawn before a position, that of an epoch's start."""
+        count = len(self._parts)
+        if not self._epochs:
+            return np.zeros(count, np.int64)
+        if count == 1:
+            return np.array([position])
+        if self._weights is None:
+            return self._draws_before(self._epochs_at(position).locate(position)[0])
+        chunk, place = divmod(position, _TURNS)
+        self._enter_chunk(chunk)
+        return self._before[chunk] + np.bincount(self._turns[:place], minlength=count)
+
+    def _draws_before(self, chunk: int) -> np.ndarray:
+        """Return the draws of each data set before an epoch, or before a chunk of a blend."""
+        if self._weights is not None:
+            return self._before[chunk]
+        epochs = next(each for each in reversed(self._epochs) if each.number <= chunk)
+        return epochs.before + (chunk - epochs.number) * epochs.draws
 
     def _enter_chunk(self, chunk: int) -> None:
         """Compute the turns of a chunk of positions: an epoch, or some draws by weight."""
         count = len(self._parts)
         if self._weights is None:
-            self._turns = np.repeat(np.arange(count, dtype=np.int32), self._draws)
+            draws = next(e for e in reversed(self._epochs) if e.number <= chunk).draws
+            self._turns = np.repeat(np.arange(count, dtype=np.int32), draws)
             if self._seed is None:
-                places = [(np.arange(draws) + 0.5) / draws for draws in self._draws]
+                places = [(np.arange(drawn) + 0.5) / drawn for drawn in draws]
                 self._turns = self._turns[np.argsort(np.concatenate(places), kind="stable")]
             else:
                 self._random_state(chunk).shuffle(self._turns)
@@ -432,26 +604,28 @@ class Order:
         """Return random numbers that stay the same in every version of numpy."""
         return np.random.RandomState([(self._seed or 0) % 2**32, *which])
 
-    def _permutation(self, part: int, epoch: int) -> Sequence[int]:
-        """Return the order in which an epoch reads a data set: its own without a seed."""
+    def _permutation(self, part: int, number: int, extent: Extent) -> Sequence[int]:
+        """Return the order in which a pass reads a data set: its own without a seed."""
         if self._seed is None:
-            return range(len(self._parts[part]))
-        # Only the last epoch's is kept.
-        if self._permutations.get(part, (-1,))[0] != epoch:
-            self._permutations[part] = epoch, self._draw_permutation(part, epoch)
+            return range(extent.records)
+        # Only the last pass's is kept.
+        if self._permutations.get(part, (-1,))[0] != number:
+            self._permutations[part] = number, self._draw_permutation(part, number, extent)
         return self._permutations[part][1]
 
-    def _draw_permutation(self, part: int, epoch: int) -> Any:
-        source = self._parts[part]
-        random = self._random_state(part, epoch)
-        if source.runs is None:  # kept in half the bytes, by each data worker of each rank
-            return random.permutation(len(source)).astype(np.int32)
+    def _draw_permutation(self, part: int, number: int, extent: Extent) -> Any:
+        source, count = self._parts[part], extent.records
+        random = self._random_state(part, number)
+        if not extent.runs:  # kept in half the bytes, by each data worker of each rank
+            return random.permutation(count).astype(np.int32)
         # Rows of a table are decoded together, so some groups are read side by side, each from its
         # first row to its last, with each row moved by at most as many as are kept.
-        rows = np.array([rows for rows, _ in source.runs])
-        group = np.repeat(np.arange(len(rows)), rows)[source.first :][: len(source)]
-        within = np.concatenate([np.arange(n) for n in rows])[source.first :][: len(source)]
-        kept = np.array([kept for _, kept in source.runs])[group]
+        assert source.runs is not None, "a data set that has grown is no smaller"
+        runs = source.runs[: extent.runs]
+        rows = np.array([rows for rows, _ in runs])
+        group = np.repeat(np.arange(len(rows)), rows)[source.first :][:count]
+        within = np.concatenate([np.arange(n) for n in rows])[source.first :][:count]
+        kept = np.array([kept for _, kept in runs])[group]
         window = random.permutation(len(rows)) // _LANES
         share = (within + kept * random.random_sample(len(group))) / (rows[group] + kept)
         return np.argsort(window[group] + share, kind="stable").astype(np.int32)
@@ -470,14 +644,13 @@ def order_of(
     return Order(parts, weights=weights if len(parts) > 1 else None, seed=seed)
 
 
-def require_epoch_length(order: Order) -> int:
-    """Return the number of positions in an epoch; raise BadInput if the data sets have weights."""
-    if order.epoch_length is None:
+def require_epochs(order: Order) -> None:
+    """Raise BadInput if the data sets of an order have weights, and so no common epochs."""
+    if not order.has_epochs:
         raise BadInput(
             "--num-epochs with data sets that have weights: each has its own epochs. Name them in "
             "a mixture file with epochs in place of weights, or give --train-iters N."
         )
-    return order.epoch_length
 
 
 ABSENT = -1
@@ -543,6 +716,10 @@ class Blocks(_Ordered):
         """Begin at a position instead of the first."""
         self._start = position
 
+    def end_at(self, position: int | None) -> None:
+        """End at another position; None: never."""
+        self._end = position
+
     def __iter__(self) -> Iterator[Block]:
         workers = self.worker_config
         while True:
@@ -589,6 +766,10 @@ class Stream(_Ordered):
         """Begin at a position instead of the first."""
         self._start = position
 
+    def end_at(self, position: int | None) -> None:
+        """End at another position; None: never."""
+        self._end = position
+
     def __iter__(self) -> Iterator[RawSampleData]:
         count = max(self.worker_config.num_workers, 1)
         step, first = self.worker_config.world_size * count, self.worker_config.rank * count
@@ -613,12 +794,9 @@ class Stream(_Ordered):
 
     def epoch_of(self, restore_key: Any) -> int:
         """Return a sample's epoch by its restore key, or by one that begins with others'."""
-        place, epoch = restore_key[-1], self._order.epoch_length
-        if epoch is None:
-            return 0
+        place = restore_key[-1]
         # All samples after the end are of the epoch after the last.
-        last = place if self._end is None else min(place, self._end)
-        return int(last // epoch)
+        return self._order.epoch_of(place if self._end is None else min(place, self._end))
 
 
 def position_after(worker_states: Sequence[Mapping[str, Any]], start: int, rows: int) -> int:

@@ -50,7 +50,7 @@ from mcore_qwen3vl.data.datasets import (
     load_sources,
     order_of,
     position_after,
-    require_epoch_length,
+    require_epochs,
     states_of,
     unread_of,
 )
@@ -395,7 +395,8 @@ class Loader(Iterator[Batch]):
         """Return the position after so many epochs; None: there is no end."""
         if epochs is None or self._records is None:
             return None
-        return epochs * require_epoch_length(self._records)
+        require_epochs(self._records)
+        return self._records.start_of_epoch(epochs)
 
     def _count_packs(
         self, first: int, end: int | None, packing: Mapping[str, Any] | None = None
@@ -421,11 +422,12 @@ class Loader(Iterator[Batch]):
         Args:
             state: of any rank, as :meth:`state_dict` returns it; None: the beginning.
         """
+        if state is not None:
+            state = self._grow(self._as_saved(state))
         if self._end is None:
             return None
         if state is None:
             return self._end if self._order == RECORDS else self._packs
-        state = self._with_end(state)
         if self._order == RECORDS:
             return max(0, self._end - min(_position_in(state), state.get("end") or self._end))
         if self._has_ended(state):
@@ -434,8 +436,13 @@ class Loader(Iterator[Batch]):
         assert packs is not None
         return max(0, packs - _count_packs_taken(state))
 
-    def _with_end(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state with the position of its end; earlier versions kept the epochs."""
+    def _as_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state with the position of its end; earlier versions kept the epochs.
+
+        From here on, packs are formed as in the run that saved it.
+        """
+        if self._config.balance and "measures" in state:
+            self._encoder.form_packs_by(state["measures"])
         epochs, _ = state.get("num_epochs") or (None, None)
         return {"end": self._position_after_epochs(epochs), **state}
 
@@ -447,6 +454,54 @@ class Loader(Iterator[Batch]):
         if packs is None:  # earlier versions kept none
             packs = self._count_packs(state.get("first", 0), state["end"], _packing_in(state))
         return packs is not None and _count_packs_taken(state) >= packs
+
+    def has_grown(self, state: Mapping[str, Any]) -> bool:
+        """Return whether records were appended to the data sets since a state was saved."""
+        history = state.get("history")
+        return bool(history and self._records and self._records.restore(history))
+
+    def _grow(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Take up what was appended since a state was saved; return the state to go on from.
+
+        The epoch that has begun goes on with the records that it was drawn from.
+
+        Raises:
+            BadInput: which records have been read is not known, or a data set holds less than then.
+        """
+        if not self.has_grown(state):
+            return state
+        order = self._records
+        assert order is not None
+        if self._order not in (RECORDS, PACKS) or (self._order == PACKS and not order.has_epochs):
+            raise BadInput(
+                f"{self._paths[0]} has more records than when the state of the data was saved, and "
+                "samples that were read ahead wait to be packed. Give the data of the checkpoint."
+            )
+        reader: Any
+        if self._order == RECORDS:
+            reader = self._turns
+            position = _position_in(state)
+            order.grow(min(position, state.get("end") or position))
+            self._end = self._position_after_epochs(self._epochs)
+        else:
+            reader = self._stream
+            next_epoch = order.start_of_epoch(self._epoch_of_next_pack(state))
+            start = order.grow(state["end"] if self._has_ended(state) else next_epoch)
+            self._end = self._position_after_epochs(self._epochs)
+            state = self._forget_from(state, start) | {"end": self._end}
+        reader.end_at(self._end)
+        return state | {"history": order.history}
+
+    def _epoch_of_next_pack(self, state: Mapping[str, Any]) -> int:
+        """Return the first epoch of which no pack was taken, of data that have not grown yet."""
+        order, first, packing = self._records, state.get("first", 0), _packing_in(state)
+        assert order is not None
+        taken, epoch = _count_packs_taken(state), order.epoch_of(first)
+        while taken > 0:
+            here = max(first, order.start_of_epoch(epoch))
+            epoch += 1
+            taken -= self._count_packs(here, order.start_of_epoch(epoch), packing) or 0
+        return epoch
 
     def _open_parts(self, datasets: Sequence[LoadedDataset]) -> list[Part]:
         """Open the data sets for the encoder, and tell its guard how many records they have."""
@@ -573,7 +628,9 @@ class Loader(Iterator[Batch]):
         finally:
             energon._worker_sample_counters, energon._next_worker_id = now
         ordered = {"order": self._order, "rows": self._rows, "start": self._start}
-        ends = {"first": self._first, "end": self._end, "packs": self._packs}
+        ends: dict[str, Any] = {"first": self._first, "end": self._end, "packs": self._packs}
+        ends |= {"measures": self._encoder.measures} if self._config.balance else {}
+        ends |= {"history": self._records.history} if self._records else {}
         return {**self._place, "balance": self._config.balance, **ordered, **ends, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -600,7 +657,7 @@ class Loader(Iterator[Batch]):
                 "from the beginning, pass --load DIR --finetune, and another --save."
             )
         workers = self._place["num_workers"]
-        state = self._with_end(state)
+        state = self._grow(self._as_saved(state))
         if self._order == RECORDS and (
             state["rows"] != self._rows
             or state["num_workers"] != workers
@@ -611,7 +668,7 @@ class Loader(Iterator[Batch]):
                 "num_workers": workers
             }
         if self._order == PACKS and state.get("end") not in (None, self._end):
-            state = self._continue_after_end(state)
+            state = self._forget_from(state, state["end"])
         saved = {name: state[name] for name in self._place}
         if saved != self._place:
             raise BadInput(
@@ -635,21 +692,25 @@ class Loader(Iterator[Batch]):
         if restored is not None and workers > 0:
             self._restore_counters(restored.worker_states)
 
-    def _continue_after_end(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state of packs for another number of epochs than the run that saved it had."""
-        old, packing = state["end"], _packing_in(state)
-        if self._has_ended(state):  # the rest are packs of nothing
-            packs = self._count_packs(old, self._end)
-            return {**state, "first": old, "start": 0, "packs": packs, "loader": None}
-        state = copy.deepcopy(dict(state))
+    def _forget_from(self, state: dict[str, Any], position: int) -> dict[str, Any]:
+        """Return a state of packs without what was read ahead from a position on, an epoch's start.
+
+        That was nothing, if it is the end of the run that saved the state, or other records.
+        """
+        first = state.get("first", 0)
+        packs = self._count_packs(first, position, _packing_in(state))
+        assert packs is not None
+        if _count_packs_taken(state) >= packs:  # what follows are packs of nothing, or of none yet
+            rest = self._count_packs(position, self._end)
+            return {**state, "first": position, "start": 0, "packs": rest, "loader": None}
+        state = copy.deepcopy(state)
         for worker in state["loader"]["worker_states"] if state["loader"] else []:
-            # What was read after the end was nothing, and is read now.
             for stream in states_of(Stream, worker):
-                stream["_taken"] = min(stream["_taken"], old - state.get("first", 0))
+                stream["_taken"] = min(stream["_taken"], position - first)
             for packing in states_of(SharedPacking, worker):
                 kept = packing["_reading_buffer"]
-                kept["_restore_keys"] = [k for k in kept["_restore_keys"] if k[-1] < old]
-        packs = self._count_packs(state.get("first", 0), self._end, _packing_in(state))
+                kept["_restore_keys"] = [k for k in kept["_restore_keys"] if k[-1] < position]
+        packs = self._count_packs(first, self._end, _packing_in(state))
         return {**state, "packs": packs}
 
     def _restore_counters(self, worker_states: Sequence[SavableDatasetCheckpoint]) -> None:

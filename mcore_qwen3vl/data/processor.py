@@ -106,6 +106,13 @@ def load_processor(checkpoint: str | Path) -> Any:
     return processor
 
 
+def settings_of(processor: Any) -> dict[str, Any]:
+    """Return the settings of an image or a video processor that decide its pixels and counts."""
+    names = {name for used in _USED.values() for name in used} - set(_INERT)
+    held = {name: getattr(processor, name, None) for name in names}
+    return {name: value for name, value in held.items() if value is not None}
+
+
 def _require_embedding_rows(tokenizer: Any, folder: Path) -> None:
     """Raise BadInput if a token's id is beyond the rows that the model in `folder` has.
 

@@ -196,13 +196,15 @@ class DataProvider:
         made = step_to_load(settings.checkpoints)
         state = None if made is None else data_state.first_state_of(load, made)
         saved = None if made is None else Record.of_checkpoint(load, made)
-        if saved and saved.value("length of the run", "num_epochs") == settings.training.num_epochs:
-            steps = saved.value("length of the run", "train_iters")
+        self.train_loader = self._open_training_loader(data_config(settings))
+        assert self.train_loader is not None, "the first rank reads"
+        grown = state is not None and self.train_loader.has_grown(state)
+        epochs, length = settings.training.num_epochs, "length of the run"
+        if saved and saved.value(length, "num_epochs") == epochs and not grown:
+            steps = saved.value(length, "train_iters")
             # They stay, because another number of ranks would pack the samples differently.
             if steps and saved.value("batch", "global_batch_size") == batch:
                 return int(steps)
-        self.train_loader = self._open_training_loader(data_config(settings))
-        assert self.train_loader is not None, "the first rank reads"
         remaining = self.train_loader.count_remaining(state) or 0
         return ((made or 0) if state else 0) - (-remaining // batch)
 

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -62,7 +62,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
-from mcore_qwen3vl.data.datasets import ABSENT, SOURCE, Order, Part, require_epoch_length
+from mcore_qwen3vl.data.datasets import ABSENT, SOURCE, Order, Part
 from mcore_qwen3vl.data.encoding.encoder import (
     IF_TOO_LONG,
     EpochOf,
@@ -588,6 +588,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         """Prepare an encoder; :meth:`measure_data_sets` must be called before samples are read."""
         super().__init__(architecture, processor, config, sources)
         self._architecture, self._trained = architecture, trained
+        self._multiple = config.length_multiple
         self._rank, self._ranks = dp_rank, dp_size
         self._data_sets: list[MeasuredFactory] = []
         self._settings = _settings_as_json(processor, config)
@@ -737,9 +738,9 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             if isinstance(size, Unusable):
                 continue
             # The first sample of an epoch ends the packs of the one before.
-            if waiting and place // require_epoch_length(order) != epoch:
+            before, epoch = epoch, order.epoch_of(place)
+            if waiting and before != epoch:
                 pack_waiting(ended=True)
-            epoch = place // require_epoch_length(order)
             waiting.append(SimpleNamespace(size=size))
             if len(waiting) == buffer:
                 pack_waiting(ended=False)
@@ -747,9 +748,24 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             pack_waiting(ended=True)
         return count
 
+    @property
+    def measures(self) -> dict[str, Any]:
+        """What packs are formed by, as plain data: what trains, and the multiple of lengths."""
+        return {"trained": list(astuple(self._trained)), "length_multiple": self._multiple}
+
+    def form_packs_by(self, measures: dict[str, Any]) -> None:
+        """Form packs as a run did before, by its :attr:`measures`, so that none has other samples.
+
+        Another part of the model may train now, or fewer ranks share a sample: packs are then less
+        even, or less full, than they could be.
+        """
+        self._trained = Trained(*measures["trained"])
+        self._multiple = measures["length_multiple"]
+
     def _divide(self, samples: Sequence[Any], **options: int) -> Division:
         sizes = [sample.size for sample in samples]
-        lengths = [self.config.padded(size.tokens) for size in sizes]
+        padded = replace(self.config, length_multiple=self._multiple).padded
+        lengths = [padded(size.tokens) for size in sizes]
         works = [uneven_work(self._architecture, size, self._trained) for size in sizes]
         return divide(list(map(Measure, lengths, works)), self.config.seq_length, **options)
 

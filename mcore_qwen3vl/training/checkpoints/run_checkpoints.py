@@ -69,6 +69,7 @@ class RunCheckpoints:
         megatron, checkpoints = self._run.args, self._settings.checkpoints
         check_checkpoint(checkpoints.load, self._run.lora)
         if self._run.other:  # the provider has read it
+            self._run.contract.check(None)
             self._clear_exports(0)
             return 0, 0
         fallback = self._settings.training.on_corrupt_checkpoint == "fallback"

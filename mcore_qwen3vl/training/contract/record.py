@@ -16,7 +16,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, parse_json
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.contract.rules import Finding, Steering, Values
-from mcore_qwen3vl.training.contract.table import ROWS, STYLES, Facts
+from mcore_qwen3vl.training.contract.table import ROWS, STYLES, Facts, Row
 
 FILE = "run.json"
 _VERSION = 1
@@ -39,7 +39,7 @@ class Record:
     @classmethod
     def of_facts(cls, facts: Facts) -> Record:
         """Return what the facts say; with settings this reads a part of the data sets."""
-        values = {row.name: row.values(facts) for row in ROWS}
+        values = {row.name: _values_of(row, facts) for row in ROWS}
         return cls({name: found for name, found in values.items() if found})
 
     @classmethod
@@ -55,7 +55,10 @@ class Record:
             return None if state is None else cls(_rows_of_state(state))
         try:
             content = parse_json(file.read_text(encoding="utf-8"))
-            return cls({str(name): dict(values) for name, values in content["rows"].items()})
+            rows = {str(name): dict(values) for name, values in content["rows"].items()}
+            for row in ROWS:
+                row.require_comparable(rows.get(row.name, {}))
+            return cls(rows)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{file} is damaged ({error}). Copy it again.") from None
 
@@ -136,6 +139,19 @@ def require_none_refused(findings: Sequence[Finding], directory: str) -> None:
             f"The run in {directory} cannot go on with this command. {' '.join(_ends(refused))} Or "
             f"begin a new run from its weights: --load {directory} --finetune, and another --save."
         )
+
+
+def _values_of(row: Row, facts: Facts) -> Values:
+    """Return a row's values; none, if a checkpoint's arguments lack some of what they follow from.
+
+    Those of earlier versions, and of Megatron's own runs, may.
+    """
+    try:
+        return row.values(facts)
+    except (AttributeError, KeyError):
+        if facts.settings is not None:
+            raise
+        return {}
 
 
 def _ends(sentences: Sequence[str]) -> Iterator[str]:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.settings import Settings
+from mcore_qwen3vl.training.checkpoints import data_state
+from mcore_qwen3vl.training.contract.data_sets import growth
 from mcore_qwen3vl.training.contract.record import (
     OF_OPTIMIZER,
     Record,
@@ -106,8 +108,13 @@ class Contract:
         return []
 
     def _compare_recorded(self, iteration: int) -> list[Finding]:
-        self._saved = Record.of_checkpoint(self._load, iteration) or Record({})
-        return self._compare(self._saved)
+        self._saved = saved = Record.of_checkpoint(self._load, iteration) or Record({})
+        if "data sets" not in saved.rows:
+            return self._compare(saved, self.record)
+        before, held = saved.rows["data sets"], self.record.rows["data sets"]
+        state = data_state.first_state_of(self._load, iteration)
+        held = {**held, **growth(self._settings, before, held, state)}
+        return self._compare(saved, Record({**self.record.rows, "data sets": held}))
 
     def _compare_unrecorded(self, saved: argparse.Namespace) -> list[Finding]:
         """Compare the rows that the record lacks with the arguments that Megatron has saved."""
@@ -116,7 +123,9 @@ class Contract:
         if not lacking:
             return []
         of_arguments = Record.of_facts(Facts(saved))
-        found = self._compare(Record({n: v for n, v in of_arguments.rows.items() if n in lacking}))
+        found = self._compare(
+            Record({n: v for n, v in of_arguments.rows.items() if n in lacking}), self.record
+        )
         if self.steering == "checkpoint":
             found = [_as_refused(each) for each in found]
         self._saved = self._saved.completed_by(of_arguments)
@@ -126,9 +135,9 @@ class Contract:
             found.append(Finding("", text))
         return found
 
-    def _compare(self, saved: Record) -> list[Finding]:
+    def _compare(self, saved: Record, now: Record) -> list[Finding]:
         leave_out = OF_OPTIMIZER if self._args.no_load_optim else ()
-        return compare(saved, self.record, steering=self.steering, leave_out=leave_out)
+        return compare(saved, now, steering=self.steering, leave_out=leave_out)
 
     def _conclude(self, find: Callable[[], Sequence[Finding]]) -> None:
         """Let the first rank compare; then say what it found, or stop, on all ranks."""

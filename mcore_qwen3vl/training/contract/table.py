@@ -8,17 +8,23 @@ the flags to give. ``flags-without-row.txt`` has the flags that no row owns, wit
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.data.config import Source, parse_sources
-from mcore_qwen3vl.data.content import content_of
+from mcore_qwen3vl.data.datasets import is_of_tars
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.losses.registry import flags_of_losses
 from mcore_qwen3vl.training.arguments.settings import Settings
+from mcore_qwen3vl.training.contract.data_sets import (
+    OtherData,
+    data_sets,
+    require_data_sets,
+    say_data_sets,
+    sources_of,
+)
+from mcore_qwen3vl.training.contract.reading import CONTENT, OtherReading, content_of_reading
 from mcore_qwen3vl.training.contract.rules import (
     Allowed,
     Change,
@@ -29,7 +35,6 @@ from mcore_qwen3vl.training.contract.rules import (
     Steered,
     Steering,
     Values,
-    WithoutPacks,
     values_before,
     values_now,
 )
@@ -66,6 +71,8 @@ class Row:
         read: returns the values to record; None: those of `flags`, as they are.
         compared: names of the values that are compared; None: all.
         words: says a value, if no flag has it.
+        numbers: names of the values that are numbers, lists of them, or None.
+        check: raises ValueError for other values that cannot be compared.
     """
 
     name: str
@@ -74,6 +81,17 @@ class Row:
     read: Reader | None = None
     compared: tuple[str, ...] | None = None
     words: Mapping[str, Words] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
+    check: Callable[[Values], None] = lambda values: None
+
+    def require_comparable(self, values: Values) -> None:
+        """Raise ValueError if the values of a file cannot be compared."""
+        for name in self.numbers:
+            value = values.get(name)
+            for each in value if isinstance(value, list) else [value]:
+                if each is not None and type(each) not in (int, float):
+                    raise ValueError(f"{self.name}: {name} is {each!r}, and no number")
+        self.check(values)
 
     def values(self, facts: Facts) -> Values:
         """Return the row's values as plain data; without what the facts do not say."""
@@ -153,62 +171,8 @@ def _flags(*names: str) -> Reader:
 # The data.
 
 
-def sources_of(settings: Settings) -> list[Source]:
-    """Return the data sets that the command line names."""
-    reading = settings.sources
-    return parse_sources(settings.loop.training_data, reading.preprocess, reading.train_on)
-
-
 def _data_sets(facts: Facts) -> Values:
-    if facts.settings is None:
-        return {}
-    trust = facts.settings.data.trust_data
-    found = [content_of(source.path, trust=trust) for source in sources_of(facts.settings)]
-    return {
-        "content": [{"sizes": list(content.sizes), "digest": content.digest} for content in found],
-        "names": [source.path.name for source in sources_of(facts.settings)],
-    }
-
-
-def _say_data_sets(content: Any, values: Values) -> str:
-    names = values.get("names") or [f"data set {number}" for number in range(1, len(content) + 1)]
-    return ", ".join(
-        f"{name} ({sum(held['sizes']):,} bytes)" for name, held in zip(names, content, strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class _OtherData:
-    """Refuses other records, also if they have the same size, and says so then."""
-
-    text = (
-        "refused: a position in the data would name other records, so that some come twice and "
-        "others never. Names, folders and times of files do not count"
-    )
-
-    def judge(
-        self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
-        (change,) = changes
-        if _same_as_far_as_known(change.before, change.after):
-            return
-        sizes = [[held["sizes"] for held in side] for side in (change.before, change.after)]
-        other = ", of the same size with other records or another order" * (sizes[0] == sizes[1])
-        text = (
-            f"{row}: the run was begun on {change.was}, and this command names {change.is_now}"
-            f"{other}: the position in the data would name other records. Give the data of the "
-            "checkpoint"
-        )
-        yield Finding(row, f"{text}.", refused=True)
-
-
-def _same_as_far_as_known(before: Sequence[Values], now: Sequence[Values]) -> bool:
-    """Return whether sizes agree; an earlier version kept no digest, and none of folders."""
-
-    def same(was: Values, is_now: Values) -> bool:
-        return was["digest"] is None and was["sizes"] in ([], is_now["sizes"])
-
-    return len(before) == len(now) and all(map(same, before, now))
+    return {} if facts.settings is None else data_sets(facts.settings)
 
 
 def _mixture(facts: Facts) -> Values:
@@ -224,6 +188,10 @@ def _mixture(facts: Facts) -> Values:
     }
 
 
+def _say(words: str) -> Words:
+    return lambda value, _: words
+
+
 def _say_list(what: str) -> Words:
     return lambda value, _: f"{what} {' '.join('-' if v is None else f'{v:.6g}' for v in value)}"
 
@@ -234,39 +202,19 @@ _READING = (
     *("image_min_pixels", "image_max_pixels", "image_max_tokens", "video_min_pixels"),
     *("video_max_pixels", "video_max_tokens", "video_fps", "video_max_frames"),
 )
-_TEXT_FILES = ("tokenizer.json", "chat_template.jinja", "chat_template.json")
 
 
 def _reading(facts: Facts) -> Values:
     values = dict(_flags(*_READING, "packing")(facts))
-    if facts.settings is None:
-        return values
-    return values | {
-        # Without the flags' values, which are compared by their own names.
-        "mixture": [
-            plain({"reading": asdict(source.reading), "limits": asdict(source.limits)})
-            for source in parse_sources(facts.settings.loop.training_data)
-        ],
-        "text": [_digest_of(facts.settings.model.folder / name) for name in _TEXT_FILES],
-    }
-
-
-def _digest_of(file: Path) -> str | None:
-    return (
-        hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else None
-    )
+    return {**values, **(content_of_reading(facts.settings) if facts.settings else {})}
 
 
 def _order(facts: Facts) -> Values:
     names = ["shuffle", "seed"]
     # Records that have a number are in a permutation, and go through no buffer.
-    if facts.settings and any(_is_of_tars(source.path) for source in sources_of(facts.settings)):
+    if facts.settings and any(is_of_tars(source.path) for source in sources_of(facts.settings)):
         names += ["shuffle_buffer"]
     return _flags(*names)(facts)
-
-
-def _is_of_tars(path: Path) -> bool:
-    return path.is_dir() and next(path.rglob("*.tar"), None) is not None
 
 
 def _packs(facts: Facts) -> Values:
@@ -374,6 +322,7 @@ _HYPERPARAMETERS = {
         *("muon_extra_scale_factor", "muon_scalar_optimizer"),
     ),
 }
+_FACTORS = tuple(name for kind in ("adam", "sgd", "lion") for name in _HYPERPARAMETERS[kind])
 HYPERPARAMETERS = tuple(name for names in _HYPERPARAMETERS.values() for name in names)
 
 
@@ -475,8 +424,8 @@ class _FurtherToken:
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
     ) -> Iterator[Finding]:
-        layers = before["mtp_num_layers"]
-        if layers and not now["mtp_num_layers"]:
+        layers = before.get("mtp_num_layers")
+        if layers and not now.get("mtp_num_layers"):
             text = (
                 f"{row}: the run trained mtp.*, the layer that predicts a further token, and this "
             )
@@ -514,10 +463,11 @@ ROWS: tuple[Row, ...] = (
     Row(
         "data sets",
         ("data_path", "train_data_path"),
-        _OtherData(),
+        OtherData(),
         _data_sets,
         compared=("content",),
-        words={"content": _say_data_sets},
+        words={"content": say_data_sets},
+        check=require_data_sets,
     ),
     Row(
         "mixture",
@@ -529,17 +479,15 @@ ROWS: tuple[Row, ...] = (
             "epochs": _say_list("the epochs"),
             "max_samples": _say_list("max_samples"),
         },
+        numbers=("shares", "epochs", "max_samples"),
     ),
     Row(
         "reading of records",
         _READING,
-        WithoutPacks("records that are read from here on are read so"),
+        OtherReading("records that are read from here on are read so"),
         _reading,
-        compared=(*_READING, "mixture", "text"),
-        words={
-            "mixture": lambda value, _: "a mixture file with other settings of its data sets",
-            "text": lambda value, _: "a tokenizer or chat template of other content",
-        },
+        compared=(*_READING, *CONTENT),
+        words={name: _say(words) for name, words in CONTENT.items()},
     ),
     Row(
         "order",
@@ -553,6 +501,7 @@ ROWS: tuple[Row, ...] = (
         _Packs(),
         _packs,
         words={"length_multiple": lambda value, _: f"lengths that are multiples of {value}"},
+        numbers=("length_multiple",),
     ),
     Row(
         "row length",
@@ -560,11 +509,12 @@ ROWS: tuple[Row, ...] = (
         Allowed("longer samples are left out, or cut, from here on"),
         _rows,
     ),
-    Row("length of the run", _LENGTH, _Length()),
+    Row("length of the run", _LENGTH, _Length(), numbers=_LENGTH),
     Row(
         "batch",
         ("global_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"),
         Steered(of_command=True),
+        numbers=("global_batch_size",),
     ),
     Row(
         "skipped steps",
@@ -579,8 +529,8 @@ ROWS: tuple[Row, ...] = (
             "its state is another one. --no-load-optim goes on with a new state, at the same step"
         ),
     ),
-    Row("hyperparameters", HYPERPARAMETERS, Steered(), _hyperparameters),
-    Row("learning rate", RATES, Steered()),
+    Row("hyperparameters", HYPERPARAMETERS, Steered(), _hyperparameters, numbers=_FACTORS),
+    Row("learning rate", RATES, Steered(), numbers=RATES),
     Row(
         "schedule",
         (*STYLES, *_DURATIONS),
@@ -592,8 +542,9 @@ ROWS: tuple[Row, ...] = (
             "decay": _say_samples("a length"),
             "wsd": _say_samples("a decay at the end"),
         },
+        numbers=("warmup", "decay", "wsd", "batch"),
     ),
-    Row("weight decay", WEIGHT_DECAY, Steered()),
+    Row("weight decay", WEIGHT_DECAY, Steered(), numbers=WEIGHT_DECAY[:3]),
     Row("gradient clipping", ("clip_grad",), Allowed(FROM_HERE)),
     Row(
         "optimizer's state",

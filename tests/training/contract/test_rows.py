@@ -1,12 +1,16 @@
 """What each row of the contract says of a command that differs, through the command line's parser.
 
-Two commands are parsed, and their records compared as where a run goes on.
+Two commands are parsed, and their records compared as where a run goes on; what such runs do is
+tested in :mod:`.test_going_on`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +21,12 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
 from mcore_qwen3vl.training.contract import resuming
 from mcore_qwen3vl.training.contract.record import Record, compare
 from mcore_qwen3vl.training.contract.resuming import Contract, record_of
-from mcore_qwen3vl.training.contract.rules import Elsewhere, Finding, Steering
-from mcore_qwen3vl.training.contract.table import ROWS
+from mcore_qwen3vl.training.contract.rules import Finding, Steering
+from mcore_qwen3vl.training.contract.table import Facts
 
 SAID, REFUSED = False, True
 WSD = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters"
@@ -83,8 +88,6 @@ CASES = [
      SAID, "rounded otherwise"),
     ("layout", "dense", "", "--tensor-model-parallel-size 2", SAID, "rounding"),
 ]  # fmt: skip
-IN_CODE = {"layers' code"}
-"""Rows whose only other value needs Transformer Engine."""
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +148,6 @@ def test_a_change_is_said_or_refused_as_the_table_says(
     (found,) = (f for f in findings(model, folder, before, now) if f.row == row)
     assert found.refused is refused
     assert re.search(words, found.text), found.text
-
-
-def test_every_row_has_a_case() -> None:
-    rows = {row.name for row in ROWS if not isinstance(row.rule, Elsewhere)}
-    assert rows == {case[0] for case in CASES} | IN_CODE
 
 
 def test_what_is_the_same_in_other_words_is_the_same(dense: Path, folder: Path) -> None:
@@ -247,3 +245,133 @@ def test_data_that_the_first_rank_cannot_read_end_all_ranks(
     with pytest.raises(BadInput, match=str(flaw)):
         Contract(SimpleNamespace(), settings, print).check(None)  # type: ignore[arg-type]
     assert [type(answer) for answer in answers] == [BadInput]
+
+
+def edit_json(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def other_template(model: Path) -> None:
+    file = model / "chat_template.jinja"
+    file.write_text(file.read_text() + "!")
+
+
+def other_pixels(section: str) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        file = model / "processor_config.json"
+        held = json.loads(file.read_text())[section]
+        edit_json(file, **{section: {**held, "size": {"shortest_edge": 256, "longest_edge": 2048}}})
+
+    return change
+
+
+def other_tokenizer(model: Path) -> None:
+    added = {"id": 0, "content": "!", "special": False, "single_word": True}
+    more = {"lstrip": False, "rstrip": False, "normalized": False}
+    content = json.loads((model / "tokenizer.json").read_text())
+    edit_json(model / "tokenizer.json", added_tokens=[added | more, *content["added_tokens"]])
+
+
+@pytest.mark.parametrize("packing", ["", "--packing"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_template, "a chat template of other content"),
+        (other_tokenizer, "a tokenizer of other content"),
+        (other_pixels("image_processor"), "other settings of the image processor"),
+        (other_pixels("video_processor"), "other settings of the video processor"),
+    ],
+)
+def test_files_of_the_model_that_decide_how_records_are_read_count_by_their_content(
+    change: Callable[[Path], None], words: str, packing: str, dense: Path, folder: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    model = tmp_path / "model"
+    shutil.copytree(dense, model)
+    before = record(dense, folder, packing)
+    assert compare(before, record(model, folder, packing)) == []
+    record.cache_clear()
+    change(model)
+    (found,) = compare(before, record(model, folder, packing))
+    assert (found.row, found.refused) == ("reading of records", bool(packing))
+    assert words in found.text
+
+
+def test_a_tokenizer_that_was_saved_again_and_a_template_elsewhere_are_the_same(
+    dense: Path, folder: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(dense, model)
+    before = record(dense, folder, "--packing")
+    file = model / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=4, sort_keys=True))
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    (model / "chat_template.jinja").unlink()
+    assert compare(before, record(model, folder, "--packing")) == []
+
+
+def test_a_hook_counts_by_the_content_of_its_file(
+    dense: Path, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "hook.py").write_text("def keep(record):\n    return record\n")
+    flags = f"--preprocess {tmp_path / 'hook.py'}:keep"
+    before = record(dense, folder, flags)
+    record.cache_clear()
+    assert compare(before, record(dense, folder, flags)) == []
+    record.cache_clear()
+    (tmp_path / "hook.py").write_text("def keep(record):\n    return {**record}\n")
+    (found,) = compare(before, record(dense, folder, flags))
+    assert "--preprocess function whose file has other content" in found.text
+
+
+def test_a_budget_is_named_by_its_flag_alone(dense: Path, folder: Path) -> None:
+    (found,) = findings(dense, folder, "", "--image-max-pixels 4096")
+    assert "--image-max-pixels 4096" in found.text
+    assert "processor" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("row", "values"),
+    [
+        ("data sets", {"content": [{"sizes": "12", "digest": "a"}]}),
+        ("data sets", {"content": [3]}),
+        ("data sets", {"content": 3}),
+        ("data sets", {"names": ["a", "b"]}),
+        ("mixture", {"shares": ["half"]}),
+        ("packs", {"length_multiple": "2"}),
+        ("length of the run", {"num_epochs": "two"}),
+        ("length of the run", {"train_iters": {}}),
+        ("batch", {"global_batch_size": "8"}),
+        ("schedule", {"wsd": [[]]}),
+        ("learning rate", {"lr": True}),
+        ("order", 7),
+    ],
+)
+def test_a_record_that_cannot_be_compared_is_damaged(
+    row: str, values: Any, dense: Path, folder: Path, tmp_path: Path
+) -> None:
+    ours = record(dense, folder, "")
+    changed = {**ours.rows[row], **values} if isinstance(values, dict) else values
+    Record({**ours.rows, row: changed}).write(tmp_path, 3)
+    with pytest.raises(BadInput, match=r"run\.json is damaged \(.*\)\. Copy it again"):
+        Record.of_checkpoint(tmp_path, 3)
+
+
+def test_arguments_of_an_earlier_version_say_what_they_have() -> None:
+    """They lack what was added since, such as `packing`; other rows are compared."""
+    args = argparse.Namespace(seed=7, clip_grad=1.0, lr=1e-3, global_batch_size=4)
+    rows = Record.of_facts(Facts(args)).rows
+    assert rows["order"] == {"seed": 7}
+    assert rows["gradient clipping"] == {"clip_grad": 1.0}
+    assert not {"packs", "row length", "schedule", "optimizer's state"} & {*rows}
+
+
+def test_a_run_from_another_makers_checkpoint_is_recorded_when_it_begins() -> None:
+    """Data that change until the first save would be recorded as those of the run."""
+    run = Mock()
+    run.settings.checkpoints.load = None
+    checkpoints = RunCheckpoints.__new__(RunCheckpoints)
+    checkpoints._run, checkpoints._settings, checkpoints._exports_to = run, run.settings, None
+    assert checkpoints.load(Mock(), []) == (0, 0)
+    run.contract.check.assert_called_once_with(None)
