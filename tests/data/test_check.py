@@ -553,7 +553,7 @@ def test_a_limit_that_is_none(
     write_jsonl: WriteJsonl,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A negative budget was taken for none, and a buffer of 0 did not end."""
+    """A negative budget was taken for none, and a buffer of 0 ended in a traceback."""
     words = [write_jsonl([question(0, image=False)]), *(["1"] if command == "show" else [])]
     assert exit_code("data", command, *words, "--hf-model", dense, *flags.split()) == 2
     assert flags.split()[0] in capsys.readouterr().err
