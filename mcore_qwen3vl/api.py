@@ -224,8 +224,8 @@ def prepare_batch(model: nn.Module, processor: Any, records: Sequence[Record]) -
     """
     from mcore_qwen3vl.data.config import DataConfig, Source
     from mcore_qwen3vl.data.encoding.batch import Batcher
-    from mcore_qwen3vl.data.encoding.encoder import Preparation, RawSample
     from mcore_qwen3vl.data.encoding.planning import Plan
+    from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
     from mcore_qwen3vl.data.records.media import MediaFolder
     from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample
     from mcore_qwen3vl.model.inputs import length_multiple

@@ -55,6 +55,7 @@ ORDER = (
     "model",
     "data.records",
     "data.task_inputs",
+    "data.record_form",
     "data.config",
     "data.processor",
     "data.readers",

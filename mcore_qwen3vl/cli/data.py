@@ -87,6 +87,8 @@ def check(
     from mcore_qwen3vl.converters.identify import identify
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.inspection import check_data, clean_writer, plot_report
+    from mcore_qwen3vl.data.record_form import ToldForm
+    from mcore_qwen3vl.losses.registry import record_forms
     from mcore_qwen3vl.machine import require_extra
     from mcore_qwen3vl.unused.folder import unused_of
 
@@ -97,7 +99,11 @@ def check(
             "--write-clean with --limit would leave out all records after the limit: drop one."
         )
     config = DataConfig(
-        seq_length, packing=True, teacher_temperature=distill_temperature, **reading
+        seq_length,
+        packing=True,
+        teacher_temperature=distill_temperature,
+        records=ToldForm(tuple(record_forms())),
+        **reading,
     )
     folder = identify(hf_model).config()
     with nullcontext() if write_clean is None else clean_writer(write_clean, path) as write:

@@ -12,15 +12,11 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from mcore_qwen3vl.data.record_form import UNCUT_ANSWER, RecordForm
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.labels import Labels
 
-Task = Literal["embedding", "reranker", "reward", "classify"]
-"""A task for which records are read otherwise than for predicting tokens."""
-SCORED: tuple[Task, ...] = ("reward", "classify")
-"""The tasks whose model has the head ``score`` in place of lm_head."""
 _PIL_DECODES = 178_956_970  # twice ``PIL.Image.MAX_IMAGE_PIXELS``
 
 
@@ -64,9 +60,16 @@ class MediaLimits:
         """
         images, videos = processor.image_processor, processor.video_processor
         token_pixels = (images.patch_size * images.merge_size) ** 2
-        self._set_size(images, "image", token_pixels)
+        _set_size(
+            *(images, "image", self.image_min_pixels, self.image_max_pixels),
+            self.image_max_tokens and self.image_max_tokens * token_pixels,
+        )
         # One video token covers temporal_patch_size frames.
-        self._set_size(videos, "video", token_pixels * videos.temporal_patch_size)
+        token_pixels *= videos.temporal_patch_size
+        _set_size(
+            *(videos, "video", self.video_min_pixels, self.video_max_pixels),
+            self.video_max_tokens and self.video_max_tokens * token_pixels,
+        )
         if self.video_fps is not None:
             videos.do_sample_frames, videos.num_frames, videos.fps = True, None, self.video_fps
         if (most := self.video_max_frames) is not None:
@@ -77,23 +80,21 @@ class MediaLimits:
             videos.max_frames = most
             videos.min_frames = min(videos.min_frames, most)
 
-    def _set_size(self, processor: Any, kind: str, token_pixels: int) -> None:
-        """Set both budgets of a processor; None keeps its own, if that fits the other budget."""
-        least, most, tokens = (
-            getattr(self, f"{kind}_{name}") for name in ("min_pixels", "max_pixels", "max_tokens")
+
+def _set_size(processor: Any, kind: str, least: int | None, *most: int | None) -> None:
+    """Set the pixel budgets of a processor; None keeps its own, if that fits the other budget.
+
+    The smallest of the upper budgets `most` holds.
+    """
+    upper = min(filter(None, most), default=processor.size["longest_edge"])
+    # A budget below the processor's minimum lowers that minimum, unless min_pixels sets it.
+    lower = least or min(processor.size["shortest_edge"], upper)
+    if lower > upper:
+        raise BadInput(
+            f"The {kind} budget is empty: at least {lower} but at most {upper} pixels. Lower "
+            f"{kind}_min_pixels or raise {kind}_max_pixels (or {kind}_max_tokens)."
         )
-        budgets = [most, tokens and tokens * token_pixels]
-        upper = min(
-            (pixels for pixels in budgets if pixels), default=processor.size["longest_edge"]
-        )
-        # A budget below the processor's minimum lowers that minimum, unless min_pixels sets it.
-        lower = least or min(processor.size["shortest_edge"], upper)
-        if lower > upper:
-            raise BadInput(
-                f"The {kind} budget is empty: at least {lower} but at most {upper} pixels. Lower "
-                f"{kind}_min_pixels or raise {kind}_max_pixels (or {kind}_max_tokens)."
-            )
-        processor.size = type(processor.size)(shortest_edge=lower, longest_edge=upper)
+    processor.size = type(processor.size)(shortest_edge=lower, longest_edge=upper)
 
 
 @dataclass(frozen=True)
@@ -148,23 +149,13 @@ class DataConfig:
     allow_dropped: bool = False
     """use samples although the chat template leaves some of their text out, and name what it leaves
     out; default: such samples are bad"""
-    pairs: bool = False
-    """Whether the records are preference records; a pair takes two rows of a padded batch."""
-    labelled: bool = False
-    """Whether the records are labelled records; those of a micro-batch exchange their answers."""
-    task: Task | None = None
-    """Task that the records are for: the sequences of each, such as a query with its documents, are
-    in one micro-batch; None: predicting tokens."""
-    similarities: bool = False
-    """With the task ``embedding``: whether records are pairs with a score."""
-    labels: Labels | None = None
-    """With the task ``classify``: the labels that records may have; None: their labels are not
-    used."""
+    records: RecordForm | None = None
+    """How the loss reads records; None: it predicts tokens of conversations and documents."""
     inputs: type[TaskInputs] | None = None
     """What a batch holds for the loss, of what its records give."""
     references: bool = False
-    """With `pairs`: whether to read the reference's log-probabilities from a file beside the
-    data."""
+    """With preference records: whether to read the reference's log-probabilities from a file beside
+    the data."""
     teacher_temperature: float | None = None
     """Temperature of the teacher's likeliest tokens, which are then read from a file beside the
     data; None: read none."""
@@ -196,18 +187,11 @@ class DataConfig:
             raise BadInput("--pad-to-longest has no meaning with --packing: leave one of them out.")
         if self.overlong not in ("drop", "truncate"):
             raise BadInput(f"overlong is {self.overlong!r}; it must be 'drop' or 'truncate'.")
-        if self.task and self.overlong == "truncate":
-            raise BadInput(
-                f"--overlong truncate with --task {self.task}: the last token of a text that is "
-                "cut is another one. Leave the flag out: records that are too long are then left "
-                "out."
-            )
-        scored = self.pairs or self.labelled or self.teacher_temperature is not None
-        if scored and self.overlong == "truncate":
-            raise BadInput(
-                "--overlong truncate with preference pairs, labelled records or a teacher: an "
-                "answer that is cut has no log-probability. Leave over-long records out (drop)."
-            )
+        if self.overlong == "truncate":
+            if self.records is not None and self.records.uncut:
+                raise BadInput(self.records.uncut)
+            if self.teacher_temperature is not None:
+                raise BadInput(UNCUT_ANSWER)
         if not 0 <= self.max_bad_fraction <= 1:
             raise BadInput(
                 f"--max-bad-fraction is {self.max_bad_fraction}; it must be a share from 0 to 1."

@@ -28,10 +28,12 @@ from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
 from mcore_qwen3vl.data.encoding.balanced import Measure, Row, Size, divide, size_of, uneven_work
-from mcore_qwen3vl.data.encoding.encoder import Preparation, best_fit
+from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, PlannedMedia, check_length
+from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.readers import ensure_index, number_of, record_of, sample_id
+from mcore_qwen3vl.data.record_form import ToldForm
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.parse import records_of_turns
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
@@ -195,6 +197,7 @@ def check_data(
         require_fitting(processor, architecture)
     sources = parse_sources([str(path)], preprocess, train_on)
     preparation = Preparation(processor, config, sources)
+    form_of_records = config.records or ToldForm()
     samples = CrudeSamples(sources, split=split, trust=config.trust_data)
     unused = [*unused, *unread_of(sources, split)]
     left = [Left(item.where, item.name, item.why) for item in unused]
@@ -205,7 +208,7 @@ def check_data(
     for crude in islice(samples, limit):
         try:
             raw = preparation.raw(crude)
-            parts = list(preparation.parse_each(raw).values())
+            parts = list(preparation.parse_each(raw, form_of_records).values())
             form = parts[0].format
             report.formats[form] = report.formats.get(form, 0) + 1
             plans = [preparation.plan(raw, part) for part in parts]

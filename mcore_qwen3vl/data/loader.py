@@ -56,11 +56,7 @@ from mcore_qwen3vl.data.datasets import (
 )
 from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder, SharedPacking
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.encoding.encoder import (
-    GroupTaskEncoder,
-    LabelledTaskEncoder,
-    Qwen3VLTaskEncoder,
-)
+from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.machine import usable_cores
 from mcore_qwen3vl.model.flops import ALL, Trained
@@ -733,15 +729,10 @@ def _make_encoder(
     sources: Sequence[Source],
     **balancing: Any,
 ) -> Any:
-    """Make the encoder of single sequences, balanced or not, or of records of several ones."""
-    kind = Qwen3VLTaskEncoder
-    if config.task or config.pairs:
-        kind = GroupTaskEncoder
-    elif config.labelled:
-        kind = LabelledTaskEncoder
+    """Make the encoder of records, whose packs are balanced or not."""
     if not config.balance:
-        return kind(architecture, processor, config, sources)
-    if kind is not Qwen3VLTaskEncoder:
+        return Qwen3VLTaskEncoder(architecture, processor, config, sources)
+    if config.records is not None:
         raise BadInput(
             "--balance supports neither preference losses (--loss dpo, simpo, orpo, kto) nor "
             "--task: leave it out."

@@ -7,7 +7,7 @@ be right, it is the mean of their binary cross entropies. Source: HF's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.data.config import parse_sources
+from mcore_qwen3vl.data.record_form import RecordForm
+from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import SINGLE, Labels, ProblemType
@@ -29,13 +31,38 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mcore_qwen3vl.data.encoding.batch import Batch
+    from mcore_qwen3vl.data.records import parse, tasks
+    from mcore_qwen3vl.data.records.media import MediaFolder
+    from mcore_qwen3vl.data.records.parse import Conversation
     from mcore_qwen3vl.losses import last_token
     from mcore_qwen3vl.training import forward_step
     from mcore_qwen3vl.training.forward_step import Objective, Reduced, RunBatch
 else:
     torch, F = map(Lazy, ("torch", "torch.nn.functional"))
+    parse = Lazy("mcore_qwen3vl.data.records.parse")
+    tasks = Lazy("mcore_qwen3vl.data.records.tasks")
     last_token = Lazy("mcore_qwen3vl.losses.last_token")
     forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+
+
+@dataclass(frozen=True)
+class ClassificationRecords(RecordForm):
+    """Records with one label or more."""
+
+    labels: Labels | None = None
+    """The labels that records may have; None: their labels are not used."""
+
+    needed = ("",)
+    named_by = "--task classify"
+
+    def describes(self, record: Mapping[str, Any]) -> bool:
+        has_another_form = parse.is_preference(record) or parse.is_retrieval(record)
+        return tasks.is_classification(record) and not has_another_form
+
+    def parse(
+        self, record: Mapping[str, Any], folder: MediaFolder, reading: Reading
+    ) -> Mapping[str, Conversation]:
+        return {"": tasks.parse_classification(record, folder, reading, self.labels)}
 
 
 @dataclass(frozen=True)
@@ -65,6 +92,7 @@ class Classify(TaskLoss):
     help = "classify: train the same head with one value for each label, on records with `label`"
     unit = "records"
     lm_head = False
+    records = ClassificationRecords()
     logged = ("classification loss",)
     trains_score = True
 
@@ -81,7 +109,7 @@ class Classify(TaskLoss):
         return replace(labels, problem_type=self.problem_type or labels.problem_type or SINGLE)
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        return {**super().reads(run, lora), "labels": self.labels(run, lora), "inputs": RightLabels}
+        return {"records": ClassificationRecords(self.labels(run, lora)), "inputs": RightLabels}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         labels = self.labels(run, lora)

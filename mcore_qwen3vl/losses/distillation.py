@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -83,7 +83,12 @@ class DistillationLoss(Loss):
     @property
     def settings(self) -> Distillation:
         """The settings of the formula; BadInput for a value out of range."""
-        values = {f.name: getattr(self, f"distill_{f.name}") for f in fields(Distillation)}
+        values = {
+            "divergence": self.distill_divergence,
+            "beta": self.distill_beta,
+            "temperature": self.distill_temperature,
+            "alpha": self.distill_alpha,
+        }
         return Distillation(**without_none(values))
 
     def complete(self, run: RunSettings, lora: LoraSettings, architecture: Architecture) -> Self:

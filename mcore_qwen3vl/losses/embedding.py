@@ -26,7 +26,7 @@ Memory Limited Setup", 2021 (GradCache). With one micro-batch a rank, one pass i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -35,6 +35,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.data.record_form import RecordForm
+from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
@@ -54,6 +56,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mcore_qwen3vl.data.encoding.batch import Batch
+    from mcore_qwen3vl.data.encoding.planning import Plan
+    from mcore_qwen3vl.data.records import parse, tasks
+    from mcore_qwen3vl.data.records.media import MediaFolder
+    from mcore_qwen3vl.data.records.parse import Conversation
     from mcore_qwen3vl.losses import last_token, passes
     from mcore_qwen3vl.model import inputs as model_inputs
     from mcore_qwen3vl.training import forward_step
@@ -61,12 +67,47 @@ if TYPE_CHECKING:
 else:
     torch, dist, F = map(Lazy, ("torch", "torch.distributed", "torch.nn.functional"))
     parallel_state = Lazy("megatron.core.parallel_state")
+    parse = Lazy("mcore_qwen3vl.data.records.parse")
+    tasks = Lazy("mcore_qwen3vl.data.records.tasks")
     last_token = Lazy("mcore_qwen3vl.losses.last_token")
     passes = Lazy("mcore_qwen3vl.losses.passes")
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
     forward_step = Lazy("mcore_qwen3vl.training.forward_step")
 
 Kind = Literal["infonce", "cosine", "cosent"]
+
+
+@dataclass(frozen=True)
+class RetrievalRecords(RecordForm):
+    """Retrieval records: a query with its documents, or two texts with a score."""
+
+    similarities: bool = False
+    """Whether records are pairs with a score."""
+
+    needed = ("query", "positive")
+    named_by = "--task embedding"
+
+    def describes(self, record: Mapping[str, Any]) -> bool:
+        return parse.is_retrieval(record)
+
+    def parse(
+        self, record: Mapping[str, Any], folder: MediaFolder, reading: Reading
+    ) -> Mapping[str, Conversation]:
+        return tasks.parse_retrieval(record, folder, reading)
+
+    def require_trainable(self, plans: Mapping[str, Plan]) -> None:
+        super().require_trainable(plans)
+        score = plans["query"].target
+        if self.similarities and (score is None or len(plans) != len(self.needed)):
+            raise BadSample(
+                "--embedding-loss cosine and cosent train on two texts with a score; the record "
+                f"has {'no score' if score is None else 'negatives'}."
+            )
+        if not self.similarities and score not in (None, 1.0):
+            raise BadSample(
+                f"its score is {score:g}, and this would train on it as on any positive: add "
+                "--embedding-loss cosine or cosent, or take the key out."
+            )
 
 
 @dataclass(frozen=True)
@@ -112,6 +153,7 @@ class Embedding(TaskLoss):
     )
     unit = "queries"
     lm_head = False
+    records = RetrievalRecords()
     logged = ("contrastive loss", "similarity loss")
 
     @property
@@ -147,8 +189,7 @@ class Embedding(TaskLoss):
         return NO_LABELS
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        similarities = self.contrastive.takes_scores
-        return {**super().reads(run, lora), "similarities": similarities, "inputs": Scores}
+        return {"records": RetrievalRecords(self.contrastive.takes_scores), "inputs": Scores}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         loss = self.contrastive

@@ -13,12 +13,14 @@ the batch with each prompt followed by another's answer, and at least 0. It has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
+from mcore_qwen3vl.data.record_form import UNCUT_ANSWER, RecordForm
+from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.lazy import Lazy
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.data.encoding import batch as encoding_batch
     from mcore_qwen3vl.data.encoding.batch import Batch
     from mcore_qwen3vl.data.encoding.planning import Plan
+    from mcore_qwen3vl.data.records import parse, tasks
+    from mcore_qwen3vl.data.records.media import MediaFolder
+    from mcore_qwen3vl.data.records.parse import Conversation
     from mcore_qwen3vl.losses import passes
     from mcore_qwen3vl.losses.passes import Within
     from mcore_qwen3vl.model import inputs as model_inputs
@@ -44,11 +49,42 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.training.forward_step import Objective, Reduced
 else:
     np, encoding_batch = map(Lazy, ("numpy", "mcore_qwen3vl.data.encoding.batch"))
+    parse = Lazy("mcore_qwen3vl.data.records.parse")
+    tasks = Lazy("mcore_qwen3vl.data.records.tasks")
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
     torch, dist = map(Lazy, ("torch", "torch.distributed"))
     parallel_state = Lazy("megatron.core.parallel_state")
     passes = Lazy("mcore_qwen3vl.losses.passes")
     forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+
+
+@dataclass(frozen=True)
+class LabelledRecords(RecordForm):
+    """Labelled records, each of which is one sequence with the label as its target."""
+
+    @property
+    def uncut(self) -> str:
+        return UNCUT_ANSWER
+
+    def describes(self, record: Mapping[str, Any]) -> bool:
+        return tasks.is_labelled(record) and not parse.is_preference(record)
+
+    def parse(
+        self, record: Mapping[str, Any], folder: MediaFolder, reading: Reading
+    ) -> Mapping[str, Conversation]:
+        if not tasks.is_labelled(record):
+            raise BadSample(
+                "it is not a labelled record: --loss kto needs a label that is true or false."
+            )
+        return {"": tasks.parse_labelled(record, folder, reading)}
+
+    def packed_length(self, lengths: Iterable[int], multiple: int, most: int) -> int:
+        """Return the tokens that a record may take with the answer of another.
+
+        The tokens of a pack remain the same, but each sequence may need more padding.
+        """
+        longer = (length + multiple - 1 for length in lengths)
+        return min(super().packed_length(longer, multiple, most), most)
 
 
 @dataclass(frozen=True)
@@ -75,7 +111,7 @@ class Labelled(TaskInputs):
         other = assemble(exchanged, [record.name for record in records])
         visual = other.visual and encoding_batch.without_pixels(other.visual)
         return cls(
-            torch.tensor([record.label for record in records]), replace(other, visual=visual)
+            torch.tensor([record.target > 0 for record in records]), replace(other, visual=visual)
         )
 
 
@@ -121,6 +157,7 @@ class KtoLoss(AnswerLoss):
     unit = "answers"
     logged = ("kto loss",)
     files_reference = False
+    records = LabelledRecords()
     made_up_records = MappingProxyType({"labelled": True})
 
     @property
@@ -153,7 +190,7 @@ class KtoLoss(AnswerLoss):
             )
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        return {"labelled": True, "inputs": Labelled}
+        return {**super().reads(run, lora), "inputs": Labelled}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         loss = self.settings

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.record_form import RecordForm
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.labels import Labels
@@ -51,6 +52,7 @@ class Loss:
         takes_mtp: whether multi-token prediction can be trained beside it.
         lm_head: whether the model has the head ``lm_head``.
         trains_score: whether it has the head ``score`` in its place.
+        records: how it reads records; None: it predicts tokens of conversations and documents.
         made_up_records: options of :func:`.write_half_images`, for the data of a rehearsal.
         logged: the names in the log of what is minimised, one of which a run has.
     """
@@ -66,6 +68,7 @@ class Loss:
     takes_mtp: ClassVar[bool] = False
     lm_head: ClassVar[bool] = True
     trains_score: ClassVar[bool] = False
+    records: ClassVar[RecordForm | None] = None
     made_up_records: ClassVar[Mapping[str, bool]] = MappingProxyType({})
     logged: ClassVar[tuple[str, ...]] = ()
 
@@ -116,7 +119,7 @@ class Loss:
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
         """Return the fields of the data config that the loss decides."""
-        return {}
+        return {"records": self.records}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         """Return the rows about the loss in the summary at the start of a run."""

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mcore_qwen3vl.data.record_form import RecordForm
+from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.lazy import Lazy
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mcore_qwen3vl.data.records import tasks
+    from mcore_qwen3vl.data.records.media import MediaFolder
+    from mcore_qwen3vl.data.records.parse import Conversation
+else:
+    tasks = Lazy("mcore_qwen3vl.data.records.tasks")
+
+
+@dataclass(frozen=True)
+class PairRecords(RecordForm):
+    """Preference records: a pair takes two rows of a padded batch."""
+
+    needed_by: ClassVar[str]
+    """What needs such records, with the verb."""
+
+    def parse(
+        self, record: Mapping[str, Any], folder: MediaFolder, reading: Reading
+    ) -> Mapping[str, Conversation]:
+        tasks.require_preference(record, self.needed_by)
+        return tasks.parse_pair(record, folder, reading)
 
 
 def numbers_of_rewards(rewards: Tensor) -> dict[str, Tensor]:

@@ -31,12 +31,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
+from mcore_qwen3vl.data.record_form import UNCUT_ANSWER
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.answers import AnswerLoss, answer_log_probs, answers_step
 from mcore_qwen3vl.losses.loss import require, without_none
-from mcore_qwen3vl.losses.pairs import numbers_of_rewards
+from mcore_qwen3vl.losses.pairs import PairRecords, numbers_of_rewards
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.run import RunSettings
 
@@ -46,11 +47,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mcore_qwen3vl.data.encoding.batch import Batch
+    from mcore_qwen3vl.data.records import parse
     from mcore_qwen3vl.losses import passes
     from mcore_qwen3vl.training import forward_step
     from mcore_qwen3vl.training.forward_step import Objective, Reduced
 else:
     torch, F = map(Lazy, ("torch", "torch.nn.functional"))
+    parse = Lazy("mcore_qwen3vl.data.records.parse")
     passes = Lazy("mcore_qwen3vl.losses.passes")
     forward_step = Lazy("mcore_qwen3vl.training.forward_step")
 
@@ -65,6 +68,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """The settings of a kind that differ from those of :class:`Preference`."""
 
 _LABELS = {"simpo": "SimPO", "orpo": "ORPO"}
+
+
+@dataclass(frozen=True)
+class PreferenceRecords(PairRecords):
+    """Preference records, of whose answers all tokens count."""
+
+    needed_by = "--loss dpo, simpo and orpo need"
+
+    @property
+    def uncut(self) -> str:
+        return UNCUT_ANSWER
+
+    def describes(self, record: Mapping[str, Any]) -> bool:
+        return parse.is_preference(record)
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,7 @@ class PreferenceLoss(AnswerLoss):
     help = "dpo, simpo or orpo on preference pairs"
     unit = "pairs"
     groups = True
+    records = PreferenceRecords()
     made_up_records = MappingProxyType({"pairs": True})
     logged = ("dpo loss", "simpo loss", "orpo loss")
 
@@ -141,9 +159,10 @@ class PreferenceLoss(AnswerLoss):
         _ = self.pair_settings
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
+        fields = super().reads(run, lora)
         if self.reference_of(lora) != "file":
-            return {"pairs": True}
-        return {"pairs": True, "references": True, "inputs": PairReferences}
+            return fields
+        return {**fields, "references": True, "inputs": PairReferences}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         loss = self.pair_settings

@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from itertools import groupby
 from typing import Any
 
+from mcore_qwen3vl.data.record_form import RecordForm
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import add_flags, make_from_flags, stands_last
 from mcore_qwen3vl.functions import RULE
@@ -68,7 +69,7 @@ def all_losses() -> tuple[type[Loss], ...]:
 def kind_of(flags: Mapping[str, Any]) -> type[Loss]:
     """Return the loss that `flags` name, by ``dest`` names; BadInput if there is no such loss."""
     if task := flags.get("task"):
-        return _loss_named(task)
+        return loss_named(task)
     name = flags.get("loss") or TokenLoss.names[0]
     known = {name: loss for loss in all_losses() if loss.flag == "--loss" for name in loss.names}
     if name in known:
@@ -127,7 +128,7 @@ def refuse_other_losses_flags(flags: argparse.Namespace, chosen: Loss) -> None:
     wrong: dict[str, dict[str, Any]] = {}
     for field, owners in _owners_of_flags().items():
         if chosen.name not in owners:
-            flag = _loss_named(owners[0]).flag
+            flag = loss_named(owners[0]).flag
             wrong.setdefault(f"{flag} {_join_names(owners)}", {})[field] = getattr(flags, field)
     for owner, values in wrong.items():
         refuse_without(owner, values)
@@ -144,8 +145,18 @@ def _owners_of_flags() -> dict[str, tuple[str, ...]]:
     return owners
 
 
-def _loss_named(name: str) -> type[Loss]:
+def loss_named(name: str) -> type[Loss]:
+    """Return the loss that has a value of ``--loss`` or ``--task`` among its names."""
     return next(loss for loss in all_losses() if name in loss.names)
+
+
+def record_forms(flag: str | None = None) -> list[RecordForm]:
+    """Return the forms of records of the losses that `flag` names; None: of all losses.
+
+    The one whose :meth:`.RecordForm.describes` is true first tells how a record is read.
+    """
+    losses = [loss for loss in reversed(all_losses()) if flag in (None, loss.flag)]
+    return [loss.records for loss in losses if loss.records is not None]
 
 
 def _join_names(names: Sequence[str]) -> str:

@@ -9,12 +9,14 @@ The losses are over the documents of each query, of which the first is the right
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from mcore_qwen3vl.data.record_form import RecordForm
+from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import Flag
 from mcore_qwen3vl.lazy import Lazy
@@ -29,12 +31,16 @@ if TYPE_CHECKING:
 
     from mcore_qwen3vl.data import processor
     from mcore_qwen3vl.data.encoding.batch import Batch
+    from mcore_qwen3vl.data.records import tasks
+    from mcore_qwen3vl.data.records.media import MediaFolder
+    from mcore_qwen3vl.data.records.parse import Conversation
     from mcore_qwen3vl.losses import last_token
     from mcore_qwen3vl.model import inputs as model_inputs
     from mcore_qwen3vl.training import forward_step
     from mcore_qwen3vl.training.forward_step import Objective, Reduced, RunBatch
 else:
     torch, F = map(Lazy, ("torch", "torch.nn.functional"))
+    tasks = Lazy("mcore_qwen3vl.data.records.tasks")
     processor = Lazy("mcore_qwen3vl.data.processor")
     last_token = Lazy("mcore_qwen3vl.losses.last_token")
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
@@ -44,6 +50,19 @@ Ranking = Literal["pointwise", "listwise"]
 
 ANSWERS = "yes", "no"
 """Qwen3-VL-Reranker's answers to a relevant and an irrelevant document."""
+
+
+@dataclass(frozen=True)
+class JudgedRecords(RecordForm):
+    """Retrieval records as one prompt for each document, which holds the query too."""
+
+    needed = ("positive",)
+    named_by = "--task reranker"
+
+    def parse(
+        self, record: Mapping[str, Any], folder: MediaFolder, reading: Reading
+    ) -> Mapping[str, Conversation]:
+        return tasks.parse_judgements(record, folder, reading)
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,7 @@ class Reranker(TaskLoss):
     names = ("reranker",)
     help = "reranker: train the answer, yes or no, to a query and a document of the same records"
     unit = "documents or queries"
+    records = JudgedRecords()
     logged = ("reranker loss",)
 
     @property

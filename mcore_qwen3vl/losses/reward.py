@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.lazy import Lazy
-from mcore_qwen3vl.losses.pairs import numbers_of_rewards
+from mcore_qwen3vl.losses.pairs import PairRecords, numbers_of_rewards
 from mcore_qwen3vl.losses.task import TaskLoss
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.run import RunSettings
@@ -48,6 +48,14 @@ class Margins(TaskInputs):
 
 
 @dataclass(frozen=True)
+class RewardRecords(PairRecords):
+    """Preference records, of whose answers the last token counts."""
+
+    named_by = "--task reward"
+    needed_by = "--task reward needs"
+
+
+@dataclass(frozen=True)
 class Reward(TaskLoss):
     """The loss of reward models; it has no settings."""
 
@@ -59,6 +67,7 @@ class Reward(TaskLoss):
     unit = "pairs"
     lm_head = False
     logged = ("reward loss",)
+    records = RewardRecords()
     trains_score = True
 
     def labels(self, run: RunSettings, lora: LoraSettings) -> Labels:

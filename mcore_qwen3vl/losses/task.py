@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, HFConfig
@@ -48,9 +48,6 @@ class TaskLoss(Loss):
             self.check_adapter(lora.adapter_config(architecture, self.scored_by), run, lora)
         refuse_router_losses(run, self.chosen_by, self.unit)
         return self
-
-    def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        return {"task": self.name}
 
     def check_model(self, run: RunSettings, lora: LoraSettings) -> None:
         """Raise BadInput if the run's model or checkpoint is none for the task."""

@@ -24,16 +24,19 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
-from mcore_qwen3vl.data.encoding.encoder import Preparation, best_fit
+from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.planning import Plan, spare_plan
+from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.readers import RecordPlace, place_of
+from mcore_qwen3vl.data.record_form import ToldForm
 from mcore_qwen3vl.data.records.parse import SIDES
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.tasks import POSITIVE
 from mcore_qwen3vl.data.scores import facts_file_of, token_digest, write_teacher
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, write_at_once
+from mcore_qwen3vl.losses.registry import record_forms
 from mcore_qwen3vl.unused.fields import Unused
 
 
@@ -108,6 +111,7 @@ class Records:
         self._architecture, self._config = architecture, config
         self._multiple, self._alone = width_multiple, alone
         self._preparation = Preparation(processor, config, sources)
+        self._form = config.records or ToldForm(tuple(record_forms("--loss")))
         self._pad_id = processor.tokenizer.pad_token_id
         self._results = BlockResults()
 
@@ -140,7 +144,7 @@ class Records:
         self._results.places[record] = place_of(crude["__sources__"][0])
         try:
             raw = self._preparation.raw(crude)
-            plans = self._preparation.plan_each(raw, task=self._config.task)
+            plans = self._preparation.plan_each(raw, self._form)
             if self._alone and len(plans) > 1:
                 raise BadSample("--top-k is for records of one sequence; it has several.")
         except OverlongSample as error:

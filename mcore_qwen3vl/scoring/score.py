@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, Task, parse_sources
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.readers import fingerprint
@@ -30,6 +30,7 @@ from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
 from mcore_qwen3vl.labels import SINGLE, Labels
 from mcore_qwen3vl.losses.embedding import require_last_token_pooling
+from mcore_qwen3vl.losses.registry import loss_named
 from mcore_qwen3vl.losses.reranker import ANSWERS
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.inputs import length_multiple
@@ -39,6 +40,7 @@ from mcore_qwen3vl.unused.fields import Unused
 if TYPE_CHECKING:
     from mcore_qwen3vl.scoring.on_rank import Readout
 
+Task = Literal["embedding", "reranker", "reward", "classify"]
 ScoreTask = Literal["log-probabilities"] | Task
 """What is written for each record."""
 
@@ -287,7 +289,7 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
     return DataConfig(
         seq_length,
         packing=request.packing,
-        task=request.data_task,
+        records=loss_named(request.data_task).records if request.data_task else None,
         # CP divides each packed sample; SP divides only the pack.
         length_multiple=length_multiple(request.layout.cp) if request.packing else multiple,
         max_bad_fraction=request.max_bad_fraction,

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_qwen3vl.data import DataConfig, readers
-from mcore_qwen3vl.data.encoding import encoder
+from mcore_qwen3vl.data.encoding import pixels
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image
@@ -50,9 +50,9 @@ def test_images_and_frames_of_many_pixels_are_not_decoded(
     )
     decoded = []
     for module, name in (
-        (encoder, "load_image"),
+        (pixels, "load_image"),
         (video, "load_image"),
-        (encoder, "load_frames"),
+        (pixels, "load_frames"),
     ):
         read = getattr(module, name)
         monkeypatch.setattr(

@@ -21,11 +21,12 @@ from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.data import DataConfig, Source, load_processor
 from mcore_qwen3vl.data.datasets import CrudeSamples
-from mcore_qwen3vl.data.encoding.encoder import Preparation
+from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.inspection import read_sample
 from mcore_qwen3vl.data.scores import References, facts_file_of, vocabulary_fingerprint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.losses.preference import PreferenceLoss
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from tests.command import exit_code
@@ -441,7 +442,7 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     found = References(data)
     preparation = Preparation(load_processor(dense), DataConfig(512), [Source(data)])
     (crude,) = CrudeSamples([Source(data)], split="train", trust=False)
-    plans = preparation.plan_each(preparation.raw(crude)).values()
+    plans = preparation.plan_each(preparation.raw(crude), PreferenceLoss.records).values()
     sides = [plan.input_ids for plan in plans]
     scored = tuple(entry[side]["log_prob"] for side in ("chosen", "rejected"))
     assert found.log_probs_of(0, sides) == scored

@@ -63,14 +63,9 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.datasets import ABSENT, SOURCE, Order, Part
-from mcore_qwen3vl.data.encoding.encoder import (
-    IF_TOO_LONG,
-    EpochOf,
-    EpochPacking,
-    Qwen3VLTaskEncoder,
-    Record,
-    unusable_error,
-)
+from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, Record
+from mcore_qwen3vl.data.encoding.guard import IF_TOO_LONG, unusable_error
+from mcore_qwen3vl.data.encoding.packing import EpochOf, EpochPacking
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.readers import cache_of, crude_sample, fingerprint, origin, sample_id
 from mcore_qwen3vl.data.records.media import Media

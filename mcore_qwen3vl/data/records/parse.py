@@ -59,11 +59,11 @@ class Conversation:
     tools: list[Any] | None = None
     prompt: bool = False  # rendered with the generation prompt, and not trained on
     target: float | tuple[float, ...] | None = None
-    """A pair's margin, on the chosen side; the score of two texts, on the query; or 1 for each
-    label of a classifier that is right, and 0 for others."""
+    """A pair's margin, on the chosen side; the score of two texts, on the query; 1 for an answer
+    that is labelled as wanted, else 0; or 1 for each label of a classifier that is right, else 0.
+    """
     format: str = field(default="", compare=False)  # format of the record
     unused: tuple[Unused, ...] = field(default=(), compare=False)
-    label: bool | None = None  # of a labelled record: whether the answer is wanted
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def parse_labelled(
     parsed = _read_compared_answer(rest, _ANSWER, messages, before, folder)
     if any(map(_has_media, parsed.messages[before:])):
         raise BadSample("the answer has an image or a video; only the prompt may have them.")
-    return replace(parsed, format="labelled", label=record[_LABEL])
+    return replace(parsed, format="labelled", target=float(record[_LABEL]))
 
 
 def _prompt_and_answer(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:

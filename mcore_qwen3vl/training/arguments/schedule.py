@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import Flag
 
 ITERS, SAMPLES = "iters", "samples"
 """What lengths count, as flags such as ``--lr-decay-iters`` and ``--lr-decay-samples`` end."""
-_LENGTHS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
 _WSD = "WSD"
+
+
+class _Lengths(NamedTuple):
+    """The lengths of the schedule that flags give in one unit."""
+
+    lr_decay: int | None
+    lr_warmup: int | None
+    lr_wsd_decay: int | None
 
 
 @dataclass(frozen=True)
@@ -73,14 +80,21 @@ class ScheduleSettings:
             )
         self._check_weight_decay()
         other = SAMPLES if unit == ITERS else ITERS
-        for name in _LENGTHS:
-            if (value := getattr(self, f"{name}_{other}")) and not getattr(self, f"{name}_{unit}"):
+        pairs = zip(self._lengths(unit), self._lengths(other), strict=True)
+        for name, (value, in_other) in zip(_Lengths._fields, pairs, strict=True):
+            if in_other and not value:
                 raise BadInput(
-                    f"{_flag(name, other)} {value}: the length of this run is a number of "
+                    f"{_flag(name, other)} {in_other}: the length of this run is a number of "
                     f"{'steps' if unit == ITERS else 'samples'}, so give {_flag(name, unit)} N."
                 )
-            if (value := getattr(self, f"{name}_{unit}") or 0) < 0:
+            if value is not None and value < 0:
                 raise BadInput(f"{_flag(name, unit)} is {value}; it is at least 0.")
+
+    def _lengths(self, unit: str) -> _Lengths:
+        """Return the lengths that flags give in this unit."""
+        if unit == ITERS:
+            return _Lengths(self.lr_decay_iters, self.lr_warmup_iters, self.lr_wsd_decay_iters)
+        return _Lengths(self.lr_decay_samples, self.lr_warmup_samples, self.lr_wsd_decay_samples)
 
     def _check_weight_decay(self) -> None:
         start, end = self.start_weight_decay, self.end_weight_decay
@@ -98,12 +112,13 @@ class ScheduleSettings:
 
     def check_length(self, length: int, unit: str) -> None:
         """Refuse, with BadInput, a warm-up or a decay that a run of this length has no room for."""
-        decay = getattr(self, f"lr_decay_{unit}") or length
+        lengths = self._lengths(unit)
+        decay = lengths.lr_decay or length
         steps = "steps" if unit == ITERS else "samples"
         where = f"a run of {length} {steps}"
         if decay != length:
             where = f"{_flag('lr_decay', unit)} {decay}"
-        warmup = getattr(self, f"lr_warmup_{unit}") or 0
+        warmup = lengths.lr_warmup or 0
         if warmup >= decay:
             raise BadInput(
                 f"{_flag('lr_warmup', unit)} {warmup} with {where}: the learning rate has to reach "
@@ -112,7 +127,7 @@ class ScheduleSettings:
         if not self.is_wsd:
             return
         room = decay - (warmup or int((self.lr_warmup_fraction or 0) * decay))
-        falling = getattr(self, f"lr_wsd_decay_{unit}")
+        falling = lengths.lr_wsd_decay
         if falling is None or falling > room:
             given = "" if falling is None else f", and not {falling}"
             raise BadInput(

@@ -16,13 +16,14 @@ from transformers import AutoConfig, Qwen3VLModel
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig, Source
 from mcore_qwen3vl.data.encoding.batch import Batcher
-from mcore_qwen3vl.data.encoding.encoder import PixelLoader, best_fit
+from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.pixels import PixelLoader
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.embedding import Scores
-from mcore_qwen3vl.losses.kto import Labelled, with_exchanged_answers
+from mcore_qwen3vl.losses.kto import KtoLoss, Labelled, with_exchanged_answers
 from mcore_qwen3vl.losses.reward import Margins
 from mcore_qwen3vl.model.inputs import PER_PATCH, PixelScale
 from tests.data.encoding.test_planning import RECORDS, planned
@@ -239,7 +240,7 @@ def loader(checkpoint: Path, data: Path, **settings: Any) -> Loader:
         [Source(data)],
         Architecture.from_hf(checkpoint),
         load_processor(checkpoint),
-        DataConfig(labelled=True, inputs=Labelled, **settings),
+        DataConfig(records=KtoLoss.records, inputs=Labelled, **settings),
         num_workers=0,
     )
 

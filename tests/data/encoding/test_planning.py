@@ -13,7 +13,7 @@ from transformers.image_utils import load_image
 from transformers.video_utils import read_video_pyav
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
-from mcore_qwen3vl.data.encoding.encoder import PixelLoader
+from mcore_qwen3vl.data.encoding.pixels import PixelLoader
 from mcore_qwen3vl.data.encoding.planning import Plan, Planner, Renderer, truncate
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import Conversation, parse_record

@@ -373,7 +373,7 @@ def test_preference_records_of_another_program_are_named(
 def test_overlong_samples_alone_stop(
     make: MakeLoader, write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_qwen3vl.data.encoding.encoder.OVERLONG_IN_A_ROW", 25)
+    monkeypatch.setattr("mcore_qwen3vl.data.encoding.guard.OVERLONG_IN_A_ROW", 25)
     path = write_jsonl([question(i, image=False, words=100 * (i < 30)) for i in range(31)])
     loader = make(path, config=DataConfig(seq_length=128, shuffle=False))
     with pytest.raises(BadInput, match=r"last 25 samples .* over-long.*Raise --seq-length"):

@@ -20,6 +20,7 @@ from mcore_qwen3vl.data.config import parse_sources
 from mcore_qwen3vl.data.datasets import Order
 from mcore_qwen3vl.data.readers import TableReader
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.losses.preference import PreferenceLoss
 from tests.data.conftest import WriteJsonl, question
 from tests.data.loading.conftest import MakeLoader, lines
 from tests.data.loading.test_formats import WRITERS
@@ -150,7 +151,8 @@ def test_a_bad_record_that_a_spare_batch_passes_over_is_counted_in_its_turn(
         {**question(i, image=False), "chosen": "This one", "rejected": "None"} for i in range(4)
     ]
     records[:2] = ["{broken", "{broken too"]
-    config = DataConfig(seq_length=256, shuffle=False, max_bad_fraction=0.5, pairs=True)
+    config = DataConfig(seq_length=256, shuffle=False, max_bad_fraction=0.5)
+    config = replace(config, records=PreferenceLoss.records)
     (loader,) = ranks(write_jsonl(records), 1, config)
     # The first batch stands in with the third record, and finds the second unusable on the way.
     batches = [next(loader) for _ in range(4)]

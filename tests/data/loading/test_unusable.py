@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.data import DataConfig, Source
-from mcore_qwen3vl.data.encoding.encoder import Preparation
+from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.losses.classify import ClassificationRecords
+from mcore_qwen3vl.losses.embedding import Embedding
+from mcore_qwen3vl.losses.kto import KtoLoss
+from mcore_qwen3vl.losses.preference import PreferenceLoss
+from mcore_qwen3vl.losses.reranker import Reranker
+from mcore_qwen3vl.losses.reward import Reward
 from tests.data.conftest import WriteJsonl, question, write_png, write_tar
 from tests.data.loading.conftest import MakeLoader, lines
 from tests.turns import slow
@@ -25,13 +31,13 @@ CONFIGS = {
     "packed": replace(ANY, packing=True, balance=False),
     "balanced": replace(ANY, packing=True, balance=True),
     "in order": replace(ANY, shuffle=False),
-    "pairs": replace(ANY, pairs=True),
-    "labelled": replace(ANY, labelled=True),
-    "packed pairs": replace(ANY, pairs=True, packing=True),
-    "embedding": replace(ANY, task="embedding"),
-    "reranker": replace(ANY, task="reranker"),
-    "reward": replace(ANY, task="reward"),
-    "classify": replace(ANY, task="classify", labels=Labels(("a", "b"))),
+    "pairs": replace(ANY, records=PreferenceLoss.records),
+    "labelled": replace(ANY, records=KtoLoss.records),
+    "packed pairs": replace(ANY, records=PreferenceLoss.records, packing=True),
+    "embedding": replace(ANY, records=Embedding.records),
+    "reranker": replace(ANY, records=Reranker.records),
+    "reward": replace(ANY, records=Reward.records),
+    "classify": replace(ANY, records=ClassificationRecords(Labels(("a", "b")))),
 }
 COUNT = 6
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
-from mcore_qwen3vl.data.encoding.encoder import PixelLoader
+from mcore_qwen3vl.data.encoding.pixels import PixelLoader
 from mcore_qwen3vl.data.records.reading import BadSample
 from tests.data.conftest import chat, write_png
 from tests.data.encoding.test_planning import assert_pixels_are_hf_s, planned

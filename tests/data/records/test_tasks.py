@@ -122,10 +122,10 @@ def test_all_forms_of_a_labelled_record_are_one() -> None:
     ]
     for found in forms:
         assert found == forms[0]
-        assert (found.label, found.format) == (False, "labelled")
+        assert (found.target, found.format) == (0, "labelled")
         assert found.weights == [0, 1]
         assert [media.name for media in found.media] == ["i.png"]
-    assert labelled(messages=[ASKED, SAID], label=True).label is True
+    assert labelled(messages=[ASKED, SAID], label=True).target == 1
 
 
 def test_only_the_answer_counts_and_the_system_prompt_begins() -> None:
