@@ -843,7 +843,9 @@ class TableReader:
         place = bisect_right(self._bounds, index) - 1
         group, row = self.groups[place], index - self._bounds[place]
         batch = self._read_batch(place, row // group.batch)
-        (record,) = batch.slice(row % group.batch, 1).to_pylist()
+        rows = batch.slice(row % group.batch, 1)
+        # A map, such as the arguments of a call, is an object of JSON; two equal keys are bad.
+        (record,) = rows.to_pylist(maps_as_pydicts="strict")
         shard = str(group.file.relative_to(self.path)) if self.path.is_dir() else group.file.name
         return crude_sample(self.path, shard, index, group.first + row, _without_nulls(record))
 

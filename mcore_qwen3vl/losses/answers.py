@@ -14,7 +14,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import Flag
 from mcore_qwen3vl.lazy import Lazy
-from mcore_qwen3vl.losses.loss import FrozenModel, Loss, refuse_router_losses, refuse_without
+from mcore_qwen3vl.losses.loss import (
+    FrozenModel,
+    Loss,
+    refuse_dropout,
+    refuse_router_losses,
+    refuse_without,
+)
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.run import RunSettings
 
@@ -91,6 +97,12 @@ class AnswerLoss(Loss):
             )
         refuse_router_losses(run, self.chosen_by, self.unit)
         reference = self.reference_of(lora)
+        if reference is not None:
+            refuse_dropout(
+                run,
+                self.chosen_by,
+                "the reference has none, so the rewards would measure the dropout.",
+            )
         self.check_run(run, reference)
         if reference == "adapter":
             _check_adapter_reference(lora)

@@ -167,6 +167,13 @@ def refuse_router_losses(run: RunSettings, owner: str, unit: str) -> None:
             )
 
 
+def refuse_dropout(run: RunSettings, owner: str, why: str) -> None:
+    """Raise BadInput if the decoder has dropout, with which the loss of flag `owner` is wrong."""
+    for name in ("hidden_dropout", "attention_dropout"):
+        if rate := getattr(run.compute, name):
+            raise BadInput(f"{flag_of(name)} {rate:g} with {owner}: {why} Set it to 0.")
+
+
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `values` that flags give; the loss has its own defaults for the others."""
     return {name: value for name, value in values.items() if value is not None}

@@ -35,6 +35,9 @@ class TaskLoss(Loss):
 
     def complete(self, run: RunSettings, lora: LoraSettings, architecture: Architecture) -> Self:
         """Return the loss; it raises BadInput if flags do not fit it."""
+        assert self.records is not None, "a task has records of its own form"
+        if run.data.overlong == "truncate":
+            raise BadInput(self.records.uncut)
         self.check_model(run, lora)
         if self.trains_score and run.checkpoints.pretrained_checkpoint:
             raise BadInput(

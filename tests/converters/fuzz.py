@@ -21,7 +21,10 @@ from typing import Any
 from mcore_qwen3vl.errors import BadInput
 
 SECONDS = 20
-"""Time after which a case is a hang; one normally takes milliseconds."""
+"""Time of the processor after which a case is a hang; one normally takes milliseconds."""
+
+WAITING = 300
+"""Seconds on the clock after which a case waits for ever; other processes may take most of them."""
 
 MEGABYTES = 300
 """Growth of memory that counts as a defect; tiny checkpoints need a few MB."""
@@ -104,8 +107,10 @@ def _case(
     sound = damage.file.read_bytes()
     damage.file.write_bytes(damage.mutate(rng, sound))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    signal.signal(signal.SIGALRM, _hang)
-    signal.alarm(SECONDS)
+    for kind in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(kind, _hang)
+    signal.alarm(WAITING)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     wrong = None
     try:
         wrong = attempt()
@@ -118,6 +123,7 @@ def _case(
         wrong = " | ".join(traceback.format_exc(limit=-3).split("\n")[1:])
     finally:
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         damage.file.write_bytes(sound)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
     if grown > MEGABYTES:

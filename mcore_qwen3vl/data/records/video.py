@@ -36,11 +36,19 @@ def _open_video(media: Media) -> Iterator[Any]:
             media.open() as stream,
             av.open(stream, options={"protocol_whitelist": ""}) as container,
         ):
-            if not container.streams.video:
+            if _main_stream(container) is None:
                 raise BadSample(f"video {media.name} has no video stream.")
             yield container
     except (av.error.FFmpegError, OSError) as error:
         raise BadSample(f"video {media.name} cannot be decoded: {error}.") from error
+
+
+def _main_stream(container: Any) -> Any:
+    """Return the video stream that players and torchcodec show; None if there is none.
+
+    A file may have others: a cover picture, a second camera, a preview.
+    """
+    return container.streams.best("video")
 
 
 def probe_video(media: Media) -> VideoMetadata:
@@ -51,7 +59,7 @@ def probe_video(media: Media) -> VideoMetadata:
     if isinstance(media.content, tuple):
         return _probe_listed(media.content, media.options)
     with _open_video(media) as container:
-        stream = container.streams.video[0]
+        stream = _main_stream(container)
         if not stream.average_rate:
             raise BadSample(f"video {media.name} states no frame rate.")
         count = _count_frames(container, stream)
@@ -96,7 +104,7 @@ def is_uneven(media: Media) -> bool:
     if isinstance(media.content, tuple):
         return False
     with _open_video(media) as container:
-        stream = container.streams.video[0]
+        stream = _main_stream(container)
         packets = (
             packet for packet in container.demux(stream) if packet.size and not packet.is_discard
         )
@@ -260,10 +268,10 @@ def _decode_in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
     frames: dict[int, np.ndarray] = {}
     left = set(wanted)
     with _open_video(media) as container:
-        stream = container.streams.video[0]
+        stream = _main_stream(container)
         to_rgb = _rgb_converter(stream)
         stream.codec_context.thread_count = 1
-        for index, frame in enumerate(container.decode(video=0)):
+        for index, frame in enumerate(container.decode(stream)):
             if index in left:
                 frames[index] = to_rgb(frame)
             if len(frames) == len(left):
@@ -274,7 +282,7 @@ def _decode_in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
 def _decode_by_seeking(media: Media, wanted: list[int]) -> dict[int, np.ndarray] | None:
     """Decode the wanted frames by seeking; None if the packets do not tell which frame is which."""
     with _open_video(media) as container:
-        stream = container.streams.video[0]
+        stream = _main_stream(container)
         stream.codec_context.thread_count = 1
         times, keys = [], []
         for packet in container.demux(stream):
@@ -300,7 +308,7 @@ def _decode_at(
         wanted: times of the frames, by their index, ascending.
         keys: times of the key frames, ascending.
     """
-    stream = container.streams.video[0]
+    stream = _main_stream(container)
     to_rgb = _rgb_converter(stream)
     frames: dict[int, np.ndarray] = {}
     decoded: Iterator[Any] = iter(())

@@ -240,6 +240,8 @@ class ComputeSettings:
     moe_aux_loss_coeff: float | tuple[float, ...] | None = None
     moe_z_loss_coeff: float | None = None
     padded_vocab_size: int | None = None
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     @property
     def params_dtype(self) -> str:

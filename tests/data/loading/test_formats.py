@@ -240,6 +240,19 @@ def test_batches_are_of_one_size_however_pyarrow_cuts_them(
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
+def test_a_map_of_a_table_is_an_object(tmp_path: Path) -> None:
+    """Tables hold the arguments of calls as maps, since each function has its own."""
+    calls = pa.array([[("city", "Bern"), ("unit", "c")]], pa.map_(pa.string(), pa.string()))
+    twice = pa.array([[("city", "Bern"), ("city", "Ulm")]], pa.map_(pa.string(), pa.string()))
+    pq.write_table(
+        pa.table({"arguments": pa.concat_arrays([calls, twice])}), tmp_path / "a.parquet"
+    )
+    reader = TableReader(tmp_path / "a.parquet")
+    assert reader[0]["json"] == {"arguments": {"city": "Bern", "unit": "c"}}
+    with pytest.raises(KeyError, match="city"):
+        reader[1]
+
+
 def test_nested_nulls_of_a_table_are_keys_that_a_record_lacks(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": "a", "loss": True}
     rows: list[dict[str, Any]] = [

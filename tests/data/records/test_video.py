@@ -107,6 +107,32 @@ def test_few_frames_of_a_long_video_are_not_reached_by_decoding_all(tmp_path: Pa
     assert 3 <= len(decoded) <= 3 * 26
 
 
+def test_the_stream_that_players_show_is_read(tmp_path: Path) -> None:
+    """A preview comes before it in the file."""
+    write(tmp_path / "a.mkv", "libx264", frames=20)
+    write(tmp_path / "preview.mkv", "mpeg4", frames=4)
+    with (
+        av.open(str(tmp_path / "preview.mkv")) as preview,
+        av.open(str(tmp_path / "a.mkv")) as main,
+        av.open(str(tmp_path / "both.mkv"), "w") as both,
+    ):
+        sources = [preview, main]
+        streams = [both.add_stream_from_template(one.streams.video[0]) for one in sources]
+        streams[0].disposition, streams[1].disposition = 0, av.stream.Disposition.default
+        for source, stream in zip(sources, streams, strict=True):
+            for packet in source.demux(video=0):
+                if packet.size:
+                    packet.stream = stream
+                    both.mux(packet)
+    alone = Media("video", tmp_path / "a.mkv", "a.mkv")
+    media = Media("video", tmp_path / "both.mkv", "both.mkv")
+    assert probe_video(media).total_num_frames == 20
+    for wanted in ([3, 17], range(20)):
+        assert np.array_equal(
+            load_frames(media, np.array(wanted)), load_frames(alone, np.array(wanted))
+        )
+
+
 def test_a_video_without_times_is_decoded_in_order(tmp_path: Path) -> None:
     """Raw H.264 is such a video: it has no times to seek to."""
     media = write(tmp_path / "a.mp4", "libx264", g="24")
