@@ -6,6 +6,7 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
@@ -253,7 +254,7 @@ def parse_sources(
         numbers = [float(weight) for weight in weights]
     except ValueError:
         numbers = []
-    if not words or len(numbers) != len(paths) or min(numbers) <= 0:
+    if not words or len(numbers) != len(paths) or not all(0 < n < math.inf for n in numbers):
         raise BadInput(
             f"The data path {' '.join(words)!r} is neither one path nor positive weights and "
             "paths in turn, like '0.3 a.jsonl 0.7 b.jsonl'."
@@ -368,8 +369,8 @@ def _check_entry_value(key: str, value: Any, where: str) -> None:
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or isinstance(value, bool):
         raise BadInput(f"{where}: {key} is {value!r:.60}; {kind.__name__} is needed.")
-    if isinstance(value, int | float) and value <= 0:
-        raise BadInput(f"{where}: {key} is {value!r}; it must be above 0.")
+    if isinstance(value, int | float) and not 0 < value < math.inf:
+        raise BadInput(f"{where}: {key} is {value!r}; it must be above 0, and finite.")
 
 
 def _format_names() -> list[str]:

@@ -341,6 +341,9 @@ class Loader(Iterator[Batch]):
             prefetch_factor=_PREFETCHED,
             n_checkpoints=_PREFETCHED * max(num_workers, 1) + 1 + _BACK,
         )
+        # torch draws a number for the data workers when they start, by default from the generator
+        # that dropout uses: a validation, and a resume, would change the training.
+        self._loader.generator = torch.Generator().manual_seed((seed or 0) % 2**63)
         if num_workers > 0:
             self._temporary = ExitStack()  # closes with this object, after its workers
             # The prefix is multiprocessing's, and short: a socket's path has at most 107 bytes.

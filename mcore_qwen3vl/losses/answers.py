@@ -17,7 +17,7 @@ from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.loss import (
     FrozenModel,
     Loss,
-    refuse_dropout,
+    refuse_noise,
     refuse_router_losses,
     refuse_without,
 )
@@ -98,10 +98,10 @@ class AnswerLoss(Loss):
         refuse_router_losses(run, self.chosen_by, self.unit)
         reference = self.reference_of(lora)
         if reference is not None:
-            refuse_dropout(
+            refuse_noise(
                 run,
                 self.chosen_by,
-                "the reference has none, so the rewards would measure the dropout.",
+                "the reference is computed without it, so the rewards would measure it too.",
             )
         self.check_run(run, reference)
         if reference == "adapter":

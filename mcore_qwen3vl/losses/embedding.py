@@ -43,7 +43,7 @@ from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.flags import Flag
 from mcore_qwen3vl.labels import NO_LABELS, Labels
 from mcore_qwen3vl.lazy import Lazy
-from mcore_qwen3vl.losses.loss import refuse_dropout, require
+from mcore_qwen3vl.losses.loss import refuse_noise, require
 from mcore_qwen3vl.losses.task import TaskLoss
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.run import RunSettings
@@ -176,10 +176,10 @@ class Embedding(TaskLoss):
 
     def check_model(self, run: RunSettings, lora: LoraSettings) -> None:
         require_last_token_pooling(run.model.folder)
-        refuse_dropout(
+        refuse_noise(
             run,
             self.chosen_by,
-            "embeddings are computed twice in a step, and dropout would make them differ.",
+            "embeddings are computed twice in a step, and this would make them differ.",
         )
 
     def check_adapter(self, config: AdapterConfig, run: RunSettings, lora: LoraSettings) -> None:

@@ -167,11 +167,12 @@ def refuse_router_losses(run: RunSettings, owner: str, unit: str) -> None:
             )
 
 
-def refuse_dropout(run: RunSettings, owner: str, why: str) -> None:
-    """Raise BadInput if the decoder has dropout, with which the loss of flag `owner` is wrong."""
-    for name in ("hidden_dropout", "attention_dropout"):
+def refuse_noise(run: RunSettings, owner: str, why: str) -> None:
+    """Raise BadInput if two passes differ in training, with which the loss of `owner` is wrong."""
+    names = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+    for name in names:
         if rate := getattr(run.compute, name):
-            raise BadInput(f"{flag_of(name)} {rate:g} with {owner}: {why} Set it to 0.")
+            raise BadInput(f"{flag_of(name)} {rate:g} with {owner}: {why} Leave it out.")
 
 
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def test_values_and_defaults_of_an_embedding(moe: Path) -> None:
         (("--task", "reward", "--pretrained-checkpoint", "x"), "starts from Hugging Face weights"),
         ((*TASK, "--matryoshka-dims", "4096"), "the model's embeddings have 48 values"),
         ((*TASK, "--loss", "dpo"), "--loss dpo with --task embedding"),
-        ((*TASK, "--hidden-dropout", "0.1"), "computed twice in a step, and dropout would"),
+        ((*TASK, "--hidden-dropout", "0.1"), "computed twice in a step, and this would"),
         ((*TASK, "--overlong", "truncate"), "--overlong truncate with --task embedding"),
         ((*TASK, "--moe-z-loss-coeff", "0.01"), "with --task embedding: Megatron adds"),
         ((*TASK, *RANK_4, WHOLE, "lm_head"), "has no lm_head: leave it out"),

@@ -61,6 +61,20 @@ def test_padding_takes_no_capacity_and_no_layout_changes_what_is_dropped(
     assert abs(without[0] - exact[0]) > 1e-3
 
 
+def test_a_validation_has_neither_noise_nor_a_capacity(
+    moe: Path, uneven: Path, tmp_path: Path
+) -> None:
+    """It is that of the model as it is exported."""
+    job = Job(moe, uneven, Layout.parse("single"), 1, batch=2, seq_length=256)
+    valid = ("--skip-train", "--valid-data-path", str(uneven))
+    acting = ("--moe-input-jitter-eps", "0.5", "--moe-expert-capacity-factor", "0.5")
+    logs = []
+    for name, flags in (("without", ()), ("with", acting)):
+        train(job, tmp_path / name, *valid, *flags)
+        logs.append(json.loads((tmp_path / name / "log.jsonl").read_text()))
+    assert logs[1] == pytest.approx(logs[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_counts_of_a_step_have_all_digits_in_a_model_of_16_bits(dtype: torch.dtype) -> None:
     """The largest value in float16 is 65,504, and bfloat16 has 8 digits, in base 2."""

@@ -54,10 +54,15 @@ class BalancedRouter(TopKRouter):
             Weights (T, E) of the experts, and whether an expert takes a token, (T, E) bool.
         """
         probs, routing_map = super().routing(logits, padding_mask)
-        if self._capacity_factor is None:
+        # A validation computes the model as it is exported, where every expert takes all.
+        if self._capacity_factor is None or not self.training:
             return probs, routing_map
         taken = self._within_capacity(probs.detach(), routing_map, padding_mask)
         return probs * taken, taken
+
+    def apply_input_jitter(self, input: Tensor) -> Tensor:
+        """Return the input with the noise of training; Megatron adds it in a validation too."""
+        return super().apply_input_jitter(input) if self.training else input
 
     def _within_capacity(
         self, probs: Tensor, routing_map: Tensor, padding_mask: Tensor | None

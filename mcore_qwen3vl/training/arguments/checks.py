@@ -325,6 +325,11 @@ def unused_data_flags(settings: Settings, explicit: Collection[str]) -> list[Unu
     ):
         why = "each epoch of these data has a permutation of its own"
         unused.append(Unused(COMMAND_LINE, "--shuffle-buffer", why))
+    if not (loop.rampup_batch_size or loop.step_batch_size_schedule):
+        batch = loop.global_batch_size or 1
+        if left := (loop.train_samples or 0) % batch:
+            why = f"a step takes {batch} samples, so the learning rate does not reach its end"
+            unused.append(Unused(COMMAND_LINE, f"the last {left} of --train-samples", why))
     held_out = parse_sources(loop.valid_data_path) if loop.valid_data_path else []
     why = "a validation reads each data set once"
     if len({source.weight for source in held_out}) > 1:

@@ -242,6 +242,7 @@ class ComputeSettings:
     padded_vocab_size: int | None = None
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    moe_input_jitter_eps: float | None = None
 
     @property
     def params_dtype(self) -> str:

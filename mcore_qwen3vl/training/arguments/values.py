@@ -20,6 +20,7 @@ _INTERVALS = (
     *("save_activations_interval", "save_dgrads_interval", "save_params_interval"),
     *("save_tokens_per_expert_interval", "save_wgrads_interval"),
     *("tensorboard_log_interval", "tensorboard_queue_size"),
+    *("exit_interval", "exit_duration_in_mins"),
 )
 _SIZES = (
     *("micro_batch_size", "global_batch_size", "eval_global_batch_size", "seq_length"),
@@ -38,7 +39,7 @@ _SIZES = (
     *("iterations_to_skip", "profile_step_end", "muon_num_ns_steps", "straggler_minmax_count"),
 )
 _NOT_NEGATIVE = (
-    *("eval_interval", "exit_interval", "exit_duration_in_mins", "start_eval_at_iter"),
+    *("eval_interval", "start_eval_at_iter"),
     *(
         "train_sync_interval",
         "manual_gc_interval",

@@ -432,6 +432,7 @@ def test_joined_webdatasets_are_refused(
         ),
         ("datasets: [{path: a, weight: much}]", "weight is 'much'; float is needed"),
         ("datasets: [{path: a, weight: 0}]", "weight is 0; it must be above 0"),
+        ("datasets: [{path: a, weight: .nan}]", "weight is nan; it must be above 0, and finite"),
         ("datasets: [{path: a}, {path: b, epochs: 2}]", "Some data sets have epochs and some"),
         ("datasets: [{path: a, epochs: 1, weight: 1}]", "has both weight and epochs"),
         ("datasets: [{path: a, format: csv}]", "format is 'csv'; the formats are messages"),

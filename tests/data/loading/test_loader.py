@@ -59,6 +59,14 @@ def test_ranks_of_one_replica_read_the_same(make: MakeLoader, records: Path) -> 
         assert same(next(loaders[0]), next(loaders[1]))
 
 
+def test_reading_leaves_the_generator_of_dropout_alone(make: MakeLoader, records: Path) -> None:
+    """torch's data loader draws from it when it starts, as a validation or a resume does."""
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    next(make(records, config=PADDED))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_seed_changes_the_order(make: MakeLoader, records: Path) -> None:
     first = [lines(next(make(records, config=PADDED, seed=seed))) for seed in (0, 0, 1)]
     assert first[0] == first[1] != first[2]
