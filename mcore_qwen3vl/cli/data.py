@@ -87,8 +87,7 @@ def check(
     from mcore_qwen3vl.converters.identify import identify
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.inspection import check_data, clean_writer, plot_report
-    from mcore_qwen3vl.data.record_form import ToldForm
-    from mcore_qwen3vl.losses.registry import record_forms
+    from mcore_qwen3vl.losses.registry import told_form
     from mcore_qwen3vl.machine import require_extra
     from mcore_qwen3vl.unused.folder import unused_of
 
@@ -102,7 +101,7 @@ def check(
         seq_length,
         packing=True,
         teacher_temperature=distill_temperature,
-        records=ToldForm(tuple(record_forms())),
+        records=told_form(),
         **reading,
     )
     folder = identify(hf_model).config()

@@ -29,14 +29,13 @@ from mcore_qwen3vl.data.encoding.planning import Plan, spare_plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.readers import RecordPlace, place_of
-from mcore_qwen3vl.data.record_form import ToldForm
 from mcore_qwen3vl.data.records.parse import SIDES
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.tasks import POSITIVE
 from mcore_qwen3vl.data.scores import facts_file_of, token_digest, write_teacher
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, write_at_once
-from mcore_qwen3vl.losses.registry import record_forms
+from mcore_qwen3vl.losses.registry import told_form
 from mcore_qwen3vl.unused.fields import Unused
 
 
@@ -111,7 +110,7 @@ class Records:
         self._architecture, self._config = architecture, config
         self._multiple, self._alone = width_multiple, alone
         self._preparation = Preparation(processor, config, sources)
-        self._form = config.records or ToldForm(tuple(record_forms("--loss")))
+        self._form = config.records or told_form("--loss")
         self._pad_id = processor.tokenizer.pad_token_id
         self._results = BlockResults()
 

@@ -27,6 +27,7 @@ from mcore_qwen3vl.data.inspection import (
     write_page,
 )
 from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.losses.registry import told_form
 from mcore_qwen3vl.rehearsal.command import write_made_up_teacher
 from mcore_qwen3vl.scoring.records import Records
 from mcore_qwen3vl.tiny.records import write_half_images
@@ -160,13 +161,20 @@ def test_preference_records_are_one_sample_of_both_answers(
     pair = {**shared, "messages": [asked], "chosen": answer["content"], "rejected": "No idea."}
     single = {**shared, "messages": [asked, {"role": "assistant", "content": "No idea."}]}
     path = write_jsonl([pair, shared, single, {**pair, "rejected": 3}])
-    report = check_data(path, processor, DataConfig(seq_length=400, packing=True))
+    report = check_data(
+        path, processor, DataConfig(seq_length=400, packing=True, records=told_form())
+    )
     assert report.formats == {"preference": 1, "messages": 2}
     first, *others = report.tokens
     assert first == sum(others)
     assert (report.images, report.patches[0]) == (4, sum(report.patches[1:]))
     assert "rejected must be text" in report.bad[0].reason
-    tight = check_data(path, processor, DataConfig(seq_length=first - 1, packing=True), limit=1)
+    tight = check_data(
+        path,
+        processor,
+        DataConfig(seq_length=first - 1, packing=True, records=told_form()),
+        limit=1,
+    )
     assert "tokens in both" in tight.overlong[0].reason
 
 
@@ -183,7 +191,7 @@ def test_a_hook_is_asked_once_for_a_preference_record(
 
     monkeypatch.setattr(sys.modules[__name__], "as_pair", hook, raising=False)
     path = write_jsonl([{"q": "One?"}, {"q": "Two?"}])
-    config = DataConfig(seq_length=400, packing=True)
+    config = DataConfig(seq_length=400, packing=True, records=told_form())
     report = check_data(path, processor, config, preprocess=f"{__name__}:as_pair")
     assert (report.formats, asked) == ({"preference": 2}, ["One?", "Two?"])
 

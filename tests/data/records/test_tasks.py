@@ -24,6 +24,7 @@ from mcore_qwen3vl.data.records.tasks import (
     parse_retrieval,
 )
 from mcore_qwen3vl.labels import Labels
+from mcore_qwen3vl.losses.registry import told_form
 from mcore_qwen3vl.unused.fields import Unused
 
 FOLDER = MediaFolder(Path("/data"), {})
@@ -252,11 +253,17 @@ def test_a_check_counts_all_texts_of_a_record(dense: Path, tmp_path: Path) -> No
     file = tmp_path / "data.jsonl"
     records = [{"query": "One?", "positive": "It is.", "negatives": ["No."]}, {"positive": [1]}]
     file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    report = check_data(file, load_processor(dense), DataConfig(256, packing=True))
+    report = check_data(
+        file, load_processor(dense), DataConfig(256, packing=True, records=told_form())
+    )
     assert report.formats == {"retrieval": 1}
     assert len(report.bad) == 1
     assert report.trained_tokens == [0]
-    alone = check_data(file, load_processor(dense), DataConfig(report.tokens[0] - 1, packing=True))
+    alone = check_data(
+        file,
+        load_processor(dense),
+        DataConfig(report.tokens[0] - 1, packing=True, records=told_form()),
+    )
     assert "all 3" in alone.overlong[0].reason
 
 

@@ -503,8 +503,8 @@ def test_what_no_rank_uses_is_named(dense: Path) -> None:
     settings = parsed(dense, *data, *valid).settings
     named = unused_data_flags(settings, {"shuffle_buffer", "valid_data_path"})
     assert [item.name for item in named] == ["--shuffle-buffer", "weight"]
-    samples = parsed(dense, *data, "--train-samples", "10", "--global-batch-size", "4").settings
-    (rest,) = unused_data_flags(samples, set())
+    loop = replace(settings.loop, train_samples=10, global_batch_size=4, valid_data_path=None)
+    (rest,) = unused_data_flags(replace(settings, loop=loop), set())
     assert rest.name == "the last 2 of --train-samples"
     tars = parsed(dense, "--data-path", "tars", "--shuffle-buffer", "7")
     assert unused_data_flags(tars.settings, {"shuffle_buffer"}) == []
