@@ -13,7 +13,6 @@ from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from mcore_qwen3vl.lazy import Lazy
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.data.encoding.planning import Plan
     from mcore_qwen3vl.data.records import parse
     from mcore_qwen3vl.data.records.media import MediaFolder
     from mcore_qwen3vl.data.records.parse import Conversation, Document
@@ -78,8 +77,8 @@ class RecordForm:
         """Parse a record as :meth:`read` does, which is called for it."""
         raise NotImplementedError
 
-    def require_trainable(self, plans: Mapping[str, Plan]) -> None:
-        """Raise BadSample if the loss cannot train on a record's tokenised sequences."""
+    def require_trainable(self, plans: Mapping[str, Any]) -> None:
+        """Raise BadSample if the loss cannot train on a record's sequences, each a `Plan`."""
         for name in self.needed:
             if name not in plans:
                 raise BadSample(
