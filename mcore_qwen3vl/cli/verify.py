@@ -4,6 +4,7 @@ Every command ends with the same kind of report. The exit code is 0 if everythin
 and 3 if the command could not be finished.
 """
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -259,3 +260,36 @@ def verify_trace(
         lora=lora,
         timeout=timeout,
     )
+
+
+@app.command("search")
+@options.then(conclude)
+@options.layout_flags()
+def verify_search(
+    hf: HFSource,
+    layout: Layout,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="JSONL file whose first records train; default: made up.",
+        ),
+    ] = None,
+    flags: Annotated[
+        str, typer.Option(metavar="'FLAG ...'", help="Flags of `train` that every run has.")
+    ] = "",
+    minutes: Annotated[float, typer.Option(help="How long to search.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Which runs are drawn.")] = 0,
+) -> "Report":
+    """Look for disagreements in a configuration: short runs at random, judged by oracles.
+
+    The model that runs has the kind, heads, experts, vocabulary and processor of HF, small sizes
+    and random weights. Each run is compared with one rank, with the run that was never stopped, and
+    with a plain loop of transformers.
+    """
+    console.quiet_libraries()
+    from mcore_qwen3vl.verification.search.of_user import search_model
+
+    words = shlex.split(flags)
+    return search_model(hf, layout, data=data, flags=words, minutes=minutes, seed=seed)

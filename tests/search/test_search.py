@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.forward_step import ForwardStep
-from mcore_qwen3vl.verification.search import axes, oracles, plain, records
+from mcore_qwen3vl.verification.search import axes, of_user, oracles, plain, records
 from mcore_qwen3vl.verification.search.axes import draw, layouts
 from mcore_qwen3vl.verification.search.case import Case, Stop, paste, picture, segments
 from mcore_qwen3vl.verification.search.running import Bench
@@ -109,6 +110,32 @@ def test_the_plain_schedule_rises_and_falls() -> None:
     assert [recipe.rate(done) for done in range(8)] == pytest.approx(
         [0, 0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2]
     )
+
+
+def test_a_small_copy_keeps_heads_experts_and_processor(moe: Path, tmp_path: Path) -> None:
+    copy = of_user.write_small_copy(moe, tmp_path / "small", layers=6)
+    mine, theirs = (json.loads((one / "config.json").read_text()) for one in (copy, moe))
+    for name in ("num_attention_heads", "num_experts", "vocab_size", "eos_token_id"):
+        assert mine["text_config"][name] == theirs["text_config"][name], name
+    assert mine["text_config"]["num_hidden_layers"] == 6
+    assert (copy / "tokenizer.json").read_bytes() == (moe / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_users_layout_flags_and_records_are_in_every_run(
+    dense: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Case] = []
+    judged = of_user.Search.case
+    monkeypatch.setattr(
+        of_user.Search, "case", lambda self, number: seen.append(judged(self, number)) or seen[-1]
+    )
+    report = of_user.search_model(
+        dense, Layout.parse("dp2"), data=data, flags=["--packing"], minutes=5, cases=2
+    )
+    assert report.ok, [finding.flaw for finding in report.failures]
+    assert {(case.layout, case.flags) for case in seen} == {("dp2", (("--packing",),))}
+    assert {line for case in seen for line in case.records} <= set(data.read_text().splitlines())
 
 
 def test_shrinking_keeps_what_fails_and_drops_the_rest() -> None:

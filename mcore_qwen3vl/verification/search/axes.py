@@ -162,7 +162,9 @@ def draw(rng: Random, axes: tuple[Axis, ...] = AXES) -> Case:
 
 @cache
 def layouts(model: tuple[str, ...]) -> tuple[str, ...]:
-    """Return all layouts of two to four ranks that a tiny model fits, and one rank alone."""
+    """Return all layouts of up to four ranks that a model fits: a tiny one, or that of a path."""
+    if model and not model[0].startswith("--"):
+        return tuple(str(one) for one in _fitting(Architecture.from_hf(model[0])))
     family: Any = model[model.index("--family") + 1] if "--family" in model else "qwen3-vl"
     architecture = Architecture.from_hf(tiny_config(family=family, moe="--moe" in model))
     return tuple(str(one) for one in _fitting(architecture))

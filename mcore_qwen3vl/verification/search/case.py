@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 
 Flag = tuple[str, ...]
@@ -66,6 +67,7 @@ class Case:
         steps: ``--train-iters``.
         stop: an early end, after which the run goes on.
         validates: whether the records are validation data too, for one validation at the end.
+        media: the folder in which the media of the records lie; None: beside them.
     """
 
     model: tuple[str, ...] = ()
@@ -76,6 +78,7 @@ class Case:
     steps: int = 2
     stop: Stop | None = None
     validates: bool = False
+    media: str | None = None
 
     def has(self, flag: str) -> bool:
         """Return whether the case gives this flag."""
@@ -88,6 +91,8 @@ class Case:
 
     @property
     def is_moe(self) -> bool:
+        if self.model and not self.model[0].startswith("--"):
+            return Architecture.from_hf(self.model[0]).is_moe
         return "--moe" in self.model
 
     @property
@@ -125,14 +130,15 @@ class Segment:
         The model of the same kind with `other` weights takes the place of :data:`OTHER`.
         """
         words = ["--cpu", "--hf-model", model, "--load-hf", model]
-        words += ["--data-path", f"{folder}/train.jsonl", "--log-json", f"{folder}/log.jsonl"]
+        data = f"{folder}/train.jsonl" if case.media is None else f"{folder}/train.yaml"
+        words += ["--data-path", data, "--log-json", f"{folder}/log.jsonl"]
         words += [word.replace(OTHER, other) for flag in self.flags for word in flag]
         words += self.layout.flags(moe=case.is_moe)
         named = {name for name, *_ in self.flags}
         if named & {"--save-interval", "--exit-interval"} or case.stop:
             words += ["--save", f"{folder}/save"]
         if case.validates:
-            words += ["--valid-data-path", f"{folder}/train.jsonl", "--save-hf", f"{folder}/hf"]
+            words += ["--valid-data-path", data, "--save-hf", f"{folder}/hf"]
         return words
 
 
@@ -160,6 +166,11 @@ def segments(case: Case) -> list[Segment]:
     )
     later = flags | {flag[0]: flag for flag in stop.flags}
     return [first, Segment(tuple(later.values()), Layout.parse(stop.layout or case.layout))]
+
+
+def mixture(media: str) -> str:
+    """Return the mixture file of records whose media lie elsewhere."""
+    return f"datasets:\n  - path: train.jsonl\n    media: {json.dumps(media)}"
 
 
 _PICTURE = re.compile(r"(\d+)x(\d+)-(\d+)\.png")
@@ -204,6 +215,10 @@ def _lines(case: Case) -> Iterator[str]:
     yield "cat > train.jsonl <<'END'"
     yield from case.records
     yield "END"
+    if case.media is not None:
+        yield "cat > train.yaml <<'END'"
+        yield mixture(case.media)
+        yield "END"
     if any(OTHER in flag for flag in case.flags):
         yield shlex.join(["mcore-qwen3vl", "tiny", "other", *case.model, "--seed", "1"])
     for segment in segments(case):

@@ -213,6 +213,11 @@ def _differences(
     return None
 
 
+def same_bits(one: Outcome, other: Outcome) -> bool:
+    """Return whether two runs logged the same bits."""
+    return _differences(one, other, None, "") is None
+
+
 def _validations(outcome: Outcome) -> dict[str, float]:
     """Return the numbers of the last validation."""
     entries = [entry for one in outcome.ran for entry in one.validations]
@@ -281,7 +286,7 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None  # a step without a record that can be used
     try:
         (theirs,) = run_layout(
-            plain.train, 1, outcome.model, steps, outcome.folder, recipe, timeout=bench.timeout
+            plain.train, 1, outcome.model, steps, outcome.media, recipe, timeout=bench.timeout
         )
     except RanksFailed as error:
         if "NotPlain" in str(error):
@@ -350,7 +355,7 @@ def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     for sample in {s.name: s for some in outcome.samples.values() for s in some}.values():
         record = records[int(sample.name.rsplit(":")[-1]) - 1]
         try:
-            expected = plain.encode(processor, record, outcome.folder)
+            expected = plain.encode(processor, record, outcome.media)
         except plain.NotPlain:
             continue
         ids = tuple(expected.inputs["input_ids"][0].tolist())
@@ -393,7 +398,7 @@ def export(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     records = [record for record in case.parsed if "bad" not in record]
     try:
         (found,) = run_layout(
-            plain.mean_loss, 1, folders[-1], records, outcome.folder, timeout=bench.timeout
+            plain.mean_loss, 1, folders[-1], records, outcome.media, timeout=bench.timeout
         )
     except RanksFailed as error:
         if "NotPlain" in str(error):

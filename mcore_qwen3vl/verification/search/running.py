@@ -39,6 +39,7 @@ from mcore_qwen3vl.verification.search.case import (
     OTHER,
     Case,
     Segment,
+    mixture,
     picture,
     pictures,
     segments,
@@ -85,11 +86,13 @@ class Outcome:
     Attributes:
         ran: each command.
         folder: where the run lies: ``log.jsonl``, ``save``, ``hf``.
+        media: where the media of the records lie.
     """
 
     ran: list[Ran]
     folder: Path
     model: Path
+    media: Path
 
     @property
     def finished(self) -> bool:
@@ -122,7 +125,7 @@ class Outcome:
 class Bench:
     """Runs cases, each once."""
 
-    def __init__(self, folder: Path, *, timeout: float = 120.0) -> None:
+    def __init__(self, folder: Path, *, timeout: float = 400.0) -> None:
         """
         Args:
             folder: where models and runs lie; the run of a case is removed with the next
@@ -183,6 +186,11 @@ class Bench:
             self._outcomes[case] = self._run(case)
         return self._outcomes[case]
 
+    def forget(self, case: Case) -> None:
+        """Remove the runs of a case under any layout."""
+        for other in [one for one in self._outcomes if one.flags == case.flags]:
+            shutil.rmtree(self._outcomes.pop(other).folder, ignore_errors=True)
+
     def again(self, case: Case) -> Outcome:
         """Run a case once more."""
         return self._run(case)
@@ -194,7 +202,10 @@ class Bench:
         for name in pictures(case):
             (folder / name).write_bytes(picture(name))
         (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in case.records), "utf-8")
-        outcome = Outcome([], folder, self.model(case.model))
+        if case.media is not None:
+            (folder / "train.yaml").write_text(mixture(case.media), "utf-8")
+        media = folder if case.media is None else Path(case.media)
+        outcome = Outcome([], folder, self.model(case.model), media)
         other = ""
         if any(OTHER in flag for flag in case.flags):
             other = str(self.model((*case.model, "--seed", "1")))

@@ -19,13 +19,14 @@ from random import Random
 from typing import Any
 
 from mcore_qwen3vl.console import quiet_libraries
-from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verification.search.axes import AXES, Axis, draw
 from mcore_qwen3vl.verification.search.case import Case, paste
 from mcore_qwen3vl.verification.search.oracles import ORACLES, Oracle, Verdict, judge
 from mcore_qwen3vl.verification.search.running import Bench
 from mcore_qwen3vl.verification.search.shrinking import shrink
+from mcore_qwen3vl.verification.search.table import write_table
 
 SHRINKING_SECONDS = 180.0
 
@@ -138,6 +139,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--findings", type=Path, help="folder for a file of each finding")
     parser.add_argument("--case", type=Path, help="judge the case of such a file alone")
+    parser.add_argument(
+        "--table", type=Path, help="try each flag alone, and add lines to this file"
+    )
     return parser
 
 
@@ -150,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _judge_again(given.case, Bench(folder))
         begun = time.monotonic()
         bench = Bench(folder)
+        if given.table:
+            return _try_flags(bench, folder, begun + 60 * given.minutes, given.table, given.workers)
         counts, findings = _run_workers(
             bench, folder, begun + 60 * given.minutes, given.seed, given.cases, given.workers,
             given.findings,
@@ -162,6 +168,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{counts['found again']} cases found one again"
     )
     return CheckFailed.exit_code if findings else 0
+
+
+def _try_flags(bench: Bench, folder: Path, until: float, file: Path, workers: int) -> int:
+    """Add lines to the table of flags, in forks of this process; return 3 if flags remain."""
+    context = multiprocessing.get_context("fork")
+    remaining: Any = context.Queue()
+
+    def work(worker: int) -> None:
+        multiprocessing.current_process().daemon = False  # forks of this process are ranks
+        own = bench.moved_to(folder / str(worker))
+        remaining.put(write_table(file, own, until, worker, workers))
+
+    processes = [context.Process(target=work, args=(worker,)) for worker in range(workers)]
+    for process in processes:
+        process.start()
+    left = sum(remaining.get() for _ in processes)
+    for process in processes:
+        process.join()
+    print(f"{file}: {left} values of flags remain" if left else f"{file} has all flags")
+    return Unfinished.exit_code if left else 0
 
 
 def _judge_again(file: Path, bench: Bench) -> int:
