@@ -63,11 +63,28 @@ def guard_reads() -> None:
     file names. The patch also lets them read the files of every torch version, and adds a checksum
     to the files that they write. A second call changes nothing. Afterwards torch's own calls raise
     BadInput if the file names a class or function that does not belong there.
+
+    The objects beside the tensors are read by ``DefaultLoadPlanner.load_bytes``, with
+    ``torch.load(weights_only=False)``. Afterwards these may name what torch and Megatron allow
+    (``megatron.core.safe_globals``), otherwise torch raises its ``UnpicklingError``.
     """
     from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     filesystem.pickle = _GuardedPickle  # type: ignore[assignment]
+    DefaultLoadPlanner.load_bytes = _load_object  # type: ignore
     _keep_to_old_fields()
+
+
+def _load_object(planner: Any, item: Any, stream: Any) -> None:
+    """Put an object of a checkpoint into the state dict of torch's ``DefaultLoadPlanner``."""
+    from torch.distributed.checkpoint._nested_dict import set_element
+
+    name, value = item.dest_index.fqn, torch.load(stream, weights_only=True)
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[name], value)
+    else:
+        planner.state_dict[name] = value
 
 
 @cache

@@ -282,9 +282,11 @@ def names_to_log(sources: Sequence[Source]) -> tuple[str, ...]:
 
 
 def require_data_set(path: Path) -> Path:
-    """Return `path` if it exists."""
+    """Return `path` if it exists; raise BadInput if it does not, or is a pipe or a device."""
     if not path.exists():
         raise BadInput(f"The data set {path} does not exist; check the path.")
+    if not (path.is_file() or path.is_dir()):  # reading one waits, or never ends
+        raise BadInput(f"The data set {path} is a pipe or a device; name a file or a folder.")
     return path
 
 

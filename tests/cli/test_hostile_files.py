@@ -11,15 +11,15 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from traceback import StackSummary
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed import checkpoint as dcp
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.torch_pickle import guard_reads
 from mcore_qwen3vl.data.readers import index_beside
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -272,19 +272,12 @@ def test_a_saved_data_state_that_names_code(places: dict[str, Path]) -> None:
 
 def test_an_object_of_a_checkpoint_that_names_code(places: dict[str, Path]) -> None:
     """It is refused, without torch's advice to switch its restricted reader off."""
-    stream = io.BytesIO()
-    torch.save(Call(Path.touch, places["marker"]), stream)
-
-    def load(*_: Any, **__: Any) -> None:
-        stream.seek(0)
-        try:
-            torch.load(stream, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointException("torch's words", {0: (error, StackSummary())}) from error
-
+    guard_reads()
+    folder = places["data"].with_name("objects")
+    dcp.save({"rng": Call(Path.touch, places["marker"])}, checkpoint_id=folder, no_dist=True)
     run = explain_load_errors(CheckpointSettings(load="run"))
     with pytest.raises(BadInput, match="asks for") as refusal, run:
-        load()
+        dcp.load({"rng": None}, checkpoint_id=folder, no_dist=True)
     assert "weights_only" not in str(refusal.value)
     assert not places["marker"].exists()
 

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_qwen3vl.data import DataConfig, readers
+from mcore_qwen3vl.data import DataConfig, Source, readers
+from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding import pixels
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records import video
@@ -202,3 +203,11 @@ def test_the_limit_ends_with_its_block_and_the_outer_one_counts() -> None:
     time.sleep(1.5)  # an alarm that was left would interrupt this
     with time_limit(0):
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.yaml", "data.parquet"])
+def test_a_data_set_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None:
+    """Reading it would wait for ever."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(BadInput, match="is a pipe or a device"):
+        CrudeSamples([Source(tmp_path / name)], split="train", trust=False)

@@ -41,6 +41,7 @@ LORA = [
     ("dense", "pp2xvpp2", TWO_ROWS),
     ("dense", "cp2xdp2", PACKED),
     ("moe", "tp2xetp2+sp", PACKED),
+    ("hybrid", "single", PACKED),
     ("hybrid", "tp2+sp", PACKED),
 ]
 WHOLE = [
@@ -73,9 +74,9 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6), None if lora else other)
     if lora and layout in ("dp2", "cp2", "ep2xdp2"):  # elsewhere the mean may be below 0
         assert baseline > 0.01
-    # One processor gives 2.4e-5 here, as before the losses moved: delta nets cost float32 digits.
-    of_delta_nets = (lora, kind, layout) == (True, "hybrid", "tp2+sp")
-    limit = 3e-5 if of_delta_nets else TOLERANCE
+    # In float32 our delta nets and Hugging Face's differ by 3.8e-5 on one rank already, and by
+    # 2.4e-5 to 3.6e-5 under TP 2, on different processors: no layout adds to it.
+    limit = 1e-4 if kind == "hybrid" else TOLERANCE
     entry = check_step(job, expected, "kto loss", tmp_path, limit)
     assert entry["kl baseline"] == pytest.approx(baseline, rel=1e-4)
     assert entry["rewards desirable"] != entry["rewards undesirable"]

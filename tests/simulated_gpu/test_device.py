@@ -79,7 +79,7 @@ def test_modules_may_ask_what_the_device_is_while_they_are_imported(
 ) -> None:
     """megatron-core 0.20 asks while it is imported."""
     (tmp_path / "asking.py").write_text(ASKING)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
     with Workbench(("asking",)) as bench:
         (while_imported, after), _ = bench.call("asking:both")
     assert while_imported == after == ("Simulated GPU", (9, 0))

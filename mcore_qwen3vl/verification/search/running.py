@@ -252,7 +252,9 @@ class Bench:
 
 
 def _lines_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
 
 
 class _own_temporary_folder:
@@ -304,7 +306,9 @@ class _Notes(RunObserver):
     """Notes each batch of each step in a file of this rank, and ends the run where it is to end."""
 
     def __init__(self, folder: Path, segment: Segment) -> None:
-        self._file = (folder / f"rank{os.environ['RANK']}.jsonl").open("w", buffering=1)
+        self._file = (folder / f"rank{os.environ['RANK']}.jsonl").open(
+            "w", buffering=1, encoding="utf-8"
+        )
         self._segment = segment
         self._batches: list[Any] = []
 
@@ -348,7 +352,7 @@ def _samples_of(batch: Any) -> list[Any]:
 def _samples(notes: Path) -> dict[int, list[Sample]]:
     found: dict[int, list[Sample]] = {}
     for file in sorted(notes.glob("rank*.jsonl")):
-        for step, batches in map(json.loads, file.read_text().splitlines()):
+        for step, batches in map(json.loads, file.read_text("utf-8").splitlines()):
             found.setdefault(step, []).extend(
                 Sample(name.rsplit("/", 1)[-1], tuple(tokens), tuple(weights))
                 for batch in batches

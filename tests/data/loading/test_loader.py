@@ -32,6 +32,8 @@ from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, redis
 from mcore_qwen3vl.data import processor as processor_module
 from mcore_qwen3vl.data.config import parse_sources
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.losses.preference import PreferenceLoss
+from mcore_qwen3vl.losses.reward import Reward
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny.tiny_checkpoint import TINY
@@ -359,11 +361,11 @@ def test_overlong_samples_are_counted_apart_and_never_stop(
     [
         ({}, "rejected_response belongs to .*--loss dpo, simpo or orpo trains on both"),
         (
-            {"pairs": True},
+            {"records": PreferenceLoss.records},
             "rejected_response .* --loss dpo, simpo and orpo need chosen and rejected, which .*",
         ),
         (
-            {"task": "reward"},
+            {"records": Reward.records},
             "rejected_response is another .* --task reward needs chosen and rejected, which .*",
         ),
     ],
