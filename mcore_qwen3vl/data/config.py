@@ -233,6 +233,8 @@ _BUDGETS: dict[str, type] = {
     name: float if hint == float | None else int
     for name, hint in get_type_hints(MediaLimits).items()
 }
+_LARGEST = 1e300
+"""The largest number of a mixture file; an integer above it has no weight in floats."""
 _OF_YAML = {"datasets", "splits", "__class__"}
 """Keys of a YAML file, one of which says that it is a mixture file or a metadataset."""
 _KEYS = {**dict.fromkeys(("path", "name", "media", *_TEXTS), str), **_NUMBERS, **_BUDGETS}
@@ -371,7 +373,7 @@ def _check_entry_value(key: str, value: Any, where: str) -> None:
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or isinstance(value, bool):
         raise BadInput(f"{where}: {key} is {value!r:.60}; {kind.__name__} is needed.")
-    if isinstance(value, int | float) and not 0 < value < math.inf:
+    if isinstance(value, int | float) and not 0 < value <= _LARGEST:
         raise BadInput(f"{where}: {key} is {value!r}; it must be above 0, and finite.")
 
 

@@ -136,21 +136,43 @@ def _load_source(
         factory = CrudeFactory(path, reader, shuffle_over_epochs=1 if shuffle else None, **options)
         datasets, mode = [LoadedDataset(dataset=factory)], DatasetBlendMode.NONE
     else:
-        if is_metadataset:
-            _index_leaves(path)
-        loaded = load_dataset(place).get_datasets(
-            split_part=_split_or_train(place, split),
-            shuffle_over_epochs_multiplier=1 if shuffle else None,
-            # WebDataset parts stay bytes; JSONL has no decoder
-            **({} if place.suffix == ".jsonl" else {"decoder": None}),
-            **options,
-        )
+        with _name_malformed(path):
+            if is_metadataset:
+                _index_leaves(path)
+            loaded = load_dataset(place).get_datasets(
+                split_part=_split_or_train(place, split),
+                shuffle_over_epochs_multiplier=1 if shuffle else None,
+                # WebDataset parts stay bytes; JSONL has no decoder
+                **({} if place.suffix == ".jsonl" else {"decoder": None}),
+                **options,
+            )
         datasets, mode = loaded.datasets, loaded.blend_mode
     if source.max_samples is not None:
         whole: Any = datasets[0].dataset
         if source.max_samples < len(whole):  # energon refuses a subset that is longer
             whole.subset = DatasetSubset(absolute_range=(0, source.max_samples))
     return datasets, mode
+
+
+_MALFORMED = (
+    *(AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+    yaml.YAMLError,
+)
+"""What energon raises for settings of other types, or that contain themselves."""
+
+
+@contextmanager
+def _name_malformed(path: Path) -> Iterator[None]:
+    """Raise BadInput, which names the data set, where energon cannot make one of its settings."""
+    try:
+        yield
+    except _MALFORMED as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise BadInput(
+            f"{path} is no data set that energon can read ({reason:.300}). Correct the "
+            "metadataset, or the files in the folder .nv-meta; a WebDataset without that folder is "
+            "indexed here."
+        ) from error
 
 
 def unread_of(sources: Sequence[Source], split: str) -> list[Unused]:

@@ -918,15 +918,15 @@ def table_files(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
         return [path]
     if (path / _DICT).exists():
-        names = _read_list(path / _DICT, "splits")
+        names = [_entry_below(path / _DICT, name) for name in _read_list(path / _DICT, "splits")]
         chosen = [name for name in names if name in _SPLITS[split]]
         if not chosen and split == "train":
             chosen = names if len(names) == 1 else []
         if not chosen:
             raise BadInput(f"{path} has the splits {', '.join(names)}, but none for {split}.")
-        return table_files(path / chosen[0], split)
+        return _saved_files(path / chosen[0])
     if (path / _STATE).exists():
-        return [path / entry["filename"] for entry in _read_list(path / _STATE, "_data_files")]
+        return _saved_files(path)
     files = sorted(files_below(path, (".parquet",)))
     named = {file: _split_in_path(file.relative_to(path)) for file in files}
     if not any(named.values()):
@@ -935,6 +935,27 @@ def table_files(path: Path, split: str) -> list[Path]:
     if not chosen_files:
         raise BadInput(f"{path} has Parquet files of other splits, but none for {split}.")
     return chosen_files
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Return the Arrow files of a split that Hugging Face's ``save_to_disk`` wrote."""
+    file, files = folder / _STATE, []
+    for entry in _read_list(file, "_data_files"):
+        name = _entry_below(file, entry.get("filename") if isinstance(entry, Mapping) else entry)
+        if not (folder / name).is_file():
+            raise BadInput(f"{file} names {name}, which is no file beside it. Copy it again.")
+        files.append(folder / name)
+    return files
+
+
+def _entry_below(file: Path, name: Any) -> str:
+    """Return a name in the folder of `file`, which says it; raise BadInput if it leads out."""
+    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & {"/", "\\", "\0"}:
+        raise BadInput(
+            f"{file} names {name!r:.200}, which is no file or folder beside it. Save the data set "
+            "again."
+        )
+    return name
 
 
 def _read_list(file: Path, key: str) -> list[Any]:

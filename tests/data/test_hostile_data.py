@@ -211,3 +211,44 @@ def test_a_data_set_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None
     os.mkfifo(tmp_path / name)
     with pytest.raises(BadInput, match="is a pipe or a device"):
         CrudeSamples([Source(tmp_path / name)], split="train", trust=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("state.json", {"_data_files": [{"filename": "../secret.arrow"}]}),
+        ("state.json", {"_data_files": [{"filename": "/secret.arrow"}]}),
+        ("state.json", {"_data_files": [3]}),
+        ("state.json", {"_data_files": [{}]}),
+        ("state.json", {"_data_files": [{"filename": "absent.arrow"}]}),
+        ("dataset_dict.json", {"splits": ["../train"]}),
+        ("dataset_dict.json", {"splits": ["."]}),
+        ("dataset_dict.json", {"splits": [{"train": 1}]}),
+    ],
+)
+def test_a_saved_data_set_that_names_files_elsewhere(
+    file: str, content: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / file).write_text(json.dumps(content), "utf-8")
+    with pytest.raises(BadInput, match=f"{file} names .* beside it"):
+        readers.table_files(tmp_path / "data", "train")
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        {"train": {"path": "self.yaml"}},
+        {"train": [1, 2]},
+        {"train": {"path": "http://localhost/x"}},
+        None,
+        ["train"],
+    ],
+)
+def test_a_malformed_metadataset_is_named(splits: Any, tmp_path: Path) -> None:
+    """Energon ends with an error of Python's for each of them."""
+    path = tmp_path / "self.yaml"
+    classes = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    path.write_text(json.dumps({**classes, "splits": splits}), "utf-8")
+    with pytest.raises(BadInput, match=r"self\.yaml is no data set that energon can read"):
+        CrudeSamples([Source(path)], split="train", trust=False)
