@@ -88,7 +88,7 @@ def search_model(
         layout.validate(Architecture.from_hf(small))
         search = Search(Bench(folder), seed, _axes(small, layout, data, _flags(flags)))
         search.run(time.monotonic() + 60 * minutes, cases)
-    return _report(search, model, small, layout)
+        return _report(search, model, small, layout)  # a finding's report reads the small model
 
 
 def _flags(words: Sequence[str]) -> tuple[Flag, ...]:

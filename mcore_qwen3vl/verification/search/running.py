@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -225,6 +225,7 @@ class Bench:
         temporary.mkdir()
         begun, before = time.monotonic(), _lines_of(log)
         ran = Ran(0)
+        others = {process.pid for process in psutil.Process().children(recursive=True)}
         with _own_temporary_folder(temporary):
             try:
                 size = segment.layout.world_size
@@ -241,7 +242,7 @@ class Bench:
                 if segment.kill_after is None or "SIGKILL" not in str(error):
                     ran.crash = "\n".join(map(str, error.args))
         ran.seconds = time.monotonic() - begun
-        ran.left = _left_over(temporary)
+        ran.left = _left_over(temporary, others)
         printed = notes / "output.txt"
         ran.printed = printed.read_text("utf-8", errors="replace") if printed.exists() else ""
         entries = _lines_of(log)[len(before) :]
@@ -274,12 +275,19 @@ class _own_temporary_folder:
             os.environ["TMPDIR"] = self._before
 
 
-def _left_over(temporary: Path) -> list[str]:
-    """Return what a run has left: files in its temporary folder, and processes, which are ended."""
+def _left_over(temporary: Path, others: Collection[int]) -> list[str]:
+    """Return what a run has left: files in its temporary folder, and processes, which are ended.
+
+    Processes with the ids `others` ran before it.
+    """
     deadline = time.monotonic() + _ORPHANS_SECONDS
     this = psutil.Process()
     while True:
-        processes = [one for one in this.children(recursive=True) if _is_running(one)]
+        processes = [
+            one
+            for one in this.children(recursive=True)
+            if one.pid not in others and _is_running(one)
+        ]
         files = sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*"))
         if not (processes or files) or time.monotonic() > deadline:
             break
