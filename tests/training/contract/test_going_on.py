@@ -69,10 +69,10 @@ def argv_of(
         words += ["--train-iters", str(STEPS)]
     words += [] if "--hf-model" in words else ["--hf-model", str(model)]
     words += ["--packing"] * packing
-    # What balances the losses of experts depends on the layout.
-    words += ["--moe-aux-loss-coeff", "0"] if case.model == "moe" else []
-    layout_flags = Layout.parse(layout).flags(moe=True)
-    return ["--cpu", "--load-hf", str(model), *BASE, *layout_flags, *words]
+    ranks = Layout.parse(layout)
+    # Under TP, Megatron-Core trains experts with sequence parallelism only.
+    words += ["--sequence-parallel"] * (case.model == "moe" and ranks.tp > 1)
+    return ["--cpu", "--load-hf", str(model), *BASE, *ranks.flags(moe=True), *words]
 
 
 @pytest.fixture(scope="module")
