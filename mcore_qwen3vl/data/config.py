@@ -6,7 +6,6 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
@@ -17,6 +16,7 @@ from mcore_qwen3vl.data.record_form import UNCUT_ANSWER, RecordForm
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import flag_of
 
 _PIL_DECODES = 178_956_970  # twice ``PIL.Image.MAX_IMAGE_PIXELS``
 
@@ -50,8 +50,7 @@ class MediaLimits:
         for budget in fields(self):
             value = getattr(self, budget.name)
             if value is not None and not 0 < value < inf:
-                flag = "--" + budget.name.replace("_", "-")
-                raise BadInput(f"{flag} is {value}; it must be above 0.")
+                raise BadInput(f"{flag_of(budget.name)} is {value}; it must be above 0.")
 
     def apply(self, processor: Any) -> None:
         """Set these budgets on an HF ``Qwen3VLProcessor``, in place.
@@ -256,7 +255,7 @@ def parse_sources(
         numbers = [float(weight) for weight in weights]
     except ValueError:
         numbers = []
-    if not words or len(numbers) != len(paths) or not all(0 < n < math.inf for n in numbers):
+    if not words or len(numbers) != len(paths) or not all(0 < n < inf for n in numbers):
         raise BadInput(
             f"The data path {' '.join(words)!r} is neither one path nor positive weights and "
             "paths in turn, like '0.3 a.jsonl 0.7 b.jsonl'."

@@ -33,6 +33,7 @@ from mcore_qwen3vl.data.readers import (
     JsonReader,
     TableReader,
     ensure_index,
+    files_below,
     index_beside,
     index_of,
     is_table,
@@ -188,7 +189,7 @@ def are_numbered(datasets: Sequence[LoadedDataset]) -> bool:
 
 def is_of_tars(path: Path) -> bool:
     """Return whether a path names a folder of tars, whose records have no number."""
-    return path.is_dir() and next(path.rglob("*.tar"), None) is not None
+    return path.is_dir() and next(files_below(path, (".tar",)), None) is not None
 
 
 def _index_leaves(path: Path) -> None:
@@ -520,7 +521,7 @@ class Order:
 
     def start_of_epoch(self, number: int) -> int:
         """Return the first position of an epoch of data sets without weights."""
-        epochs = next(each for each in reversed(self._epochs) if each.number <= number)
+        epochs = self._epochs_numbered(number)
         return epochs.start + (number - epochs.number) * epochs.length
 
     def __getitem__(self, position: int) -> tuple[int, int]:
@@ -571,6 +572,9 @@ class Order:
         found = (each for each in reversed(self._epochs) if each.start <= position)
         return next(found, self._epochs[0])  # that of ABSENT, which is before all
 
+    def _epochs_numbered(self, number: int) -> _Epochs:
+        return next(each for each in reversed(self._epochs) if each.number <= number)
+
     def _passes_at(self, part: int, draw: int) -> _Passes:
         return next(each for each in reversed(self._passes[part]) if each.start <= draw)
 
@@ -591,14 +595,14 @@ class Order:
         """Return the draws of each data set before an epoch, or before a chunk of a blend."""
         if self._weights is not None:
             return self._before[chunk]
-        epochs = next(each for each in reversed(self._epochs) if each.number <= chunk)
+        epochs = self._epochs_numbered(chunk)
         return epochs.before + (chunk - epochs.number) * epochs.draws
 
     def _enter_chunk(self, chunk: int) -> None:
         """Compute the turns of a chunk of positions: an epoch, or some draws by weight."""
         count = len(self._parts)
         if self._weights is None:
-            draws = next(e for e in reversed(self._epochs) if e.number <= chunk).draws
+            draws = self._epochs_numbered(chunk).draws
             self._turns = np.repeat(np.arange(count, dtype=np.int32), draws)
             if self._seed is None:
                 places = [(np.arange(drawn) + 0.5) / drawn for drawn in draws]
@@ -688,7 +692,25 @@ class Block:
 
 
 class _Ordered(SavableDataset[Any]):
-    """What energon asks of a data set that this module's classes all answer alike."""
+    """What this module's data sets share: where they begin and end, and what energon asks of them.
+
+    `end` is the number of positions that are read; None: there is no end.
+    """
+
+    _savable_fields = ("_start", "_taken")
+
+    def __init__(self, workers: WorkerConfig, end: int | None) -> None:
+        super().__init__(worker_config=workers)
+        self._start, self._end = 0, end
+        self.reset_state_own()
+
+    def start_at(self, position: int) -> None:
+        """Begin at a position instead of the first."""
+        self._start = position
+
+    def end_at(self, position: int | None) -> None:
+        """End at another position; None: never."""
+        self._end = position
 
     def reset_state_own(self) -> None:
         self._taken = 0
@@ -712,8 +734,6 @@ class Blocks(_Ordered):
     A record that cannot be used leaves its place empty, so that all ranks stay at the same place.
     """
 
-    _savable_fields = ("_start", "_taken")
-
     def __init__(
         self,
         order: Order,
@@ -729,18 +749,8 @@ class Blocks(_Ordered):
             end: number of positions that are read; the rest of the blocks is empty.
             period: number of positions after which the order begins again.
         """
-        super().__init__(worker_config=workers)
-        self._order, self._rows, self._end, self._period = order, rows, end, period
-        self._start = 0
-        self.reset_state_own()
-
-    def start_at(self, position: int) -> None:
-        """Begin at a position instead of the first."""
-        self._start = position
-
-    def end_at(self, position: int | None) -> None:
-        """End at another position; None: never."""
-        self._end = position
+        super().__init__(workers, end)
+        self._order, self._rows, self._period = order, rows, period
 
     def __iter__(self) -> Iterator[Block]:
         workers = self.worker_config
@@ -763,8 +773,6 @@ class Blocks(_Ordered):
 class Stream(_Ordered):
     """Records one at a time: all of them, or this worker's part of them."""
 
-    _savable_fields = ("_start", "_taken")
-
     def __init__(
         self,
         order: Order,
@@ -779,18 +787,8 @@ class Stream(_Ordered):
             shared: whether each worker of each rank reads all records.
             end: number of positions that are read; after them come samples without data.
         """
-        super().__init__(worker_config=workers)
-        self._order, self._parts, self._shared, self._end = order, parts, shared, end
-        self._start = 0
-        self.reset_state_own()
-
-    def start_at(self, position: int) -> None:
-        """Begin at a position instead of the first."""
-        self._start = position
-
-    def end_at(self, position: int | None) -> None:
-        """End at another position; None: never."""
-        self._end = position
+        super().__init__(workers, end)
+        self._order, self._parts, self._shared = order, parts, shared
 
     def __iter__(self) -> Iterator[RawSampleData]:
         count = max(self.worker_config.num_workers, 1)

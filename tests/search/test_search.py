@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.errors import Unfinished
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.forward_step import ForwardStep
 from mcore_qwen3vl.verification.search import axes, of_user, oracles, plain, records
 from mcore_qwen3vl.verification.search.axes import draw, layouts
 from mcore_qwen3vl.verification.search.case import Case, Stop, paste, picture, segments
 from mcore_qwen3vl.verification.search.running import Bench
-from mcore_qwen3vl.verification.search.search import Finding, Search
+from mcore_qwen3vl.verification.search.search import Finding, Search, main
 from mcore_qwen3vl.verification.search.shrinking import shrink
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -184,3 +185,16 @@ def test_differences_by_design_are_documented(difference: oracles.ByDesign) -> N
     page, words = difference.page
     text = " ".join((DOCS / page).read_text("utf-8").split())
     assert words in text
+
+
+def test_a_process_that_breaks_does_not_end_a_search_as_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(file: Path, bench: Bench, until: float, worker: int, workers: int) -> int:
+        if worker == 1:
+            raise ValueError("broken")
+        return 0
+
+    monkeypatch.setattr("mcore_qwen3vl.verification.search.search.write_table", broken)
+    with pytest.raises(Unfinished):
+        main(["--table", str(tmp_path / "flags.md"), "--workers", "2"])

@@ -19,7 +19,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.registry import all_losses
 from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName, tiny_config
 from mcore_qwen3vl.verification.search import records
-from mcore_qwen3vl.verification.search.case import OTHER, Case, Flag, How, Stop
+from mcore_qwen3vl.verification.search.case import OTHER, Case, Flag, How, Stop, path_of
 from mcore_qwen3vl.verification.search.flags import drawable
 
 Axis = Callable[[Random, Case], Case]
@@ -163,8 +163,8 @@ def draw(rng: Random, axes: tuple[Axis, ...] = AXES) -> Case:
 @cache
 def layouts(model: tuple[str, ...]) -> tuple[str, ...]:
     """Return all layouts of up to four ranks that a model fits: a tiny one, or that of a path."""
-    if model and not model[0].startswith("--"):
-        return tuple(str(one) for one in _fitting(Architecture.from_hf(model[0])))
+    if path := path_of(model):
+        return tuple(str(one) for one in _fitting(Architecture.from_hf(path)))
     family: Any = model[model.index("--family") + 1] if "--family" in model else "qwen3-vl"
     architecture = Architecture.from_hf(tiny_config(family=family, moe="--moe" in model))
     return tuple(str(one) for one in _fitting(architecture))

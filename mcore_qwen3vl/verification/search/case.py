@@ -13,7 +13,7 @@ import random
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
 from mcore_qwen3vl.config import Architecture
@@ -89,10 +89,14 @@ class Case:
         given = {name: values for name, *values in (*BASE, *self.flags)}
         return (given.get(flag) or [otherwise])[0]
 
+    def without(self, flag: str) -> Case:
+        """Return the case with each of its flags of another name."""
+        return replace(self, flags=tuple(one for one in self.flags if one[0] != flag))
+
     @property
     def is_moe(self) -> bool:
-        if self.model and not self.model[0].startswith("--"):
-            return Architecture.from_hf(self.model[0]).is_moe
+        if path := path_of(self.model):
+            return Architecture.from_hf(path).is_moe
         return "--moe" in self.model
 
     @property
@@ -113,6 +117,11 @@ class Case:
             stop = Stop(**{**stop, "flags": tuple(map(tuple, stop["flags"]))})
         lists = {key: tuple(held[key]) for key in ("model", "records")}
         return cls(**{**held, **lists, "flags": tuple(map(tuple, held["flags"])), "stop": stop})
+
+
+def path_of(model: tuple[str, ...]) -> str | None:
+    """Return the path of a case's model; None for options of ``mcore-qwen3vl tiny``."""
+    return model[0] if model and not model[0].startswith("--") else None
 
 
 @dataclass(frozen=True)
@@ -206,9 +215,10 @@ def paste(case: Case) -> str:
 
 
 def _lines(case: Case) -> Iterator[str]:
-    model = "model" if not case.model or case.model[0].startswith("--") else case.model[0]
+    path = path_of(case.model)
+    model = path or "model"
     yield "mkdir case && cd case"
-    if model == "model":
+    if path is None:
         yield shlex.join(["mcore-qwen3vl", "tiny", "model", *case.model])
     for name in pictures(case):
         yield f"base64 -d > {name} <<< {base64.b64encode(picture(name)).decode()}"

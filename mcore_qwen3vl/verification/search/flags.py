@@ -44,10 +44,8 @@ class DrawnFlag:
     """
 
     name: str
-    dest: str
     values: tuple[tuple[str, ...], ...]
     row: str
-    decides: bool
 
     def draw(self, rng: Random) -> Flag:
         return (self.name, *rng.choice(self.values))
@@ -70,7 +68,7 @@ def drawable() -> tuple[DrawnFlag, ...]:
         row = owner_of(action.dest)
         why = row.name if row else reasons.get(action.dest, "")
         if values := _values(action):
-            found.append(DrawnFlag(action.option_strings[0], action.dest, values, why, bool(row)))
+            found.append(DrawnFlag(action.option_strings[0], values, why))
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ import math
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -224,10 +224,6 @@ def _validations(outcome: Outcome) -> dict[str, float]:
     return {k: v for k, v in (entries[-1] if entries else {}).items() if k.startswith("valid")}
 
 
-_SPEED = ("iteration", "per second", "seconds", "time", "tflop", "mfu", "memory", "throughput",
-          "tokens", "padding", "work", "samples", "imbalance")  # fmt: skip
-
-
 def _kind(key: str) -> str | None:
     """Return which limit is a logged number's; None for one of speed or of the layout."""
     if key == "learning rate":
@@ -281,17 +277,12 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     for step in sorted(outcome.log):
         names = [sample.name for sample in outcome.samples.get(step, ())]
         names = names[::2] if pairs else names  # both sides of a pair have its name
-        steps.append([records[int(name.rsplit(":")[-1]) - 1] for name in names])
+        steps.append([_record_of(records, name) for name in names])
     if not all(steps):
         return None  # a step without a record that can be used
-    try:
-        (theirs,) = run_layout(
-            plain.train, 1, outcome.model, steps, outcome.media, recipe, timeout=bench.timeout
-        )
-    except RanksFailed as error:
-        if "NotPlain" in str(error):
-            return None
-        raise
+    theirs = _plainly(bench, plain.train, outcome.model, steps, outcome.media, recipe)
+    if theirs is None:
+        return None
     for step, other in zip(sorted(outcome.log), theirs, strict=True):
         mine = outcome.log[step]
         loss = _LOGGED.get(recipe.loss, "lm loss")
@@ -302,6 +293,22 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
             if not _agree(mine[name], other[key], LIMITS[kind]):
                 return f"step {step}: {name} is {mine[name]}, and {other[key]} in the plain loop"
     return None
+
+
+def _plainly[T](bench: Bench, compute: Callable[..., T], *args: Any) -> T | None:
+    """Compute in a fork with one of :mod:`.plain`'s functions; None for what it does not know."""
+    try:
+        (found,) = run_layout(compute, 1, *args, timeout=bench.timeout)
+    except RanksFailed as error:
+        if plain.NotPlain.__name__ in str(error):
+            return None
+        raise
+    return found
+
+
+def _record_of(records: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return the record of a sample, whose name ends with its line."""
+    return records[int(name.rsplit(":")[-1]) - 1]
 
 
 def _recipe(case: Case) -> plain.Recipe | None:
@@ -353,7 +360,7 @@ def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     processor = _processor(str(outcome.model))
     weighs = case.value("--loss", "cross_entropy") != "cross_entropy"
     for sample in {s.name: s for some in outcome.samples.values() for s in some}.values():
-        record = records[int(sample.name.rsplit(":")[-1]) - 1]
+        record = _record_of(records, sample.name)
         try:
             expected = plain.encode(processor, record, outcome.media)
         except plain.NotPlain:
@@ -396,15 +403,8 @@ def export(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     if any(entry.get("over-long samples") for entry in outcome.log.values()):
         return None  # the validation leaves them out too, and does not name them
     records = [record for record in case.parsed if "bad" not in record]
-    try:
-        (found,) = run_layout(
-            plain.mean_loss, 1, folders[-1], records, outcome.media, timeout=bench.timeout
-        )
-    except RanksFailed as error:
-        if "NotPlain" in str(error):
-            return None
-        raise
-    if not _agree(logged, found, LIMITS["loss"]):
+    found = _plainly(bench, plain.mean_loss, folders[-1], records, outcome.media)
+    if found is not None and not _agree(logged, found, LIMITS["loss"]):
         return f"the log has the validation {logged}, and transformers {found} of the export"
     return None
 
@@ -417,9 +417,7 @@ def unused(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     for name in dict.fromkeys(said):
         if not case.has(name):
             continue
-        without = bench.run(
-            replace(case, flags=tuple(flag for flag in case.flags if flag[0] != name))
-        )
+        without = bench.run(case.without(name))
         if without.finished and (text := _differences(outcome, without, None, f"no {name}")):
             return f"{name} is said to be not used, and {text}"
     return None
@@ -458,11 +456,10 @@ def remedied(case: Case, refusal: str) -> Iterator[Case]:
                 else replace(case, steps=count)
             )
             continue
-        kept = tuple(flag for flag in case.flags if flag[0] != name)
-        yield replace(case, flags=(*kept, words))
+        yield replace(case, flags=(*case.without(name).flags, words))
     for name in _LEAVE_OUT.findall(refusal):
         if case.has(name):
-            yield replace(case, flags=tuple(flag for flag in case.flags if flag[0] != name))
+            yield case.without(name)
 
 
 def _without_numbers(text: str) -> str:

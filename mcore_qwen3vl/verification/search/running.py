@@ -17,12 +17,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -40,6 +41,7 @@ from mcore_qwen3vl.verification.search.case import (
     Case,
     Segment,
     mixture,
+    path_of,
     picture,
     pictures,
     segments,
@@ -76,7 +78,6 @@ class Ran:
     """By the step, over all data-parallel ranks."""
     left: list[str] = field(default_factory=list)
     """Processes and files that were left over."""
-    seconds: float = 0.0
 
 
 @dataclass
@@ -102,11 +103,6 @@ class Outcome:
     @property
     def refusal(self) -> str:
         return next((one.refusal for one in self.ran if one.refusal), "")
-
-    @property
-    def went_on_at(self) -> int:
-        """The first step of the last command."""
-        return int(self.ran[-1].log[0]["iteration"]) if self.ran[-1].log else 1
 
     @property
     def log(self) -> dict[int, dict[str, Any]]:
@@ -162,8 +158,8 @@ class Bench:
 
     def model(self, words: tuple[str, ...]) -> Path:
         """Return the checkpoint that ``mcore-qwen3vl tiny`` writes with these words."""
-        if words and not words[0].startswith("--"):
-            return Path(words[0])
+        if given := path_of(words):
+            return Path(given)
         if words not in self._models:
             from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
@@ -223,7 +219,7 @@ class Bench:
         notes.mkdir()
         temporary, log = notes / "temporary", notes.parent / "log.jsonl"
         temporary.mkdir()
-        begun, before = time.monotonic(), _lines_of(log)
+        before = _lines_of(log)
         ran = Ran(0)
         others = {process.pid for process in psutil.Process().children(recursive=True)}
         with _own_temporary_folder(temporary):
@@ -241,7 +237,6 @@ class Bench:
                 ran.exit_code = 1
                 if segment.kill_after is None or "SIGKILL" not in str(error):
                     ran.crash = "\n".join(map(str, error.args))
-        ran.seconds = time.monotonic() - begun
         ran.left = _left_over(temporary, others)
         printed = notes / "output.txt"
         ran.printed = printed.read_text("utf-8", errors="replace") if printed.exists() else ""
@@ -258,21 +253,14 @@ def _lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
 
 
-class _own_temporary_folder:
-    """Has all processes that start inside the context make their temporary files in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = str(folder)
-
-    def __enter__(self) -> None:
-        self._before = os.environ.get("TMPDIR")
-        os.environ["TMPDIR"] = tempfile.tempdir = self._folder
-
-    def __exit__(self, *_: object) -> None:
-        tempfile.tempdir = None
-        del os.environ["TMPDIR"]
-        if self._before is not None:
-            os.environ["TMPDIR"] = self._before
+@contextmanager
+def _own_temporary_folder(folder: Path) -> Iterator[None]:
+    """Have all processes that start inside the block make their temporary files in a folder."""
+    with (
+        mock.patch.dict(os.environ, TMPDIR=str(folder)),
+        mock.patch.object(tempfile, "tempdir", str(folder)),
+    ):
+        yield
 
 
 def _left_over(temporary: Path, others: Collection[int]) -> list[str]:

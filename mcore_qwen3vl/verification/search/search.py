@@ -12,7 +12,7 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -67,7 +67,6 @@ class Search:
     Attributes:
         seed: cases are those of this seed, whatever was found.
         first, every: of all cases this process takes those from `first`, `every` apart.
-        only: leave out what is drawn but for this.
     """
 
     bench: Bench
@@ -78,7 +77,6 @@ class Search:
     every: int = 1
     findings: list[Finding] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
 
     def case(self, number: int) -> Case:
         """Return the case of a number."""
@@ -97,8 +95,6 @@ class Search:
             case = self.case(number)
             outcome, verdict = judge(case, self.bench, self.oracles)
             self.counts["refused" if outcome.refusal else "ran"] += 1
-            if outcome.refusal:
-                self.refusals[outcome.refusal.splitlines()[0][:100]] += 1
             if verdict is not None:
                 if any(one.covers(case, verdict) for one in self.findings):
                     self.counts["found again"] += 1
@@ -172,22 +168,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _try_flags(bench: Bench, folder: Path, until: float, file: Path, workers: int) -> int:
     """Add lines to the table of flags, in forks of this process; return 3 if flags remain."""
+
+    def work(worker: int, put: Callable[[Any], None]) -> None:
+        put(write_table(file, bench.moved_to(folder / str(worker)), until, worker, workers))
+
+    left = list(_in_forks(work, workers))
+    print(f"{file}: {sum(left)} values of flags remain" if any(left) else f"{file} has all flags")
+    return Unfinished.exit_code if any(left) else 0
+
+
+def _in_forks(work: Callable[[int, Callable[[Any], None]], None], workers: int) -> Iterator[Any]:
+    """Call ``work(worker, put)`` in forks of this process; yield what they put, as it comes.
+
+    Raises:
+        Unfinished: a fork raised, which printed its traceback; what the others put has come before.
+    """
     context = multiprocessing.get_context("fork")
-    remaining: Any = context.Queue()
+    results: Any = context.Queue()
 
-    def work(worker: int) -> None:
-        multiprocessing.current_process().daemon = False  # forks of this process are ranks
-        own = bench.moved_to(folder / str(worker))
-        remaining.put(write_table(file, own, until, worker, workers))
+    def run(worker: int) -> None:
+        whole = False
+        try:
+            work(worker, lambda result: results.put((result, None)))
+            whole = True
+        except Exception:
+            traceback.print_exc()
+        finally:
+            results.put((None, whole))
 
-    processes = [context.Process(target=work, args=(worker,)) for worker in range(workers)]
+    processes = [context.Process(target=run, args=(worker,)) for worker in range(workers)]
     for process in processes:
         process.start()
-    left = sum(remaining.get() for _ in processes)
+    ends: list[bool] = []
+    while len(ends) < workers:
+        told, whole = results.get()
+        if whole is None:
+            yield told
+        else:
+            ends.append(whole)
     for process in processes:
         process.join()
-    print(f"{file}: {left} values of flags remain" if left else f"{file} has all flags")
-    return Unfinished.exit_code if left else 0
+    if not all(ends):
+        raise Unfinished("A process of the search has ended with the error above.")
 
 
 def _judge_again(file: Path, bench: Bench) -> int:
@@ -205,31 +227,22 @@ def _run_workers(
     kept: Path | None,
 ) -> tuple[Counter[str], int]:  # fmt: skip
     """Search in forks of this process, which share the cases; return counts and findings."""
-    context = multiprocessing.get_context("fork")
-    results: Any = context.Queue()
-    processes = [
-        context.Process(
-            target=_work,
-            args=(bench, folder / str(worker), until, seed, most, worker, workers, results),
-        )
-        for worker in range(workers)
-    ]
-    for process in processes:
-        process.start()
+
+    def work(worker: int, put: Callable[[Any], None]) -> None:
+        search = Search(bench.moved_to(folder / str(worker)), seed, first=worker, every=workers)
+        try:
+            search.run(until, most, heard=put)
+        finally:
+            put(search.counts)
+
     counts: Counter[str] = Counter()
     findings: list[Finding] = []
-    running = workers
-    while running:
-        told = results.get()
-        if isinstance(told, Finding):
-            if not any(one.covers(told.case, told.verdict) for one in findings):
-                findings.append(told)
-                _show(told, kept, len(findings), seed)
-        else:
+    for told in _in_forks(work, workers):
+        if not isinstance(told, Finding):
             counts += told
-            running -= 1
-    for process in processes:
-        process.join()
+        elif not any(one.covers(told.case, told.verdict) for one in findings):
+            findings.append(told)
+            _show(told, kept, len(findings), seed)
     return counts, len(findings)
 
 
@@ -240,19 +253,3 @@ def _show(finding: Finding, kept: Path | None, number: int, seed: int) -> None:
         kept.mkdir(parents=True, exist_ok=True)
         file = kept / f"{seed}-{finding.number}.sh"
         file.write_text(f"{finding.report()}# case: {finding.case.to_json()}\n", "utf-8")
-
-
-def _work(
-    bench: Bench, folder: Path, until: float, seed: int, most: int | None, worker: int,
-    workers: int, results: Any,
-) -> None:  # fmt: skip
-    """Search in this process, and put what is found and the counts into `results`."""
-    # Forks of this process are ranks, which a daemon may not have.
-    multiprocessing.current_process().daemon = False
-    search = Search(bench.moved_to(folder), seed, first=worker, every=workers)
-    try:
-        search.run(until, most, heard=results.put)
-    except Exception:
-        traceback.print_exc()
-        search.counts["broken"] += 1
-    results.put(search.counts)
