@@ -113,7 +113,14 @@ def part_of(name: str) -> str:
 
 
 def global_name(chunk: Qwen3VLModel, name: str) -> str:
-    """Return a parameter's name with its layer numbered over the whole model, not in `chunk`."""
+    """Return a parameter's name in the whole model, with its layer numbered over all stages.
+
+    The copy of a tied embedding that a pipeline's last stage has as its head is the embedding. Were
+    it named apart, a pattern could freeze one of the two, and the all-reduce of their gradients
+    would wait for ever.
+    """
+    if name == "output_layer.weight" and chunk.architecture.tie_word_embeddings:
+        return "embedding.word_embeddings.weight"
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if not match:
         return name

@@ -13,14 +13,15 @@ from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import tiny_config
 
 DENSE = Architecture.from_hf(tiny_config())
+TIED = Architecture.from_hf(tiny_config(tie=True))
 
 
 def frozen_and_trained(
-    frozen: list[str], trainable: list[str], layout: Layout
+    frozen: list[str], trainable: list[str], layout: Layout, architecture: Architecture = DENSE
 ) -> tuple[list[str], list[str]]:
     """Return the names frozen and trained on this rank, in the whole model's numbering."""
     initialize(layout)
-    (model,) = build_chunks(DENSE, layout)
+    (model,) = build_chunks(architecture, layout)
     freezing = Freezing(frozen, trainable)
     freezing.apply(model)
     trains = {global_name(model, n): p.requires_grad for n, p in model.named_parameters()}
@@ -34,9 +35,11 @@ def frozen_and_trained(
     return stopped, trained
 
 
-def stages(frozen: list[str], trainable: list[str]) -> list[tuple[list[str], list[str]]]:
+def stages(
+    frozen: list[str], trainable: list[str], architecture: Architecture = DENSE
+) -> list[tuple[list[str], list[str]]]:
     """Run :func:`frozen_and_trained` on each of two pipeline stages."""
-    return run_layout(frozen_and_trained, 2, frozen, trainable, Layout(pp=2))
+    return run_layout(frozen_and_trained, 2, frozen, trainable, Layout(pp=2), architecture)
 
 
 def test_what_matches_a_pattern_is_frozen() -> None:
@@ -73,6 +76,19 @@ def test_what_is_both_frozen_and_trainable_is_frozen() -> None:
     assert "visual.merger.norm.weight" in frozen
     assert "decoder.layers.3.mlp.linear_fc1.weight" in last
     assert "decoder.layers.2.mlp.linear_fc1.weight" not in last
+
+
+def test_both_copies_of_a_tied_embedding_are_frozen_or_train() -> None:
+    embedding = "embedding.word_embeddings.weight"
+    (first, _), (last, _) = stages(["embedding"], [], TIED)
+    assert first == last == [embedding]
+    (_, first), (_, last) = stages([], ["embedding"], TIED)
+    assert first == last == [embedding]
+
+
+def test_the_head_of_a_tied_model_is_no_parameter_of_its_own() -> None:
+    with pytest.raises(BadInput, match="output_layer selects no parameter"):
+        stages(["output_layer"], [], TIED)
 
 
 @pytest.mark.parametrize(
