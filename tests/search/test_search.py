@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -18,7 +18,15 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.forward_step import ForwardStep
 from mcore_qwen3vl.verification.search import axes, of_user, oracles, plain, records
 from mcore_qwen3vl.verification.search.axes import draw, layouts
-from mcore_qwen3vl.verification.search.case import Case, Stop, paste, picture, segments
+from mcore_qwen3vl.verification.search.case import (
+    ADAPTER,
+    Case,
+    Form,
+    Stop,
+    paste,
+    picture,
+    segments,
+)
 from mcore_qwen3vl.verification.search.running import Bench
 from mcore_qwen3vl.verification.search.search import Finding, Search, main
 from mcore_qwen3vl.verification.search.shrinking import shrink
@@ -76,7 +84,18 @@ def test_without_a_fault_nothing_is_found(bench: Bench) -> None:
 def test_a_draw_depends_on_its_seed_alone_and_each_axis_varies() -> None:
     drawn = [draw(Random(f"5:{number}")) for number in range(60)]
     assert drawn == [draw(Random(f"5:{number}")) for number in range(60)]
-    for side in ("model", "records", "flags", "layout", "batch", "steps", "stop", "validates"):
+    for side in (
+        "model",
+        "records",
+        "flags",
+        "layout",
+        "batch",
+        "steps",
+        "stop",
+        "validates",
+        "form",
+        "start",
+    ):
         assert len({getattr(case, side) for case in drawn}) > 1, side
     for case in drawn:
         assert case.layout in layouts(case.model)
@@ -120,6 +139,39 @@ def test_a_small_copy_keeps_heads_experts_and_processor(moe: Path, tmp_path: Pat
         assert mine["text_config"][name] == theirs["text_config"][name], name
     assert mine["text_config"]["num_hidden_layers"] == 6
     assert (copy / "tokenizer.json").read_bytes() == (moe / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", get_args(Form))
+def test_training_names_records_as_a_case_does_in_each_form(form: Form, bench: Bench) -> None:
+    makers = (records.one_image, records.tools, records.weights)
+    lines = records.lines(Random(form), makers, 5, False)
+    flags = (("--seq-length", "512"),)
+    case = Case(records=lines, flags=flags, form=form, batch=5, steps=2)
+    outcome, verdict = oracles.judge(case, bench)
+    assert verdict is None, verdict
+    assert outcome.finished, outcome.refusal
+    came = {name for step in (1, 2) for name in outcome.names(step)}
+    assert came == set(case.names) if form != "weighted mixture" else came <= set(case.names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(start="--pretrained-checkpoint"),
+        Case(flags=(("--lora-init", ADAPTER),)),
+        Case(steps=4, stop=Stop("disk full", 1)),
+        Case(validates=True),
+    ],
+    ids=["converted", "adapter", "disk full", "export"],
+)
+def test_other_beginnings_and_ends_of_a_run_are_judged(case: Case, bench: Bench) -> None:
+    lines = records.lines(Random(3), (records.one_image, records.text_only), 5, False)
+    outcome, verdict = oracles.judge(replace(case, records=lines), bench)
+    assert verdict is None, verdict
+    assert outcome.ran[-1].exit_code == 0
+    assert len(outcome.log) == case.steps
 
 
 @pytest.mark.slow

@@ -80,7 +80,10 @@ _NEEDS_TE = (
     "use_precision_aware_optimizer",
 )
 """Flags with which Megatron calls or looks for something of Transformer Engine, and fails."""
-_NEEDS_GPU = ("gpu_sniff_test_interval", "log_device_memory_used", "use_sharp", "nccl_ub")
+_NEEDS_GPU = (
+    *("gpu_sniff_test_interval", "log_device_memory_used", "use_sharp", "nccl_ub"),
+    "pipeline_model_parallel_comm_backend",
+)
 """Flags that on the CPU take minutes, or ask for what only a GPU has."""
 _NEEDS_OTHER = {
     "non_persistent_save_interval": "--non-persistent-ckpt-type global",

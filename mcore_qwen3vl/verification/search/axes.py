@@ -19,7 +19,17 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.registry import all_losses
 from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName, tiny_config
 from mcore_qwen3vl.verification.search import records
-from mcore_qwen3vl.verification.search.case import OTHER, Case, Flag, How, Stop, path_of
+from mcore_qwen3vl.verification.search.case import (
+    ADAPTER,
+    OTHER,
+    Case,
+    Flag,
+    Form,
+    How,
+    Start,
+    Stop,
+    path_of,
+)
 from mcore_qwen3vl.verification.search.flags import drawable
 
 Axis = Callable[[Random, Case], Case]
@@ -56,6 +66,15 @@ def loss(rng: Random, case: Case) -> Case:
     return replace(case, flags=flags, records=lines)
 
 
+def files(rng: Random, case: Case) -> Case:
+    """What the data are and where the weights come from; mostly a JSONL file, and a model."""
+    form = rng.choice(get_args(Form)) if rng.random() < 0.3 else case.form
+    if len(case.records) < 2 and form.endswith("mixture"):
+        form = case.form
+    start = rng.choice(get_args(Start)) if rng.random() < 0.2 else case.start
+    return replace(case, form=form, start=start)
+
+
 def batches(rng: Random, case: Case) -> Case:
     """Rows, packs, micro-batches and workers."""
     flags: list[Flag] = []
@@ -85,7 +104,7 @@ def trained(rng: Random, case: Case) -> Case:
     flags = rng.choice(
         (
             *[()] * 5, (("--lora-rank", "2"),), (("--lora-rank", "4"), ("--lora-alpha", "8")),
-            (("--freeze", "vision"),), (("--trainable", "aligner"),),
+            (("--lora-init", ADAPTER),), (("--freeze", "vision"),), (("--trainable", "aligner"),),
             (("--vision-lr-mult", "0.1"),),
         )
     )  # fmt: skip
@@ -103,6 +122,7 @@ def recipe(rng: Random, case: Case) -> Case:
         (("--lr-warmup-iters", "1"),) * (case.steps > 2 and not case.has("--num-epochs")),
         (("--moe-aux-loss-coeff", "0"),) * case.is_moe,
         (("--seed", "7"),),
+        (("--bf16",),),
     )
     some = [flag for flags in choices if rng.random() < 0.2 for flag in flags]
     return replace(case, flags=(*case.flags, *some))
@@ -131,14 +151,16 @@ def stop(rng: Random, case: Case) -> Case:
     if case.has("--num-epochs") or rng.random() < 0.6:
         return case
     case = replace(case, steps=max(case.steps, 3))
-    hows: tuple[How, ...] = ("saved", "saved", "killed", "SIGTERM")
-    how = rng.choice(hows)
-    other = None
+    how = rng.choice(("saved", *get_args(How)))
+    other: str | None = None
+    changed: tuple[Flag, ...] = ()
     if rng.random() < 0.5:
         rows = case.batch // int(case.value("--micro-batch-size"))
         fitting = [one for one in layouts(case.model) if rows % Layout.parse(one).dp == 0]
         other = rng.choice(fitting)
-    return replace(case, stop=Stop(how, rng.randint(1, case.steps - 2), other))
+    if rng.random() < 0.25:
+        changed = (rng.choice(drawable()).draw(rng),)
+    return replace(case, stop=Stop(how, rng.randint(1, case.steps - 2), other, changed))
 
 
 def after(rng: Random, case: Case) -> Case:
@@ -147,7 +169,7 @@ def after(rng: Random, case: Case) -> Case:
 
 
 AXES: tuple[Axis, ...] = (
-    model, loss, batches, length, trained, recipe, further_flags, layout, stop, after,
+    model, loss, files, batches, length, trained, recipe, further_flags, layout, stop, after,
 )  # fmt: skip
 """In the order in which they are drawn."""
 

@@ -25,9 +25,18 @@ Flag = tuple[str, ...]
 OTHER = "{other}"
 """What stands in a flag for the path of a second model, of the same kind with other weights."""
 
-How = Literal["saved", "killed", "SIGTERM"]
+ADAPTER = "{adapter}"
+"""What stands in a flag for the path of a PEFT adapter of the case's model."""
+
+How = Literal["saved", "killed", "SIGTERM", "disk full"]
 """How a run ends early: it saves and leaves (``--exit-interval``), all of its ranks are killed one
-step after a checkpoint, or they get SIGTERM."""
+step after a checkpoint, they get SIGTERM, or they can write no large file from then on."""
+
+Form = Literal["jsonl", "json", "parquet", "mixture", "weighted mixture"]
+"""What the data are: a file, or a mixture of two."""
+
+Start = Literal["--load-hf", "--pretrained-checkpoint"]
+"""Where the weights come from: the model itself, or its conversion to Megatron-Core."""
 
 BASE: tuple[Flag, ...] = (
     ("--seq-length", "256"), ("--lr", "1e-3"), ("--lr-decay-style", "constant"),
@@ -67,6 +76,8 @@ class Case:
         steps: ``--train-iters``.
         stop: an early end, after which the run goes on.
         validates: whether the records are validation data too, for one validation at the end.
+        form: what the data are.
+        start: the flag with which the run begins.
         media: the folder in which the media of the records lie; None: beside them.
     """
 
@@ -78,6 +89,8 @@ class Case:
     steps: int = 2
     stop: Stop | None = None
     validates: bool = False
+    form: Form = "jsonl"
+    start: Start = "--load-hf"
     media: str | None = None
 
     def has(self, flag: str) -> bool:
@@ -103,6 +116,27 @@ class Case:
     def parsed(self) -> list[dict[str, Any]]:
         """The records."""
         return [json.loads(line) for line in self.records]
+
+    @property
+    def data(self) -> str:
+        """The name of the file that ``--data-path`` names."""
+        if self.media is not None or self.form.endswith("mixture"):
+            return "train.yaml"
+        return f"train.{self.form}"
+
+    @property
+    def names(self) -> list[str]:
+        """What training calls each record: its file and its number there."""
+        if self.form == "jsonl":
+            return [f"train.jsonl:{number}" for number in range(1, len(self.records) + 1)]
+        if not self.form.endswith("mixture"):
+            return [f"train.{self.form}[{n}]" for n in range(1, len(self.records) + 1)]
+        parts = _halves(self.records)
+        return [
+            f"train-{part}.jsonl:{number}"
+            for part, lines in enumerate(parts)
+            for number in range(1, len(lines) + 1)
+        ]
 
     def to_json(self) -> str:
         """Return the case as text, which :meth:`of_json` reads."""
@@ -132,19 +166,22 @@ class Segment:
     layout: Layout
     kill_after: int | None = None
     terminate_after: int | None = None
+    full_after: int | None = None
 
     def words(self, case: Case, folder: str, model: str, other: str) -> list[str]:
         """Return the command line of the run, which lies in `folder`, without ``--processes``.
 
         The model of the same kind with `other` weights takes the place of :data:`OTHER`.
         """
-        words = ["--cpu", "--hf-model", model, "--load-hf", model]
-        data = f"{folder}/train.jsonl" if case.media is None else f"{folder}/train.yaml"
+        words = ["--cpu", "--hf-model", model]
+        words += [case.start, model if case.start == "--load-hf" else f"{folder}/converted"]
+        data = f"{folder}/{case.data}"
         words += ["--data-path", data, "--log-json", f"{folder}/log.jsonl"]
-        words += [word.replace(OTHER, other) for flag in self.flags for word in flag]
+        paths = {OTHER: other, ADAPTER: f"{folder}/adapter"}
+        words += [paths.get(word, word) for flag in self.flags for word in flag]
         words += self.layout.flags(moe=case.is_moe)
         named = {name for name, *_ in self.flags}
-        if named & {"--save-interval", "--exit-interval"} or case.stop:
+        if named & {"--save-interval", "--exit-interval"} or case.stop or case.validates:
             words += ["--save", f"{folder}/save"]
         if case.validates:
             words += ["--valid-data-path", data, "--save-hf", f"{folder}/hf"]
@@ -166,20 +203,78 @@ def segments(case: Case) -> list[Segment]:
         "saved": ("--exit-interval", str(stop.after)),
         "killed": ("--save-interval", str(stop.after)),
         "SIGTERM": ("--exit-signal-handler",),
+        "disk full": ("--save-interval", "1"),
     }
     first = Segment(
         (*flags.values(), early[stop.how]),
         layout,
         kill_after=stop.after + 1 if stop.how == "killed" else None,
         terminate_after=stop.after if stop.how == "SIGTERM" else None,
+        full_after=stop.after + 1 if stop.how == "disk full" else None,
     )
     later = flags | {flag[0]: flag for flag in stop.flags}
     return [first, Segment(tuple(later.values()), Layout.parse(stop.layout or case.layout))]
 
 
-def mixture(media: str) -> str:
-    """Return the mixture file of records whose media lie elsewhere."""
-    return f"datasets:\n  - path: train.jsonl\n    media: {json.dumps(media)}"
+def data_files(case: Case) -> dict[str, str]:
+    """Return the text of each file of data, by its name; a table of Parquet is made of the first.
+
+    The media of :attr:`Case.media` are named in a mixture.
+    """
+    if case.form.endswith("mixture"):
+        shares = ("weight: 0.7", "weight: 0.3")
+        if case.form == "mixture":
+            shares = ("epochs: 1", "epochs: 1")
+        parts = _halves(case.records)
+        entries = [
+            f"  - path: train-{part}.jsonl\n    {share}\n" for part, share in enumerate(shares)
+        ]
+        files = {f"train-{part}.jsonl": _text(lines) for part, lines in enumerate(parts)}
+        return {**files, "train.yaml": "datasets:\n" + "".join(entries)}
+    if case.form == "json":
+        return {"train.json": "[\n" + ",\n".join(case.records) + "\n]\n"}
+    files = {"train.jsonl": _text(case.records)}
+    if case.media is not None:
+        media = json.dumps(case.media)
+        files["train.yaml"] = f"datasets:\n  - path: train.jsonl\n    media: {media}\n"
+    return files
+
+
+def _halves(records: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the records of a mixture's two files, neither without one if there are two."""
+    middle = (len(records) + 1) // 2
+    return records[:middle], records[middle:]
+
+
+def _text(lines: tuple[str, ...]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def write_parquet(lines: str, table: str) -> None:
+    """Write the records of a JSONL file as a table: lists of texts as such, the rest as JSON."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with open(lines, encoding="utf-8") as stream:
+        rows = [json.loads(line) for line in stream]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    columns = {key: _column([row.get(key) for row in rows]) for key in keys}
+    pq.write_table(pa.table(columns), table)
+
+
+def _column(values: list[Any]) -> list[Any]:
+    """Return values of one kind as they are, and as JSON text if they are objects or differ."""
+    some = [value for value in values if value is not None]
+    texts = all(
+        isinstance(value, list) and all(isinstance(one, str | None) for one in value)
+        for value in some
+    )
+    kinds = {type(value) for value in some}
+    if kinds == {int, float}:
+        return [None if value is None else float(value) for value in values]
+    if texts or (len(kinds) == 1 and kinds <= {str, bool, int, float}):
+        return values
+    return [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
 
 
 _PICTURE = re.compile(r"(\d+)x(\d+)-(\d+)\.png")
@@ -222,15 +317,18 @@ def _lines(case: Case) -> Iterator[str]:
         yield shlex.join(["mcore-qwen3vl", "tiny", "model", *case.model])
     for name in pictures(case):
         yield f"base64 -d > {name} <<< {base64.b64encode(picture(name)).decode()}"
-    yield "cat > train.jsonl <<'END'"
-    yield from case.records
-    yield "END"
-    if case.media is not None:
-        yield "cat > train.yaml <<'END'"
-        yield mixture(case.media)
+    for name, text in data_files(case).items():
+        yield f"cat > {name} <<'END'"
+        yield text.rstrip("\n")
         yield "END"
+    if case.form == "parquet":
+        yield from _call("case", "write_parquet", "train.jsonl", "train.parquet")
     if any(OTHER in flag for flag in case.flags):
         yield shlex.join(["mcore-qwen3vl", "tiny", "other", *case.model, "--seed", "1"])
+    if any(ADAPTER in flag for flag in case.flags):
+        yield from _call("running", "write_adapter", model, "adapter")
+    if case.start != "--load-hf":
+        yield shlex.join(["mcore-qwen3vl", "convert", "hf-to-mcore", model, "converted"])
     for segment in segments(case):
         words = segment.words(case, ".", model, "other")
         ranks = str(segment.layout.world_size)
@@ -239,3 +337,13 @@ def _lines(case: Case) -> Iterator[str]:
             yield f"# kill -9 all ranks in step {segment.kill_after}, before the next checkpoint"
         if segment.terminate_after:
             yield f"# send SIGTERM after step {segment.terminate_after}"
+        if segment.full_after:
+            yield f"# from the end of step {segment.full_after} on, no file may grow (ulimit -f 16)"
+
+
+def _call(module: str, function: str, *words: str) -> Iterator[str]:
+    """Yield lines of a shell that call a function of this package."""
+    yield "python - <<'END'"
+    yield f"from {__package__}.{module} import {function}"
+    yield f"{function}{words!r}"
+    yield "END"

@@ -11,9 +11,10 @@ import math
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.layout import Layout
@@ -28,6 +29,9 @@ Oracle = Callable[[Case, Outcome, Bench], str | None]
 LIMITS = {"loss": 2e-5, "grad norm": 3e-4, "rate": 1e-9}
 """Largest relative differences in float32 between two layouts, or to the plain loop, in few steps;
 the norm of a step carries what rounding did to the weights of the steps before."""
+AGAIN = {"loss": 2e-6, "grad norm": 3e-5, "rate": 0.0}
+"""The same where the same is computed once more: some products round otherwise by where in memory
+their operands lie, and a run's other flags move them."""
 HALF = {"loss": 2e-2, "grad norm": 2e-1, "rate": 1e-9}
 """The same in bf16 and fp16."""
 
@@ -61,7 +65,13 @@ GLOBAL_ROUTER_LOSS = ByDesign(
     "global_aux_loss balances the micro-batches of the step so far, whose number DP decides",
     ("training.md", "with one micro-batch per rank, the global batch"),
 )
-BY_DESIGN = (PACKS_OF_RANKS, PARTS_OF_WORKERS, ROUTER_LOSSES, GLOBAL_ROUTER_LOSS)
+TOWER_WITHOUT_IMAGES = ByDesign(
+    "the tower is stepped by its moments and decay in a step without an image; plain.train does so",
+    ("training.md", "In a step without an image"),
+)
+BY_DESIGN = (
+    PACKS_OF_RANKS, PARTS_OF_WORKERS, ROUTER_LOSSES, GLOBAL_ROUTER_LOSS, TOWER_WITHOUT_IMAGES,
+)  # fmt: skip
 
 _RANDOM = ("--hidden-dropout", "--attention-dropout", "--lora-dropout", "--moe-input-jitter-eps")
 """Flags under which each layout draws random numbers of its own."""
@@ -77,6 +87,8 @@ def crashed(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         if ran.left:
             return f"command {number} left {', '.join(ran.left)}"
         how = case.stop.how if case.stop and number == 1 else None
+        if how == "disk full":
+            continue  # how it ends is the last step's matter: it may have saved before
         expected = {0, 128 + signal.SIGTERM} if how == "SIGTERM" else {0}
         if not ran.refusal and how != "killed" and ran.exit_code not in expected:
             return f"command {number} ended with exit code {ran.exit_code}"
@@ -87,9 +99,8 @@ def each_record_once(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """No record comes again before all others have come, also across a stop."""
     if not outcome.finished or case.has("--iterations-to-skip"):
         return None
-    usable = {
-        f"train.jsonl:{line}" for line, record in enumerate(case.parsed, 1) if "bad" not in record
-    }
+    named = dict(zip(case.names, case.parsed, strict=True))
+    usable = {name for name, record in named.items() if "bad" not in record}
     sizes = _sequences(case)
     came: Counter[str] = Counter()
     epochs = int(case.value("--num-epochs", "0"))
@@ -99,9 +110,11 @@ def each_record_once(case: Case, outcome: Outcome, bench: Bench) -> str | None:
             return f"step {step} trained on {', '.join(sorted(unknown))}, which cannot be used"
         if epochs or case.has("--packing"):
             continue
-        counts = [came[name] / sizes[name] for name in usable - _left_out(outcome, usable)]
-        if counts and max(counts) - min(counts) > 1:
-            return f"after step {step} the records came so often: {dict(sorted(came.items()))}"
+        left = usable - _left_out(outcome, usable)
+        for some in _drawn_together(case, left):
+            counts = [came[name] / sizes[name] for name in some]
+            if counts and max(counts) - min(counts) > 1:
+                return f"after step {step} the records came so often: {dict(sorted(came.items()))}"
     if epochs:
         left = usable - _left_out(outcome, usable)
         if wrong := {name: came[name] for name in left if came[name] != epochs * sizes[name]}:
@@ -109,14 +122,23 @@ def each_record_once(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     return None
 
 
+def _drawn_together(case: Case, names: set[str]) -> Iterator[list[str]]:
+    """Yield the records that have one order: all, or those of each part of a weighted mixture."""
+    if case.form != "weighted mixture":
+        yield list(names)
+        return
+    for part in (0, 1):
+        yield [name for name in names if name.startswith(f"train-{part}.")]
+
+
 def _sequences(case: Case) -> dict[str, int]:
     """Return how many sequences each record gives."""
     task, found = case.value("--task"), {}
-    for line, record in enumerate(case.parsed, 1):
+    for name, record in zip(case.names, case.parsed, strict=True):
         count = 2 if "chosen" in record else 1
         if "query" in record:
             count = 1 + len(record.get("negatives", ())) + (task == "embedding")
-        found[f"train.jsonl:{line}"] = count
+        found[name] = count
     return found
 
 
@@ -138,14 +160,8 @@ def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     same = stop.layout in (None, case.layout)
     if not same and _packs_differ(case, case.layout, stop.layout or ""):
         return None
-    close = _differences(outcome, whole, _limits(case), "the run without a stop")
-    if close or not same:
-        return close
-    text = _differences(outcome, whole, None, "the run without a stop")
-    # Some products round otherwise by where in memory their operands lie.
-    if text and _differences(bench.again(replace(case, stop=None)), whole, None, ""):
-        return None
-    return text
+    limits = AGAIN if same and _limits(case) is LIMITS else _limits(case)
+    return _differences(outcome, whole, limits, "the run without a stop")
 
 
 def single_rank(case: Case, outcome: Outcome, bench: Bench) -> str | None:
@@ -187,9 +203,9 @@ def _limits(case: Case) -> Mapping[str, float]:
 
 
 def _differences(
-    one: Outcome, other: Outcome, limits: Mapping[str, float] | None, name: str
+    one: Outcome, other: Outcome, limits: Mapping[str, float], name: str
 ) -> str | None:
-    """Compare the samples and the log of each step; without limits each bit."""
+    """Compare the samples and the log of each step."""
     mine, theirs = one.log, other.log
     if mine.keys() != theirs.keys():
         return f"it has the steps {sorted(mine)}, and {name} {sorted(theirs)}"
@@ -204,18 +220,18 @@ def _differences(
             if kind is None:
                 continue
             a, b = mine[step][key], theirs[step][key]
-            if not _agree(a, b, None if limits is None else limits[kind]):
+            if not _agree(a, b, limits[kind]):
                 return f"step {step}: {key} is {a}, and {b} in {name}"
     a, b = _validations(one), _validations(other)
     for key in a.keys() & b.keys():
-        if not _agree(a[key], b[key], None if limits is None else limits["loss"]):
+        if not _agree(a[key], b[key], limits["loss"]):
             return f"{key} is {a[key]}, and {b[key]} in {name}"
     return None
 
 
-def same_bits(one: Outcome, other: Outcome) -> bool:
-    """Return whether two runs logged the same bits."""
-    return _differences(one, other, None, "") is None
+def same_result(one: Outcome, other: Outcome) -> bool:
+    """Return whether two runs logged the same, but for its last digits."""
+    return _differences(one, other, AGAIN, "") is None
 
 
 def _validations(outcome: Outcome) -> dict[str, float]:
@@ -233,8 +249,8 @@ def _kind(key: str) -> str | None:
     return "loss" if key.endswith("loss") else None
 
 
-def _agree(a: Any, b: Any, limit: float | None) -> bool:
-    if a is None or b is None or limit is None:
+def _agree(a: Any, b: Any, limit: float) -> bool:
+    if a is None or b is None:
         return bool(a == b)
     if not (math.isfinite(a) and math.isfinite(b)):
         return False
@@ -263,21 +279,21 @@ _KNOWN = {
     "--pad-to-longest", "--num-workers", "--seq-length", "--num-epochs", "--freeze", "--trainable",
     "--max-bad-fraction", "--moe-aux-loss-coeff", "--fp32", "--use-distributed-optimizer",
     "--packing-buffer", "--vision-lr-mult", "--aligner-lr-mult", "--lr-decay-style", "--min-lr",
-    "--lr-warmup-iters", "--log-interval", "--reference", "--beta", "--simpo-gamma",
+    "--lr-warmup-iters", "--log-interval", "--reference", "--beta", "--simpo-gamma", "--lora-init",
 }  # fmt: skip
 """Flags that the plain loop knows, or that decide only which samples come when."""
 
 
 def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A loop of transformers and AdamW over the same records gives the same loss and norm."""
-    if not outcome.finished or not outcome.log or (recipe := _recipe(case)) is None:
+    if not outcome.finished or not outcome.log or (recipe := _recipe(case, outcome)) is None:
         return None
-    records, pairs = case.parsed, recipe.loss in _LOGGED
+    named, pairs = dict(zip(case.names, case.parsed, strict=True)), recipe.loss in _LOGGED
     steps = []
     for step in sorted(outcome.log):
         names = [sample.name for sample in outcome.samples.get(step, ())]
         names = names[::2] if pairs else names  # both sides of a pair have its name
-        steps.append([_record_of(records, name) for name in names])
+        steps.append([named[name] for name in names])
     if not all(steps):
         return None  # a step without a record that can be used
     theirs = _plainly(bench, plain.train, outcome.model, steps, outcome.media, recipe)
@@ -306,12 +322,7 @@ def _plainly[T](bench: Bench, compute: Callable[..., T], *args: Any) -> T | None
     return found
 
 
-def _record_of(records: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the record of a sample, whose name ends with its line."""
-    return records[int(name.rsplit(":")[-1]) - 1]
-
-
-def _recipe(case: Case) -> plain.Recipe | None:
+def _recipe(case: Case, outcome: Outcome) -> plain.Recipe | None:
     """Return what the plain loop would do; None if it does not know a flag."""
     for name, *_ in case.flags:
         if name not in _KNOWN and not computes_the_same(name):
@@ -343,6 +354,7 @@ def _recipe(case: Case) -> plain.Recipe | None:
         multiples={part: float(value(f"--{part}-lr-mult", "1")) for part in parts[:2]},
         beta=float(value("--beta", str(beta))),
         gamma=float(value("--simpo-gamma", str(gamma))),
+        adapter=outcome.folder / "adapter" if case.has("--lora-init") else None,
     )
 
 
@@ -356,11 +368,11 @@ def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None
     if case.value("--loss", "cross_entropy") not in _TOKEN_LOSSES:
         return None
-    records = case.parsed
+    named = dict(zip(case.names, case.parsed, strict=True))
     processor = _processor(str(outcome.model))
     weighs = case.value("--loss", "cross_entropy") != "cross_entropy"
     for sample in {s.name: s for some in outcome.samples.values() for s in some}.values():
-        record = _record_of(records, sample.name)
+        record = named[sample.name]
         try:
             expected = plain.encode(processor, record, outcome.media)
         except plain.NotPlain:
@@ -409,6 +421,54 @@ def export(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     return None
 
 
+def converted_start(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """A run from a converted model is the run from the model."""
+    if case.start == "--load-hf" or not outcome.finished:
+        return None
+    other = bench.run(replace(case, start="--load-hf"))
+    if not other.finished:
+        return f"only from the Hugging Face model it ends so: {_end_of(other)}"
+    limits = AGAIN if _limits(case) is LIMITS else HALF
+    return _differences(outcome, other, limits, "the run from the Hugging Face model")
+
+
+def converted_end(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """The last checkpoint, converted offline, has the tensors of the run's export."""
+    if not (case.validates and outcome.finished):
+        return None
+    if case.has("--lora-rank") or case.has("--lora-init"):
+        return None
+    saved, exported = (sorted((outcome.folder / name).glob("iter_*")) for name in ("save", "hf"))
+    if not saved or not exported:
+        return f"it saved {len(saved)} checkpoints and exported {len(exported)} models"
+    (text,) = run_layout(
+        _compare_conversion, 1, outcome.model, saved[-1], exported[-1], timeout=bench.timeout
+    )
+    return text
+
+
+def _compare_conversion(model: Path, saved: Path, exported: Path) -> str | None:
+    """Return how the tensors of a checkpoint's conversion differ from those of an export."""
+    from safetensors.torch import load_file
+
+    from mcore_qwen3vl.converters.convert import mcore_to_hf
+
+    mine = saved.parent / "converted"
+    mcore_to_hf(saved, mine, hf_config=model)
+    a, b = (
+        {
+            name: value
+            for file in folder.glob("*.safetensors")
+            for name, value in load_file(file).items()
+        }
+        for folder in (mine, exported)
+    )
+    if a.keys() != b.keys():
+        return f"only one of conversion and export has {sorted(a.keys() ^ b.keys())[:5]}"
+    wrong = [name for name in a if a[name].dtype != b[name].dtype or not a[name].equal(b[name])]
+    return f"{len(wrong)} tensors of conversion and export differ: {wrong[:5]}" if wrong else None
+
+
 def unused(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """What a run says that it does not use changes nothing in it."""
     if not outcome.finished or case.stop:
@@ -418,7 +478,7 @@ def unused(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         if not case.has(name):
             continue
         without = bench.run(case.without(name))
-        if without.finished and (text := _differences(outcome, without, None, f"no {name}")):
+        if without.finished and (text := _differences(outcome, without, AGAIN, f"no {name}")):
             return f"{name} is said to be not used, and {text}"
     return None
 
@@ -467,8 +527,8 @@ def _without_numbers(text: str) -> str:
 
 
 ORACLES: tuple[Oracle, ...] = (
-    crashed, each_record_once, never_stopped, single_rank, tokens, plain_loop, export, unused,
-    remedy,
+    crashed, each_record_once, never_stopped, converted_start, single_rank, tokens, plain_loop,
+    export, converted_end, unused, remedy,
 )  # fmt: skip
 """Those that need no other run come first."""
 

@@ -57,7 +57,7 @@ def with_media(record: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
             else:
                 name = part.get(kind) or waiting[kind].pop(0)
                 placed.append({"type": kind, kind: str(folder / name)})
-        found.append({"role": turn["role"], "content": placed, "weight": turn.get("weight", 1.0)})
+        found.append({**turn, "content": placed, "weight": turn.get("weight", 1.0)})
     return found
 
 
@@ -79,12 +79,13 @@ def encode(processor: Any, record: Mapping[str, Any], folder: Path) -> Encoded:
     turns = with_media(record, folder)
 
     def tokens(count: int, **options: Any) -> dict[str, Tensor]:
-        some = [{key: turn[key] for key in ("role", "content")} for turn in turns[:count]]
+        some = [{k: v for k, v in turn.items() if k != "weight"} for turn in turns[:count]]
         return dict(
             processor.apply_chat_template(
-                some, tokenize=True, return_dict=True, return_tensors="pt", **options
+                some, tools=record.get("tools"), tokenize=True, return_dict=True,
+                return_tensors="pt", **options,
             )
-        )
+        )  # fmt: skip
 
     inputs = tokens(len(turns))
     ids = inputs["input_ids"][0]
@@ -134,6 +135,7 @@ class Recipe:
         trained: whether a parameter trains, by the part it is in.
         multiples: multiples of the rate, by part.
         beta, gamma: of a loss of pairs.
+        adapter: a PEFT adapter, which alone trains.
     """
 
     loss: str = "cross_entropy"
@@ -150,6 +152,7 @@ class Recipe:
     multiples: Mapping[str, float] = field(default_factory=dict)
     beta: float = 0.1
     gamma: float = 0.0
+    adapter: Path | None = None
 
     def rate(self, done: int) -> float:
         """Return the rate after so many steps."""
@@ -165,8 +168,8 @@ class Recipe:
 
 
 def part_of(name: str) -> str:
-    """Return the part of the model that a parameter of transformers' model is in."""
-    if not name.startswith("model.visual."):
+    """Return the part of the model that a parameter of transformers' or PEFT's model is in."""
+    if not name.removeprefix("base_model.model.").startswith("model.visual."):
         return "language"
     return "aligner" if "merger" in name else "vision"
 
@@ -186,23 +189,32 @@ def train(
     torch.set_num_threads(1)
     processor = AutoProcessor.from_pretrained(model_folder)
     model = AutoModelForImageTextToText.from_pretrained(model_folder, dtype=torch.float32)
+    if recipe.adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, recipe.adapter, is_trainable=True)
     model.train()
     reference = copy.deepcopy(model).eval() if recipe.loss == "dpo" else None
-    named = {n: one for n, one in model.named_parameters() if part_of(n) in recipe.trained}
+    named = {
+        n: one
+        for n, one in model.named_parameters()
+        if part_of(n) in recipe.trained and (recipe.adapter is None or "lora_" in n)
+    }
     groups = _groups(named, recipe)
     optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
     found = []
+    for one in named.values():
+        one.grad = torch.zeros_like(one)  # a step without a picture steps the tower, too
     for done, records in enumerate(steps):
         samples = [encode_all(processor, record, folder) for record in records]
         whole = sum(_divisor(some, recipe.loss) for some in samples)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         total = 0.0
         for some in samples:
             loss = _sum_of(model, reference, some, recipe) / whole
             loss.backward()
             total += loss.item()
-        grads = [one for one in named.values() if one.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(grads, recipe.clip or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(named.values(), recipe.clip or math.inf)
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate(done) * group["multiple"]
         optimizer.step()

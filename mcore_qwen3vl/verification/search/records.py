@@ -124,6 +124,28 @@ def boxes(rng: Random) -> Record:
     }
 
 
+_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("weather", "price")
+]
+
+
+def tools(rng: Random) -> Record:
+    """A question, a call with or without text beside it, its result, and an answer."""
+    function = {"name": rng.choice(("weather", "price")), "arguments": {"of": _text(rng, 2)}}
+    call = {"type": "function", "function": function}
+    asked, answered = text_only(rng)["messages"]
+    called = _turn("assistant", rng.choice(("", _text(rng))), tool_calls=[call])
+    turns = [asked, called, _turn("tool", _text(rng)), answered]
+    return {"messages": turns, "tools": _TOOLS[: rng.randint(1, 2)]}
+
+
+def reasoning(rng: Random) -> Record:
+    asked, answered = text_only(rng)["messages"]
+    thought = f"<think>\n{_text(rng)}\n</think>\n\n{answered['content']}"
+    return {"messages": [asked, _turn("assistant", thought)]}
+
+
 def long_text(rng: Random) -> Record:
     """An answer that is longer than the shortest rows."""
     return {"messages": [_turn("user", _text(rng)), _turn("assistant", _text(rng, 9) * 4)]}
@@ -143,7 +165,7 @@ def empty(rng: Random) -> Record:
 
 CONVERSATIONS: tuple[Maker, ...] = (
     text_only, with_system, several_turns, one_image, parts, several_images, video, weights, llava,
-    boxes, long_text,
+    boxes, long_text, tools, reasoning,
 )  # fmt: skip
 DOCUMENTS: tuple[Maker, ...] = (caption, page, interleaved)
 BAD: tuple[Maker, ...] = (without_answer, without_image, empty)

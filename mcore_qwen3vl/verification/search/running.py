@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -37,17 +38,20 @@ from mcore_qwen3vl.training.events import RunObserver
 from mcore_qwen3vl.training.logs.terminal import loss_name
 from mcore_qwen3vl.verification.curves import import_for_ranks, run_rank
 from mcore_qwen3vl.verification.search.case import (
+    ADAPTER,
     OTHER,
     Case,
     Segment,
-    mixture,
+    data_files,
     path_of,
     picture,
     pictures,
     segments,
+    write_parquet,
 )
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_FULL_BYTES = 16 * 1024
 _ORPHANS_SECONDS = 6.0  # a data worker looks for its parent every five seconds
 
 
@@ -78,6 +82,8 @@ class Ran:
     """By the step, over all data-parallel ranks."""
     left: list[str] = field(default_factory=list)
     """Processes and files that were left over."""
+    filled: bool = False
+    """Whether the disk was full at its end."""
 
 
 @dataclass
@@ -187,31 +193,41 @@ class Bench:
         for other in [one for one in self._outcomes if one.flags == case.flags]:
             shutil.rmtree(self._outcomes.pop(other).folder, ignore_errors=True)
 
-    def again(self, case: Case) -> Outcome:
-        """Run a case once more."""
-        return self._run(case)
-
     def _run(self, case: Case) -> Outcome:
         folder = self.folder / "runs" / f"{self.runs:06d}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for name in pictures(case):
             (folder / name).write_bytes(picture(name))
-        (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in case.records), "utf-8")
-        if case.media is not None:
-            (folder / "train.yaml").write_text(mixture(case.media), "utf-8")
+        for name, text in data_files(case).items():
+            (folder / name).write_text(text, "utf-8")
+        if case.form == "parquet":
+            write_parquet(str(folder / "train.jsonl"), str(folder / "train.parquet"))
         media = folder if case.media is None else Path(case.media)
         outcome = Outcome([], folder, self.model(case.model), media)
         other = ""
         if any(OTHER in flag for flag in case.flags):
             other = str(self.model((*case.model, "--seed", "1")))
+        if any(ADAPTER in flag for flag in case.flags):
+            write_adapter(outcome.model, folder / "adapter")
+        if case.start == "--pretrained-checkpoint":
+            (folder / "converted").symlink_to(self._converted(outcome.model))
         for segment in segments(case):
             words = segment.words(case, str(folder), str(outcome.model), other)
             ran = self._run_segment(segment, words, folder / f"command{len(outcome.ran)}")
             outcome.ran.append(ran)
-            if ran.refusal or ran.crash:
+            if ran.crash or (ran.refusal and not ran.filled):
                 break
         return outcome
+
+    def _converted(self, model: Path) -> Path:
+        """Return a model as a Megatron-Core checkpoint."""
+        from mcore_qwen3vl.converters.convert import hf_to_mcore
+
+        path = model.with_name(f"{model.name}-converted")
+        if not path.exists():
+            hf_to_mcore(model, path)
+        return path
 
     def _run_segment(self, segment: Segment, words: Sequence[str], notes: Path) -> Ran:
         """Run one command, and read what it wrote."""
@@ -220,7 +236,7 @@ class Bench:
         temporary, log = notes / "temporary", notes.parent / "log.jsonl"
         temporary.mkdir()
         before = _lines_of(log)
-        ran = Ran(0)
+        ran = Ran(0, filled=segment.full_after is not None)
         others = {process.pid for process in psutil.Process().children(recursive=True)}
         with _own_temporary_folder(temporary):
             try:
@@ -245,6 +261,13 @@ class Bench:
         ran.validations = [entry for entry in entries if not loss_name(entry)]
         ran.samples = _samples(notes)
         return ran
+
+
+def write_adapter(model: Path | str, folder: Path | str) -> None:
+    """Write a PEFT adapter of a model's language layers, with random factors."""
+    from mcore_qwen3vl.verification.parity.case import preset_config, write_random_adapter
+
+    write_random_adapter(Path(folder), preset_config("language", model), model)
 
 
 def _lines_of(file: Path) -> list[dict[str, Any]]:
@@ -327,6 +350,9 @@ class _Notes(RunObserver):
             os.kill(os.getpid(), signal.SIGKILL)
         if iteration == self._segment.terminate_after:
             signal.raise_signal(signal.SIGTERM)
+        if iteration == self._segment.full_after:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
+            resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, _FULL_BYTES))
 
 
 def _samples_of(batch: Any) -> list[Any]:

@@ -15,7 +15,13 @@ from random import Random
 from mcore_qwen3vl.verification.search import records
 from mcore_qwen3vl.verification.search.case import Case, Flag
 from mcore_qwen3vl.verification.search.flags import DrawnFlag, drawable
-from mcore_qwen3vl.verification.search.oracles import crashed, judge, remedy, same_bits, single_rank
+from mcore_qwen3vl.verification.search.oracles import (
+    crashed,
+    judge,
+    remedy,
+    same_result,
+    single_rank,
+)
 from mcore_qwen3vl.verification.search.running import Bench
 
 MODELS: dict[str, tuple[str, ...]] = {"dense": (), "MoE": ("--moe",)}
@@ -72,9 +78,9 @@ def _cell(bench: Bench, kind: str, words: Flag) -> str:
         return f"**{_short(verdict.text)}**"
     if outcome.refusal:
         return f"refused: {_short(outcome.refusal)}"
-    same = same_bits(outcome, bench.run(plain))
+    same = same_result(outcome, bench.run(plain))
     named = f"not used of the command line: {words[0]} " in outcome.ran[0].printed
-    effect = "not used" if named else "the same bits" if same else "another result"
+    effect = "not used" if named else "the same" if same else "another result"
     if named and not same:
         effect = "**said to be not used, and another result**"
     agreed, others = [], []

@@ -53,6 +53,10 @@ def check(flags: dict[str, str], *, spec: str = "torch", cpu: bool = True, **giv
         ({"profile": True}, "--profile with --cpu: add --use-pytorch-profiler"),
         ({"run_workload_inspector_server": True}, "needs the Python module workload_inspector"),
         ({"use_sharp": True}, "--use-sharp needs GPUs: leave it out with --cpu"),
+        (
+            {"pipeline_model_parallel_comm_backend": "nccl"},
+            "--pipeline-model-parallel-comm-backend needs GPUs: leave it out with --cpu",
+        ),
         ({"use_precision_aware_optimizer": True}, "needs Transformer Engine, .*: leave it out"),
         ({"batch_invariant_mode": True, "cpu": False}, ": use --spec te, or leave it out"),
     ],
