@@ -46,9 +46,9 @@ class Content:
     digest: str | None
 
 
-def content_of(path: Path, *, trust: bool = False) -> Content:
-    """Return what a data set holds; BadInput if it names code without `trust`."""
-    files = _files_of(path, trust)
+def content_of(path: Path, *, split: str = "train", trust: bool = False) -> Content:
+    """Return what a split of a data set holds; BadInput if it names code without `trust`."""
+    files = _files_of(path, split, trust)
     sizes = tuple(file.stat().st_size for file in files)
     return Content(sizes, _digest(files, sizes, _blend_of(path)))
 
@@ -61,7 +61,7 @@ def digest_of_beginning(path: Path, sizes: Sequence[int]) -> str | None:
     """
     if path.suffix in (".yaml", ".yml"):
         return None
-    files = _files_of(path, trust=False)
+    files = _files_of(path, "train", trust=False)
     now = [file.stat().st_size for file in files]
     count = len(sizes)
     if not sizes or now == list(sizes) or now[: count - 1] != list(sizes[:-1]) or count > len(now):
@@ -82,13 +82,19 @@ def _ends_with_a_line(file: Path, size: int) -> bool:
         return not is_array and b"\n" in stream.read(2)
 
 
-def _files_of(path: Path, trust: bool) -> list[Path]:
-    """Return the files that training reads of a data set, in the order of reading."""
+def content_of_file(file: Path) -> Content:
+    """Return what a single file holds, whatever it is; nothing, if there is none."""
+    sizes = (file.stat().st_size,) if file.is_file() else ()
+    return Content(sizes, _digest([file], sizes) if sizes else None)
+
+
+def _files_of(path: Path, split: str, trust: bool) -> list[Path]:
+    """Return the files that are read of a split of a data set, in the order of reading."""
     if path.suffix in (".yaml", ".yml"):
         with refuse_code(unless=trust):
-            leaves = list(traverse_metadataset(path.absolute(), split_part="train"))
-        return [file for leaf in leaves for file in _files_of(Path(str(leaf.path)), trust)]
-    return table_files(path, "train") if is_table(path) else data_files(path)
+            leaves = list(traverse_metadataset(path.absolute(), split_part=split))
+        return [file for leaf in leaves for file in _files_of(Path(str(leaf.path)), split, trust)]
+    return table_files(path, split) if is_table(path) else data_files(path)
 
 
 def _blend_of(path: Path) -> str:

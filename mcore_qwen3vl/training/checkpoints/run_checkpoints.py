@@ -93,7 +93,12 @@ class RunCheckpoints:
         if optimizer is not None:
             check_state_of_weights(optimizer, folder)
         self._on_disk = folder, step
-        self.validations.read_losses(step)
+        otherwise = self._run.contract.validates_otherwise()
+        if self.validations.read_losses(step, comparable=not otherwise):
+            self._run.progress.say(
+                f"validations up to step {step} had other data or settings: the best step and the "
+                "patience are counted from here on, and the best checkpoint so far stays"
+            )
         if self.validations.is_exhausted:
             megatron.train_iters = step  # where Megatron's loop ends
         self._run.progress.say(f"resuming after step {step} of {folder}")
@@ -334,10 +339,17 @@ class Validations:
         best = self._losses.index(self.best) if self.best else 0
         return len(self._losses) - 1 - best >= self._patience
 
-    def read_losses(self, iteration: int) -> None:
-        """Read the resumed run's losses up to its checkpoint's iteration; a collective."""
+    def read_losses(self, iteration: int, *, comparable: bool = True) -> bool:
+        """Read the resumed run's losses up to its checkpoint's iteration; a collective.
+
+        If they are not `comparable` with those to come, they are forgotten. The checkpoint of the
+        best of them stays, since nothing shows that a later one is better.
+
+        Returns:
+            Whether there were losses that are forgotten.
+        """
         if not self._wanted:
-            return
+            return False
         shared: list[Any] = [None]
         load = self._checkpoints.load
         assert load is not None
@@ -356,6 +368,10 @@ class Validations:
                 steps = saved["kept"], saved.get("exported")
                 # A later step than the checkpoint's is one that this run makes again.
                 self._kept, self.exported = (s if s and s <= iteration else None for s in steps)
+        forgets = bool(self._losses) and not comparable
+        if forgets:
+            self._losses, self._kept, self.exported = [], None, None
+        return forgets
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
         """Record the loss of the validation after `iteration`; a collective.

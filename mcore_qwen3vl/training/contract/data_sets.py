@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_qwen3vl.data.config import Source, parse_sources
-from mcore_qwen3vl.data.content import content_of, digest_of_beginning
+from mcore_qwen3vl.data.content import content_of, content_of_file, digest_of_beginning
 from mcore_qwen3vl.data.datasets import is_of_tars
-from mcore_qwen3vl.training.arguments.settings import Settings
-from mcore_qwen3vl.training.contract.rules import Change, Finding, Steering, Values
+from mcore_qwen3vl.data.scores import scores_file_of, teacher_file_of
+from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
+from mcore_qwen3vl.training.contract.rules import (
+    Change,
+    Finding,
+    Steering,
+    Values,
+    values_before,
+    values_now,
+)
 
 GROWN = "grown"
 """The name of what says whether data sets have grown: True, or why a run cannot go on so."""
@@ -24,11 +33,48 @@ def sources_of(settings: Settings) -> list[Source]:
 
 def data_sets(settings: Settings) -> Values:
     """Return what is recorded of the data sets; reads a part of them."""
-    sources, trust = sources_of(settings), settings.data.trust_data
-    found = [content_of(source.path, trust=trust) for source in sources]
+    return _content(sources_of(settings), "train", settings)
+
+
+def _content(sources: Sequence[Source], split: str, settings: Settings) -> Values:
+    trust = settings.data.trust_data
+    found = [content_of(source.path, split=split, trust=trust) for source in sources]
     return {
         "content": [{"sizes": list(content.sizes), "digest": content.digest} for content in found],
         "names": [source.path.name for source in sources],
+    }
+
+
+def files_of_loss(settings: Settings, sources: Sequence[Source] | None = None) -> Values:
+    """Return what the loss reads beside data sets, by default those of the training.
+
+    That is a reference's log-probabilities, or a teacher's likeliest tokens. Reads a part of them.
+    """
+    reads = settings.loss.reads(settings, settings.lora)
+    if reads.get("teacher_temperature") is not None:
+        file_of = teacher_file_of
+    elif reads.get("references"):
+        file_of = scores_file_of
+    else:
+        return {"beside": []}
+    files = [file_of(each.path) for each in (sources_of(settings) if sources is None else sources)]
+    return {"beside": [[file.name, content_of_file(file).digest] for file in files]}
+
+
+def validation(settings: Settings) -> Values:
+    """Return what decides the loss of a validation, but for the model; reads a part of its data."""
+    loop, reading = settings.loop, settings.sources
+    paths = loop.valid_data_path
+    sources = parse_sources(paths, reading.preprocess, reading.train_on) if paths else []
+    limited = bool(paths) and loop.eval_iters != WHOLE
+    return {
+        **_content(sources, "val", settings),
+        "samples": loop.eval_iters * loop.eval_global_batch_size if limited else None,
+        "mixture": [
+            json.loads(json.dumps([asdict(source.reading), asdict(source.limits)], default=str))
+            for source in sources
+        ],
+        **files_of_loss(settings, sources),
     }
 
 
@@ -82,6 +128,11 @@ def say_data_sets(content: Any, values: Values) -> str:
     )
 
 
+def say_beside(files: Any, _: Values) -> str:
+    """Return the files that a loss reads beside data sets in words, by name and content."""
+    return ", ".join(f"{name} of content {str(digest)[:8]}" for name, digest in files) or "none"
+
+
 @dataclass(frozen=True)
 class OtherData:
     """Allows more records behind the others; refuses other ones, and says if the size is equal."""
@@ -118,6 +169,27 @@ class OtherData:
             f"{other}: {why}. Give the data of the checkpoint"
         )
         yield Finding(row, f"{text}.", refused=True)
+
+
+@dataclass(frozen=True)
+class OtherValidation:
+    """Allows another validation; the losses before it are none to compare with."""
+
+    text = (
+        "allowed: losses of other records cannot be compared, so the best step and the patience of "
+        "`--early-stop-patience` are counted from here on. So they are where records are read "
+        "otherwise, rows have another length, or the loss has other settings"
+    )
+
+    def judge(
+        self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
+    ) -> Iterator[Finding]:
+        if before["content"] and now["content"]:
+            yield Finding(
+                row,
+                f"{row}: {values_now(changes)} in place of {values_before(changes)}: its losses "
+                "are not compared with those before",
+            )
 
 
 def _same_as_far_as_known(before: Sequence[Values], now: Sequence[Values]) -> bool:

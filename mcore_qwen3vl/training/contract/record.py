@@ -27,6 +27,12 @@ OF_OPTIMIZER = (
 """Rows about what ``--no-load-optim`` does not load."""
 
 
+OF_VALIDATION = ("validation", "reading of records", "row length", "settings of the loss")
+"""Rows on which the loss of a validation depends, but for the model."""
+_OF_TRAINING = ("mixture", "packing")
+"""Values of the reading of records that say how those of the training are read."""
+
+
 @dataclass(frozen=True)
 class Record:
     """The values that decide a run's result, by the rows of :data:`.table.ROWS`.
@@ -129,6 +135,17 @@ def compare(
         if row.name not in leave_out and row.name in before.rows and row.name in now.rows
         for finding in row.findings(before.rows[row.name], now.rows[row.name], steering)
     ]
+
+
+def validates_otherwise(before: Record, now: Record) -> bool:
+    """Return whether losses of validations cannot be compared, as far as both records say."""
+    for name in OF_VALIDATION:
+        was, is_now = before.rows.get(name, {}), now.rows.get(name, {})
+        known = was.keys() & is_now.keys()
+        known -= {"names"} if name == "validation" else set(_OF_TRAINING)
+        if any(was[value] != is_now[value] for value in known):
+            return True
+    return False
 
 
 def require_none_refused(findings: Sequence[Finding], directory: str) -> None:

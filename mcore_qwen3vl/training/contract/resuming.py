@@ -19,6 +19,7 @@ from mcore_qwen3vl.training.contract.record import (
     Record,
     compare,
     require_none_refused,
+    validates_otherwise,
 )
 from mcore_qwen3vl.training.contract.rules import Finding, Steering
 from mcore_qwen3vl.training.contract.table import Facts
@@ -94,6 +95,13 @@ class Contract:
     def saved_value(self, row: str, name: str) -> Any:
         """Return a value of the checkpoint; the first rank knows it, and all call this."""
         found = [self._saved.value(row, name) if self._saved else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def validates_otherwise(self) -> bool:
+        """Return whether the checkpoint's run validated otherwise than this one; a collective."""
+        # The first rank alone has compared the checkpoint.
+        found = [self._saved is not None and validates_otherwise(self._saved, self.record)]
         dist.broadcast_object_list(found, src=0)
         return found[0]
 

@@ -19,10 +19,14 @@ from mcore_qwen3vl.losses.registry import flags_of_losses
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.contract.data_sets import (
     OtherData,
+    OtherValidation,
     data_sets,
+    files_of_loss,
     require_data_sets,
+    say_beside,
     say_data_sets,
     sources_of,
+    validation,
 )
 from mcore_qwen3vl.training.contract.reading import CONTENT, OtherReading, content_of_reading
 from mcore_qwen3vl.training.contract.rules import (
@@ -175,6 +179,14 @@ def _data_sets(facts: Facts) -> Values:
     return {} if facts.settings is None else data_sets(facts.settings)
 
 
+def _validation(facts: Facts) -> Values:
+    return {} if facts.settings is None else validation(facts.settings)
+
+
+def _files_of_loss(facts: Facts) -> Values:
+    return {} if facts.settings is None else files_of_loss(facts.settings)
+
+
 def _mixture(facts: Facts) -> Values:
     if facts.settings is None:
         return {}
@@ -303,6 +315,44 @@ _SPLIT = (
     *("account_for_loss_in_pipeline_split", "hierarchical_context_parallel_sizes"),
     "microbatch_group_size_per_vp_stage",
 )
+
+
+def _layout(facts: Facts) -> Values:
+    """Return the layout, and what is computed of a micro-batch by itself, in words."""
+    args = facts.args
+    balancing = plain(getattr(args, "moe_router_load_balancing_type", None))
+    balances = {"aux_loss", "seq_aux_loss"} & {
+        *(balancing if isinstance(balancing, list) else [balancing])
+    }
+    parts = {
+        "the exchanged answers of KTO's baseline": getattr(args, "loss", None) == "kto",
+        "the balancing loss of experts": getattr(args, "num_experts", None)
+        and balances == {"aux_loss"}
+        and getattr(args, "moe_aux_loss_coeff", None) not in (None, 0.0, [0.0]),
+        "what experts drop": getattr(args, "moe_expert_capacity_factor", None) is not None,
+    }
+    of_micro_batch = [words for words, holds in parts.items() if holds]
+    return {**_flags(*_LAYOUT, *_SPLIT)(facts), "of_micro_batch": of_micro_batch}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Allows every layout, and says what a micro-batch of another size changes."""
+
+    text = (
+        "allowed: results differ by their rounding. With another `--micro-batch-size` so does what "
+        "is computed of each micro-batch: the exchanged answers of KTO's baseline, the balancing "
+        "loss of experts (`aux_loss`) and what experts drop"
+    )
+
+    def judge(
+        self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
+    ) -> Iterator[Finding]:
+        effect = "results differ by their rounding"
+        changed = any(change.setting == "micro_batch_size" for change in changes)
+        if changed and (parts := now["of_micro_batch"]):
+            effect = f"{' and '.join(parts)} are of other micro-batches from the next step on"
+        yield from Allowed(effect).judge(row, changes, before, now, steering)
 
 
 def _skipped_steps(facts: Facts) -> Values:
@@ -509,6 +559,21 @@ ROWS: tuple[Row, ...] = (
         Allowed("longer samples are left out, or cut, from here on"),
         _rows,
     ),
+    Row(
+        "validation",
+        ("valid_data_path", "eval_iters", "eval_global_batch_size"),
+        OtherValidation(),
+        _validation,
+        compared=("content", "samples", "mixture", "beside"),
+        words={
+            "content": say_data_sets,
+            "samples": lambda value, _: f"the first {value} samples" if value else "all samples",
+            "mixture": _say("other settings of its data sets"),
+            "beside": say_beside,
+        },
+        numbers=("samples",),
+        check=require_data_sets,
+    ),
     Row("length of the run", _LENGTH, _Length(), numbers=_LENGTH),
     Row(
         "batch",
@@ -576,6 +641,16 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("settings of the loss", flags_of_losses(), Allowed(FROM_HERE)),
     Row(
+        "files of the loss",
+        (),
+        Allowed(
+            "the loss compares with these scores of a reference, or likeliest tokens of a teacher, "
+            "from the next step on"
+        ),
+        _files_of_loss,
+        words={"beside": say_beside},
+    ),
+    Row(
         "further token",
         ("mtp_num_layers", "mtp_loss_scaling_factor"),
         _FurtherToken(),
@@ -592,7 +667,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "layout",
         (*_LAYOUT, *_SPLIT),
-        Allowed("results differ by their rounding"),
+        _Layout(),
+        _layout,
         compared=_LAYOUT,
     ),
     Row(

@@ -71,6 +71,35 @@ def test_the_best_replaces_the_best_before_it(job: Job, tmp_path: Path) -> None:
     assert kept == {4, 8, 10}  # 2 and 6 were replaced: no interval saves them
 
 
+@pytest.mark.parametrize("change", ["data", "samples", "reading", "nothing"])
+def test_losses_of_another_validation_are_not_compared(
+    job: Job, tmp_path: Path, change: str
+) -> None:
+    """A step is the best of those that were validated alike, and an older best one stays."""
+    train(replace(job, steps=4), tmp_path / "part", "--exit-interval", "2")
+    best = saved(tmp_path / "save")[1]["best"]
+    assert best[0] == 2
+    harder = write_image_qa(tmp_path / "harder", 3, seed=1)
+    flags = {
+        "data": ("--valid-data-path", str(harder)),
+        "samples": ("--valid-data-path", str(harder), "--eval-iters", "2"),
+        "reading": ("--image-max-pixels", "1024"),
+        "nothing": ("--clip-grad", "0.5"),
+    }
+    train(replace(job, steps=4), tmp_path / "rest", *flags[change])
+    said = (tmp_path / "rest" / "output.txt").read_text()
+    kept, known = saved(tmp_path / "save")
+    steps = [iteration for iteration, _ in known["losses"]]
+    if change == "nothing":
+        assert steps == [2, 4]
+        assert "are counted from here on" not in said
+    else:
+        assert steps == [4]
+        assert known["best"][0] == 4
+        assert kept == {2, 4}
+        assert "validations up to step 2 had other data or settings" in said
+
+
 def test_a_removed_checkpoint_takes_its_data_state_with_it(job: Job, tmp_path: Path) -> None:
     """Megatron removes the checkpoints between those that `--save-retain-interval` keeps."""
     save = tmp_path / "save"

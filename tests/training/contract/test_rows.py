@@ -23,13 +23,15 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
 from mcore_qwen3vl.training.contract import resuming
-from mcore_qwen3vl.training.contract.record import Record, compare
+from mcore_qwen3vl.training.contract.record import Record, compare, validates_otherwise
 from mcore_qwen3vl.training.contract.resuming import Contract, record_of
 from mcore_qwen3vl.training.contract.rules import Finding, Steering
 from mcore_qwen3vl.training.contract.table import Facts
 
 SAID, REFUSED = False, True
 WSD = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters"
+KTO = "--loss kto --lora-rank 2 --global-batch-size 4"
+EXPERTS = "--global-batch-size 4 --moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 2"
 
 CASES = [
     # The row, the model, the flags of the checkpoint, those of the command, and what comes of it.
@@ -52,6 +54,10 @@ CASES = [
     ("packs", "dense", "--packing", "--packing --no-balance", REFUSED, "--balance"),
     ("packs", "dense", "--packing", "--packing --context-parallel-size 2", REFUSED, "no room"),
     ("row length", "dense", "", "--seq-length 64", SAID, "longer samples"),
+    ("validation", "dense", "--valid-data-path a.jsonl", "--valid-data-path b.jsonl", SAID,
+     "not compared"),
+    ("validation", "dense", "--valid-data-path a.jsonl", "--valid-data-path a.jsonl --eval-iters 2",
+     SAID, "first 2 samples in place of all"),
     ("length of the run", "dense", "", "--train-iters 9 --lr-decay-iters 3", SAID, "another step"),
     ("length of the run", "dense", "--num-epochs 2 --lr-decay-style constant",
      "--num-epochs 1 --lr-decay-style constant", REFUSED, "Give 2 or more"),
@@ -87,6 +93,12 @@ CASES = [
     ("precision", "dense", "--use-distributed-optimizer", "--use-distributed-optimizer --bf16",
      SAID, "rounded otherwise"),
     ("layout", "dense", "", "--tensor-model-parallel-size 2", SAID, "rounding"),
+    ("layout", "dense", "--micro-batch-size 1 --global-batch-size 2",
+     "--micro-batch-size 2 --global-batch-size 2", SAID, "size 1: results differ by their round"),
+    ("layout", "dense", f"{KTO} --micro-batch-size 2", f"{KTO} --micro-batch-size 4", SAID,
+     "exchanged answers of KTO's baseline are of other micro-batches"),
+    ("layout", "moe", f"{EXPERTS} --micro-batch-size 2", f"{EXPERTS} --micro-batch-size 4", SAID,
+     "balancing loss of experts and what experts drop are of other micro-batches"),
 ]  # fmt: skip
 
 
@@ -148,6 +160,34 @@ def test_a_change_is_said_or_refused_as_the_table_says(
     (found,) = (f for f in findings(model, folder, before, now) if f.row == row)
     assert found.refused is refused
     assert re.search(words, found.text), found.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "ending"),
+    [
+        ("--loss dpo --reference file", "scores.jsonl"),
+        ("--loss distill", "topk.arrow"),
+    ],
+)
+@pytest.mark.parametrize("data", ["--data-path", "--valid-data-path"])
+def test_scores_beside_the_data_count_by_their_content(
+    flags: str, ending: str, data: str, dense: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Another model that has scored the data is another reference, or another teacher."""
+    set_of = tmp_path / "x.jsonl"
+    shutil.copy(folder / "a.jsonl", set_of)
+    flags = f"{flags} {data} {set_of}"
+    scores = tmp_path / f"x.{ending}"
+    records = []
+    for content in ("one", "one", "two"):
+        scores.write_text(content)
+        records.append(record.__wrapped__(dense, folder, flags))
+    assert compare(*records[:2]) == []
+    (found,) = compare(*records[1:])
+    assert found.row == ("files of the loss" if data == "--data-path" else "validation")
+    assert not found.refused
+    assert re.search(rf"x\.{ending} of content \w+ in place of x\.{ending}", found.text)
+    assert validates_otherwise(*records[1:]) is (data == "--valid-data-path")
 
 
 def test_what_is_the_same_in_other_words_is_the_same(dense: Path, folder: Path) -> None:
