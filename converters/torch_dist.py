@@ -301,7 +301,8 @@ def _chunked_tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -
 def _read_range(info: Record) -> FileRange:
     """Return where data lie; raise UnpicklingError for a file elsewhere or compressed data."""
     file, offset, length = info["relative_path"], info["offset"], info["length"]
-    if not isinstance(file, str) or file != PurePosixPath(file).name or file in ("", "..", "."):
+    plain = isinstance(file, str) and file == PurePosixPath(file).name and "\0" not in file
+    if not plain or file in ("", "..", "."):
         raise pickle.UnpicklingError(
             f"{file!r:.100} is not a plain file name in the same directory"
         )

@@ -29,6 +29,7 @@ from mcore_qwen3vl.converters.storage.archive import (
     make_tuple,
     reconstruct,
     refusal_error,
+    torch_refusal_error,
 )
 
 METADATA = ".metadata"
@@ -66,7 +67,8 @@ def guard_reads() -> None:
 
     The objects beside the tensors are read by ``DefaultLoadPlanner.load_bytes``, with
     ``torch.load(weights_only=False)``. Afterwards these may name what torch and Megatron allow
-    (``megatron.core.safe_globals``), otherwise torch raises its ``UnpicklingError``.
+    (``megatron.core.safe_globals``), otherwise BadInput is raised, which torch wraps in its
+    ``CheckpointException``.
     """
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -80,7 +82,11 @@ def _load_object(planner: Any, item: Any, stream: Any) -> None:
     """Put an object of a checkpoint into the state dict of torch's ``DefaultLoadPlanner``."""
     from torch.distributed.checkpoint._nested_dict import set_element
 
-    name, value = item.dest_index.fqn, torch.load(stream, weights_only=True)
+    name = item.dest_index.fqn
+    try:
+        value = torch.load(stream, weights_only=True)
+    except pickle.UnpicklingError as error:  # which advises to load the file without the guard
+        raise torch_refusal_error(f"{name} of the checkpoint", error) from None
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[name], value)
     else:

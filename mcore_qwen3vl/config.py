@@ -282,10 +282,22 @@ class Architecture:
             )
 
 
+MOST_LABELS = 1_000_000
+"""Most labels of a config: transformers makes a name for each as soon as it reads it."""
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the parsed ``config.json`` at `path` (the file itself or its directory)."""
     where = "A Hugging Face checkpoint directory holds a config.json"
-    return read_object(path, "config.json", where)
+    config = read_object(path, "config.json", where)
+    for section in (config, config.get("text_config"), config.get("vision_config")):
+        labels = section.get("num_labels") if isinstance(section, dict) else None
+        if labels is not None and not (type(labels) is int and 0 <= labels <= MOST_LABELS):
+            raise BadInput(
+                f"{path}: num_labels in config.json is {labels!r:.40}, and transformers makes a "
+                f"name for each: give a number up to {MOST_LABELS:,}, or leave it out."
+            )
+    return config
 
 
 @contextmanager

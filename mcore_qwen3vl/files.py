@@ -205,12 +205,22 @@ def read_object_or_empty(file: Path) -> dict[str, Any]:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raise BadInput if `folder` directly holds a pipe, a socket or a device, or a link to one."""
+    """Raise BadInput if `folder` directly holds a pipe, a socket or a device, or a link to one.
+
+    So it does for links that lead in a circle.
+    """
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
         for entry in entries:
-            if not (entry.is_file() or entry.is_dir()) and os.path.exists(entry):
+            try:
+                ordinary = entry.is_file() or entry.is_dir()
+            except OSError as error:
+                raise BadInput(
+                    f"{entry.path} cannot be looked at: {error.strerror}. Remove it, or put the "
+                    "file itself there."
+                ) from None
+            if not ordinary and os.path.exists(entry):
                 raise BadInput(
                     f"{entry.path} is a pipe, a socket or a device, or a link to one, which has no "
                     "place in a checkpoint. Put the file itself there."

@@ -38,7 +38,7 @@ from mcore_qwen3vl.config import Architecture, read_config_file, text_section
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
-from mcore_qwen3vl.data.processor import load_processor, require_fitting
+from mcore_qwen3vl.data.processor import load_processor, require_fitting, template_limit
 from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rgb
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.records.video import load_frames, probe_video, sample_frames
@@ -645,10 +645,13 @@ def process_conversations(
             "repository beside its tokenizer."
         )
     try:
-        texts = [
-            processor.apply_chat_template(list(conversation), add_generation_prompt=True)
-            for conversation in conversations
-        ]
+        texts = []
+        for conversation in conversations:
+            with template_limit():
+                text = processor.apply_chat_template(list(conversation), add_generation_prompt=True)
+            texts.append(text)
+    except BadInput:  # the time is up
+        raise
     except Exception as error:  # the template is a program of the checkpoint's
         raise BadInput(
             f"The chat template cannot render this prompt: {type(error).__name__}: {error!s:.500}. "

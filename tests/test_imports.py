@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "safe_path",
     "errors",
+    "time_limit",
     "unused.fields",
     "flags",
     "lazy",

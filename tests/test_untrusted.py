@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.converters.adapters import config as adapter_config
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, apply_with_peft
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.legacy import open_ranks
+from mcore_qwen3vl.converters.torch_pickle import without_checksum
+from mcore_qwen3vl.data import processor as processor_module
 from mcore_qwen3vl.data.config import parse_sources
+from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.readers import TableReader, write_index
-from mcore_qwen3vl.data.records.reading import time_limit
+from mcore_qwen3vl.data.records.reading import record_limit
 from mcore_qwen3vl.data.scores import References, facts_file_of, file_digest, scores_file_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.generation import process_conversations
 from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.checkpoints.resume import find_damage
@@ -46,7 +54,7 @@ def test_no_file_in_a_hugging_face_checkpoint(
 ) -> None:
     folder = shutil.copytree(dense, tmp_path / "hf")
     put(folder / name)
-    with time_limit(5), pytest.raises(BadInput, match=f"{name} is a pipe, a socket or a device"):
+    with record_limit(5), pytest.raises(BadInput, match=f"{name} is a pipe, a socket or a device"):
         hf_to_mcore(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -60,7 +68,7 @@ def test_no_file_in_a_megatron_checkpoint(
     iteration = tmp_path / "mcore" / "release"
     put(iteration / name)
     said = f"{name} is a pipe, a socket or a device"
-    with time_limit(5):
+    with record_limit(5):
         with pytest.raises(BadInput, match=said):
             mcore_to_hf(tmp_path / "mcore", tmp_path / "out")
         assert find_damage(iteration)  # a resumed run calls this
@@ -69,8 +77,81 @@ def test_no_file_in_a_megatron_checkpoint(
 def test_no_file_in_a_legacy_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_00").mkdir()
     _pipe(tmp_path / "mp_rank_00" / "model_optim_rng.pt")
-    with time_limit(5), pytest.raises(BadInput, match="is a pipe"):
+    with record_limit(5), pytest.raises(BadInput, match="is a pipe"):
         open_ranks(tmp_path)
+
+
+def test_no_link_in_a_circle(dense: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(dense, tmp_path / "hf")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("tokenizer.json")
+    with pytest.raises(BadInput, match=r"tokenizer\.json cannot be looked at: Too many levels"):
+        hf_to_mcore(folder, tmp_path / "out")
+
+
+def test_a_name_that_no_file_can_have_is_damage(dense: Path, tmp_path: Path) -> None:
+    hf_to_mcore(dense, tmp_path / "mcore")
+    index = tmp_path / "mcore" / "release" / ".metadata"
+    content = pickle.loads(without_checksum(index.read_bytes()))
+    for place in content.storage_data.values():
+        place.relative_path += "a" * 300
+    index.write_bytes(pickle.dumps(content))
+    damage = find_damage(index.parent)
+    assert damage is not None
+    assert damage.endswith("cannot be read: File name too long")
+
+
+@pytest.mark.parametrize("count", [10**12, -1, "3", True])
+@pytest.mark.parametrize("section", [None, "text_config", "vision_config"])
+def test_labels_without_end(count: Any, section: str | None, dense: Path, tmp_path: Path) -> None:
+    """Transformers would make a name for each, until the memory is full."""
+    folder = shutil.copytree(dense, tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (config[section] if section else config)["num_labels"] = count
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=r"num_labels in config\.json is"):
+        load_processor(folder)
+
+
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("wants", ["", "messages|length == 1"], ids=["always", "for a prompt"])
+def test_a_chat_template_that_never_ends(
+    wants: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor_module, "_TEMPLATE_SECONDS", 0.2)
+    folder = shutil.copytree(dense, tmp_path / "hf")
+    template = f"{{% if {wants} %}}{ENDLESS}{{% endif %}}" if wants else ENDLESS
+    (folder / "chat_template.jinja").write_text(template)
+    said = r"chat template is still rendering after 0\.2 s"
+    if wants:
+        turn = [{"role": "user", "content": "?"}]
+        with pytest.raises(BadInput, match=said):
+            process_conversations(load_processor(folder), [turn])
+    else:
+        with pytest.raises(BadInput, match=said):
+            load_processor(folder)
+
+
+def test_a_pattern_of_an_adapter_that_never_ends(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_config, "_PEFT_SECONDS", 2.0)
+    lora = AdapterConfig.from_dict(
+        {
+            "peft_type": "LORA",
+            "r": 2,
+            "lora_alpha": 4,
+            "target_modules": "(([a-z_.0-9]+)+)+!",
+            "task_type": None,
+        }
+    )
+    with pytest.raises(BadInput, match="a pattern in it may never end"):
+        apply_with_peft(lora, dense)
 
 
 def test_links_within_the_cache_of_the_hub_and_of_weights_are_followed(

@@ -26,6 +26,7 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
+from mcore_qwen3vl.time_limit import time_limit
 from mcore_qwen3vl.unused.fields import Fields, Unused
 
 REST = {
@@ -419,7 +420,7 @@ def apply_with_peft(
         model.score = torch.nn.Linear(size, labels, bias=False, device="meta")
     modules = tuple(name for name, _ in model.named_modules() if name)
     parameters = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), time_limit(_PEFT_SECONDS, _slow_patterns, of_processor=True):
         warnings.simplefilter("ignore")  # what PEFT warns of is checked here, as an error
         try:
             lora = peft.LoraConfig(**_lora_config_arguments(config, peft))
@@ -430,6 +431,8 @@ def apply_with_peft(
                 for name in modules
                 if wrapped.base_model._check_target_module_exists(lora, name)
             )
+        except BadInput:  # the time is up, or a parameter is not supported
+            raise
         except Exception as error:  # PEFT's checks raise exceptions of many classes
             text = " ".join(str(error).split())
             raise BadInput(
@@ -447,6 +450,18 @@ def apply_with_peft(
     named = lora.target_modules
     spelled_out = None if named is None or isinstance(named, str) else tuple(sorted(named))
     return Applied(slots, saved, modules, parameters, matched, spelled_out)
+
+
+_PEFT_SECONDS = 30.0
+"""Processor time for PEFT to apply a config; the largest models take a few seconds."""
+
+
+def _slow_patterns() -> BadInput:
+    return BadInput(
+        f"PEFT is still applying this adapter's config to the model after {_PEFT_SECONDS:g} s of "
+        "processor time, so a pattern in it may never end: write target_modules, exclude_modules, "
+        "rank_pattern and alpha_pattern as plain names of modules."
+    )
 
 
 def labels_of(config: Mapping[str, Any]) -> Labels:

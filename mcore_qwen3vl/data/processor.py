@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.hf.companions import require_processor
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.identify import Kind, identify, resolve
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object_or_empty
+from mcore_qwen3vl.time_limit import time_limit
 from mcore_qwen3vl.unused.fields import Fields, Unused
 
 OLDEST_TRANSFORMERS = "5.18"
@@ -86,6 +88,8 @@ def load_processor(checkpoint: str | Path) -> Any:
     place = identify(resolve(checkpoint, weights=False))
     checkpoint = place.config() if place.kind is Kind.MEGATRON else place.path
     require_processor(checkpoint)
+    if (checkpoint / "config.json").is_file():
+        read_config_file(checkpoint)  # refuses what transformers, which reads it too, would not
     try:
         processor = AutoProcessor.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=False
@@ -103,7 +107,37 @@ def load_processor(checkpoint: str | Path) -> Any:
     if getattr(videos, "cap_pixels_per_frame", False) is None:
         # Frames may be as large as the budgets allow, even if a later transformers would cap them.
         videos.cap_pixels_per_frame = False
+    if processor.chat_template:
+        _require_template_ends(processor)
     return processor
+
+
+_TEMPLATE_SECONDS = 10.0
+"""Processor time for rendering a prompt; a template's own takes milliseconds."""
+
+
+def template_limit() -> AbstractContextManager[None]:
+    """Limit rendering of a prompt with BadInput: a template is a program, and may never end."""
+    return time_limit(
+        _TEMPLATE_SECONDS,
+        lambda: BadInput(
+            f"The chat template is still rendering after {_TEMPLATE_SECONDS:g} s of processor "
+            "time. Compare it with the template of the model that the checkpoint was made from."
+        ),
+        of_processor=True,
+    )
+
+
+def _require_template_ends(processor: Any) -> None:
+    """Raise BadInput if the chat template does not end, before any record waits for it."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    with template_limit():
+        try:
+            processor.apply_chat_template(turns, tokenize=False)
+        except BadInput:  # the time is up
+            raise
+        except Exception:  # of Jinja or Python: the template wants other messages
+            return
 
 
 def settings_of(processor: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
@@ -290,6 +291,31 @@ def test_a_file_of_earlier_megatrons_that_names_code(places: dict[str, Path]) ->
     assert "weights_only" not in str(refusal.value)
     assert exit_code(*(word.format(**places) for word in READERS_OF_METADATA["generate"])) == 0
     assert not places["marker"].exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "[" * 200_000, '{"sharded_backend": 5}', "{}", "NaN", '{"a": ' + "9" * 6000 + "}"],
+)
+def test_a_foreign_metadata_json(content: str, places: dict[str, Path]) -> None:
+    with_file("metadata.json", content.encode(), places)
+    with pytest.raises(BadInput, match=r"metadata\.json (names the format|cannot be|holds)"):
+        run_layout(_trainer(resuming("resume", places)), Layout().world_size)
+
+
+FAILURES = (
+    TypeError("a\nb"),
+    KeyError(7),
+    EOFError(),
+    CheckpointException("x", {0: (RuntimeError("Missing key"), None)}),  # type: ignore[dict-item]
+)
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_what_megatron_raises_for_content_is_one_error(error: BaseException) -> None:
+    run = explain_load_errors(CheckpointSettings(load="run"))
+    with pytest.raises(BadInput, match=r"The checkpoint in run cannot be loaded: [A-Z]"), run:
+        raise error
 
 
 def zipped(value: Any) -> bytes:

@@ -22,7 +22,7 @@ from mcore_qwen3vl.data.encoding import pixels
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image
-from mcore_qwen3vl.data.records.reading import BadSample, time_limit
+from mcore_qwen3vl.data.records.reading import BadSample, record_limit
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question, write_png, write_video
 
@@ -198,10 +198,10 @@ def test_pipes_and_devices_are_not_opened(
 
 @pytest.mark.usefixtures("in_time")
 def test_the_limit_ends_with_its_block_and_the_outer_one_counts() -> None:
-    with time_limit(0.2), time_limit(60), pytest.raises(BadSample, match=r"more than 0\.2 s"):
+    with record_limit(0.2), record_limit(60), pytest.raises(BadSample, match=r"more than 0\.2 s"):
         time.sleep(60)
     time.sleep(1.5)  # an alarm that was left would interrupt this
-    with time_limit(0):
+    with record_limit(0):
         time.sleep(0.1)
 
 

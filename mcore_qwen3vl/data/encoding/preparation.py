@@ -25,7 +25,7 @@ from mcore_qwen3vl.data.records.parse import (
     parse_record,
     preprocess_record,
 )
-from mcore_qwen3vl.data.records.reading import Observed, time_limit
+from mcore_qwen3vl.data.records.reading import Observed, record_limit
 from mcore_qwen3vl.files import parse_json
 
 
@@ -78,7 +78,7 @@ class Preparation:
 
     def parse(self, sample: RawSample) -> Conversation | Document:
         """Parse a record."""
-        with time_limit(self._max_seconds):
+        with record_limit(self._max_seconds):
             return parse_record(
                 self._json_record(sample), sample.folder, self._sources[sample.source].reading
             )
@@ -86,7 +86,7 @@ class Preparation:
     def parse_each(self, sample: RawSample, form: RecordForm) -> dict[str, Conversation | Document]:
         """Parse a record of some form into its sequences, by name; see :meth:`.RecordForm.read`."""
         reading = self._sources[sample.source].reading
-        with time_limit(self._max_seconds):
+        with record_limit(self._max_seconds):
             record = preprocess_record(self._json_record(sample), reading)
             return dict(form.read(record, sample.folder, replace(reading, preprocess=None)))
 
@@ -101,7 +101,7 @@ class Preparation:
 
     def plan(self, sample: RawSample, parsed: Conversation | Document | None = None) -> Plan:
         """Tokenise a sample and measure its media."""
-        with time_limit(self._max_seconds):
+        with record_limit(self._max_seconds):
             parsed = parsed or self.parse(sample)
             rendered = self._renderer.render(parsed)
             plan = self._planners[sample.source].plan(rendered)
@@ -116,7 +116,7 @@ class Preparation:
 
     def load_pixels(self, plan: Plan, source: int) -> Pixels:
         """Decode the images and videos of a plan from the data set with number `source`."""
-        with time_limit(self._max_seconds):
+        with record_limit(self._max_seconds):
             return self._pixels[source].load(plan.media)
 
 

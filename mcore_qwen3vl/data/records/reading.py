@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import signal
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
@@ -14,9 +12,8 @@ from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.functions import at_folder
+from mcore_qwen3vl.time_limit import time_limit
 from mcore_qwen3vl.unused.fields import Fields, Unused
-
-_AGAIN = 1.0  # seconds until it interrupts again: a hook may catch the first interruption
 
 
 class BadSample(Exception):
@@ -33,30 +30,14 @@ def reason_of(error: Exception) -> str:
     return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt the code in the block by SIGALRM, once its time is up.
-
-    If limits are nested, the outermost one applies. Only the main thread is interrupted, and C code
-    only when it returns to Python.
-    """
-    limited = signal.getitimer(signal.ITIMER_REAL)[0] > 0
-    if seconds <= 0 or limited or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: Any) -> None:
-        raise BadSample(
+def record_limit(seconds: float) -> AbstractContextManager[None]:
+    """Limit reading and decoding of one record, by the clock, with BadSample; see `time_limit`."""
+    return time_limit(
+        seconds,
+        lambda: BadSample(
             f"reading and decoding it takes more than {seconds:g} s (--max-sample-seconds)."
-        )
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        ),
+    )
 
 
 @dataclass(frozen=True)

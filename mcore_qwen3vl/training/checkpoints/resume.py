@@ -28,6 +28,7 @@ from mcore_qwen3vl.converters.hf.config_file import Changes, dtype_to_state
 from mcore_qwen3vl.converters.hf.shards import TensorSpec
 from mcore_qwen3vl.converters.identify import (
     CHECKPOINT_CONFIG,
+    DEFAULT_FORMAT,
     HF_FOLDER,
     TRACKER,
     Kind,
@@ -45,7 +46,7 @@ from mcore_qwen3vl.converters.torch_dist import read_metadata
 from mcore_qwen3vl.converters.torch_pickle import METADATA
 from mcore_qwen3vl.data.processor import configs_with_budgets
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write, write_at_once
+from mcore_qwen3vl.files import atomic_write, read_object, write_at_once
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 
@@ -80,7 +81,7 @@ def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
         reason = find_damage(Path(directory) / folder_name(iteration))
         if reason is None:
             return iteration
-        reasons.append(f"iteration {iteration}: {reason}")
+        reasons.append(f"iteration {iteration}: {reason.rstrip('.')}")
         if not fallback:
             break
     remedy = (
@@ -265,7 +266,7 @@ def explain_load_errors(checkpoints: CheckpointSettings) -> Iterator[None]:
 
     Raises:
         BadInput: the optimizer, its schedule, the RNG or a parameter was not saved, or torch
-            refuses to unpickle a file.
+            refuses to unpickle a file, or Megatron cannot load what is there.
     """
     directory = checkpoints.load or checkpoints.pretrained_checkpoint or ""
     try:
@@ -281,16 +282,32 @@ def explain_load_errors(checkpoints: CheckpointSettings) -> Iterator[None]:
                 raise torch_refusal_error(f"The checkpoint in {directory}", failure) from None
             if lacks := _explain_missing_parameter(directory, failure):
                 raise lacks from None
-        raise
+        # torch's exception is no Exception, so that nothing else would put it into words.
+        raise _unloadable(directory, failures[0]) from error
     except KeyError as error:
         if lacks := _explain_missing_parameter(directory, error):
             raise lacks from None
         if error.args[0] not in ("optimizer", "opt_param_scheduler", "rng_state"):
-            raise
+            raise _unloadable(directory, error) from error
         raise BadInput(
             f"The checkpoint in {directory} was saved without {error}. Add --no-load-optim "
             "--no-load-rng to go on without, or --finetune to take its weights only."
         ) from error
+    except (BadInput, OSError, MemoryError, torch.OutOfMemoryError, dist.DistError):
+        raise  # each says what it is about
+    except Exception as error:  # Megatron trusts the content, and raises whatever comes of it
+        raise _unloadable(directory, error) from error
+
+
+def _unloadable(directory: str, error: BaseException) -> BadInput:
+    """Return the error that Megatron cannot load a checkpoint; the traceback goes to the log."""
+    log.info("loading from %s failed", directory, exc_info=error)
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return BadInput(
+        f"The checkpoint in {directory} cannot be loaded: {type(error).__name__}"
+        f"{': ' * bool(reason)}{reason.rstrip('.'):.300}. It is damaged, or was saved by another "
+        "program or with other flags: copy it again, check the path, or give that run's flags."
+    )
 
 
 def _explain_missing_parameter(directory: str, error: BaseException) -> BadInput | None:
@@ -315,6 +332,9 @@ def find_damage(folder: Path) -> str | None:
     if not marker.exists() or marker.stat().st_size == 0:
         return f"{marker} is missing or empty"
     try:
+        backend = read_object(marker, marker.name, "").get("sharded_backend")
+        if backend != DEFAULT_FORMAT:
+            return f"{marker} names the format {backend!r:.40} instead of {DEFAULT_FORMAT}"
         index = read_metadata(folder)
     except BadInput as error:
         return str(error)
@@ -328,9 +348,13 @@ def find_damage(folder: Path) -> str | None:
 
 def _find_damage_in_file(file: Path, ranges: list[FileRange]) -> str | None:
     """Return why a file lacks one of the stored tensors or objects at `ranges`, or None."""
-    if not file.exists():
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError:
         return f"{file} is missing"
-    size, needed = file.stat().st_size, max(data.offset + data.length for data in ranges)
+    except OSError as error:  # such as a name that is too long
+        return f"{file} cannot be read: {error.strerror}"
+    needed = max(data.offset + data.length for data in ranges)
     if size < needed:
         return f"{file} has {size} bytes of {needed}"
     with file.open("rb") as stream:

@@ -71,11 +71,13 @@ def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) 
     """Write a rank's traceback to its log, and print the error and where the log is.
 
     Without ``--save`` there is no log, so the traceback is printed, except of a loss that is no
-    number, whose message says all there is. It is not `aloud` if another rank has printed its own.
+    number and of a file that the system refuses, whose messages say all there is. It is not `aloud`
+    if another rank has printed its own.
     """
     rank = int(os.environ.get("RANK", "0"))
     place = log_of(command, rank)
-    explained = isinstance(error, FloatingPointError)
+    refused = isinstance(error, OSError) and error.filename is not None
+    explained = isinstance(error, FloatingPointError) or refused
     if place is None and not explained:
         if aloud:
             traceback.print_exception(error)

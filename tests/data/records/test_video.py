@@ -13,7 +13,7 @@ import pytest
 
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media
-from mcore_qwen3vl.data.records.reading import BadSample, time_limit
+from mcore_qwen3vl.data.records.reading import BadSample, record_limit
 from mcore_qwen3vl.data.records.video import is_uneven, load_frames, probe_video
 
 
@@ -169,7 +169,7 @@ def test_decoding_stops_when_time_is_up(tmp_path: Path) -> None:
             load_frames(media, indices)
 
     for indices in ([5, 118], range(119)):
-        with pytest.raises(BadSample, match=r"takes more than 0\.01 s"), time_limit(0.01):
+        with pytest.raises(BadSample, match=r"takes more than 0\.01 s"), record_limit(0.01):
             decode_for_a_minute(np.array(indices))
 
 
