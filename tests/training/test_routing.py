@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,20 @@ def test_router_losses_weigh_each_token_alike(moe: Path, uneven: Path, tmp_path,
     assert one[1] > 1.2 * without[1]
     several = first_step(tmp_path / "several", moe, uneven, layout, *LOSSES)
     assert several == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS[:2], "cp2"))
+def test_the_log_has_the_losses_of_all_tokens(moe: Path, uneven: Path, tmp_path, layout):
+    """Ranks that hold more padding do not count for more."""
+    found = []
+    for name in ("single", layout):
+        save = tmp_path / name / "save"
+        first_step(tmp_path / name / "run", moe, uneven, name, *LOSSES, "--save", str(save))
+        (text,) = (file.read_text() for file in sorted((save / "logs").glob("*.txt"))[-1:])
+        values = re.findall(r"(z_loss|load_balancing_loss): (\S+)", text)
+        found.append({kind: float(value) for kind, value in values})
+    assert found[0].keys() == {"z_loss", "load_balancing_loss"}
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
 def test_padding_takes_no_capacity_and_no_layout_changes_what_is_dropped(

@@ -134,13 +134,14 @@ class BalancedRouter(TopKRouter):
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Return the logits (T, E), whose backward pass also adds the gradient of the z-loss.
 
-        Megatron adds it up over tokens in a run. Elsewhere it takes the mean over ranks of each
-        rank's mean. Source: Zoph et al., "ST-MoE", 2022.
+        It is the mean over the tokens of the ranks of TP x CP, weighted by their number in a run.
+        Megatron takes the mean over ranks of each rank's mean: in its log, and elsewhere than in a
+        run in the gradient too. Source: Zoph et al., "ST-MoE", 2022.
         """
         coeff = self.config.moe_z_loss_coeff
         if not coeff:
             return logits  # Megatron would divide 0 by 0 for its log
-        if self.calculate_per_token_loss or padding_mask is None:
+        if padding_mask is None:  # all ranks have as many tokens
             return super().apply_z_loss(logits, padding_mask)
         if not (self.training and torch.is_grad_enabled()):
             return logits
@@ -150,7 +151,12 @@ class BalancedRouter(TopKRouter):
             dist.all_reduce(tokens, group=self.tp_cp_group)
         mean = (logits.logsumexp(-1).square() * valid).sum() / tokens.clamp(min=1)
         return self.attach_and_log_load_balancing_loss(
-            logits, coeff, coeff * mean, "z_loss", self.tp_cp_group
+            logits,
+            coeff,
+            coeff * mean,
+            "z_loss",
+            self.tp_cp_group,
+            valid_token_count=tokens / self.tp_cp_group.size(),  # which Megatron multiplies it by
         )
 
     def _balance(
