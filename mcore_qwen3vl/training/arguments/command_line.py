@@ -24,6 +24,7 @@ from mcore_qwen3vl.converters.identify import identify, resolve
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.machine import version_of
+from mcore_qwen3vl.training.arguments.schedule import growing_batches
 from mcore_qwen3vl.training.arguments.settings import (
     SEQ_LENGTH,
     Settings,
@@ -149,6 +150,13 @@ class CommandLine:
                 f"micro-batches of {micro} on {layout.dp} data-parallel ranks. "
                 f"Give --global-batch-size {-(-batch // rows) * rows}."
             )
+        for start, grown in growing_batches(settings.loop.step_batch_size_schedule or ""):
+            if not grown or grown % rows:
+                raise BadInput(
+                    f"--step-batch-size-schedule: a batch of {grown}, from token {start:,} on, is "
+                    f"not a multiple of the {rows} rows of a pass: micro-batches of {micro} on "
+                    f"{layout.dp} data-parallel ranks."
+                )
         return layout
 
     def check_names(self) -> None:

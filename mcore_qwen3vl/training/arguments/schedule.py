@@ -21,6 +21,31 @@ class _Lengths(NamedTuple):
     lr_wsd_decay: int | None
 
 
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def growing_batches(schedule: str) -> list[tuple[int, int]]:
+    """Read ``--step-batch-size-schedule``: from which token on a step takes how many samples.
+
+    It is Megatron's format, ``0:768 250B:1536``. A row counts for ``--seq-length`` tokens, whatever
+    it holds.
+
+    Raises:
+        BadInput: it has another format.
+    """
+    pairs = []
+    for entry in schedule.replace(",", " ").split():
+        start, _, batch = entry.partition(":")
+        factor = _SUFFIXES.get(start[-1:].upper(), 1)
+        try:
+            pairs.append((int(float(start if factor == 1 else start[:-1]) * factor), int(batch)))
+        except (ValueError, OverflowError):
+            raise BadInput(
+                f"--step-batch-size-schedule: {entry!r} is no TOKENS:SAMPLES, such as 250M:64."
+            ) from None
+    return pairs
+
+
 @dataclass(frozen=True)
 class ScheduleSettings:
     """Megatron's flags about the schedule, whose constraints it asserts when training begins."""

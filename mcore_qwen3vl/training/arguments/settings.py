@@ -175,7 +175,7 @@ def statement_of_defaults(settings: Settings, explicit: Collection[str]) -> str 
     loop, data, save = settings.loop, settings.data, settings.checkpoints
     values = {
         "micro_batch_size": data.micro_batch_size,
-        "global_batch_size": loop.global_batch_size,
+        **({} if loop.step_batch_size_schedule else {"global_batch_size": loop.global_batch_size}),
         "seq_length": data.seq_length,
         "lr": settings.schedule.lr,
         "log_interval": settings.logs.log_interval,

@@ -317,6 +317,17 @@ _SPLIT = (
 )
 
 
+def _batch(facts: Facts) -> Values:
+    """Return the batch, or how it grows; beside that Megatron has a batch of one pass."""
+    values = _flags(
+        "global_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"
+    )
+    found = dict(values(facts))
+    if found.get("step_batch_size_schedule"):
+        del found["global_batch_size"]
+    return found
+
+
 def _layout(facts: Facts) -> Values:
     """Return the layout, and what is computed of a micro-batch by itself, in words."""
     args = facts.args
@@ -579,6 +590,7 @@ ROWS: tuple[Row, ...] = (
         "batch",
         ("global_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"),
         Steered(of_command=True),
+        _batch,
         numbers=("global_batch_size",),
     ),
     Row(

@@ -22,6 +22,7 @@ from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.run import ParallelSettings
+from mcore_qwen3vl.training.arguments.schedule import growing_batches
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings, statement_of_defaults
 from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.parameter_counts import trained_of
@@ -173,6 +174,12 @@ def _data_text(settings: Settings) -> str:
     ranks, micro = settings.parallel.data_parallel_size, data.micro_batch_size
     count = loop.global_batch_size // (ranks * micro)
     batch = f"global batch {loop.global_batch_size} = DP {ranks} x {count} micro-batches of {micro}"
+    if loop.step_batch_size_schedule:
+        sizes = [
+            f"{size} from sample {start // data.seq_length:,} on"
+            for start, size in growing_batches(loop.step_batch_size_schedule)
+        ]
+        batch = f"global batch {', '.join(sizes)}, in micro-batches of {micro} on DP {ranks}"
     if settings.kept_batch:
         batch += ", as the run that is resumed"
     return f"{paths}; {rows}; {batch}"

@@ -238,6 +238,31 @@ def test_a_schedule_that_a_run_has_no_room_for_is_refused_at_once(
         check_early(command)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("0:2,1K:4", None),
+        (
+            "0:2 1.5K:3",
+            "batch of 3, from token 1,500 on, is not a multiple of the 2 rows of a pass",
+        ),
+        ("0:1,1B:4", "batch of 1, from token 0 on, is not a multiple of the 2 rows"),
+        ("0:2,8", "'8' is no TOKENS:SAMPLES"),
+    ],
+)
+def test_a_batch_grows_to_what_the_ranks_can_divide(
+    schedule: str, message: str | None, dense: Path, data: Path
+) -> None:
+    """Megatron asserts it when the batch grows, which may be after days."""
+    base = ["--cpu", "--hf-model", str(dense), "--data-path", str(data), *SAMPLES.split()]
+    command = CommandLine([*base, "--step-batch-size-schedule", schedule])
+    if message is None:
+        command.layout(2)
+        return
+    with pytest.raises(BadInput, match=message):
+        command.layout(2)
+
+
 def test_flags_of_another_schedule_are_named() -> None:
     flags = "--lr-warmup-init 1e-6 --lr-wsd-decay-style linear --lr-wsd-decay-iters 3"
     assert [item.name for item in CommandLine(flags.split()).unused()] == flags.split()[::2]

@@ -30,6 +30,7 @@ from mcore_qwen3vl.training.contract.table import Facts
 
 SAID, REFUSED = False, True
 WSD = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters"
+GROWS = "--train-samples 9 --step-batch-size-schedule"
 KTO = "--loss kto --lora-rank 2 --global-batch-size 4"
 EXPERTS = "--global-batch-size 4 --moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 2"
 
@@ -65,6 +66,8 @@ CASES = [
      "--num-epochs 2 --lr-decay-style constant", SAID, "--num-epochs 2 in place of"),
     ("batch", "dense", "--lr-decay-style constant", "--lr-decay-style constant "
      "--global-batch-size 4", REFUSED, "Leave it out .* --override"),
+    ("batch", "dense", f"{GROWS} 0:1,256:2", f"{GROWS} 0:1,512:2", REFUSED,
+     "0:1,256:2, and this command --step-batch-size-schedule 0:1,512:2. Leave"),
     ("skipped steps", "dense", "", "--iterations-to-skip 2", SAID, "skip 2"),
     ("optimizer", "dense", "", "--optimizer sgd", REFUSED, "--no-load-optim"),
     ("hyperparameters", "dense", "", "--adam-beta2 0.9", REFUSED, "0.999, and .* 0.9. Add --over"),
@@ -133,7 +136,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def record(model: Path, data: Path, flags: str) -> Record:
     """Return the record of a command, as a run makes it before it loads a checkpoint."""
     words = [str(data / w) if w.endswith((".jsonl", ".yaml")) else w for w in flags.split()]
-    length = {"--num-epochs", "--train-iters"} & {*words}
+    length = {"--num-epochs", "--train-iters", "--train-samples"} & {*words}
     base = [] if length else ["--train-iters", "3"]
     base += [] if "--data-path" in words else ["--data-path", str(data / "a.jsonl")]
     ranks = 2 if {"--tensor-model-parallel-size", "--context-parallel-size"} & {*words} else 1
@@ -216,6 +219,15 @@ def test_the_length_does_not_matter_where_the_rate_is_constant(dense: Path, fold
     constant = "--lr-decay-style constant"
     found = findings(dense, folder, constant, f"{constant} --train-iters 9")
     assert [(each.row, each.refused) for each in found] == [("length of the run", False)]
+
+
+def test_a_batch_that_grows_is_the_same_on_more_ranks(dense: Path, folder: Path) -> None:
+    """Megatron sets --global-batch-size beside it, to one micro-batch a rank."""
+    before = f"{GROWS} 0:2,256:4"
+    assert findings(dense, folder, before, f"{before} --micro-batch-size 2")[0].row == "layout"
+    rows = record(dense, folder, before).rows
+    assert rows["batch"]["step_batch_size_schedule"] == "0:2,256:4"
+    assert "global_batch_size" not in rows["batch"]
 
 
 def test_padding_of_samples_in_packs_may_become_less(dense: Path, folder: Path) -> None:
