@@ -173,6 +173,38 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"no valid JSON: {error.msg}, at character {error.pos + 1:,}") from None
 
 
+MOST_VALUES = 1_000_000
+"""Most values in a YAML file whose aliases are written out."""
+
+
+def require_spelled_out(content: Any) -> Any:
+    """Return what a YAML file holds, if it is not huge with each alias (``*name``) written out.
+
+    A few lines of aliases of aliases stand for billions of values, and whoever walks through them,
+    or prints them in a message, never ends.
+
+    Raises:
+        ValueError: it has more than `MOST_VALUES` values, or contains itself.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(value: Any) -> int:
+        if not isinstance(value, list | dict):
+            return 1
+        if (known := sizes.get(id(value))) is not None:
+            if not known:
+                raise ValueError("it contains itself")
+            return known
+        sizes[id(value)] = 0  # not known yet
+        parts = value if isinstance(value, list) else [*value, *value.values()]
+        sizes[id(value)] = 1 + sum(map(size, parts))
+        return sizes[id(value)]
+
+    if size(content) > MOST_VALUES:
+        raise ValueError(f"its aliases stand for more than {MOST_VALUES:,} values")
+    return content
+
+
 def read_object(path: Path, name: str, where: str) -> dict[str, Any]:
     """Return the JSON object in a file, or in the file `name` of a directory.
 

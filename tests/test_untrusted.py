@@ -18,6 +18,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.legacy import open_ranks
 from mcore_qwen3vl.converters.torch_pickle import without_checksum
 from mcore_qwen3vl.data import processor as processor_module
+from mcore_qwen3vl.data import readers
 from mcore_qwen3vl.data.config import parse_sources
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.readers import TableReader, write_index
@@ -232,3 +233,32 @@ def test_parse_json() -> None:
     assert parse_json(b'{"a": [1]}') == {"a": [1]}
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json(DEEP)
+
+
+ALIASES = "".join(
+    f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 9)}]\n" for level in range(1, 12)
+)
+
+
+@pytest.mark.parametrize("key", ["epochs", "weight", "path", "unknown"])
+def test_aliases_that_stand_for_billions(key: str, tmp_path: Path) -> None:
+    """A message that printed the value would never end."""
+    entry = {"path": "a.jsonl", key: "*x11"}
+    listed = ", ".join(f"{name}: {value}" for name, value in entry.items())
+    file = tmp_path / "mixture.yaml"
+    file.write_text(f"x0: &x0 [a]\n{ALIASES}datasets: [{{{listed}}}]\n")
+    with pytest.raises(BadInput, match="its aliases stand for more than 1,000,000 values"):
+        parse_sources([str(file)])
+    file.write_text("datasets: &a [*a]\n")
+    with pytest.raises(BadInput, match="it contains itself"):
+        parse_sources([str(file)])
+
+
+def test_names_of_shards_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_MOST_SHARDS", 1000)
+    meta = tmp_path / ".nv-meta"
+    meta.mkdir()
+    (meta / "dataset.yaml").write_text("")
+    (meta / "split.yaml").write_text("split_parts: {train: ['{0..99999999999}.tar']}")
+    with pytest.raises(BadInput, match="names more than 1,000 tars"):
+        readers.tars_of_splits(tmp_path)

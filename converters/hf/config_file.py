@@ -117,10 +117,10 @@ def dtype_to_state(config: Config, stored: Iterable[TensorSpec]) -> torch.dtype 
     for tensor in stored:
         values[tensor.dtype] += prod(tensor.shape)
     most = max(values, key=values.__getitem__)
-    sections = (config, text_section(config))
-    stated = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
-    first = next((name for name in stated if name is not None), None)
-    return None if first in (None, dtype_name(most)) else most
+    # Of a section that states another, vLLM and transformers need not ask the same one.
+    sections = (config, text_section(config), config.get("vision_config", {}))
+    stated = {section.get(key) for section in sections for key in ("dtype", "torch_dtype")}
+    return most if stated - {None, dtype_name(most)} else None
 
 
 def dumps(config: Config) -> bytes:

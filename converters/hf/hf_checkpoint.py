@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -270,9 +271,24 @@ def unread_files(path: Path) -> list[Unused]:
     """
     index = _read_index(path)
     read = set(index.values()) if index is not None else set(_files_without_index(path))
-    named = f"{INDEX} does not name it" if index is not None else f"{SINGLE} alone is the model"
+    why = f"not read: {INDEX} does not name it"
+    if index is None:
+        why = (
+            f"not read: {SINGLE} alone is the model. vLLM, without an index, reads it too: move it "
+            "elsewhere before you serve the model"
+        )
     others = sorted(file.name for file in path.glob("*.safetensors") if file.name not in read)
-    return [Unused("the model's folder", name, f"not read: {named}") for name in others]
+    return [
+        Unused("the model's folder", name, _AS_MISTRAL if fnmatch(name, _MISTRAL) else why)
+        for name in others
+    ]
+
+
+_MISTRAL = "consolidated*.safetensors"
+_AS_MISTRAL = (
+    "not read: it is named as Mistral's own weights are. vLLM reads such a file in place of the "
+    "model: move it elsewhere before you serve the model"
+)
 
 
 def _files_without_index(path: Path) -> list[str]:

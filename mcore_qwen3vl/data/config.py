@@ -16,6 +16,7 @@ from mcore_qwen3vl.data.record_form import UNCUT_ANSWER, RecordForm
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import require_spelled_out
 from mcore_qwen3vl.flags import flag_of
 
 _PIL_DECODES = 178_956_970  # twice ``PIL.Image.MAX_IMAGE_PIXELS``
@@ -322,8 +323,8 @@ def _read_yaml(path: Path) -> Any:
     import yaml  # here, because every command imports this module
 
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    # ValueError: it is no UTF-8, or has an integer of thousands of digits.
+        return require_spelled_out(yaml.safe_load(path.read_text(encoding="utf-8")))
+    # ValueError: it is no UTF-8, has an integer of thousands of digits, or aliases without end.
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
 

@@ -44,7 +44,7 @@ from mcore_qwen3vl.data.readers import (
 from mcore_qwen3vl.data.records.parse import preprocess_record
 from mcore_qwen3vl.data.records.tasks import labels_in
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.files import parse_json, require_spelled_out
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.unused.fields import Unused
 
@@ -194,7 +194,8 @@ def is_of_tars(path: Path) -> bool:
 
 def _index_leaves(path: Path) -> None:
     """Index a metadataset's data sets beside them, where energon opens all splits."""
-    for split in yaml.safe_load(path.read_text(encoding="utf-8")).get("splits", {}):
+    content = require_spelled_out(yaml.safe_load(path.read_text(encoding="utf-8")))
+    for split in content.get("splits", {}):
         try:
             leaves = list(traverse_metadataset(path, split_part=split))
         except NotImplementedError:  # energon traverses all but these
@@ -345,7 +346,7 @@ def refuse_code(*, unless: bool) -> Iterator[None]:
 def _load_yaml_without_code(stream: BinaryIO) -> Any:
     """Parse a file as energon does; raise BadInput if it names code to run."""
     text = stream.read()
-    content = load_yaml(text)
+    content = require_spelled_out(load_yaml(text))
     for key, value in _code_names(content):
         lines = text.decode("utf-8", errors="replace").splitlines()
         line = next(

@@ -58,7 +58,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.data.config import require_data_set
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write, parse_json, write_at_once
+from mcore_qwen3vl.files import atomic_write, parse_json, require_spelled_out, write_at_once
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.unused.fields import Unused
 
@@ -104,13 +104,27 @@ def index_beside(path: Path) -> None:
     """Make an index beside the data, where energon looks for it if a metadataset names the data.
 
     Raises:
-        BadInput: `path` does not exist, is not a data set or is empty.
+        BadInput: `path` does not exist, is not a data set or is empty, or a link would lead what is
+            written elsewhere.
         OSError: the folder cannot be written.
     """
     if _needs_index(path):
         if not _has_index(path):
+            _refuse_links_of_index(path)
             _index_once(path)
         _require_single_files(path, path)
+
+
+def _refuse_links_of_index(path: Path) -> None:
+    """Raise BadInput if a file of an index that is to be written in `path` is a link."""
+    meta = path / ".nv-meta"
+    inside = sorted(meta.iterdir()) if meta.is_dir() else []
+    for file in (meta, *inside):
+        if file.is_symlink():
+            raise BadInput(
+                f"{file} is a link, and the index that is written there would land in "
+                f"{file.resolve()}. Remove the link."
+            )
 
 
 def _needs_index(path: Path) -> bool:
@@ -193,8 +207,9 @@ def _index_tars(path: Path) -> None:
             BaseWebdatasetFactory.prepare_dataset(
                 path, tars, split_parts_ratio=[("train", 1.0)], workers=min(8, len(tars))
             )
-    # energon exits where a key comes twice, and asserts that every tar has samples.
-    except (SystemExit, AssertionError) as error:
+    # energon exits where a key comes twice, and asserts that every tar has samples. What lies in
+    # .nv-meta under the name of its database may be none.
+    except (SystemExit, AssertionError, sqlite3.Error) as error:
         raise BadInput(_flaw_of_tars(path, tars) or f"{origin(path)}: {error}") from None
     if flaw := _doubled_part(path):
         raise BadInput(flaw)
@@ -459,13 +474,22 @@ def tars_of_splits(path: Path) -> dict[str, list[str]] | None:
     """
     for name in ("split.yaml", "split.json"):
         if (file := path / ".nv-meta" / name).is_file() and _has_index(path):
-            said = yaml.safe_load(file.read_text(encoding="utf-8"))
+            said = require_spelled_out(yaml.safe_load(file.read_text(encoding="utf-8")))
             splits = {**said["split_parts"], "exclude": said.get("exclude") or []}
-            return {
-                split: [one for name in names or () for one in braceexpand(name)]
-                for split, names in splits.items()
-            }
+            return {split: _spelled_out(names or (), file) for split, names in splits.items()}
     return None
+
+
+_MOST_SHARDS = 10_000_000
+
+
+def _spelled_out(names: Iterable[str], file: Path) -> list[str]:
+    """Return names of tars, of which one may stand for many, as ``{000..999}.tar`` does."""
+    each = (one for name in names for one in braceexpand(name))
+    found = list(islice(each, _MOST_SHARDS + 1))
+    if len(found) > _MOST_SHARDS:
+        raise BadInput(f"{file} names more than {_MOST_SHARDS:,} tars: correct its braces.")
+    return found
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:

@@ -193,7 +193,8 @@ class DataProvider:
         """Return the steps of the whole run: those that it has made, and those that remain."""
         settings = self._settings
         load, batch = settings.checkpoints.load or "", settings.loop.global_batch_size
-        made = step_to_load(settings.checkpoints)
+        fallback = settings.training.on_corrupt_checkpoint == "fallback"
+        made = step_to_load(settings.checkpoints, fallback=fallback)
         state = None if made is None else data_state.first_state_of(load, made)
         saved = None if made is None else Record.of_checkpoint(load, made)
         self.train_loader = self._open_training_loader(data_config(settings))

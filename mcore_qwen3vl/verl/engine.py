@@ -8,6 +8,7 @@ position ids, which :class:`PolicyModel` and :class:`ValueModel` turn into what 
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -39,6 +40,7 @@ from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.export import export_hf, export_merged, run_together, save_hf
 from mcore_qwen3vl.converters.identify import Kind, identify
 from mcore_qwen3vl.converters.live import load_factors, load_weights, unwrap
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.torch_pickle import guard_reads
 from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
@@ -53,9 +55,12 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.training.hooks import results_queue, wrap
+from mcore_qwen3vl.training.logs.summary import rounded_weights
 from mcore_qwen3vl.training.lora import LoraRun
 from mcore_qwen3vl.training.optimizer import keep_own_parts, make_resumable
 from mcore_qwen3vl.verl.options import OWN, Configs, ModelOptions, as_plain_dict, check, lora_run
+
+log = logging.getLogger(__name__)
 
 ARCHITECTURES = {
     f"{family.name}ForConditionalGeneration" for family in MODEL_TYPES.values() if family.has_vision
@@ -114,6 +119,17 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         self.layout = _layout_of_config(engine_config, self.architecture)
         self.layout.validate(self.architecture, training=not engine_config.forward_only)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._name_rounded_weights()
+
+    def _name_rounded_weights(self) -> None:
+        """Log on the first rank which weights this run rounds: VERL's default is bfloat16."""
+        held = dtype_name(PrecisionType.to_dtype(self.engine_config.dtype))
+        path = Path(self.model_config.local_path)
+        trains_adapter = as_plain_dict(self.model_config.lora or {}).get("rank")
+        if dist.get_rank() != 0 or held == "float32" or trains_adapter:
+            return
+        if said := rounded_weights(path, held, path):
+            log.warning("rounded: %s", said)
 
     def _build_tf_config(self) -> None:
         guard_reads()  # VERL loads checkpoints with Megatron's own reader

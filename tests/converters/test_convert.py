@@ -20,6 +20,8 @@ from mcore_qwen3vl.converters.convert import (
     plan_mcore_to_hf,
 )
 from mcore_qwen3vl.converters.describe import estimate, slice_bytes
+from mcore_qwen3vl.converters.hf.config_file import dtype_to_state
+from mcore_qwen3vl.converters.hf.shards import TensorSpec
 from mcore_qwen3vl.converters.mapping.table import max_rows, table
 from mcore_qwen3vl.converters.offline import to_hf, to_mcore
 from mcore_qwen3vl.errors import BadInput, CheckFailed
@@ -127,6 +129,18 @@ def test_dtype_is_converted_with_its_declaration(
             assert torch.equal(tensor, original[key].to(dtype)), key
         config = json.loads((back / "config.json").read_text())
         assert config["dtype"] == config["text_config"]["dtype"] == str(dtype).split(".")[1]
+
+
+@pytest.mark.parametrize("section", ["text_config", "vision_config"])
+def test_a_section_that_states_another_dtype_is_put_right(section: str) -> None:
+    """transformers follows the top level, and vLLM the language model's section."""
+    config: Any = {"dtype": "bfloat16", "text_config": {}, "vision_config": {}}
+    held = [TensorSpec(torch.bfloat16, (3, 5)), TensorSpec(torch.float32, (7,))]
+    assert dtype_to_state(config, held) is None
+    config[section]["dtype"] = "float32"
+    assert dtype_to_state(config, held) == torch.bfloat16
+    config[section] = {"torch_dtype": "bfloat16"}
+    assert dtype_to_state(config, held) is None
 
 
 def test_values_that_do_not_fit_the_dtype_are_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image
 from mcore_qwen3vl.data.records.reading import BadSample, record_limit
 from mcore_qwen3vl.errors import BadInput
-from tests.data.conftest import WriteJsonl, chat, question, write_png, write_video
+from tests.data.conftest import WriteJsonl, chat, question, write_png, write_tar, write_video
 
 LITTLE = DataConfig(seq_length=4096, packing=True, max_decoded_pixels=100 * 100)
 
@@ -252,3 +252,32 @@ def test_a_malformed_metadataset_is_named(splits: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps({**classes, "splits": splits}), "utf-8")
     with pytest.raises(BadInput, match=r"self\.yaml is no data set that energon can read"):
         CrudeSamples([Source(path)], split="train", trust=False)
+
+
+RECORD = json.dumps(chat(("user", "a"), ("assistant", "b"))).encode()
+
+
+@pytest.mark.parametrize("name", ["", "index.sqlite", "dataset.yaml", "split.yaml"])
+def test_the_index_of_a_metadatasets_tars_follows_no_link(name: str, tmp_path: Path) -> None:
+    shards, elsewhere = tmp_path / "data" / "shards", tmp_path / "elsewhere"
+    write_tar(shards / "0.tar", [("0.json", RECORD)])
+    elsewhere.mkdir()
+    if name:
+        (shards / ".nv-meta").mkdir()
+        (shards / ".nv-meta" / name).symlink_to(elsewhere / "new")
+    else:
+        (shards / ".nv-meta").symlink_to(elsewhere)
+    with pytest.raises(BadInput, match=r"is a link, and the index .* would land in .*elsewhere"):
+        readers.index_beside(shards)
+    assert not list(elsewhere.iterdir())
+
+
+def test_what_is_no_database_among_the_files_of_an_index(tmp_path: Path) -> None:
+    write_tar(
+        tmp_path / "0.tar",
+        [("0.json", RECORD)],
+    )
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta" / "index.sqlite").write_bytes(b"no database\n" * 99)
+    with pytest.raises(BadInput, match="file is not a database"):
+        readers.index_beside(tmp_path)

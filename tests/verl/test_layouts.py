@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("verl", reason="make test-verl makes an environment that has
 
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from tests.half_precision import MORE_NOISE
-from tests.verl.engines import build, error, exported, infer, ppo_step, same
+from tests.verl.engines import build, error, exported, infer, new, ppo_step, same
 
 TOLERANCE = 2e-5
 TP2, PP2 = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline"))
@@ -124,6 +125,22 @@ def test_bfloat16(kind: str, layout: Any, case: Any, on_ranks: Any, tmp_path: Pa
     assert report["dtypes"] == {"torch.bfloat16"}
     assert all(r["loaded"] and r["repeated"] for r in reports)
     assert report["moved on"] < len(report["shapes"]) / 3  # bfloat16 has few steps around one
+
+
+def said_of_rounding(path: Path, dtype: str) -> list[str]:
+    """Return what an engine of this dtype logs when it is made."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore_qwen3vl.verl.engine").addHandler(handler)
+    new(path, {"dtype": dtype})
+    return said
+
+
+def test_weights_that_are_rounded_are_named(case: Any, on_ranks: Any) -> None:
+    ((said,),) = on_ranks(1, said_of_rounding, case("dense").path, "bfloat16")
+    assert "are wider than bfloat16, in which this run holds and exports them" in said
+    assert on_ranks(1, said_of_rounding, case("dense").path, "float32") == [[]]
 
 
 def weights_alone(path: Path, samples: Any, expected: Any, folder: Path) -> bool:

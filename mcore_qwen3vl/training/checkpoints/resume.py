@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import pickle
 import re
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from filecmp import cmp
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -207,10 +211,16 @@ def iteration_to_load(
     return None
 
 
-def step_to_load(checkpoints: CheckpointSettings) -> int | None:
-    """Return the step of the checkpoint from which a run goes on; None if none does."""
+def step_to_load(checkpoints: CheckpointSettings, *, fallback: bool = False) -> int | None:
+    """Return the step of the checkpoint from which a run goes on; None if none does.
+
+    With `fallback` it is an older one than the tracker names, if only that can be read.
+    """
     if not checkpoints.load or checkpoints.finetune:
         return None
+    if fallback and not checkpoints.ckpt_step and checkpoints.ckpt_format == DEFAULT_FORMAT:
+        with suppress(BadInput):  # `choose_iteration` says what is wrong with all of them
+            return readable_iteration(checkpoints.load, fallback=True)
     return checkpoints.ckpt_step or latest_iteration(checkpoints.load)
 
 
@@ -233,12 +243,11 @@ def save_companions(settings: Settings) -> None:
 
     A conversion does the same. With them, the checkpoints can be exported, compared and used for
     generation as they are; :func:`changed_files` says what differs. One rank calls this; the folder
-    appears whole or not at all.
+    appears whole or not at all. One with other files, such as those of another model or half of
+    these, is moved away first.
     """
     assert settings.checkpoints.save is not None
     folder, source = Path(settings.checkpoints.save) / HF_FOLDER, settings.model.folder
-    if folder.exists():
-        return
     with atomic_write(folder, remedy=None) as partial:
         labels, files = settings.labels, changed_files(settings)
         dtype = None
@@ -247,6 +256,24 @@ def save_companions(settings: Settings) -> None:
             dtype = dtype_to_state(read_config_file(source), [held])
         copy_companions(source, partial, Changes(dtype=dtype, labels=labels, files=files))
         write_form(partial, Form(head=head_of(labels)))
+        if folder.exists():
+            _move_away(folder, partial)
+
+
+def _move_away(folder: Path, wanted: Path) -> None:
+    """Remove `folder`, whose place `wanted` takes; keep it under another name if it differs."""
+    there, new = (
+        {f.relative_to(d): f for f in d.rglob("*") if f.is_file()} for d in (folder, wanted)
+    )
+    if there.keys() == new.keys() and all(cmp(there[n], new[n], shallow=False) for n in new):
+        shutil.rmtree(folder)
+        return
+    numbers = (folder.with_name(f"{folder.name}.replaced-{number}") for number in count(1))
+    aside = next(place for place in numbers if not os.path.lexists(place))
+    folder.rename(aside)
+    log.warning(
+        "%s held other files than this run's --hf-model: they are in %s now", folder, aside.name
+    )
 
 
 def changed_files(settings: Settings) -> dict[str, bytes]:

@@ -62,6 +62,7 @@ class RunCheckpoints:
         self._save, self._exports_to = run.settings.checkpoints.save, run.settings.model.save_hf
         self.validations = Validations(run.settings)
         self._trained: tuple[Any, Any] = ([], None)  # the model and its optimizer
+        self._has_companions = False
         self._on_disk: tuple[str, int] | None = None  # the folder and step of the last checkpoint
 
     def load(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +137,9 @@ class RunCheckpoints:
             if dist.get_rank() == 0:
                 # A run that was killed may have left files here, also those of more ranks.
                 remove_checkpoint(folder, iteration)
-                resume.save_companions(self._settings)
+                if not self._has_companions:  # the same for all saves of a run
+                    resume.save_companions(self._settings)
+                    self._has_companions = True
             dist.barrier()
             if self._run.lora:
                 self._run.lora.save_config(folder)

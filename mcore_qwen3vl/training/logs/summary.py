@@ -148,9 +148,18 @@ def rounded_text(settings: Settings) -> str:
     resumes = checkpoints.load and identify(checkpoints.load).kind is Kind.MEGATRON
     if held == "float32" or start is None or resumes or settings.lora.trains_adapter:
         return ""
+    return rounded_weights(start, held, settings.model.folder)
+
+
+def rounded_weights(start: str | Path, held: str, hf_model: Path) -> str:
+    """Say which weights of a checkpoint a run rounds that holds them in `held`, as torch names it.
+
+    Args:
+        hf_model: the folder with the config of a Megatron checkpoint.
+    """
     of_megatron = identify(start).kind is Kind.MEGATRON
     try:
-        found = inspect_path(start, hf_config=settings.model.folder if of_megatron else None)
+        found = inspect_path(start, hf_config=hf_model if of_megatron else None)
     except BadInput:
         return ""  # whoever reads the weights says what is wrong with them
     wide = [tensor.name for tensor in found.tensors if tensor.dtype in ("float32", "float64")]

@@ -53,10 +53,9 @@ def test_other_files_are_named(parted: Path) -> None:
     save_file(some, parted / "consolidated.safetensors")
     (parted / "damaged.safetensors").write_bytes(b"not")
     named = {unused.name: unused.why for unused in unread_files(parted)}
-    assert named == dict.fromkeys(
-        ("consolidated.safetensors", "damaged.safetensors"),
-        "not read: model.safetensors alone is the model",
-    )
+    assert named.keys() == {"consolidated.safetensors", "damaged.safetensors"}
+    assert "vLLM reads such a file in place of the model" in named["consolidated.safetensors"]
+    assert "vLLM, without an index, reads it too" in named["damaged.safetensors"]
     assert named.keys() <= {unused.name for unused in unused_of(parted)}
     assert HuggingFaceCheckpoint(parted).has_mtp
     # vLLM and transformers read no file that an index does not name.
@@ -65,4 +64,5 @@ def test_other_files_are_named(parted: Path) -> None:
     (parted / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     named = {unused.name: unused.why for unused in unread_files(parted)}
     assert named[FURTHER] == f"not read: {INDEX} does not name it"
+    assert "vLLM reads such a file in place of the model" in named["consolidated.safetensors"]
     assert not HuggingFaceCheckpoint(parted).has_mtp

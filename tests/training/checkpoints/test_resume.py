@@ -222,7 +222,12 @@ def lose_metadata(folder: Path) -> None:
 def test_a_damaged_checkpoint_is_named(
     spoil: Any, two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    from mcore_qwen3vl.training.checkpoints.resume import find_damage, readable_iteration
+    from mcore_qwen3vl.training.arguments.run import CheckpointSettings
+    from mcore_qwen3vl.training.checkpoints.resume import (
+        find_damage,
+        readable_iteration,
+        step_to_load,
+    )
 
     save = tmp_path / "save"
     shutil.copytree(two_checkpoints[1], save)
@@ -230,6 +235,9 @@ def test_a_damaged_checkpoint_is_named(
     assert readable_iteration(save, fallback=False) == STEPS
     spoil(save / LAST)
     assert readable_iteration(save, fallback=True) == HALF
+    asked = CheckpointSettings(load=str(save), ckpt_format="torch_dist")
+    assert step_to_load(asked, fallback=True) == HALF  # its data state counts the steps that remain
+    assert step_to_load(asked) == STEPS
     with pytest.raises(BadInput, match=rf"iteration {STEPS}: .*--on-corrupt-checkpoint fallback"):
         readable_iteration(save, fallback=False)
     spoil(save / BEFORE)

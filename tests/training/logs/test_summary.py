@@ -143,6 +143,15 @@ def test_a_trained_model_stops_at_the_end_of_a_turn(dense: Path, tmp_path: Path)
     save_companions(settings)
     written = json.loads((save / "hf" / "generation_config.json").read_text())
     assert written == {**generation, "eos_token_id": [document, end]}
+    beside = save / "hf"
+    (beside / "tokenizer.json").unlink()
+    (beside / "of_another.json").write_text("{}")
+    save_companions(settings)
+    assert (beside / "tokenizer.json").exists()
+    assert not (beside / "of_another.json").exists()
+    assert (save / "hf.replaced-1" / "of_another.json").exists()
+    save_companions(settings)  # nothing differs
+    assert sorted(place.name for place in save.iterdir()) == ["hf", "hf.replaced-1"]
     (file,) = changed_files(settings).items()
     assert file == ("generation_config.json", (save / "hf" / file[0]).read_bytes())
     other = replace(settings, model=replace(settings.model, hf_model=str(dense)))
